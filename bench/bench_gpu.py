@@ -37,12 +37,13 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.models.kernels import choose_kernels
-from fluxtrain.plan.choices.placement import RunPlacement
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.choices.timed import Timing, place_timed
-from fluxtrain.plan.cost.moments import WISHES as MOMENTS_WISHES
+from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
 from fluxtrain.plan.cost.step import cost
-from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import boundaries_on_host, homes
+from fluxtrain.plan.request import Auto, RunRequest
 from fluxtrain.planning.placing import model_facts
 
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
@@ -70,13 +71,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--engine", default="flux", choices=ENGINES)
     parser.add_argument("--offload", default="auto")
-    parser.add_argument("--resident-blocks", type=int)
-    parser.add_argument("--device-groups", type=int)
-    parser.add_argument("--kept-blocks", type=int)
-    parser.add_argument("--chunk-rows", type=int)
+    parser.add_argument("--resident-blocks", type=count, default="auto")
+    parser.add_argument("--device-groups", type=count, default="auto")
+    parser.add_argument("--blocks-without-recompute", type=count, default="auto")
+    parser.add_argument("--chunk-rows", type=count, default="auto")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
-    parser.add_argument("--moments", default="auto", choices=MOMENTS_WISHES)
-    parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
+    parser.add_argument("--moments", default="auto", choices=DEFERS_MOMENTS)
+    parser.add_argument("--in-backward", action="store_true", help="no clipping, update at once")
     parser.add_argument("--unclipped", action="store_true", help="resident-fp32 does not clip")
     parser.add_argument(
         "--masters-off-by", type=float, default=0.0, help="resident-fp32: relative, at the start"
@@ -84,8 +85,8 @@ def main() -> None:
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
-    parser.add_argument("--boundaries", default="auto", choices=("auto", "device", "host"))
-    parser.add_argument("--head", default="auto", choices=("auto", "whole", "slices"))
+    parser.add_argument("--activations", default="auto", choices=("auto", "device", "host"))
+    parser.add_argument("--head", default="auto", choices=("auto", "whole", "chunks"))
     parser.add_argument("--profile", type=Path, help="write a torch profile of one step there")
     parser.add_argument(
         "--trace", type=Path, help="write a Perfetto trace of the median step there"
@@ -102,6 +103,11 @@ def main() -> None:
         options.json.write_text(json.dumps(row, indent=1))
 
 
+def count(text: str) -> int | Auto:
+    """A number, or `auto`."""
+    return "auto" if text == "auto" else int(text)
+
+
 def cap_memory(budget_gib: float) -> None:
     """Hold what torch takes of the GPU to the budget less CUDA's own share."""
     total = torch.cuda.get_device_properties(0).total_memory
@@ -110,36 +116,17 @@ def cap_memory(budget_gib: float) -> None:
 
 def wrapped(
     model: Qwen2ForCausalLM, options: argparse.Namespace
-) -> tuple[Any, RunPlacement, dict[str, Any]]:
+) -> tuple[Any, Placement, dict[str, Any]]:
     """Wrap the model as a run with these rows would be; its engine, the plan for the rows, and what
     is to be said of it. The model is on the host, as after loading, and block timing has the GPU
     alone."""
     import fluxtrain
-    from fluxtrain.block.recompute_policy import leave_boundaries
     from fluxtrain.wrapping.engine import engine_of
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
-    fluxtrain.wrap(
-        model,
-        device="cuda",
-        offload=plan.offload,
-        resident_blocks=plan.resident_blocks,
-        device_groups=plan.device_groups,
-        device_first=plan.device_first,
-        chunk_rows=plan.chunk_rows,
-        boundaries=plan.boundaries,
-        kept_blocks=plan.kept_blocks,
-        budget_bytes=budget_bytes,
-        overlap=True,
-        states=options.states,
-        embedding=plan.embedding,
-        head=plan.head,
-        deferred_moments=plan.deferred_moments,
-        slots=plan.slots or None,
-    )
+    fluxtrain.wrap(model, device="cuda", placement=plan, states=options.states, overlap=True)
     engine = engine_of(model)
-    leave_boundaries(engine, plan.boundaries_on_device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return engine, plan, told
@@ -147,32 +134,32 @@ def wrapped(
 
 def planned(
     model: Qwen2ForCausalLM, options: argparse.Namespace, budget_bytes: int
-) -> tuple[RunPlacement, dict[str, Any]]:
+) -> tuple[Placement, dict[str, Any]]:
     """The plan for the rows, and what it rests on."""
     facts = model_facts(model, model.config, options.sequence, options.states)
     constants = measure_constants(
         facts, read_machine(), "cuda", options.batch, model, partial(timing_batch, options),
-        eager=options.eager,
+        in_backward=options.in_backward,
     )  # fmt: skip
     rates = constants.rates(has_gpu=True)
     facts = constants.applied(facts)
-    exact, passes = not options.eager, options.passes
-    timing = None if isinstance(rates, str) else Timing(rates=rates, exact=exact, passes=passes)
+    clips, passes = not options.in_backward, options.passes
+    timing = None if isinstance(rates, str) else Timing(rates=rates, clips=clips, passes=passes)
     plan = place_timed(
         facts,
-        Room(device_free_bytes=budget_bytes, host_available_bytes=_available(model)),
-        Wishes(
+        Capacity(device_free_bytes=budget_bytes, host_available_bytes=_available(model)),
+        RunRequest(
             offload=options.offload,
             batch_rows=options.batch,
             chunk_rows=options.chunk_rows,
             device_groups=options.device_groups,
             resident_blocks=options.resident_blocks,
-            boundaries=options.boundaries,
+            activations=options.activations,
             head=options.head,
-            kept_blocks=options.kept_blocks,
+            blocks_without_recompute=options.blocks_without_recompute,
             passes=options.passes,
-            eager=options.eager,
-            deferred_moments=MOMENTS_WISHES[options.moments],
+            optimizer_in_backward=options.in_backward,
+            deferred_moments=DEFERS_MOMENTS[options.moments],
         ),
         timing,
     )
@@ -180,15 +167,15 @@ def planned(
         "constants": constants.source if timing else f"{constants.source}; {rates}",
         "per_s": dict(constants.per_s),
         "states": options.states,
-        "eager": options.eager,
+        "in_backward": options.in_backward,
         "sequence": options.sequence,
         "because": {choice.name: choice.because for choice in plan.choices},
     }
-    layout = plan.layout(passes=options.passes, eager=options.eager)
+    layout = plan.layout
     told["parameters_at_home"] = sum(group.trained for group in homes(facts, layout)[1])
     told["boundaries_on_host_gib"] = round(boundaries_on_host(facts, layout) / GIB, 2)
     if timing is not None:
-        predicted = cost(facts, layout, timing.rates, exact=exact, passes=passes)
+        predicted = cost(facts, layout, timing.rates, clips=clips, passes=passes)
         told["predicted_step_s"] = round(predicted.step_s, 3)
         told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
     return plan, told
@@ -283,14 +270,14 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
 
 def made(
     model: Qwen2ForCausalLM, options: argparse.Namespace
-) -> tuple[Loop, Any, RunPlacement | None, dict[str, Any]]:
+) -> tuple[Loop, Any, Placement | None, dict[str, Any]]:
     """The loop, FluxTrain's engine and plan where it is FluxTrain, and what is to be said: whose
     kernels run, and what the plan rests on."""
     rate = options.learning_rate
     if options.engine == "flux":
         kernels = choose_kernels(options.kernels, model, "cuda").value
         engine, plan, told = wrapped(model, options)
-        loop = FluxLoop(model, engine, rate, eager=options.eager, passes=options.passes)
+        loop = FluxLoop(model, engine, rate, in_backward=options.in_backward, passes=options.passes)
         return loop, engine, plan, {"kernels": kernels, **told}
     kernels = with_fused_loss(model) if options.kernels != "torch" else "torch"
     if options.engine == "resident":
@@ -333,7 +320,7 @@ def report(
     options: argparse.Namespace,
     parameters: int,
     engine: Any,
-    plan: RunPlacement | None,
+    plan: Placement | None,
     times: list[float],
     losses: list[float],
 ) -> dict[str, Any]:
@@ -356,17 +343,17 @@ def report(
         engine.flush()
         row |= {
             "offload": plan.offload,
-            "resident_blocks": plan.resident_blocks,
-            "device_groups": plan.device_groups,
-            "device_first": plan.device_first,
+            "resident_blocks": plan.totals.resident_blocks,
+            "device_groups": plan.totals.device_groups,
+            "device_first": plan.totals.device_first,
             "blocks": "spread",  # where those on the device stand: compare_plan.py asks
             "chunk_rows": engine.chunk_rows,
-            "boundaries": plan.boundaries,
-            "boundaries_on_device": plan.boundaries_on_device,
-            "kept_blocks": plan.kept_blocks,
+            "activations": plan.layout.activations,
+            "activations_on_device": plan.layout.activations_on_device,
+            "blocks_without_recompute": plan.totals.blocks_without_recompute,
             "slots": plan.slots or None,
-            "embedding": plan.embedding,
-            "head": plan.head,
+            "embedding": plan.layout.embedding,
+            "head": plan.layout.head,
             "deferred_moments": plan.deferred_moments,
             "predicted_device_gib": round(plan.device_bytes / GIB, 2),
             "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),

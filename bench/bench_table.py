@@ -117,11 +117,11 @@ def plan_line(row: Row, found: Row) -> str:
     words = [
         f"{found['offload']}, {found['device_groups']} groups and {found['resident_blocks']} "
         f"blocks' weights on the GPU, chunks of {found['chunk_rows']}, boundaries on the "
-        f"{found['boundaries']}, {found['kept_blocks']} blocks keep activations"
+        f"{found['activations']}, {found['blocks_without_recompute']} blocks keep activations"
     ]
     at_home = found["offload"] != "none"
     words += ["embedding by rows"] if at_home and found.get("embedding") == "rows" else []
-    words += ["head in slices"] if found.get("head") == "slices" else []
+    words += ["head in slices"] if found.get("head") == "chunks" else []
     words += ["moments deferred"] if found.get("deferred_moments") else []
     if "predicted_step_s" in found:
         words.append(f"{found['predicted_step_s']:.3f} s predicted")

@@ -70,10 +70,12 @@ def facts_of_result(row: dict[str, Any]) -> ModelFacts:
 
 def layout_of_result(row: dict[str, Any]) -> Layout:
     """Where the result's plan put everything."""
-    names = ("offload", "device_groups", "device_first", "resident_blocks", "kept_blocks",
-             "boundaries", "chunk_rows", "embedding", "deferred_moments", "eager")  # fmt: skip
+    names = ("offload", "device_groups", "device_first", "resident_blocks", "chunk_rows",
+             "blocks_without_recompute", "activations", "embedding",
+             "deferred_moments")  # fmt: skip
     found = {name: row[name] for name in names} | {"head": row.get("head", "whole")}
-    found["boundaries_on_device"] = row.get("boundaries_on_device", 0)
+    found["optimizer_in_backward"] = row["in_backward"]
+    found["activations_on_device"] = row.get("activations_on_device", 0)
     found["slots"] = row.get("slots")  # None: as many as results had that do not say it
     found["passes"] = row.get("passes", 1)
     return Layout(batch_rows=row["batch"], **found)
@@ -171,8 +173,8 @@ def main() -> None:
     options = parser.parse_args()
     row = result_of(options.result)
     facts, layout = facts_of_result(row), layout_of_result(row)
-    exact = not layout.eager
-    plan = cost(facts, layout, rates_of_result(row), exact=exact, passes=layout.passes)
+    clips = not layout.in_backward
+    plan = cost(facts, layout, rates_of_result(row), clips=clips, passes=layout.passes)
     need = footprint(facts, layout, has_gpu=True)
     print(f"{row['shape']}, batch {row['batch']}; bound by {plan.binds}")
     print(f"{'':<32}{'predicted':>11}{'measured':>11}{'error':>9}")

@@ -1,7 +1,7 @@
 """What is compared on the GPU: FluxTrain, the loop without it, and DeepSpeed where it is installed.
 
-Each takes the same model, gradient clipping at 1.0 (unless eager or unclipped), AdamW and
-recomputation, and gives the loss of a step as a tensor that is still on the device.
+Each takes the same model, gradient clipping at 1.0 (unless it updates in backward or is unclipped),
+AdamW and recomputation, and gives the loss of a step as a tensor that is still on the device.
 """
 
 from __future__ import annotations
@@ -32,21 +32,26 @@ class FluxLoop:
         engine: Any,
         rate: float,
         *,
-        eager: bool,
+        in_backward: bool,
         passes: int = 1,
     ) -> None:
-        self._model, self._engine, self._eager, self._passes = model, engine, eager, passes
+        self._model, self._engine, self._in_backward, self._passes = (
+            model,
+            engine,
+            in_backward,
+            passes,
+        )
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 
     def step(self, ids: Tensor) -> Tensor:
         told = torch.zeros((), device=ids.device)
         for rows in ids.chunk(self._passes):
             loss: Tensor = self._model(input_ids=rows, labels=rows).loss / self._passes
-            if self._eager:
-                self._engine.begin_eager_step(self._optimizer, loss)
+            if self._in_backward:
+                self._engine.begin_step_in_backward(self._optimizer, loss)
             loss.backward()
             told += loss.detach()
-        self._engine.clip_grad_norm(None if self._eager else MAX_NORM, [told])
+        self._engine.clip_grad_norm(None if self._in_backward else MAX_NORM, [told])
         self._optimizer.step()
         self._engine.forget_gradients()
         return told

@@ -11,7 +11,7 @@ SAME_LOSSES = 1e-3  # relative
 COMPARED_STEPS = 20
 SLOWER = 1.05  # a machine whose reference takes longer by more is not the one that was meant
 # Bytes of host memory a trained parameter, boundaries apart, by what the row keeps there.
-HOST_BYTES = {"exact": 14.5, "eager": 12.5, "8bit": 8.5}
+HOST_BYTES = {"exact": 14.5, "in_backward": 12.5, "8bit": 8.5}
 
 Row = dict[str, Any]
 Outcome = Literal["met", "missed", "void", "open"]
@@ -196,7 +196,7 @@ def _device(budget_gib: float, mine: Row) -> Told:
 
 def _host(mine: Row) -> list[Told]:
     states = mine.get("states")
-    by_mode = {"8bit": "8bit", "fp32": "eager" if mine.get("eager") else "exact"}
+    by_mode = {"8bit": "8bit", "fp32": "in_backward" if mine.get("in_backward") else "exact"}
     if states not in by_mode or "host_bytes_per_trained" not in mine:
         return []
     most, taken = HOST_BYTES[by_mode[states]], mine["host_bytes_per_trained"]

@@ -28,15 +28,16 @@ fluxtrain schema                                # the JSON schema, for editors
 
 def page() -> str:
     """The whole page."""
-    defaults = {setting.key: setting for setting in settings(RunConfig())}
+    every = list(settings(RunConfig()))
     parts = [HEAD]
     for name, field in RunConfig.model_fields.items():
         section: Any = field.annotation
         parts.append(f"## {name}\n\n{section.__doc__.strip()}\n")
         rows = [
-            f"| `{name}.{key}` | `{_text(defaults[f'{name}.{key}'].default)}` "
-            f"| {_values(name, key)} | {_sentence(inner.description or '')} |"
-            for key, inner in section.model_fields.items()
+            f"| `{setting.key}` | `{_text(setting.default)}` "
+            f"| {_values(*setting.key.split('.'))} | {_sentence(setting.description)} |"
+            for setting in every
+            if setting.key.startswith(f"{name}.")
         ]
         head = ["| key | default | values | meaning |", "|---|---|---|---|"]
         parts.append("\n".join([*head, *rows]) + "\n")

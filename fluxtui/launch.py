@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fluxtui.app import FluxApp
 
 LEAVING_S = 2.0  # what reads files gets so long to end
-SETTLED_S = 1.0  # after so long the first screens are drawn
+STARTED_S = 1.0  # after so long the first screens are drawn
 _EPILOG = """\
 Leaving the app never stops a training; --attach shows it again. Exit codes are those of
 `fluxtrain train`: 0 finished, 2 bad input, 3 does not fit, 4 diverged, 5 no space left,
@@ -338,7 +338,7 @@ async def _until_left(app: FluxApp) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         loop.add_signal_handler(number, app.exit)
-    loop.call_later(SETTLED_S, _collect_again)
+    loop.call_later(STARTED_S, _collect_again)
     await app.run_async()
 
 

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
     from fluxtrain.optimizer.grad_scaler import GradScaler
     from fluxtrain.optimizer.plain_state import plain_optimizer_state
+    from fluxtrain.plan.request import PlacementRequest
     from fluxtrain.wrapping.wrap import auto_wrap, sync, unwrap, wrap
 
 __all__ = [
     "GradScaler",
+    "PlacementRequest",
     "__version__",
     "auto_wrap",
     "plain_optimizer_state",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 _LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.wrapping.wrap")
+_LAZY["PlacementRequest"] = "fluxtrain.plan.request"
 _LAZY["GradScaler"] = "fluxtrain.optimizer.grad_scaler"
 _LAZY["plain_optimizer_state"] = "fluxtrain.optimizer.plain_state"
 

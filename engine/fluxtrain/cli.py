@@ -302,7 +302,8 @@ def apply(
         str,
         typer.Argument(
             metavar="NAME=N",
-            help="prefetch, resident_blocks, device_groups, kept_blocks, chunk_rows; or advice=ID",
+            help="prefetch, resident_blocks, device_groups, blocks_without_recompute, chunk_rows; "
+            "or advice=ID",
         ),
     ],
     json: Json = False,

@@ -16,7 +16,7 @@ struct Blocks8 {
     using Float = typename Set::Float;
     using Int = typename Set::Int;
     using Base = KernelsOver<Set>;
-    using Coefficients = NarrowCoefficients<Set>;
+    using Coefficients = LowBitCoefficients<Set>;
     using Whole = typename Set::Whole;
 
     static constexpr size_t kVector = Set::width;

@@ -71,7 +71,7 @@ struct MapOver {
 
 // What updates with states of fewer bits multiply with (flux_native.h).
 template <class Set>
-struct NarrowCoefficients {
+struct LowBitCoefficients {
     using Float = typename Set::Float;
     using Base = KernelsOver<Set>;
 
@@ -82,7 +82,7 @@ struct NarrowCoefficients {
     float beta1, beta2;
     Float decay, of_m, of_v, minus_step, eps;
 
-    explicit FLUX_INLINE NarrowCoefficients(const flux_adamw_step& step)
+    explicit FLUX_INLINE LowBitCoefficients(const flux_adamw_step& step)
         : beta1(step.beta1),
           beta2(step.beta2),
           decay(Set::all(step.decay)),
@@ -201,7 +201,7 @@ struct StatesOver {
     template <class Weights, class Grad>
     static void adamw8_by_block(Weights weights, States8 states, const Grad* __restrict grad,
                                 size_t n, const flux_adamw_step& step) {
-        const NarrowCoefficients<Set> c(step);
+        const LowBitCoefficients<Set> c(step);
         const MapOver<Set> map_m(kSignedMap), map_v(kUnsignedMap);
         const Int magnitude_bits = Set::all_int(0x7fffffffu);
         for (size_t at = 0; at < n; at += kStateBlock) {
@@ -238,7 +238,7 @@ struct StatesOver {
         }
     }
 
-    static constexpr float kLeastScale = 2 * NarrowCoefficients<Set>::kLeastDecayed;
+    static constexpr float kLeastScale = 2 * LowBitCoefficients<Set>::kLeastDecayed;
     static FLUX_INLINE float scale_of(Float most) {
         const float largest = Set::largest(most);
         return largest < kLeastScale ? kLeastScale : largest;

@@ -14,19 +14,19 @@ struct States16 {
 
     // What an update multiplies with.
     struct Coefficients {
-        NarrowCoefficients<Set> narrow;
+        LowBitCoefficients<Set> low_bit;
         Float beta1, beta2;
 
         explicit FLUX_INLINE Coefficients(const flux_adamw_step& step)
-            : narrow(step), beta1(Set::all(step.beta1)), beta2(Set::all(step.beta2)) {}
+            : low_bit(step), beta1(Set::all(step.beta1)), beta2(Set::all(step.beta2)) {}
 
         // The first half of an update of the lanes, as of 8-bit states once old moments are decayed.
         FLUX_INLINE Float begin(Float& p, Float& m, Float& v, Float grad) const {
             m = Set::mul(m, beta1);
             v = Set::mul(v, beta2);
-            return narrow.begin(p, m, v, grad);
+            return low_bit.begin(p, m, v, grad);
         }
-        FLUX_INLINE void finish(Float& p, Float m, Float root) const { narrow.finish(p, m, root); }
+        FLUX_INLINE void finish(Float& p, Float m, Float root) const { low_bit.finish(p, m, root); }
         FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad) const {
             const Float root = begin(p, m, v, grad);
             finish(p, m, root);

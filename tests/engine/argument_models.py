@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
+from tests.wrap_with import wrap_with
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "resident": {"offload": "none"},
-    "kept": {"offload": "none", "kept_blocks": 3},
+    "kept": {"offload": "none", "blocks_without_recompute": 3},
     "parked": {"offload": "max"},
     "rows": {"chunk_rows": 2},
     "parked rows": {"offload": "max", "chunk_rows": 2},
@@ -88,7 +88,7 @@ def as_the_plain_model(
     inside: Callable[..., Any], around: Around, layout: str, arguments: Any = nothing
 ) -> None:
     plain = Model(inside, around)
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain), **LAYOUTS[layout])
+    wrapped = wrap_with(copy.deepcopy(plain), **LAYOUTS[layout])
     same(passes(wrapped, arguments), passes(plain, arguments), layout)
     for context in (torch.no_grad, torch.inference_mode):
         with context():

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.optimizer.state_shards import state_shards
 from fluxtrain.updates import updates
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 MAX_NORM = 0.3  # no power of two: then order and number of roundings show
 HOLD_S = 0.25  # far longer than a step of these models
@@ -34,7 +34,7 @@ class Training:
 
     def __init__(self, model: nn.Module, *, deferred: bool, **how: Any) -> None:
         options = {"offload": "weights", "overlap": True, "chunk_rows": 2, **how}
-        self.model = fluxtrain.wrap(model, device="cpu", deferred_moments=deferred, **options)
+        self.model = wrap_with(model, device="cpu", deferred_moments=deferred, **options)
         self.engine = engine_of(self.model)
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() <= 1]

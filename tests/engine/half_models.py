@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.memory.segment import Member
 from fluxtrain.updates.loss_scale import FIRST, LossScale
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 HALF = torch.float16
 MAX_NORM = 0.3  # no power of two: then order and number of roundings show
@@ -29,7 +29,7 @@ def half_model(
     **options: Any,
 ) -> tuple[nn.Module, Engine]:
     """A wrapped fp16 model with a loss scale, and its engine."""
-    model = fluxtrain.wrap(tiny(family, HALF), **options)
+    model = wrap_with(tiny(family, HALF), **options)
     engine = engine_of(model)
     engine.loss_scale = LossScale(engine.device.torch_device, scale, interval)
     return model, engine

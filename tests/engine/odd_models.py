@@ -16,7 +16,7 @@ WIDTH = 8
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"offload": "none"},
-    {"offload": "none", "kept_blocks": 9},
+    {"offload": "none", "blocks_without_recompute": 9},
     {"offload": "max", "overlap": True},
     {"chunk_rows": 2},
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import fluxtrain
+from tests.wrap_with import wrap_with
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Large enough for narrow states, with a parameter that never gets a gradient."""
+    """Large enough for low-bit states, with a parameter that never gets a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: 
 
 def trained(states: str = "fp32", dtype: torch.dtype = torch.float32, **options: Any) -> Pair:
     """A wrapped model and its optimizer after 20 steps."""
-    model = fluxtrain.wrap(net(dtype), device="cpu", offload="weights", states=states, **options)
+    model = wrap_with(net(dtype), device="cpu", offload="weights", states=states, **options)
     optimizer = adamw(model)
     train(model, optimizer, 0, 20)
     return model, optimizer

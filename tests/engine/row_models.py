@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 VOCABULARY, HIDDEN = 600, 32
 Result = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
@@ -35,7 +35,7 @@ def inputs(seed: int, rows: int = 4, length: int = 10) -> dict[str, Tensor]:
 
 def wrapped(model: nn.Module, embedding: str, **options: Any) -> Engine:
     options = {"offload": "weights", "chunk_rows": 2, "overlap": True, **options}
-    fluxtrain.wrap(model, device="cpu", embedding=embedding, **options)
+    wrap_with(model, device="cpu", embedding=embedding, **options)
     return engine_of(model)
 
 
@@ -48,13 +48,13 @@ def trained(
     embedding: str,
     *,
     passes: int = 1,
-    eager: bool = False,
+    in_backward: bool = False,
     loss_of: Callable[[nn.Module, int], Tensor] | None = None,
     steps: int = 4,
     **options: Any,
 ) -> Result:
     """Losses and norms, the gradients of the third step, and the weights after the last."""
-    engine = wrapped(model, embedding, eager=eager, **options)
+    engine = wrapped(model, embedding, optimizer_in_backward=in_backward, **options)
     assert by_rows(engine) == (embedding == "rows")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     told: list[float] = []
@@ -63,12 +63,12 @@ def trained(
         for part in range(passes):
             seed = step * passes + part
             loss = loss_of(model, seed) if loss_of else model(**inputs(seed)).loss
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             told.append(float(loss.detach()))
-        told.append(engine.clip_grad_norm(None if eager else 0.5).value())
-        if step == 2 and not eager:
+        told.append(engine.clip_grad_norm(None if in_backward else 0.5).value())
+        if step == 2 and not in_backward:
             named = model.named_parameters()
             gradients = {n: p.grad.detach().clone() for n, p in named if p.grad is not None}
         optimizer.step()

@@ -29,6 +29,7 @@ from tests.engine.argument_models import (
     writes_to_a_view,
     writes_without_gradients,
 )
+from tests.wrap_with import wrap_with
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -45,7 +46,7 @@ from tests.engine.argument_models import (
 )
 def test_a_write_to_an_activation_is_refused_with_the_cure(inside: Inside, layout: str) -> None:
     plain = Model(inside, adds_what_it_gave)
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain), **LAYOUTS[layout])
+    wrapped = wrap_with(copy.deepcopy(plain), **LAYOUTS[layout])
     with pytest.raises(MisusedModel, match=r"blocks.0 wrote.*argument x.*x = x \+ 1.*\.clone"):
         passes(wrapped, nothing)
     for context in (torch.no_grad, torch.inference_mode):
@@ -106,7 +107,7 @@ def test_a_layer_of_oneformer_clears_rows_of_its_mask(layout: str) -> None:
         return results
 
     plain = Decoder()
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain), **LAYOUTS[layout])
+    wrapped = wrap_with(copy.deepcopy(plain), **LAYOUTS[layout])
     ours, theirs = found(wrapped), found(plain)
     same(ours, theirs, "whole")
     assert not any(mask[:, 1].all() for mask in wrapped.masks)  # type: ignore[union-attr]
@@ -244,7 +245,7 @@ def test_a_write_that_torch_does_not_count_is_refused_in_the_first_call(
     def around(block: nn.Module, x: Tensor) -> Tensor:
         return block(x, memory=torch.zeros_like(x))
 
-    wrapped = fluxtrain.wrap(Model(inside, around), **LAYOUTS[layout])
+    wrapped = wrap_with(Model(inside, around), **LAYOUTS[layout])
     with pytest.raises(MisusedModel, match=rf"argument {to} in place.*\.data.*{to} \+ 1"):
         wrapped(torch.randn(5, 6, 8))
 
@@ -334,7 +335,7 @@ def test_an_input_that_the_caller_changes_before_backward_is_refused_by_name(lay
         x += block(x)
         return x
 
-    wrapped = fluxtrain.wrap(Model(lambda block, x: block.linear(x), around), **LAYOUTS[layout])
+    wrapped = wrap_with(Model(lambda block, x: block.linear(x), around), **LAYOUTS[layout])
     loss = wrapped(torch.randn(5, 6, 8)).sum()
     with pytest.raises(MisusedModel, match=r"blocks.2 was given as x was changed.*x = x \+ 1"):
         loss.backward()

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-import fluxtrain
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 8
 HOMES = "GGCGCGCC"  # of the blocks, with four of them on the device
 
 
-def trained(model: nn.Module, batch: Any, eager: bool) -> list[float]:
+def trained(model: nn.Module, batch: Any, in_backward: bool) -> list[float]:
     """Losses of three steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for seed in range(3):
         loss = model(**batch(seed=seed)).loss
-        if eager:
-            engine_of(model).begin_eager_step(optimizer)
+        if in_backward:
+            engine_of(model).begin_step_in_backward(optimizer)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -32,17 +32,17 @@ def trained(model: nn.Module, batch: Any, eager: bool) -> list[float]:
 
 def wrapped(tiny: Any, **place: Any) -> nn.Module:
     model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS)
-    return fluxtrain.wrap(model, device="cpu", offload="max", **place)
+    return wrap_with(model, device="cpu", offload="max", **place)
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("moments", [False, True])
 def test_training_has_the_bits_of_one_with_every_block_at_home(
-    tiny: Any, batch: Any, same: Any, eager: bool, moments: bool
+    tiny: Any, batch: Any, same: Any, in_backward: bool, moments: bool
 ) -> None:
     plain = wrapped(tiny)
     between = wrapped(tiny, device_groups=4, device_first="blocks", deferred_moments=moments)
-    assert trained(between, batch, eager) == trained(plain, batch, eager)
+    assert trained(between, batch, in_backward) == trained(plain, batch, in_backward)
     assert engine_of(between).residency().optimizer == HOMES
     same(between.state_dict(), plain.state_dict())
 
@@ -55,7 +55,7 @@ def test_the_next_block_at_home_is_copied_while_those_on_the_device_before_it_ar
     model = wrapped(tiny, device_groups=4, device_first="blocks")
     engine = engine_of(model)
     blocks = [group for group in engine.groups if group.kind == "block"]
-    trained(model, batch, eager=False)  # the engine learns who follows whom
+    trained(model, batch, in_backward=False)  # the engine learns who follows whom
     found: dict[int, list[int]] = {}
 
     def look(at: int) -> Any:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.block.recompute_policy import leave_boundaries
-from fluxtrain.live.resettle import resettle
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, boundaries_on_host, parked_count
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
+from tests.engine.placing_anew import turn_to
+from tests.wrap_with import wrap_with
 
 LAYERS = 6
 BOUNDARY = 4 * 10 * 32 * 2  # rows, tokens, width, bf16
@@ -31,13 +31,13 @@ class Training:
         )
         self.facts = replace(facts_of(model), row=row)
         self.layout = Layout(
-            **{"offload": "weights", "boundaries": "host", **where},
-            batch_rows=4, chunk_rows=2, boundaries_on_device=staying,
+            **{"offload": "weights", "activations": "host", **where},
+            batch_rows=4, chunk_rows=2, activations_on_device=staying,
         )  # fmt: skip
-        settings = {"offload": "weights", "boundaries": "host", "chunk_rows": 2, **where}
-        self.model = fluxtrain.wrap(model, device="cpu", **settings)
+        settings = {"offload": "weights", "activations": "host", "chunk_rows": 2, **where}
+        self.model = wrap_with(model, device="cpu", **settings)
         self.engine: Engine = engine_of(self.model)
-        leave_boundaries(self.engine, staying)
+        turn_to(self.engine, activations_on_device=staying)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.batch, self.losses = batch, list[float]()
 
@@ -48,9 +48,12 @@ class Training:
     def step(self, passes: int = 1) -> tuple[int, int]:
         """Tensors sent to the host in the last pass of the step, and bytes that stayed."""
         for part in range(passes):
-            before = self.engine.park.parked
+            before = self.engine.activation_offload.offloaded_count
             loss = self.loss(part)
-            held = self.engine.counters.boundary_bytes, self.engine.park.parked - before
+            held = (
+                self.engine.counters.boundary_bytes,
+                self.engine.activation_offload.offloaded_count - before,
+            )
             loss.backward()
         self.engine.clip_grad_norm(1.0)
         self.optimizer.step()
@@ -60,12 +63,7 @@ class Training:
         return held[1], held[0]
 
     def turn(self, staying: int, kept: int = 0) -> None:
-        plan = self.engine.plan
-        resettle(
-            self.engine, device_groups=plan.device_groups, resident_blocks=plan.resident_blocks,
-            kept_blocks=kept, slots=plan.slots, chunk_rows=self.engine.chunk_rows, need=plan.need,
-            boundaries_on_device=staying,
-        )  # fmt: skip
+        turn_to(self.engine, blocks_without_recompute=kept, activations_on_device=staying)
 
     def weights(self) -> list[torch.Tensor]:
         fluxtrain.sync(self.model)
@@ -81,7 +79,7 @@ PLACES: list[dict[str, Any]] = [
     {"offload": "weights"},
     {"offload": "max"},
     {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
-    {"offload": "weights", "resident_blocks": LAYERS, "kept_blocks": 2},
+    {"offload": "weights", "resident_blocks": LAYERS, "blocks_without_recompute": 2},
     {"offload": "none"},
 ]
 
@@ -92,7 +90,7 @@ def test_losses_and_weights_keep_their_bits_and_what_stays_is_what_is_planned(
     tiny: Any, batch: Any, where: dict[str, Any], staying: int
 ) -> None:
     every, some = Training(tiny, batch, 0, **where), Training(tiny, batch, staying, **where)
-    kept = where.get("kept_blocks", 0)
+    kept = where.get("blocks_without_recompute", 0)
     for _ in range(3):
         sent, held = every.step()
         assert sent * BOUNDARY == boundaries_on_host(every.facts, every.layout)
@@ -125,7 +123,7 @@ def test_their_number_changes_between_two_steps(tiny: Any, batch: Any) -> None:
         sent, held = turned.step()
         assert sent == max(0, LAYERS - kept - staying) + (staying == 0)
         assert held == (LAYERS + 1 - sent) * BOUNDARY
-        assert turned.engine.plan.boundaries_on_device == staying
+        assert turned.engine.plan.layout.activations_on_device == staying
     assert same(every, turned)
 
 
@@ -143,13 +141,13 @@ def test_the_ones_sent_last_are_still_there_behind_those_that_stay(
 
     monkeypatch.setattr(some.engine.device, "download", late)
     loss = some.loss()
-    newest = some.engine.park.newest()
+    newest = some.engine.activation_offload.newest()
     assert newest is not None
-    assert newest.stays is not None
-    before = newest.before()
+    assert newest.unchanged_source is not None
+    before = newest.previous()
     assert before is not None
-    assert before.stays is not None
-    first = before.before()
+    assert before.unchanged_source is not None
+    first = before.previous()
     assert first is not None
-    assert first.stays is None
+    assert first.unchanged_source is None
     loss.backward()

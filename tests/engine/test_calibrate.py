@@ -123,8 +123,8 @@ def test_a_small_model_beyond_the_device_is_timed_with_its_edges_on_the_host(
         if tries[-1] in (("none", 8), ("weights", 8)):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         wrapped = wrap(small, **wishes)
-        if wishes.get("device_first") == "blocks":
-            homes = {group.kind: group.home for group in engine_of(small).groups}
+        if "placement" in wishes:
+            homes = {group.kind: group.placement.weights for group in engine_of(small).groups}
             assert homes == {"edge": "host", "block": "device"}
         return wrapped
 

@@ -58,9 +58,9 @@ def test_a_run_with_8_bit_states_is_timed_with_its_own_kernel(tiny: Tiny, machin
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
-    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, states: Any, *, eager: bool
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, states: Any, *, in_backward: bool
 ) -> None:
     """What a GPU would be asked is left out; the host's kernels are rated as they are."""
     timed = measure_constants(
@@ -84,18 +84,21 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
     model = tiny("llama", torch.bfloat16)
-    found = measure_constants(facts, machine, "cuda", 4, model, batch_of, eager=eager)
+    found = measure_constants(facts, machine, "cuda", 4, model, batch_of, in_backward=in_backward)
     assert found.calibration is not None
     assert asked[0][5] == states  # the update on the device is timed with them
     both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
     beside = (found.calibration.adamw_beside_per_s, found.calibration.adamw_8bit_beside_per_s)
-    assert (beside[0] is not None, beside[1] is not None) == (eager, eager and states == "8bit")
+    assert (beside[0] is not None, beside[1] is not None) == (
+        in_backward,
+        in_backward and states == "8bit",
+    )
     # updated weights go up, and gradients come down beside the backward pass alone
     narrow = states == "8bit"
-    late = (2 if narrow else 1) if eager else int(not narrow)
-    alone = 2 if narrow or not eager else 1
+    late = (2 if narrow else 1) if in_backward else int(not narrow)
+    alone = 2 if narrow or not in_backward else 1
     assert sorted(copies) == [(True, False)] * alone + [(True, True)] * late
-    if states == "8bit" or eager:
+    if states == "8bit" or in_backward:
         assert both == (None, None)
         return
     per_s = {"h2d_pinned": 1e10, "d2h_pinned": 1e10}
@@ -105,7 +108,7 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     assert all(rate is not None and rate > 1e6 for rate in both)
 
 
-def test_eager_steps_have_constants_of_their_own_beside_a_gpu(
+def test_steps_in_backward_have_constants_of_their_own_beside_a_gpu(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", torch.bfloat16)
@@ -114,9 +117,9 @@ def test_eager_steps_have_constants_of_their_own_beside_a_gpu(
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
     assert measure_constants(facts, machine, "cuda", 4, model, batch_of).is_new
-    assert known_constants(facts, machine, "cuda", 4, eager=True).calibration is None
-    assert measure_constants(facts, machine, "cuda", 4, model, batch_of, eager=True).is_new
-    assert known_constants(facts, machine, "cuda", 4, eager=True).calibration is not None
+    assert known_constants(facts, machine, "cuda", 4, in_backward=True).calibration is None
+    assert measure_constants(facts, machine, "cuda", 4, model, batch_of, in_backward=True).is_new
+    assert known_constants(facts, machine, "cuda", 4, in_backward=True).calibration is not None
 
 
 def test_what_whole_steps_told_is_not_rated_again(

@@ -32,9 +32,9 @@ CALIBRATION = Calibration(
 )
 ROW: dict[str, Any] = {
     "engine": "flux", "shape": "tiny", "batch": 8, "offload": "weights", "device_groups": 1,
-    "resident_blocks": 0, "kept_blocks": 0, "boundaries": "device", "chunk_rows": 8,
+    "resident_blocks": 0, "blocks_without_recompute": 0, "activations": "device", "chunk_rows": 8,
     "embedding": "whole", "deferred_moments": False, "blocks": "spread",
-    "device_first": "embedding", "eager": False, "states": "fp32", "sequence": 1024,
+    "device_first": "embedding", "in_backward": False, "states": "fp32", "sequence": 1024,
     "per_s": {"h2d_pinned": 55e9, "d2h_pinned": 55e9},
     "step_s": 0.1, "torch_peak_gib": 1.0, "predicted_step_s": 0.09,
     "calibration": msgspec.to_builtins(CALIBRATION),

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import fluxtrain
 from fluxtrain.errors import Diverged
-from fluxtrain.live.resettle import resettle
 from fluxtrain.memory.group import Group
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.deferred_models import HOLD_S, MAX_NORM, Hold, Training, assert_same_bits, build
+from tests.engine.placing_anew import turn_to
 
 
 def a_checkpoint(training: Training) -> object:
@@ -67,9 +67,9 @@ def a_second_backward(training: Training) -> object:
     return training.backward()
 
 
-def an_eager_step(training: Training) -> object:
+def a_step_in_backward(training: Training) -> object:
     training.optimizer.zero_grad()
-    training.engine.begin_eager_step(training.optimizer)
+    training.engine.begin_step_in_backward(training.optimizer)
     training.backward()
     training.optimizer.step()
     return training.optimizer.zero_grad()
@@ -89,11 +89,9 @@ def a_loaded_model(training: Training) -> object:
 
 
 def another_placement(training: Training) -> object:
-    plan = training.engine.plan
-    return resettle(
-        training.engine, device_groups=2, resident_blocks=1, kept_blocks=0, slots=2,
-        chunk_rows=2, need=plan.need,
-    )  # fmt: skip
+    return turn_to(
+        training.engine, device_groups=2, resident_blocks=1, blocks_without_recompute=0, slots=2
+    )
 
 
 def an_unwrapped_model(training: Training) -> object:
@@ -105,7 +103,7 @@ def an_unwrapped_model(training: Training) -> object:
     [
         a_checkpoint, the_optimizers_state, a_flush, a_sync, an_evaluation, a_restored_shard,
         gradients_of_zero, a_gradient_that_is_set, a_gradient_that_is_written, a_second_backward,
-        an_eager_step, another_optimizer_of_ours, a_foreign_optimizer,
+        a_step_in_backward, another_optimizer_of_ours, a_foreign_optimizer,
         another_placement, an_unwrapped_model,
     ],
 )  # fmt: skip
@@ -128,7 +126,7 @@ def test_whoever_touches_a_group_at_home_waits_for_its_moments(
 @pytest.mark.parametrize(
     "action",
     [
-        gradients_of_zero, a_second_backward, an_eager_step, an_evaluation, another_placement,
+        gradients_of_zero, a_second_backward, a_step_in_backward, an_evaluation, another_placement,
         the_optimizers_state, a_loaded_model,
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from fluxtrain.adamw import dynamic_map
 from fluxtrain.adamw.dynamic_map import BLOCK
 from fluxtrain.adamw.fp32 import mul_add
 from fluxtrain.adamw.native_adamw import quantise
-from tests.engine.narrow_states import (
+from tests.engine.low_bit_states import (
     ISAS,
     SIGNS,
     any_floats,

@@ -13,7 +13,6 @@ import fluxtrain
 from fluxtrain.adamw import reference
 from fluxtrain.adamw.hyper import Hyper, coefficients
 from fluxtrain.errors import MisusedModel, UnsupportedModel
-from fluxtrain.live.resettle import resettle
 from fluxtrain.plan import states as state_formats
 from fluxtrain.updates.clip import clip_scale
 from fluxtrain.updates.loss_scale import FIRST
@@ -30,6 +29,7 @@ from tests.engine.half_models import (
     state,
     step,
 )
+from tests.engine.placing_anew import turn_to
 
 
 @HOMES
@@ -171,10 +171,14 @@ def test_moving_homes_in_between_changes_no_bit(half: Any, batch: Any, same: Any
         optimizer = adamw(model)
         for number in range(4):
             if moves and number in (1, 3):
-                resettle(
-                    engine, device_groups=2 if number == 1 else 0, resident_blocks=1, slots=2,
-                    kept_blocks=0, chunk_rows=engine.chunk_rows, need=engine.plan.need,
-                )  # fmt: skip
+                count = 2 if number == 1 else 0
+                turn_to(
+                    engine,
+                    device_groups=count,
+                    resident_blocks=1,
+                    blocks_without_recompute=0,
+                    slots=2,
+                )
             step(model, optimizer, batch(seed=number))
         found.append(state(model))
     same(found[0], found[1])
@@ -183,7 +187,7 @@ def test_moving_homes_in_between_changes_no_bit(half: Any, batch: Any, same: Any
 def test_a_group_cannot_be_updated_before_the_overflow_is_known(half: Any) -> None:
     model, engine = half()
     with pytest.raises(MisusedModel, match="loss scale"):
-        engine.begin_eager_step(adamw(model))
+        engine.begin_step_in_backward(adamw(model))
 
 
 def test_a_loose_fp16_parameter_is_refused_with_the_cure() -> None:

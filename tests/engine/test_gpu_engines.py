@@ -39,21 +39,21 @@ def masters(*, clipped: bool, masters_off_by: float = 0.0) -> list[float]:
     return losses(MastersLoop(model, RATE, clipped=clipped, masters_off_by=masters_off_by))
 
 
-def flux(*, eager: bool, passes: int = 1) -> list[float]:
+def flux(*, in_backward: bool, passes: int = 1) -> list[float]:
     model = random_model(Qwen2Config(**TINY), CPU, CPU)
     fluxtrain.wrap(model, device="cpu", offload="weights", chunk_rows=2)
-    return losses(FluxLoop(model, engine_of(model), RATE, eager=eager, passes=passes))
+    return losses(FluxLoop(model, engine_of(model), RATE, in_backward=in_backward, passes=passes))
 
 
-def test_an_eager_step_has_the_losses_of_the_loop_that_does_not_clip() -> None:
+def test_a_step_in_backward_has_the_losses_of_the_loop_that_does_not_clip() -> None:
     unclipped, clipped = masters(clipped=False), masters(clipped=True)
-    assert furthest(flux(eager=True), unclipped) <= SAME_LOSSES
-    assert furthest(flux(eager=False), clipped) <= SAME_LOSSES
+    assert furthest(flux(in_backward=True), unclipped) <= SAME_LOSSES
+    assert furthest(flux(in_backward=False), clipped) <= SAME_LOSSES
     assert furthest(clipped, unclipped) > SAME_LOSSES, "these losses tell the two loops apart"
 
 
 def test_a_step_of_two_backward_passes_has_the_losses_of_one() -> None:
-    found = flux(eager=False, passes=2)
+    found = flux(in_backward=False, passes=2)
     assert furthest(found, masters(clipped=True)) <= 2 * SAME_LOSSES  # the first is rounded alone
 
 

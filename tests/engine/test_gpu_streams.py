@@ -18,6 +18,7 @@ from fluxtrain.plan import depths, heads
 from fluxtrain.wrapping import wrap as wrapping
 from tests.engine.gpu_streams import streaming
 from tests.engine.row_models import inputs, llama
+from tests.wrap_with import wrap_with
 
 DONE_BETWEEN = ("read", "halve", "drop", "zero", "look", "collect", *8 * ("nothing",))
 Act = tuple[str, int]
@@ -42,8 +43,8 @@ def options(drawn: random.Random) -> dict[str, Any]:
         "overlap": drawn.random() < 0.7,
         "states": drawn.choice(("fp32", "bf16", "8bit")),
         "embedding": drawn.choice(("whole", "rows")),
-        "head": drawn.choice(("whole", "slices")),
-        "boundaries": drawn.choice(("auto", "host", "device")),
+        "head": drawn.choice(("whole", "chunks")),
+        "activations": drawn.choice(("auto", "host", "device")),
         "device_groups": drawn.choice((0, 0, 1, 3)),
     }
     return found | {"deferred_moments": found["states"] == "fp32"}
@@ -117,7 +118,7 @@ def test_passes_have_the_bits_of_copies_in_order(
 
     def trained() -> list[Tensor]:
         model = llama(dtype, tie_word_embeddings=tied)
-        return Loop(fluxtrain.wrap(model, device="cpu", **placed)).outcome(acts)
+        return Loop(wrap_with(model, device="cpu", **placed)).outcome(acts)
 
     wanted = trained()
     opened = streaming(monkeypatch, seed)

@@ -1,4 +1,4 @@
-"""Eager steps need memory for a few groups' gradients at home, not for every group's."""
+"""Steps in backward need memory for a few groups' gradients at home, not for every group's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from fluxtrain.errors import DoesNotFit, MisusedModel
 from fluxtrain.gradients.buffers import GradientRing
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
-from fluxtrain.plan.facts import Room
+from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 8
 CONFIG = LlamaConfig(
@@ -31,12 +33,12 @@ def wrapped(states: str = "fp32") -> tuple[nn.Module, Engine, torch.optim.AdamW]
     return model, engine_of(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def step(model: nn.Module, optimizer: torch.optim.AdamW, seed: int, *, eager: bool) -> float:
+def step(model: nn.Module, optimizer: torch.optim.AdamW, seed: int, *, in_backward: bool) -> float:
     torch.manual_seed(seed)
     ids = torch.randint(0, 256, (2, 16))
     loss = model(input_ids=ids, labels=ids).loss
-    if eager:
-        engine_of(model).begin_eager_step(optimizer)
+    if in_backward:
+        engine_of(model).begin_step_in_backward(optimizer)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -51,11 +53,11 @@ def held(engine: Engine) -> list[Group]:
 def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: str) -> None:
     model, engine, optimizer = wrapped(states)
     for seed in range(4):
-        step(model, optimizer, seed, eager=True)
+        step(model, optimizer, seed, in_backward=True)
         assert len(held(engine)) == ring_depth(1) < LAYERS
     engine.flush()
     facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16), states)  # type: ignore[arg-type]
-    layout = Layout(offload="weights", eager=True)
+    layout = Layout(offload="weights", optimizer_in_backward=True)
     predicted = footprint(facts, layout, has_gpu=True).arena_bytes
     assert engine.memory().host_arena_bytes == predicted
     block = next(g for g in facts.groups if g.kind == "block").rounded_bytes
@@ -63,28 +65,33 @@ def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: str) -> None:
     assert exact - predicted >= (LAYERS - ring_depth(1)) * block
 
 
-def test_a_host_with_room_for_the_ring_alone_runs_eager_steps_only(
+def test_a_host_with_room_for_the_ring_alone_runs_steps_in_backward_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16))
     ring, every = (
-        footprint(facts, Layout(offload="weights", eager=eager), has_gpu=False).host_bytes
-        for eager in (True, False)
+        footprint(
+            facts, Layout(offload="weights", optimizer_in_backward=in_backward), has_gpu=False
+        ).host_bytes
+        for in_backward in (True, False)
     )
-    room = Room(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
-    monkeypatch.setattr("fluxtrain.wrapping.wrap._room", lambda *_: room)
-    fluxtrain.wrap(
-        LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights", eager=True
+    room = Capacity(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
+    monkeypatch.setattr("fluxtrain.wrapping.wrap._capacity", lambda *_: room)
+    wrap_with(
+        LlamaForCausalLM(CONFIG).to(torch.bfloat16),
+        device="cpu",
+        offload="weights",
+        optimizer_in_backward=True,
     )
     with pytest.raises(DoesNotFit, match="host memory"):
         fluxtrain.wrap(LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights")
 
 
-def test_eager_and_exact_steps_may_take_turns() -> None:
+def test_in_backward_and_exact_steps_may_take_turns() -> None:
     losses = []
     for pattern in ((False,) * 8, (True, True, False, True, False, False, True, True)):
         model, engine, optimizer = wrapped()
-        losses.append([step(model, optimizer, i, eager=e) for i, e in enumerate(pattern)])
+        losses.append([step(model, optimizer, i, in_backward=e) for i, e in enumerate(pattern)])
         engine.flush()
         losses[-1] += [float(p.detach().float().sum()) for p in model.parameters()]
     assert losses[0] == losses[1]
@@ -94,7 +101,7 @@ def test_a_gradient_that_was_used_up_is_not_shown() -> None:
     model, engine, optimizer = wrapped()
     ids = torch.randint(0, 256, (2, 16))
     loss = model(input_ids=ids, labels=ids).loss
-    engine.begin_eager_step(optimizer)
+    engine.begin_step_in_backward(optimizer)
     loss.backward()
     with pytest.raises(MisusedModel, match="was used up"):
         _ = model.model.layers[LAYERS - 1].mlp.up_proj.weight.grad
@@ -108,7 +115,7 @@ def test_gradients_that_another_optimizer_steps_are_kept() -> None:
     norm = model.model.layers[LAYERS - 1].input_layernorm.weight
     ids = torch.randint(0, 256, (2, 16))
     loss = model(input_ids=ids, labels=ids).loss
-    engine.begin_eager_step(first)
+    engine.begin_step_in_backward(first)
     loss.backward()
     assert len(held(engine)) == LAYERS
     assert float(norm.grad.abs().sum()) > 0
@@ -121,7 +128,7 @@ def test_the_oldest_buffer_is_lent_on_once_its_update_is_done() -> None:
     for i in range(5):
         group = Group(f"block{i}", "block")
         group.add(nn.Parameter(torch.zeros(8)), "w")
-        group.settle("host", torch.device("cpu"), pin=False)
+        group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
         groups.append(group)
     ring = GradientRing()
     waited: list[str] = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 Make = Callable[..., Any]
 LIMIT_S = 20.0  # a test that waits for what does not come fails after that
@@ -21,7 +22,7 @@ class Held:
     """A wrapped model of which the last gradient does not come home until `let_go`."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.model = fluxtrain.wrap(
+        self.model = wrap_with(
             model, device="cpu", offload="weights", device_groups=0, embedding="whole", overlap=True
         )
         self.engine: Engine = engine_of(self.model)

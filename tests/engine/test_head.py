@@ -29,13 +29,14 @@ from tests.engine.head_models import (
     cross_entropy,
     loss_and_gradients,
 )
+from tests.wrap_with import wrap_with
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 Pair = Callable[..., tuple[Any, Any]]
 
 
-@pytest.fixture(params=["whole", "slices"])
+@pytest.fixture(params=["whole", "chunks"])
 def head(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the head is copied; slices are of 16 words of 50, or 32 in bf16."""
     monkeypatch.setattr(heads, "SLICE_BYTES", 16 * WIDTH * 4)
@@ -50,7 +51,7 @@ def pair(head: str) -> Iterator[Pair]:
     wrapped: list[nn.Module] = []
 
     def make(dtype: torch.dtype = torch.float32, **shape: bool) -> tuple[Any, Any]:
-        wrapped.append(fluxtrain.wrap(Tower(**shape).to(dtype), device="cpu", head=head))
+        wrapped.append(wrap_with(Tower(**shape).to(dtype), device="cpu", head=head))
         return Tower(**shape).to(dtype), wrapped[-1]
 
     yield make
@@ -201,7 +202,7 @@ def test_a_head_over_a_frozen_body_is_trained(pair: Pair, head: str, loss: Any) 
     for model in (plain, again):
         model.embedding.requires_grad_(False)
         model.blocks.requires_grad_(False)
-    agree(plain, fluxtrain.wrap(again, device="cpu", head=head), loss)
+    agree(plain, wrap_with(again, device="cpu", head=head), loss)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -210,7 +211,7 @@ def test_half_of_a_head_can_be_frozen(pair: Pair, head: str, frozen: str) -> Non
     again, _ = pair(bias=True)
     for model in (plain, again):
         getattr(model.head, frozen).requires_grad_(False)
-    agree(plain, fluxtrain.wrap(again, device="cpu", head=head), cross_entropy())
+    agree(plain, wrap_with(again, device="cpu", head=head), cross_entropy())
 
 
 def test_logits_written_in_place_count_in_the_loss(pair: Pair) -> None:

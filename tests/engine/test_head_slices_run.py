@@ -30,12 +30,12 @@ def test_a_run_in_slices_has_the_numbers_of_one_without(
     config = run_config(model__path=str(model_folder("llama")), train__steps=4)
     clip = f"train.max_grad_norm={limit}"
     found: dict[str, list[Any]] = {}
-    for head in ("whole", "slices"):
+    for head in ("whole", "chunks"):
         found[head] = run(config, tmp_path / head, clip, f"placement.head={head}")
         planned = next(event for event in found[head] if isinstance(event, ev.Planned))
         told = next(choice for choice in planned.choices if choice.name == "placement.head")
         assert (told.value, told.because) == (head, "as set")
-    whole, slices = numbers(found["whole"]), numbers(found["slices"])
+    whole, slices = numbers(found["whole"]), numbers(found["chunks"])
     assert [loss for loss, _ in slices] == pytest.approx([loss for loss, _ in whole], rel=1e-2)
     norms = [[norm for _, norm in each[:-1]] for each in (slices, whole)]
     if limit != "null":
@@ -51,7 +51,7 @@ def test_a_run_in_slices_that_is_continued_has_the_same_losses(
     monkeypatch.setattr(heads, "SLICE_BYTES", 1)
     monkeypatch.setattr(heads, "MULTIPLE_WORDS", 32)
     config = run_config(model__path=str(model_folder("llama")), train__steps=4)
-    settings = load_config(config, ["placement.head=slices", "train.checkpoint_every=2"])
+    settings = load_config(config, ["placement.head=chunks", "train.checkpoint_every=2"])
     train(settings, locate(None, tmp_path / "run", settings))
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     train(settings, locate(str(checkpoint), None, settings))

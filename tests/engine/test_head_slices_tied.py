@@ -50,7 +50,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e
     [
         {},
         {"passes": 3},
-        {"eager": True},
+        {"in_backward": True},
         {"states": "8bit"},
         {"deferred_moments": True},
         {"offload": "max"},
@@ -61,7 +61,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e
 )
 def test_a_tied_head_in_slices_trains_as_the_whole_does(options: dict[str, Any]) -> None:
     whole = trained(tied(), "rows", head="whole", **options)
-    slices = trained(tied(), "rows", head="slices", **options)
+    slices = trained(tied(), "rows", head="chunks", **options)
     agree(whole, slices, loss=2e-5, weights=2e-3)  # steps of 1e-2
 
 
@@ -71,12 +71,12 @@ def test_both_gradients_of_a_tied_weight_are_rounded_once(dtype: torch.dtype) ->
     exact_model = tied(dtype).double()
     exact_model(**ids).loss.backward()
     exact, off = gradients(exact_model)[NAME], {}
-    for head in ("whole", "slices"):
+    for head in ("whole", "chunks"):
         model = tied(dtype)
         in_slices(model, head, embedding="rows")
         model(**ids).loss.backward()
         off[head] = float((gradients(model)[NAME] - exact).norm())
-    assert off["slices"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm())
+    assert off["chunks"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm())
 
 
 def test_the_norm_is_that_of_the_sum_of_both_gradients() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import fluxtrain
+from tests.wrap_with import wrap_with
 
 Make = Callable[..., Any]
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -55,7 +56,7 @@ def wrapped(new_model: Make) -> Iterator[Make]:
     made: list[nn.Module] = []
 
     def make(family: str, dtype: torch.dtype, **options: Any) -> Any:
-        made.append(fluxtrain.wrap(new_model(family, dtype), device="cpu", **options))
+        made.append(wrap_with(new_model(family, dtype), device="cpu", **options))
         return made[-1]
 
     yield make

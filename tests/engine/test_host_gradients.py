@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.gradients.views import stored
 from fluxtrain.memory.group import Group
 from fluxtrain.plan import heads
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.row_models import inputs, llama, wrapped
+from tests.wrap_with import wrap_with
 
 CPU = torch.device("cpu")
 SHAPES = ((33, 7), (5,), (64, 3))
@@ -54,7 +55,7 @@ def group(dtype: torch.dtype, *, kind: Any = "block", shapes: Any = SHAPES) -> G
     made.users = 1
     for i, shape in enumerate(shapes):
         made.add(nn.Parameter(torch.zeros(shape, dtype=dtype)), f"p{i}")
-    made.settle("host", CPU, pin=False)
+    made.settle(GroupPlacement.on("host"), CPU, pin=False)
     return made
 
 
@@ -253,7 +254,7 @@ def test_forgotten_rows_leave_no_memory_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("head", ["whole", "slices"])
+@pytest.mark.parametrize("head", ["whole", "chunks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_passes_are_those_of_everything_on_the_device(
     dtype: torch.dtype, head: str, tied: bool, monkeypatch: pytest.MonkeyPatch
@@ -265,9 +266,9 @@ def test_gradients_of_passes_are_those_of_everything_on_the_device(
     for offload in ("none", "weights"):
         model = llama(dtype, tie_word_embeddings=tied)
         placed = {"embedding": "rows", "head": head} if offload == "weights" else {}
-        fluxtrain.wrap(model, device="cpu", offload=offload, **placed)
+        wrap_with(model, device="cpu", offload=offload, **placed)
         engine = engine_of(model)
-        assert any(unit.in_slices for unit in engine.units) == (placed.get("head") == "slices")
+        assert any(unit.in_slices for unit in engine.units) == (placed.get("head") == "chunks")
         with monkeypatch.context() as patch:
             patch.setattr(Arrival, "wait", lambda self: pytest.fail("the host waits"))
             passes_of(model, 3)

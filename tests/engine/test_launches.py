@@ -14,7 +14,7 @@ from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
 from fluxtrain.adamw.reference import Rounding
 from fluxtrain.adamw.step import step_
 from fluxtrain.device.current_gpu import launching_on
-from fluxtrain.edges import chunk_loss, slice_loss
+from fluxtrain.edges import chunk_loss, vocab_chunk_loss
 
 TENSORS_ON = 1
 ONE = torch.tensor(1.0)
@@ -51,7 +51,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         triton_adamw: ["_adamw"],
         triton_low_bit: ["_adamw8", "_adamw16"],
         chunk_loss: ["_row"],
-        slice_loss: ["_collect", "_slope"],
+        vocab_chunk_loss: ["_collect", "_slope"],
     }
     for module, names in kernels.items():
         monkeypatch.setattr(module, "triton", object())
@@ -88,10 +88,15 @@ def loss_of_a_chunk() -> None:
     chunk_loss.FusedChunks(head, None).slope(torch.ones(2, 3), slice(0, 2), torch.zeros(2))
 
 
-def sliced() -> tuple[slice_loss.FusedSlices, torch.Tensor, slice_loss.Words, slice_loss.Tokens]:
-    slices = slice_loss.FusedSlices(torch.float32, torch.device("cpu"), 5, None, 2)
-    words = slice_loss.Words(weight=torch.ones(5, 3), bias=None, first=0)
-    tokens = slice_loss.Tokens.of(torch.zeros(2, dtype=torch.int64))
+def sliced() -> tuple[
+    vocab_chunk_loss.FusedVocabChunks,
+    torch.Tensor,
+    vocab_chunk_loss.VocabChunk,
+    vocab_chunk_loss.Tokens,
+]:
+    slices = vocab_chunk_loss.FusedVocabChunks(torch.float32, torch.device("cpu"), 5, None, 2)
+    words = vocab_chunk_loss.VocabChunk(weight=torch.ones(5, 3), bias=None, first=0)
+    tokens = vocab_chunk_loss.Tokens.of(torch.zeros(2, dtype=torch.int64))
     return slices, torch.ones(2, 3), words, tokens
 
 

@@ -214,7 +214,7 @@ def test_a_step_without_room_for_one_row_gives_up_resident_blocks_and_keeps_its_
     assert any("resident_blocks 1 instead of 2" in text for text in warnings)
 
 
-def test_parts_move_to_the_device_and_back_in_eager_steps_too(
+def test_parts_move_to_the_device_and_back_in_steps_in_backward_too(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(

@@ -18,13 +18,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import fluxtrain
 from fluxtrain.block import block
 from fluxtrain.edges import head
-from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.memory.boundary_homes import Home
+from fluxtrain.memory.activation_offload import ActivationOffload
+from fluxtrain.memory.pinned_pool import PinnedBuffer
 from fluxtrain.memory.unit import Unit
 from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import bound
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 LAYERS, TOKENS, HIDDEN, CHUNK = 4, 16, 64, 2
 WARM_STEPS = 2
@@ -85,19 +86,19 @@ class WayHome:
 
 @pytest.fixture
 def copies_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each boundary is at home when the next one leaves."""
-    park = BoundaryPark.park
+    """Each input is on the host when the next one leaves."""
+    offload = ActivationOffload.offload
 
-    def in_turn(self: BoundaryPark, *arguments: Any) -> Any:
+    def in_turn(self: ActivationOffload, *arguments: Any) -> Any:
         device: Any = self._device
         download = device.download
-        for parked in self._leaving:
-            cast(WayHome, parked.transfer).ends()
+        for one in self._downloading:
+            cast(WayHome, one.download).ends()
         with monkeypatch.context() as patch:
             patch.setattr(device, "download", lambda *copied: WayHome(download(*copied)))
-            return park(self, *arguments)
+            return offload(self, *arguments)
 
-    monkeypatch.setattr(BoundaryPark, "park", in_turn)
+    monkeypatch.setattr(ActivationOffload, "offload", in_turn)
 
 
 def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -110,12 +111,12 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
-    live, place = Live(), BoundaryPark._place
+    live, place = Live(), ActivationOffload._host_memory
 
-    def on_host(self: BoundaryPark, tensor: Tensor) -> tuple[Home | None, Tensor]:
-        home, host = place(self, tensor)
+    def on_host(self: ActivationOffload, tensor: Tensor) -> tuple[PinnedBuffer | None, Tensor]:
+        buffer, host = place(self, tensor)
         live.leave_out(host)
-        return home, host
+        return buffer, host
 
     @contextmanager
     def watched(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]:
@@ -124,10 +125,10 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             yield
         live.enters(f"after {does}")
 
-    monkeypatch.setattr(BoundaryPark, "_place", on_host)
+    monkeypatch.setattr(ActivationOffload, "_host_memory", on_host)
     for module in (block, head):
         monkeypatch.setattr(module, "bound", watched)
-    fluxtrain.wrap(model, device="cpu", offload="weights", boundaries="host", chunk_rows=CHUNK)
+    wrap_with(model, device="cpu", offload="weights", activations="host", chunk_rows=CHUNK)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, 32, (rows, TOKENS))
@@ -163,10 +164,10 @@ def test_as_many_boundaries_are_on_the_device_as_the_footprint_says(
 
 def test_a_block_that_keeps_its_activations_keeps_its_input_on_the_device(tiny: Any) -> None:
     model = tiny("llama")
-    fluxtrain.wrap(model, device="cpu", offload="none", boundaries="host", kept_blocks=1)
+    wrap_with(model, device="cpu", offload="none", activations="host", blocks_without_recompute=1)
     engine = engine_of(model)
     blocks = sum(unit.group.kind == "block" for unit in engine.units)
     ids = torch.zeros(2, 8, dtype=torch.int64)
     model(input_ids=ids, labels=ids).loss.backward()
     last_norm = 1
-    assert engine.park.parked == blocks - 1 + last_norm
+    assert engine.activation_offload.offloaded_count == blocks - 1 + last_norm

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fluxtrain
 from fluxtrain.device import cpu_device as devices
 from fluxtrain.device.arena import HostArena
 from fluxtrain.device.cpu_device import CpuDevice
@@ -23,6 +22,7 @@ from fluxtrain.device.staging import Staging
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.granted import Granted, granting
+from tests.wrap_with import wrap_with
 
 COUNT = 1000
 
@@ -90,10 +90,10 @@ def test_an_arena_is_unlocked_after_its_copies_when_a_collection_finds_all_at_on
 def test_weights_stay_locked_while_they_are_copied_though_their_model_is_gone(
     tiny: Any, locks: Granted, monkeypatch: pytest.MonkeyPatch, held: Any
 ) -> None:
-    model = fluxtrain.wrap(tiny("llama", num_hidden_layers=4), offload="weights", device_groups=0)
+    model = wrap_with(tiny("llama", num_hidden_layers=4), offload="weights", device_groups=0)
     engine = engine_of(model)
     engine.window.drain()
-    group = next(g for g in engine.groups if g.home == "host" and g.kind == "block")
+    group = next(g for g in engine.groups if g.placement.weights == "host" and g.kind == "block")
     engine.window.forget(group)
     worker = engine.device._up  # type: ignore[attr-defined]  # which ends with the model
     held(worker)

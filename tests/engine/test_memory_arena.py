@@ -28,7 +28,8 @@ from fluxtrain.device.arena import ALIGNMENT_BYTES, HostArena, aligned
 from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.moving import new_home
+from fluxtrain.memory.moving import prepare_move
+from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.pages import made_bytes, mapped
 
 CPU = torch.device("cpu")
@@ -181,7 +182,7 @@ def settled(*specs: tuple[torch.dtype, tuple[int, ...], bool]) -> Group:
     for i, (dtype, shape, trained) in enumerate(specs):
         values = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
         group.add(nn.Parameter(values, requires_grad=trained), f"p{i}")
-    group.settle("host", CPU, pin=False)
+    group.settle(GroupPlacement.on("host"), CPU, pin=False)
     return group
 
 
@@ -285,6 +286,6 @@ def test_the_hosts_peak_is_at_most_the_arenas_and_fifteen_percent() -> None:
 
 def test_a_fork_gets_weights_that_came_home_unlocked() -> None:
     group = settled((torch.bfloat16, (64, 64), True))
-    new_home(group, "host", pin=False)()
+    prepare_move(group, GroupPlacement.on("host"), pin=False)()
     (segment,) = group.segments
     assert segment.weights is not None and "wf" not in mapped(segment.weights)[1]

@@ -35,10 +35,10 @@ def test_rows_are_brought_as_they_are() -> None:
     buffers = RowBuffers(device, 50, 4, torch.float32)
     for seed in range(3):
         ids = torch.randint(0, 50, (20 + seed,), generator=torch.Generator().manual_seed(seed))
-        brought, transfers = buffers.bring(Places.of(ids), gather(table))
+        uploaded, transfers = buffers.upload(Places.of(ids), gather(table))
         for transfer in transfers:
             transfer.wait_compute("weights")
-        assert torch.equal(brought.rows[brought.of_tokens], table[ids])
+        assert torch.equal(uploaded.rows[uploaded.of_tokens], table[ids])
         buffers.release()
     buffers.give_back()
     assert buffers.device_bytes == buffers.host_bytes == 0
@@ -48,7 +48,7 @@ def test_rows_are_brought_as_they_are() -> None:
 def test_more_tokens_than_rows_need_no_more_than_the_table() -> None:
     device = CpuDevice()
     buffers = RowBuffers(device, 50, 4, torch.float32)
-    _, transfers = buffers.bring(Places.of(torch.arange(50).repeat(9)), gather(torch.randn(50, 4)))
+    _, transfers = buffers.upload(Places.of(torch.arange(50).repeat(9)), gather(torch.randn(50, 4)))
     for transfer in transfers:
         transfer.wait_host()
     assert buffers.capacity == 50

@@ -16,6 +16,7 @@ from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
+from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.slow_device import SlowDevice
 
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ class LazyDevice:
 def group(value: int, elements: int = SIZE) -> Group:
     made = Group(f"block {value}", "block")
     made.add(nn.Parameter(torch.full((elements,), float(value))), "weight")
-    made.settle("host", CPU, pin=False)
+    made.settle(GroupPlacement.on("host"), CPU, pin=False)
     return made
 
 

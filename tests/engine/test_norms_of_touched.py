@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import fluxtrain
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.plain_models import Net
+from tests.wrap_with import wrap_with
 
 Touch = Callable[[nn.Module], None]
 
@@ -48,7 +48,7 @@ def scales_one(block: nn.Module) -> None:
 )
 def test_the_norm_is_that_of_the_gradients_there_are(touch: Touch, device_groups: int) -> None:
     torch.manual_seed(3)
-    model = fluxtrain.wrap(
+    model = wrap_with(
         Net(), device="cpu", offload="weights", overlap=True, device_groups=device_groups
     )
     x = torch.randn(8, 96)

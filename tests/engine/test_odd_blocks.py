@@ -25,6 +25,7 @@ from tests.engine.odd_models import (
     Stack,
     Twice,
 )
+from tests.wrap_with import wrap_with
 
 
 def trained(model: nn.Module, steps: int = 3, passes: int = 2) -> dict[str, Tensor]:
@@ -59,7 +60,7 @@ def as_the_plain_model(make: Callable[[], nn.Module], layout: dict[str, Any]) ->
     for wrapped in (False, True):
         torch.manual_seed(1)
         model = make()
-        found.append(trained(fluxtrain.wrap(model, **layout) if wrapped else model))
+        found.append(trained(wrap_with(model, **layout) if wrapped else model))
     plain, ours = found
     assert plain.keys() == ours.keys()
     for name, expected in plain.items():
@@ -106,7 +107,7 @@ def test_an_embedding_with_a_largest_norm_shortens_its_rows_at_home(layout: dict
     if layout.get("offload") == "none":
         return
     for dtype in (torch.bfloat16, torch.float16):
-        model = fluxtrain.wrap(Looks().to(dtype), **layout)
+        model = wrap_with(Looks().to(dtype), **layout)
         model(torch.zeros(4, 5, WIDTH)).float().sum().backward()
         torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0).step()
         norms = model.table.weight.detach().float().norm(dim=1)

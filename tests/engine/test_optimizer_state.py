@@ -1,4 +1,4 @@
-"""The adopted optimizer's state: saved, restored uncast, imported; and the engine's own shards."""
+"""AdamW's state under our key: saved, restored uncast, imported; and the engine's own shards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,7 +27,7 @@ def wrapped(new_model: Callable[..., Any]) -> Iterator[Wrapped]:
     made: list[nn.Module] = []
 
     def make(dtype: torch.dtype = torch.bfloat16, family: str = "qwen2", **options: Any) -> Any:
-        made.append(fluxtrain.wrap(new_model(family, dtype), device="cpu", **options))
+        made.append(wrap_with(new_model(family, dtype), device="cpu", **options))
         return made[-1]
 
     yield make

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.errors import MisusedModel
 from tests.engine.argument_models import (
     LAYOUTS,
@@ -31,6 +30,7 @@ from tests.engine.argument_models import (
     writes_to_the_output,
     writes_to_the_output_and_reads_the_input,
 )
+from tests.wrap_with import wrap_with
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,7 +96,7 @@ def test_an_output_that_is_changed_before_backward_is_right_or_refused(layout: s
         return torch.tanh(block.linear(x))
 
     plain = Model(inside, apart)
-    wrapped = fluxtrain.wrap(copy.deepcopy(Model(inside, around)), **LAYOUTS[layout])
+    wrapped = wrap_with(copy.deepcopy(Model(inside, around)), **LAYOUTS[layout])
     try:
         found = passes(wrapped, nothing)
     except MisusedModel as refused:
@@ -118,4 +118,4 @@ def test_a_block_that_spoils_what_it_saved_is_refused_as_torch_does() -> None:
         passes(plain, nothing)
     for layout in LAYOUTS.values():
         with pytest.raises(MisusedModel, match="changed in place"):
-            passes(fluxtrain.wrap(copy.deepcopy(plain), **layout), nothing)
+            passes(wrap_with(copy.deepcopy(plain), **layout), nothing)

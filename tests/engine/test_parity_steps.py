@@ -14,6 +14,7 @@ from fluxtrain.adamw import reference
 from fluxtrain.adamw.hyper import Hyper, coefficients
 from fluxtrain.updates.clip import clip_scale
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 STEPS = 20
@@ -191,7 +192,7 @@ def test_the_norm_of_several_passes_is_that_of_the_sum_wherever_it_lives(
 ) -> None:
     found = []
     for offload, groups in (("weights", 0), ("weights", 2), ("none", None)):
-        model = fluxtrain.wrap(tiny("qwen2", dtype), offload=offload, device_groups=groups)
+        model = wrap_with(tiny("qwen2", dtype), offload=offload, device_groups=groups)
         for seed in range(3):
             (model(**batch("qwen2", seed=seed)).loss / 3).backward()
         norm = engine_of(model).clip_grad_norm(None).value()

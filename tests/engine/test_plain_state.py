@@ -116,7 +116,7 @@ def test_plain_training_goes_on_with_the_moments_of_the_wrapped_one(
 
 @EACH_WAY
 @pytest.mark.parametrize(("states", "limit"), [("bf16", 2e-3), ("8bit", 2e-2)])
-def test_narrow_moments_go_on_in_fp32(
+def test_low_bit_moments_go_on_in_fp32(
     way: Callable[..., Pair], states: str, limit: float, expected: list[float]
 ) -> None:
     model, optimizer = way(*trained(states))

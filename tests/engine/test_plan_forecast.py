@@ -18,9 +18,10 @@ from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import RunConfig, demo_config
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.plan.choices.placement import place
-from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, disk_need
 from fluxtrain.plan.machine_file import PlannedMachine, read_machine_file
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.planning.forecast import Forecast
 from fluxtrain.units import GIB
 from tests.unit.test_plan_ranked import model
@@ -201,10 +202,11 @@ def test_a_configuration_of_ten_million_layers_is_refused_and_not_planned(
 
 def test_the_disk_that_is_told_is_the_one_that_a_run_is_judged_by() -> None:
     facts = replace(model(), loose_bytes=500)
-    room = Room(device_free_bytes=None, host_available_bytes=None)
+    room = Capacity(device_free_bytes=None, host_available_bytes=None)
     forecast = Forecast(
-        facts=facts, room=room, wishes=Wishes(), placement=place(facts, room, Wishes()), passes=1,
-        exact=True, keep_checkpoints=2, saved_bytes=facts.weight_bytes,
+        facts=facts, capacity=room, request=RunRequest(),
+        placement=place(facts, room, RunRequest()), passes=1,
+        clips=True, keep_checkpoints=2, saved_bytes=facts.weight_bytes,
         constants=Constants(per_s={}, source=""),
     )  # fmt: skip
     judged = disk_need(
@@ -218,6 +220,6 @@ def test_an_unclipped_run_is_predicted_to_overlap_more(large: RunConfig, tmp_pat
     elsewhere = machine(tmp_path, 24, 160)
     settings = large.model_dump()
     settings["train"]["max_grad_norm"] = None
-    eager = preview(RunConfig.model_validate(settings), elsewhere).predicted
+    in_backward = preview(RunConfig.model_validate(settings), elsewhere).predicted
     exact = preview(large, elsewhere).predicted
-    assert eager.step_s < exact.step_s
+    assert in_backward.step_s < exact.step_s

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.plan import heads
-from fluxtrain.plan.choices.placement import RunPlacement, place
-from fluxtrain.plan.facts import Room, RowFacts, Wishes, activation_estimate
+from fluxtrain.plan.choices.placement import Placement, place
+from fluxtrain.plan.facts import Capacity, RowFacts, activation_estimate
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
 
@@ -23,23 +24,23 @@ Tiny = Callable[..., PreTrainedModel]
 Batch = Callable[..., dict[str, Tensor]]
 
 LAYOUTS = [
-    Wishes(offload="weights"),
-    Wishes(offload="weights", resident_blocks=2),
-    Wishes(offload="weights", resident_blocks=2, kept_blocks=2),
-    Wishes(offload="weights", device_groups=2),
-    Wishes(offload="weights", device_groups=1, resident_blocks=1),
-    Wishes(offload="weights", device_groups=99),
-    Wishes(offload="weights", embedding="rows"),
-    Wishes(offload="weights", embedding="rows", device_groups=1),
-    Wishes(offload="max", embedding="rows"),
-    Wishes(offload="optimizer"),
-    Wishes(offload="max"),
-    Wishes(offload="none"),
-    Wishes(offload="none", kept_blocks=1),
+    RunRequest(offload="weights"),
+    RunRequest(offload="weights", resident_blocks=2),
+    RunRequest(offload="weights", resident_blocks=2, blocks_without_recompute=2),
+    RunRequest(offload="weights", device_groups=2),
+    RunRequest(offload="weights", device_groups=1, resident_blocks=1),
+    RunRequest(offload="weights", device_groups=99),
+    RunRequest(offload="weights", embedding="rows"),
+    RunRequest(offload="weights", embedding="rows", device_groups=1),
+    RunRequest(offload="max", embedding="rows"),
+    RunRequest(offload="optimizer"),
+    RunRequest(offload="max"),
+    RunRequest(offload="none"),
+    RunRequest(offload="none", blocks_without_recompute=1),
 ]
 
 
-def planned(model: Any, wishes: Wishes) -> RunPlacement:
+def planned(model: Any, request: RunRequest) -> Placement:
     """The plan of a run without a GPU for the rows of these tests."""
     config = model.config
     dtype_bytes = next(model.parameters()).element_size()
@@ -52,25 +53,14 @@ def planned(model: Any, wishes: Wishes) -> RunPlacement:
             config.hidden_size, config.intermediate_size, LENGTH, dtype_bytes
         ),
     )
-    wishes = replace(wishes, batch_rows=ROWS, chunk_rows=2)
-    room = Room(device_free_bytes=None, host_available_bytes=None)
-    return place(replace(facts_of(model), row=row), room, wishes)
+    request = replace(request, batch_rows=ROWS, chunk_rows=2)
+    room = Capacity(device_free_bytes=None, host_available_bytes=None)
+    return place(replace(facts_of(model), row=row), room, request)
 
 
-def trained(model: nn.Module, plan: RunPlacement, batch: dict[str, Tensor], steps: int) -> Engine:
+def trained(model: nn.Module, plan: Placement, batch: dict[str, Tensor], steps: int) -> Engine:
     """The engine of the model, wrapped as planned, after `steps` optimizer steps."""
-    fluxtrain.wrap(
-        model,
-        device="cpu",
-        offload=plan.offload,
-        chunk_rows=plan.chunk_rows,
-        device_groups=plan.device_groups,
-        device_first=plan.device_first,
-        resident_blocks=plan.resident_blocks,
-        kept_blocks=plan.kept_blocks,
-        embedding=plan.embedding,
-        head=plan.head,
-    )
+    fluxtrain.wrap(model, device="cpu", placement=plan)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(steps):
         model(**batch).loss.backward()
@@ -79,34 +69,33 @@ def trained(model: nn.Module, plan: RunPlacement, batch: dict[str, Tensor], step
     return engine_of(model)
 
 
-@pytest.mark.parametrize("wishes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("request", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_predicted_bytes_are_those_that_training_holds(
-    tiny: Tiny, batch: Batch, family: str, dtype: torch.dtype, wishes: Wishes
+    tiny: Tiny, batch: Batch, family: str, dtype: torch.dtype, request: RunRequest
 ) -> None:
     """Host: exact. Device: all but the workspace (recomputed activations, logits, the head's fp32
     gradient sum, gradients on their way to the sums) and kept activations, which are torch's own
     and which nobody counts without a GPU."""
     model = tiny(family, dtype)
-    plan = planned(model, wishes)
+    plan = planned(model, request)
     engine = trained(model, plan, batch(family, ROWS, LENGTH), steps=3)
     memory = engine.memory()
     assert memory.host_arena_bytes == plan.need.arena_bytes
     assert plan.host_bytes >= plan.need.arena_bytes + plan.device_bytes  # one memory has both
     counted = plan.need.shown_device_bytes(has_gpu=False)
-    if wishes.offload == "max":  # two boundaries at a time on the device, held by nobody for long
+    if request.offload == "max":  # two boundaries at a time on the device, held by nobody for long
         counted -= plan.need.boundaries_bytes
     assert memory.device_peak_bytes == pytest.approx(counted, rel=0.1)
-    assert engine.plan.slots == plan.slots == len([s for s in engine.window.slots if not s.owner])
-    if plan.embedding == "whole":  # rows depend on the batch, which `wrap` does not know
-        assert engine.plan.need.arena_bytes == plan.need.arena_bytes
+    assert engine.plan is plan
+    assert plan.slots == len([s for s in engine.window.slots if not s.owner])
 
 
 def test_several_backward_passes_a_step_are_in_the_plan(tiny: Tiny, batch: Batch) -> None:
     model = tiny("qwen2", torch.bfloat16)
-    once = planned(model, Wishes(offload="weights", device_groups=2))
-    plan = planned(model, Wishes(offload="weights", device_groups=2, passes=2))
+    once = planned(model, RunRequest(offload="weights", device_groups=2))
+    plan = planned(model, RunRequest(offload="weights", device_groups=2, passes=2))
     engine = trained(model, plan, batch("qwen2", ROWS, LENGTH), steps=1)
     model(**batch("qwen2", ROWS, LENGTH)).loss.backward()
     model(**batch("qwen2", ROWS, LENGTH)).loss.backward()
@@ -124,7 +113,7 @@ def test_rows_of_several_backward_passes_are_planned_and_counted() -> None:
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
     passes = 3
-    plan = planned(model, Wishes(offload="weights", embedding="rows", passes=passes))
+    plan = planned(model, RunRequest(offload="weights", embedding="rows", passes=passes))
     engine = trained(model, plan, {"input_ids": torch.ones(1, 1, dtype=torch.long)}, steps=0)
     ids = torch.randperm(2000)[: passes * ROWS * LENGTH].view(passes, ROWS, LENGTH)
     for part in ids[:-1]:  # as many rows as there can be
@@ -153,8 +142,8 @@ def test_rows_that_a_tied_head_in_slices_keeps_are_planned_and_counted(
         num_key_value_heads=2, max_position_embeddings=64, vocab_size=600, tie_word_embeddings=True,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).to(dtype).train()
-    plan = planned(model, Wishes(offload="weights", embedding="rows", head="slices"))
-    assert plan.head == "slices"
+    plan = planned(model, RunRequest(offload="weights", embedding="rows", head="chunks"))
+    assert plan.layout.head == "chunks"
     ids = torch.randperm(600)[: ROWS * LENGTH].view(ROWS, LENGTH)  # as many rows as there can be
     memory = trained(model, plan, {"input_ids": ids, "labels": ids}, steps=3).memory()
     assert memory.device_peak_bytes == plan.need.shown_device_bytes(has_gpu=False)
@@ -179,7 +168,7 @@ def test_frozen_weights_beside_trained_adapters_are_counted_to_the_byte(
     facts = facts_of(model)
     assert facts.head_parameters == 0  # frozen: no gradient is summed for it
     assert [bool(g.state_bytes) for g in facts.groups] == [False, True, True, True, False, False]
-    plan = planned(model, Wishes(offload="weights", device_groups=2))
+    plan = planned(model, RunRequest(offload="weights", device_groups=2))
     engine = trained(model, plan, batch("llama", ROWS, LENGTH), steps=3)
     assert engine.memory().host_arena_bytes == plan.need.arena_bytes
     counted = plan.device_bytes - plan.need.workspace_bytes

@@ -13,27 +13,29 @@ import fluxtrain
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 8
 
 
 def wrapped(tiny: Any, slots: int | None, **placed: Any) -> tuple[nn.Module, Engine]:
-    model = fluxtrain.wrap(
+    model = wrap_with(
         tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS),
-        device="cpu", offload="weights", chunk_rows=2, overlap=True, slots=slots, **placed,
+        device="cpu", offload="weights", chunk_rows=2, overlap=True,
+        prefetch=slots - 1 if isinstance(slots, int) else slots, **placed,
     )  # fmt: skip
     return model, engine_of(model)
 
 
 def trained(
-    model: nn.Module, engine: Engine, batch: Any, *, eager: bool
+    model: nn.Module, engine: Engine, batch: Any, *, in_backward: bool
 ) -> tuple[list[float], list[torch.Tensor]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(4):
         loss = model(**batch(seed=step)).loss
-        if eager:
-            engine.begin_eager_step(optimizer)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -42,23 +44,25 @@ def trained(
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     "placed",
-    [{}, {"device_groups": 4, "resident_blocks": 2}, {"boundaries": "host", "resident_blocks": 3}],
+    [{}, {"device_groups": 4, "resident_blocks": 2}, {"activations": "host", "resident_blocks": 3}],
     ids=["all stream", "some on the device, some resident", "some resident, boundaries away"],
 )
 def test_any_number_of_slots_gives_the_same_bits(
-    tiny: Any, batch: Any, placed: dict[str, Any], eager: bool
+    tiny: Any, batch: Any, placed: dict[str, Any], in_backward: bool
 ) -> None:
     found = []
     for slots in (None, 2, 3, 4, 5, LAYERS):
-        model, engine = wrapped(tiny, slots, eager=eager, **placed)
-        streamed = LAYERS - sum(g.home == "device" for g in engine.groups if g.kind == "block")
-        streamed -= engine.plan.resident_blocks
+        model, engine = wrapped(tiny, slots, optimizer_in_backward=in_backward, **placed)
+        streamed = LAYERS - sum(
+            g.placement.weights == "device" for g in engine.groups if g.kind == "block"
+        )
+        streamed -= engine.plan.totals.resident_blocks
         expected = min(slots or 3, streamed)
         assert len([s for s in engine.window.slots if s.owner is None]) == expected
-        found.append(trained(model, engine, batch, eager=eager))
+        found.append(trained(model, engine, batch, in_backward=in_backward))
     for losses, weights in found[1:]:
         assert losses == found[0][0]
         assert all(torch.equal(a, b) for a, b in zip(weights, found[0][1], strict=True))
@@ -69,7 +73,7 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
 ) -> None:
     """A block with a slot of its own takes none from the others, and its turn none from theirs."""
     model, engine = wrapped(tiny, 2, resident_blocks=4)
-    trained(model, engine, batch, eager=False)
+    trained(model, engine, batch, in_backward=False)
     own = {slot.owner for slot in engine.window.slots}
     blocks = [unit for unit in engine.units if unit.group.kind == "block"]
     shared = [unit for unit in blocks if unit.group not in own]
@@ -94,12 +98,12 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
     fluxtrain.sync(model)
 
 
-@pytest.mark.parametrize("slots", [0, -1, 2.5, True])
-def test_a_number_of_slots_that_makes_no_sense_is_refused(tiny: Any, slots: Any) -> None:
-    with pytest.raises(BadInput, match="slots is"):
-        wrapped(tiny, slots)
+@pytest.mark.parametrize("prefetch", [0, -1, 2.5, True])
+def test_a_number_of_blocks_ahead_that_makes_no_sense_is_refused(tiny: Any, prefetch: Any) -> None:
+    with pytest.raises(BadInput, match="prefetch is"):
+        wrap_with(tiny("llama"), prefetch=prefetch)
 
 
-def test_who_asks_for_no_slots_hears_what_to_do(tiny: Any) -> None:
-    with pytest.raises(BadInput, match="slots is 0: use at least 1, or leave it out"):
-        wrapped(tiny, 0)
+def test_who_asks_for_no_block_ahead_hears_what_to_do(tiny: Any) -> None:
+    with pytest.raises(BadInput, match="prefetch is 0: use at least 1, or leave it out"):
+        wrap_with(tiny("llama"), prefetch=0)

@@ -11,6 +11,7 @@ import fluxtrain
 from fluxtrain.adamw.hyper import Hyper
 from fluxtrain.memory.group import Group
 from fluxtrain.methods.parameter_groups import parameter_groups
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.updates.ranges import ranges
 
@@ -23,7 +24,7 @@ def group(shapes: list[tuple[int, ...]], states: StateFormat = "fp32") -> Group:
     for i, shape in enumerate(shapes):
         value = torch.full(shape, float(i), dtype=torch.bfloat16)
         made.add(nn.Parameter(value), f"p{i}")
-    made.settle("device", torch.device("cpu"), pin=False)
+    made.settle(GroupPlacement.on("device"), torch.device("cpu"), pin=False)
     made.ensure_state()
     made.ensure_gradient()
     return made

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fluxtrain
 from fluxtrain.errors import MisusedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 CHECKED_STEPS = 3  # recomputes that run to the end, to be compared with the forward
 
@@ -335,12 +336,12 @@ class Compiled(Block):
         return self.compiled(x)
 
 
-@pytest.mark.parametrize("kept_blocks", [0, 3])
+@pytest.mark.parametrize("blocks_without_recompute", [0, 3])
 @pytest.mark.parametrize("block", [GradientInside, FunctionalInside, UsedUp, Compiled])
 def test_a_block_whose_graph_cannot_be_filled_again_is_recorded_again(
-    block: type[Block], kept_blocks: int
+    block: type[Block], blocks_without_recompute: int
 ) -> None:
-    model = fluxtrain.wrap(Stack(block), kept_blocks=kept_blocks)
+    model = wrap_with(Stack(block), blocks_without_recompute=blocks_without_recompute)
     wanted = gradients(Stack(block))
     for _ in range(CHECKED_STEPS + 2):
         same(gradients(model), wanted)
@@ -359,9 +360,11 @@ def test_the_input_that_a_block_remembers_stays_whole() -> None:
     assert torch.equal(model.blocks[0].last, rows())
 
 
-@pytest.mark.parametrize("kept_blocks", [0, 3])
-def test_an_inner_tensor_in_the_loss_is_refused_with_the_cure(kept_blocks: int) -> None:
-    model = fluxtrain.wrap(Stack(Remembers), kept_blocks=kept_blocks)
+@pytest.mark.parametrize("blocks_without_recompute", [0, 3])
+def test_an_inner_tensor_in_the_loss_is_refused_with_the_cure(
+    blocks_without_recompute: int,
+) -> None:
+    model = wrap_with(Stack(Remembers), blocks_without_recompute=blocks_without_recompute)
     loss = model(rows()).sum()
     with pytest.raises(MisusedModel, match="return such tensors"):
         (loss + model.blocks[1].inner.sum()).backward()

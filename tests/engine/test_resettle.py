@@ -14,45 +14,34 @@ from torch import nn
 import fluxtrain
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.live.resettle import resettle
-from fluxtrain.live.settings import Ground, Knobs
+from fluxtrain.live.settings import LiveContext, LiveSettings
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
 from fluxtrain.plan import states as state_formats
+from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
-from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 6
-PLANNED = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)
+PLANNED = LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=2)
 
 
-def ground_of(model: nn.Module, states: Any, offload: Any) -> Ground:
+def ground_of(model: nn.Module, states: Any, offload: Any, device_first: Any) -> LiveContext:
     """Facts of a model before it is wrapped, with a row's."""
     row = RowFacts(
         hidden=32, vocabulary=96, sequence_length=10, dtype_bytes=4, activation_bytes=1 << 16
     )
-    facts = facts_of(model, states)
-    return Ground(
-        facts=type(facts)(**{**vars(facts), "row": row}),
-        layout=Layout(offload=offload, batch_rows=4, chunk_rows=2),
-        has_gpu=False,
-        budget_bytes=None,
-    )
+    facts = replace(facts_of(model, states), row=row)
+    layout = Layout(offload=offload, batch_rows=4, chunk_rows=2, device_first=device_first)
+    placement = placement_of(facts, layout, footprint(facts, layout, has_gpu=False))
+    return LiveContext(facts=facts, placement=placement, has_gpu=False)
 
 
-def turn(engine: Engine, ground: Ground, knobs: Knobs) -> None:
-    layout = ground.layout_with(knobs)
-    resettle(
-        engine,
-        device_groups=layout.device_groups,
-        resident_blocks=layout.resident_blocks,
-        kept_blocks=layout.kept_blocks,
-        boundaries_on_device=layout.boundaries_on_device,
-        slots=ground.slots(knobs),
-        chunk_rows=layout.chunk_rows,
-        need=ground.need(knobs),
-    )
+def turn(engine: Engine, ground: LiveContext, settings: LiveSettings) -> None:
+    resettle(engine, ground.placement_with(settings))
 
 
 class Training:
@@ -66,9 +55,8 @@ class Training:
         offload: Any = "weights",
         device_first: Any = "embedding",
     ) -> None:
-        found = ground_of(model, states, offload)
-        self.ground = replace(found, layout=replace(found.layout, device_first=device_first))
-        self.model = fluxtrain.wrap(
+        self.context = ground_of(model, states, offload, device_first)
+        self.model = wrap_with(
             model, device="cpu", offload=offload, chunk_rows=2, overlap=True, states=states,
             device_first=device_first,
         )  # fmt: skip
@@ -112,8 +100,10 @@ def test_losses_and_weights_keep_their_bits_through_changes_of_residency_and_pre
     changes = ((2, 3, 0), (1, 3, 2), (4, 1, 5), (1, 0, 0), (2, LAYERS, LAYERS), (5, 0, 1))
     for prefetch, resident, kept in changes:
         turned.steps(2)
-        knobs = Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2, kept_blocks=kept)
-        turn(turned.engine, turned.ground, knobs)
+        settings = LiveSettings(
+            prefetch=prefetch, resident_blocks=resident, chunk_rows=2, blocks_without_recompute=kept
+        )
+        turn(turned.engine, turned.context, settings)
     assert turned.losses == plain.losses
     turned.steps(2)
     plain.steps(2)
@@ -128,18 +118,18 @@ def test_the_window_the_counters_and_the_residency_are_those_of_the_new_layout(
     run = training()
     run.steps(2)
     before = run.engine.memory().device_by["weights"]
-    assert before == run.ground.need(PLANNED).weights_bytes
+    assert before == run.context.need(PLANNED).weights_bytes
     for prefetch, resident in ((2, 2), (4, 2), (1, 0), (1, LAYERS), (2, 0)):
-        knobs = Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2)
-        turn(run.engine, run.ground, knobs)
+        settings = LiveSettings(prefetch=prefetch, resident_blocks=resident, chunk_rows=2)
+        turn(run.engine, run.context, settings)
         run.steps(2)
-        assert run.engine.memory().device_by["weights"] == run.ground.need(knobs).weights_bytes
+        assert run.engine.memory().device_by["weights"] == run.context.need(settings).weights_bytes
         with torch.no_grad():
             run.model(**run.batch())  # what is resident is there when it was used
         assert run.engine.residency().weights.startswith("G" * resident)
-        assert run.engine.plan.resident_blocks == resident
+        assert run.engine.plan.totals.resident_blocks == resident
         assert run.engine.plan.slots == len([s for s in run.engine.window.slots if not s.owner])
-        assert run.engine.plan.need == run.ground.need(knobs)
+        assert run.engine.plan.need == run.context.need(settings)
     assert run.engine.memory().device_by["weights"] == before
 
 
@@ -156,7 +146,7 @@ def test_resident_blocks_are_copied_once_a_step_instead_of_twice(
         return run.engine.traffic().h2d_bytes - before
 
     streamed = moved()
-    turn(run.engine, run.ground, Knobs(prefetch=2, resident_blocks=LAYERS, chunk_rows=2))
+    turn(run.engine, run.context, LiveSettings(prefetch=2, resident_blocks=LAYERS, chunk_rows=2))
     run.steps(1)
     every = sum(block.weight_bytes for block in run.engine.blocks)
     assert moved() == every < streamed
@@ -171,7 +161,7 @@ def test_another_chunk_gives_what_a_run_gives_that_starts_with_it(
         (name, {key: tensor.clone() for key, tensor in tensors.items()})
         for name, tensors in run.engine.state_shards()
     ]
-    turn(run.engine, run.ground, Knobs(prefetch=2, resident_blocks=0, chunk_rows=4))
+    turn(run.engine, run.context, LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=4))
     for name, tensors in shards:
         started.engine.load_state_shard(name, tensors)
     started.engine.chunk_rows = 4
@@ -198,7 +188,7 @@ def test_running_out_of_device_memory_leaves_everything_as_it_was(
 
     monkeypatch.setattr(Window, "add_slot", scarce)
     with pytest.raises(DoesNotFit):
-        turn(run.engine, run.ground, Knobs(prefetch=2, resident_blocks=4, chunk_rows=4))
+        turn(run.engine, run.context, LiveSettings(prefetch=2, resident_blocks=4, chunk_rows=4))
     assert calls == 3
     assert run.engine.memory().device_by == before
     assert run.engine.plan is plan
@@ -232,11 +222,11 @@ def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
     planned = turned.engine.memory()
     for device_groups, resident in ((3, 0), (3, 2), (LAYERS + 3, 0), (1, 1), (0, 0)):
         turned.steps(2)
-        knobs = Knobs(
+        settings = LiveSettings(
             prefetch=2, resident_blocks=resident, chunk_rows=2, device_groups=device_groups
         )
-        turn(turned.engine, turned.ground, knobs)
-        used, need = turned.engine.memory().device_by, turned.ground.need(knobs)
+        turn(turned.engine, turned.context, settings)
+        used, need = turned.engine.memory().device_by, turned.context.need(settings)
         assert (used["weights"], used["optimizer"]) == (need.weights_bytes, need.optimizer_bytes)
         assert used["gradients"] <= need.gradients_bytes
         letters = turned.engine.residency().optimizer
@@ -254,16 +244,16 @@ def test_blocks_can_move_to_the_device_before_the_embedding_does(
     plain.steps(8)
     for device_groups, resident in ((2, 0), (2, 2), (LAYERS + 1, 0), (0, 0)):
         turned.steps(2)
-        knobs = Knobs(
+        settings = LiveSettings(
             prefetch=2, resident_blocks=resident, chunk_rows=2, device_groups=device_groups
         )
-        turn(turned.engine, turned.ground, knobs)
-        used, need = turned.engine.memory().device_by, turned.ground.need(knobs)
+        turn(turned.engine, turned.context, settings)
+        used, need = turned.engine.memory().device_by, turned.context.need(settings)
         assert (used["weights"], used["optimizer"]) == (need.weights_bytes, need.optimizer_bytes)
         letters = turned.engine.residency().optimizer
         assert letters == ("G" * min(device_groups, LAYERS)).ljust(LAYERS, "C")
         embedding = turned.engine.groups[0]
-        assert embedding.home == ("device" if device_groups > LAYERS else "host")
+        assert embedding.placement.weights == ("device" if device_groups > LAYERS else "host")
     assert turned.losses == plain.losses
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
 
@@ -272,11 +262,11 @@ def test_a_model_is_wrapped_with_its_first_blocks_on_the_device_and_the_embeddin
     tiny: Any,
 ) -> None:
     model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS)
-    fluxtrain.wrap(model, device="cpu", offload="weights", device_groups=2, device_first="blocks")
-    homes = [group.home for group in engine_of(model).groups]
+    wrap_with(model, device="cpu", offload="weights", device_groups=2, device_first="blocks")
+    homes = [group.placement.weights for group in engine_of(model).groups]
     assert homes == ["host", "device", "device"] + ["host"] * (len(homes) - 3)
-    with pytest.raises(BadInput, match=r"device_first is 'head': use embedding or blocks"):
-        fluxtrain.wrap(tiny("llama", torch.bfloat16), device="cpu", device_first="head")
+    with pytest.raises(BadInput, match=r"device_first is 'head': use auto, embedding or blocks"):
+        wrap_with(tiny("llama", torch.bfloat16), device="cpu", device_first="head")
 
 
 def test_a_moved_state_is_the_optimizers_and_survives_its_export(
@@ -284,8 +274,8 @@ def test_a_moved_state_is_the_optimizers_and_survives_its_export(
 ) -> None:
     plain, turned = training(), training()
     turned.steps(2)
-    knobs = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2, device_groups=4)
-    turn(turned.engine, turned.ground, knobs)
+    settings = LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=2, device_groups=4)
+    turn(turned.engine, turned.context, settings)
     turned.optimizer.load_state_dict(turned.optimizer.state_dict())
     assert turned.steps(2) == plain.steps(4)
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
@@ -298,7 +288,7 @@ def test_no_room_for_a_part_leaves_every_part_where_it_was(
     plain.steps(4)
     run.steps(2)
     before = run.engine.memory().device_by
-    real, calls = Group._allocate, 0
+    real, calls = Group.allocate, 0
 
     def scarce(self: Group, *args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -307,12 +297,12 @@ def test_no_room_for_a_part_leaves_every_part_where_it_was(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, *args, **options)
 
-    monkeypatch.setattr(Group, "_allocate", scarce)
-    knobs = Knobs(prefetch=1, resident_blocks=1, chunk_rows=2, device_groups=3)
+    monkeypatch.setattr(Group, "allocate", scarce)
+    settings = LiveSettings(prefetch=1, resident_blocks=1, chunk_rows=2, device_groups=3)
     with pytest.raises(DoesNotFit, match="find no room"):
-        turn(run.engine, run.ground, knobs)
+        turn(run.engine, run.context, settings)
     assert run.engine.memory().device_by == before
-    assert run.engine.plan.device_groups == 0
+    assert run.engine.plan.totals.device_groups == 0
     assert run.steps(2) == plain.losses
 
 
@@ -327,15 +317,15 @@ def test_any_sequence_of_changes_keeps_the_bits(
     plain, turned = (training(family=family, offload=offload) for _ in range(2))
     parts = len(turned.engine.groups)
     for _ in range(8):
-        knobs = Knobs(
+        settings = LiveSettings(
             prefetch=dice.randint(1, LAYERS),
             resident_blocks=dice.randint(0, LAYERS),
             chunk_rows=2,
             device_groups=dice.choice([0, 0, dice.randint(0, parts)]),
         )
-        turn(turned.engine, turned.ground, knobs)
+        turn(turned.engine, turned.context, settings)
         turned.steps(dice.randint(1, 2))
-        need = turned.ground.need(knobs)
+        need = turned.context.need(settings)
         assert turned.engine.memory().device_by["weights"] == need.weights_bytes
     assert turned.losses == plain.steps(len(turned.losses))
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))

@@ -276,7 +276,7 @@ def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_narrow_optimizer_states_come_back_exactly(
+def test_low_bit_optimizer_states_come_back_exactly(
     run_config: RunConfig, tmp_path: Path, states: str
 ) -> None:
     settings = {"train__states": states, "model__path": "demo", "train__steps": 4}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.gradients.row_sum import Scatter
-from fluxtrain.live.resettle import resettle
 from fluxtrain.plan import depths
 from fluxtrain.wrapping.engine import engine_of
+from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import (
     HIDDEN,
     VOCABULARY,
@@ -28,10 +28,10 @@ from tests.engine.row_models import (
     [
         {},
         {"passes": 3},
-        {"eager": True},
+        {"in_backward": True},
         {"states": "8bit"},
         {"states": "bf16"},
-        {"boundaries": "host"},
+        {"activations": "host"},
         {"offload": "max"},
         {"offload": "optimizer"},
         {"overlap": False},
@@ -48,7 +48,7 @@ def test_rows_give_the_bits_of_the_whole_table(options: dict[str, Any]) -> None:
     [
         {},
         {"passes": 2},
-        {"eager": True},
+        {"in_backward": True},
         {"states": "8bit"},
         {"deferred_moments": True},
         {"offload": "max"},
@@ -86,10 +86,7 @@ def test_moving_the_table_to_the_device_and_back_keeps_the_bits() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     told = []
     for step, device_groups in enumerate((0, 2, 0, 1)):
-        resettle(
-            engine, device_groups=device_groups, resident_blocks=0, kept_blocks=0, slots=3,
-            chunk_rows=2, need=engine.plan.need,
-        )  # fmt: skip
+        turn_to(engine, device_groups=device_groups, resident_blocks=0, slots=3)
         rows = engine.groups[0].rows
         assert rows is not None
         if device_groups:
@@ -136,8 +133,8 @@ def test_rows_land_in_memory_that_the_heads_gradient_was_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(depths, "LARGE_GRADIENT_BYTES", 1)  # one buffer for both
-    whole = trained(llama(), "whole", eager=True)
-    equal(whole, trained(llama(), "rows", eager=True))
+    whole = trained(llama(), "whole", in_backward=True)
+    equal(whole, trained(llama(), "rows", in_backward=True))
 
 
 def test_memory_that_the_head_had_is_cleared_before_anybody_waits_for_the_rows(
@@ -158,7 +155,7 @@ def test_memory_that_the_head_had_is_cleared_before_anybody_waits_for_the_rows(
 
     monkeypatch.setattr(Tensor, "zero_", zeroed)
     monkeypatch.setattr(Scatter, "fill", filled)
-    trained(llama(), "rows", eager=True, steps=3)
+    trained(llama(), "rows", in_backward=True, steps=3)
     assert done == ["cleared", "filled"] * 3
 
 

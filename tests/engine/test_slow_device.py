@@ -14,6 +14,7 @@ import fluxtrain
 from fluxtrain.block import block
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.slow_device import scalers_on_a_gpu, slowed
+from tests.wrap_with import wrap_with
 
 HALF = torch.float16
 FIRST = 2.0**16
@@ -33,7 +34,7 @@ class Loop:
 
     def __init__(self, model: torch.nn.Module, **options: Any) -> None:
         options = {"offload": "weights", "overlap": True, "chunk_rows": 2, **options}
-        self.model = fluxtrain.wrap(model, **options)
+        self.model = wrap_with(model, **options)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3)
         self.scaler = fluxtrain.GradScaler("cpu", init_scale=2.0**20)
@@ -81,8 +82,8 @@ def with_evaluations(loop: Loop, inputs: dict[str, Tensor]) -> None:
         loop.loss(inputs)
 
 
-def eagerly(loop: Loop, inputs: dict[str, Tensor]) -> None:
-    engine_of(loop.model).begin_eager_step(loop.optimizer)
+def in_backward(loop: Loop, inputs: dict[str, Tensor]) -> None:
+    engine_of(loop.model).begin_step_in_backward(loop.optimizer)
     loop.loss(inputs).backward()
     loop.optimizer.step()
     loop.optimizer.zero_grad()
@@ -90,7 +91,7 @@ def eagerly(loop: Loop, inputs: dict[str, Tensor]) -> None:
 
 LOOPS = [
     with_a_scaler, with_the_engines_norm, in_two_passes, with_steps_left_out, with_evaluations,
-    eagerly,
+    in_backward,
 ]  # fmt: skip
 PLACES = [
     {},
@@ -146,7 +147,7 @@ def test_a_gradient_that_is_set_is_not_overwritten_by_one_that_was_dropped(
     tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slowed(monkeypatch, 0)
-    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), offload="weights", device_groups=0)
+    model = wrap_with(tiny("llama", torch.bfloat16), offload="weights", device_groups=0)
     engine = engine_of(model)
     monkeypatch.setattr(engine.device, "delay", lambda: time.sleep(0.02))
     model(**batch()).loss.backward()

@@ -17,9 +17,11 @@ from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.updates.clip import clip_scale
 from fluxtrain.wrapping.engine import engine_of
 from fluxtrain.wrapping.grouping import facts_of
+from tests.wrap_with import wrap_with
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -151,7 +153,7 @@ def test_every_placement_trains_to_the_same_bits(
         {"offload": "none"},
         {"offload": "max", "overlap": True},
     ):
-        model = fluxtrain.wrap(tiny("llama", dtype), chunk_rows=2, states=states, **options)
+        model = wrap_with(tiny("llama", dtype), chunk_rows=2, states=states, **options)
         losses = train(model, adamw(model), batch, range(5))
         results.append((losses, weights_of(model)))
     for losses, weights in results[1:]:
@@ -160,15 +162,17 @@ def test_every_placement_trains_to_the_same_bits(
 
 
 @FORMATS
-def test_eager_steps_equal_exact_ones_without_clipping(states: str, tiny: Any, batch: Any) -> None:
+def test_steps_in_backward_equal_exact_ones_without_clipping(
+    states: str, tiny: Any, batch: Any
+) -> None:
     results = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
         optimizer = adamw(model)
         for step in range(4):
             loss = model(**batch("llama", seed=step)).loss
-            if eager:
-                engine_of(model).begin_eager_step(optimizer)
+            if in_backward:
+                engine_of(model).begin_step_in_backward(optimizer)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -177,7 +181,9 @@ def test_eager_steps_equal_exact_ones_without_clipping(states: str, tiny: Any, b
 
 
 @FORMATS
-def test_accumulated_gradients_update_narrow_states_too(states: str, tiny: Any, batch: Any) -> None:
+def test_accumulated_gradients_update_low_bit_states_too(
+    states: str, tiny: Any, batch: Any
+) -> None:
     model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
     losses = train(model, adamw(model), batch, range(6), passes=2)
     assert all(bool(torch.isfinite(loss)) for loss in losses)
@@ -265,7 +271,7 @@ def test_8_bit_states_take_two_bytes_and_a_scale_a_parameter(
     group = Group("block", "block", "8bit")
     group.add(nn.Parameter(torch.zeros(64, 1000, dtype=torch.bfloat16)), "weight")
     group.add(nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)), "norm")
-    group.settle("host", torch.device("cpu"), pin=False)
+    group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
     group.ensure_state()
     n = 64_000
     assert [(s.format, s.elements) for s in group.trained] == [("8bit", n), ("fp32", 1024)]
@@ -300,7 +306,7 @@ def test_blocks_of_states_never_span_two_parameters() -> None:
     group = Group("block", "block", "8bit")
     for count in (300, 100, 1000, 257):
         group.add(nn.Parameter(torch.ones(count)), f"w{count}")
-    group.settle("host", torch.device("cpu"), pin=False)
+    group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
     group.ensure_state()
     assert all(member.offset % 256 == 0 for member in group.members)
     scales = [member.states()["m_scale"] for member in group.members]

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import fluxtrain
 from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
 from fluxtrain.device.recorder import Border, HostClock, Note, Recorder
@@ -28,6 +27,7 @@ from fluxtrain.trace.timeline import TimelineThread
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.run import train
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.2")
 Make = Callable[..., PreTrainedModel]
@@ -39,7 +39,7 @@ def recorded(
 ) -> tuple[list[StepLanes], Engine]:
     """Some steps of a loop whose borders are told to the recorder."""
     options = {"device": "cpu", "offload": "weights", **options}
-    wrapped = fluxtrain.wrap(model, **options)
+    wrapped = wrap_with(model, **options)
     engine = engine_of(wrapped)
     recorder = engine.device.recorder
     cutter = StepCutter(recorder)
@@ -166,7 +166,7 @@ class LateClock(HostClock):
             border.instant = time.perf_counter()
         self._to_come.clear()
 
-    def settle(self, border: Border) -> float | None:
+    def anchor_at(self, border: Border) -> float | None:
         return None if border.instant is None else float(border.instant)
 
 

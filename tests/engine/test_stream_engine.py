@@ -15,6 +15,7 @@ import fluxtrain
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.errors import BadInput
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 
 def trained(model: nn.Module, inputs: dict[str, Tensor], steps: int = 3) -> Engine:
@@ -114,7 +115,7 @@ def test_device_bytes_do_not_grow_with_depth_or_steps(tiny: Any, batch: Any) -> 
 
 
 def test_residency_has_one_letter_a_block_and_the_real_bytes(tiny: Any, batch: Any) -> None:
-    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), offload="weights", resident_blocks=1)
+    model = wrap_with(tiny("llama", torch.bfloat16), offload="weights", resident_blocks=1)
     engine = engine_of(model)
     assert engine.residency().optimizer == "..." and engine.residency().gradients == "..."
     model(**batch()).loss.backward()
@@ -173,7 +174,7 @@ def test_wrong_options_are_refused_and_leave_the_model_plain(
 ) -> None:
     model = tiny("llama")
     with pytest.raises((BadInput, RuntimeError), match=words):
-        fluxtrain.wrap(model, **options)
+        wrap_with(model, **options)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert "_fluxtrain_engine" not in model.__dict__
 
@@ -240,37 +241,39 @@ def test_once_the_order_is_known_no_copy_is_on_demand() -> None:
 def test_boundaries_on_the_host_change_no_bit(offload: str, tiny: Any, batch: Any) -> None:
     weights = []
     for boundaries in ("device", "host"):
-        model = fluxtrain.wrap(
+        model = wrap_with(
             tiny("llama", torch.bfloat16, num_hidden_layers=5),
             offload=offload,
-            boundaries=boundaries,
+            activations=boundaries,
             chunk_rows=2,
         )
         engine = trained(model, batch(), steps=3)
-        before = engine.park.parked
+        before = engine.activation_offload.offloaded_count
         trained(model, batch(), steps=1)
-        assert engine.park.parked - before == (6 if boundaries == "host" else 0)  # blocks, norm
+        assert engine.activation_offload.offloaded_count - before == (
+            6 if boundaries == "host" else 0
+        )  # blocks, norm
         fluxtrain.sync(model)
         weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
 
 
-def test_a_forward_pass_without_its_backward_frees_what_it_parked(tiny: Any, batch: Any) -> None:
-    model = fluxtrain.wrap(tiny("llama", num_hidden_layers=4), boundaries="host")
+def test_a_forward_pass_without_its_backward_frees_what_it_offloaded(tiny: Any, batch: Any) -> None:
+    model = wrap_with(tiny("llama", num_hidden_layers=4), activations="host")
     loss = model(**batch()).loss
     engine = engine_of(model)
-    parked, held = engine.park.newest(), []
-    while parked is not None:
-        held.append(weakref.ref(parked.host))
-        parked = parked.before()
+    offloaded, held = engine.activation_offload.newest(), []
+    while offloaded is not None:
+        held.append(weakref.ref(offloaded.host))
+        offloaded = offloaded.previous()
     assert len(held) == 5
     del loss
     gc.collect()
     assert [ref() for ref in held[2:]] == [None] * 3  # the last two are still on their way
-    assert trained(model, batch(), steps=1).park.newest() is None
+    assert trained(model, batch(), steps=1).activation_offload.newest() is None
 
 
 def test_an_unknown_place_for_boundaries_is_refused(tiny: Any) -> None:
     with pytest.raises(BadInput, match="use auto, device or host"):
-        fluxtrain.wrap(tiny("llama"), boundaries="disk")
+        wrap_with(tiny("llama"), activations="disk")

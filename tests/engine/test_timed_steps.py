@@ -17,13 +17,14 @@ from fluxtrain.calibration import timed_steps as steps_module
 from fluxtrain.calibration.block_timing import BlockTimes
 from fluxtrain.calibration.timed_steps import Kind, StepTimes, _between, _one_to_next, time_steps
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.window import Window
 from fluxtrain.plan.cost.calibration import NotRehearsed
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import host_update, rate_of_update
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.wrapping.block_discovery import take_apart
 from tests.engine.calibration_rows import batch_of
@@ -33,9 +34,9 @@ CPU = torch.device("cpu")
 
 
 def timed(
-    model: PreTrainedModel, states: StateFormat = "fp32", *, eager: bool = False
+    model: PreTrainedModel, states: StateFormat = "fp32", *, in_backward: bool = False
 ) -> tuple[dict[Kind, StepTimes], GroupFacts]:
-    found = time_steps(model, batch_of(2), CPU, states, None, eager=eager)
+    found = time_steps(model, batch_of(2), CPU, states, None, in_backward=in_backward)
     assert not isinstance(found, NotRehearsed)
     return found
 
@@ -46,9 +47,9 @@ def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, fami
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kinds, block = timed(model)
     assert set(kinds) == {"alone", "offloaded", "whole", "passes"}
-    eager, _ = timed(model, eager=True)
-    assert set(eager) == {"alone", "offloaded", "eager"}
-    kinds |= {"eager": eager["eager"]}
+    in_backward, _ = timed(model, in_backward=True)
+    assert set(in_backward) == {"alone", "offloaded", "in_backward"}
+    kinds |= {"in_backward": in_backward["in_backward"]}
     for kind, told in kinds.items():
         assert told.forward_s > 0
         assert told.backward_s > told.forward_s / 2  # which it computes again
@@ -63,40 +64,40 @@ def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, fami
 def test_every_block_is_on_the_host_also_where_the_device_has_room_for_all(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrap, asked = fluxtrain.wrap, []
+    wrap, asked = fluxtrain.wrap, list[PlacementRequest]()
 
-    def watched(small: torch.nn.Module, **wishes: object) -> torch.nn.Module:
-        asked.append(wishes)
-        return wrap(small, **wishes)  # type: ignore[arg-type]
+    def watched(small: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
+        asked.append(arguments["placement"])
+        return wrap(small, **arguments)
 
     monkeypatch.setattr(fluxtrain, "wrap", watched)
     timed(tiny("llama", torch.bfloat16))
-    (wishes,) = asked
-    assert (wishes["device_groups"], wishes["resident_blocks"]) == (0, 0)
+    (request,) = asked
+    assert (request.device_groups, request.resident_blocks) == (0, 0)
 
 
 def test_activations_are_offloaded_in_the_steps_that_time_it(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parked: list[bool] = []
-    park = BoundaryPark.park
+    offloaded: list[bool] = []
+    offload = ActivationOffload.offload
     step = steps_module._StepTimer._step
 
-    def watched(self: BoundaryPark, *args: object) -> object:
-        parked[-1] = True
-        return park(self, *args)  # type: ignore[arg-type]
+    def watched(self: ActivationOffload, *args: object) -> object:
+        offloaded[-1] = True
+        return offload(self, *args)  # type: ignore[arg-type]
 
     def counted(self: steps_module._StepTimer, kind: Kind) -> None:
         kinds.append(kind)
-        parked.append(False)
+        offloaded.append(False)
         step(self, kind)
 
     kinds: list[Kind] = []
-    monkeypatch.setattr(BoundaryPark, "park", watched)
+    monkeypatch.setattr(ActivationOffload, "offload", watched)
     monkeypatch.setattr(steps_module._StepTimer, "_step", counted)
     timed(tiny("llama", torch.bfloat16))
-    assert parked == [kind == "offloaded" for kind in kinds]
-    assert any(parked)
+    assert offloaded == [kind == "offloaded" for kind in kinds]
+    assert any(offloaded)
 
 
 def test_states_of_8_bits_have_one_pass(tiny: Tiny) -> None:
@@ -121,8 +122,8 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 
     monkeypatch.setattr(updates, "step_", slow)
     kinds = timed(tiny("llama", torch.bfloat16))[0]
-    kinds |= timed(tiny("llama", torch.bfloat16), eager=True)[0]
-    for kind in ("whole", "passes", "eager"):
+    kinds |= timed(tiny("llama", torch.bfloat16), in_backward=True)[0]
+    for kind in ("whole", "passes", "in_backward"):
         told = kinds[kind]
         assert told.update_s is not None
         assert pause_s <= told.update_s < 3 * pause_s
@@ -132,7 +133,7 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 
 
 def missed(model: PreTrainedModel, available_bytes: int | None = None) -> NotRehearsed:
-    found = time_steps(model, batch_of(2), CPU, "fp32", available_bytes, eager=False)
+    found = time_steps(model, batch_of(2), CPU, "fp32", available_bytes, in_backward=False)
     assert isinstance(found, NotRehearsed)
     assert found.why in found.text
     assert "may be predicted 25 to 40 % too short" in found.text
@@ -145,7 +146,7 @@ def test_too_little_host_memory_is_said_with_what_it_takes(tiny: Tiny) -> None:
     assert "of the 1000 B of host memory that is free" in found.why
     assert found.host_bytes is not None and not found.may_succeed(found.host_bytes - 1)
     assert found.may_succeed(found.host_bytes)
-    enough = time_steps(model, batch_of(2), CPU, "fp32", found.host_bytes, eager=False)
+    enough = time_steps(model, batch_of(2), CPU, "fp32", found.host_bytes, in_backward=False)
     assert not isinstance(enough, NotRehearsed)
 
 
@@ -192,15 +193,15 @@ def test_the_numbers_of_torchs_long_message_are_kept(rest: str, room: str) -> No
     assert steps_module._why(error) == f"the GPU had no 1.50 GiB left{room}"
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 def test_a_loss_that_is_not_finite_ends_the_steps_and_the_threads(
-    tiny: Tiny, *, eager: bool
+    tiny: Tiny, *, in_backward: bool
 ) -> None:
     model = tiny("llama", torch.bfloat16)
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
     threads = set(threading.enumerate())
-    found = time_steps(model, batch_of(2), CPU, "fp32", None, eager=eager)
+    found = time_steps(model, batch_of(2), CPU, "fp32", None, in_backward=in_backward)
     assert isinstance(found, NotRehearsed) and "nan" in found.why
     assert set(threading.enumerate()) == threads
 
@@ -247,8 +248,8 @@ def test_waiting_between_two_marks_is_taken_off() -> None:
 def test_pauses_within_a_step_count_and_those_between_steps_do_not() -> None:
     steps = [(0.0, 2.0), (3.0, 5.0), (100.0, 102.0), (103.0, 105.0)]
     assert _one_to_next(steps, 2, waits=False) == pytest.approx(3.0)
-    eager = [(0.0, 2.0), (2.5, 4.5), (90.0, 92.0), (92.5, 94.5)]  # it waited for one gradient
-    assert _one_to_next(eager, 4, waits=True) == pytest.approx(2.5)
+    in_backward = [(0.0, 2.0), (2.5, 4.5), (90.0, 92.0), (92.5, 94.5)]  # it waited for one gradient
+    assert _one_to_next(in_backward, 4, waits=True) == pytest.approx(2.5)
     assert _one_to_next([], 2, waits=False) is None
 
 

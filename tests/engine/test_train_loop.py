@@ -77,11 +77,11 @@ def serial_losses(config: RunConfig, steps: int) -> list[tuple[float, float]]:
 def test_without_clipping_blocks_are_updated_at_once_and_the_losses_stay(
     run_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """A limit that no norm reaches is the exact mode, null the eager one."""
+    """A limit that no norm reaches is the exact mode, null the in_backward one."""
     config = run_config(train__steps=5)
     exact = run(config, tmp_path / "exact", "train.max_grad_norm=1e9")
-    eager = run(config, tmp_path / "eager", "train.max_grad_norm=null")
-    assert [(e.loss, e.grad_norm) for e in of(ev.StepFinished, eager)] == [
+    in_backward = run(config, tmp_path / "in_backward", "train.max_grad_norm=null")
+    assert [(e.loss, e.grad_norm) for e in of(ev.StepFinished, in_backward)] == [
         (e.loss, e.grad_norm) for e in of(ev.StepFinished, exact)
     ]
 

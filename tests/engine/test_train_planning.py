@@ -61,8 +61,8 @@ def test_every_name_that_a_plan_may_have_is_one_of_the_configuration() -> None:
 @pytest.mark.parametrize("offload", ["none", "weights"])
 @pytest.mark.parametrize("wish", ["rows", "whole"])
 def test_text_and_values_of_a_plan_say_the_same_of_the_embedding(offload: str, wish: str) -> None:
-    wishes = [f"placement.offload={offload}", f"placement.embedding={wish}"]
-    plan = preview(demo_config([*wishes, "placement.device=cpu"]))
+    request = [f"placement.offload={offload}", f"placement.embedding={wish}"]
+    plan = preview(demo_config([*request, "placement.device=cpu"]))
     told = next(choice for choice in plan.choices if choice.name == "placement.embedding")
     assert plan.layout.embedding == told.value == (wish if offload == "weights" else "whole")
     assert {one.layout.embedding for one in plan.plans} <= {told.value}

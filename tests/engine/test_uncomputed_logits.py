@@ -15,6 +15,7 @@ import fluxtrain
 from fluxtrain.errors import MisusedModel
 from fluxtrain.plan import heads
 from tests.engine.head_models import SHAPES, WIDTH, WORDS, Tower, agree, batch, cross_entropy
+from tests.wrap_with import wrap_with
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -60,11 +61,11 @@ def towers(monkeypatch: pytest.MonkeyPatch, head: str, **shape: bool) -> tuple[T
     """The plain model and the same one wrapped; slices are of 16 words of 50."""
     monkeypatch.setattr(heads, "SLICE_BYTES", 16 * WIDTH * 4)
     monkeypatch.setattr(heads, "MULTIPLE_WORDS", 8)
-    wrapped = fluxtrain.wrap(Tower(**shape), device="cpu", head=head, embedding="rows")
+    wrapped = wrap_with(Tower(**shape), device="cpu", head=head, embedding="rows")
     return Tower(**shape), wrapped
 
 
-@pytest.mark.parametrize("head", ["whole", "slices"])
+@pytest.mark.parametrize("head", ["whole", "chunks"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_with_a_gradient_of_its_own_trains_the_model(
@@ -79,7 +80,7 @@ def test_a_loss_with_a_gradient_of_its_own_trains_the_model(
     fluxtrain.unwrap(wrapped)
 
 
-@pytest.mark.parametrize("head", ["whole", "slices"])
+@pytest.mark.parametrize("head", ["whole", "chunks"])
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("name", ["head", ""])
 def test_a_backward_hook_on_the_head_or_the_model_changes_gradients_as_in_torch(
@@ -99,7 +100,7 @@ def test_a_backward_hook_on_the_head_or_the_model_changes_gradients_as_in_torch(
     fluxtrain.unwrap(wrapped)
 
 
-@pytest.mark.parametrize("head", ["whole", "slices"])
+@pytest.mark.parametrize("head", ["whole", "chunks"])
 def test_such_a_loss_over_logits_that_were_changed_or_are_watched_is_refused(
     monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:

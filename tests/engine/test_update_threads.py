@@ -71,7 +71,7 @@ def test_updates_under_the_backward_pass_leave_them_too(
 ) -> None:
     model = fluxtrain.wrap(tiny("llama"), offload="weights")
     optimizer = torch.optim.AdamW(model.parameters())
-    engine_of(model).begin_eager_step(optimizer)
+    engine_of(model).begin_step_in_backward(optimizer)
     model(**batch("llama")).loss.backward()
     optimizer.step()
     assert set(calls) == {("update", 3)}

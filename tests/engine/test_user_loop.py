@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
+from tests.wrap_with import wrap_with
 
 ROWS, LENGTH, VOCABULARY = 4, 12, 320
 TIGHT = {"rtol": 2e-5, "atol": 1e-7}  # fp32: another order of summation, nothing else
@@ -34,7 +35,7 @@ def pair(new_model: Make) -> Iterator[Callable[..., tuple[Any, Any]]]:
 
     def make(dtype: torch.dtype = torch.float32, family: str = "llama", **options: Any) -> Any:
         options = {"device": "cpu", "chunk_rows": 2, **options}
-        wrapped.append(fluxtrain.wrap(new_model(family, dtype), **options))
+        wrapped.append(wrap_with(new_model(family, dtype), **options))
         return new_model(family, dtype), wrapped[-1]
 
     yield make

@@ -12,6 +12,7 @@ import torch
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 
 @pytest.mark.parametrize("thing", ["x", None, 3, torch.zeros(2)], ids=str)
@@ -20,11 +21,11 @@ def test_only_a_module_can_be_wrapped(thing: Any) -> None:
         fluxtrain.wrap(thing)
 
 
-@pytest.mark.parametrize("name", ["chunk_rows", "budget_bytes", "resident_blocks", "device_groups"])
+@pytest.mark.parametrize("name", ["chunk_rows", "prefetch", "resident_blocks", "device_groups"])
 @pytest.mark.parametrize("value", [1.5, "4", True])
 def test_counts_are_whole_numbers(name: str, value: Any, tiny: Any) -> None:
     with pytest.raises(BadInput, match=f"{name} is .*whole number"):
-        fluxtrain.wrap(tiny("llama"), **{name: value})
+        wrap_with(tiny("llama"), **{name: value})
 
 
 def test_an_unknown_device_is_refused(tiny: Any) -> None:
@@ -147,17 +148,17 @@ def test_a_fork_is_refused_before_it_waits_for_threads_it_has_not(tiny: Any, bat
 
 
 def _compile_whole(model: Any) -> Any:
-    return torch.compile(model, backend="eager")
+    return torch.compile(model, backend="in_backward")
 
 
 def _compile_in_place(model: Any) -> Any:
-    model.compile(backend="eager")
+    model.compile(backend="in_backward")
     return model
 
 
 def _compile_blocks(model: Any) -> Any:
     for layer in model.model.layers:
-        layer.compile(backend="eager")
+        layer.compile(backend="in_backward")
     return model
 
 
@@ -197,7 +198,7 @@ def test_compiling_a_wrapped_model_is_told_to_do_nothing(
 
 
 def test_a_wrapped_model_that_must_be_one_graph_is_refused(tiny: Any, batch: Any) -> None:
-    model = torch.compile(fluxtrain.wrap(tiny("llama")), backend="eager", fullgraph=True)
+    model = torch.compile(fluxtrain.wrap(tiny("llama")), backend="in_backward", fullgraph=True)
     with pytest.raises(RuntimeError, match="fullgraph=True"):
         model(**batch())
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 import fluxtrain
 from fluxtrain.errors import MisusedModel, UnsupportedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 
@@ -36,7 +37,7 @@ def pair(block: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, nn.
     """The same stack plain and wrapped."""
     torch.manual_seed(0)
     plain = Stack(block)
-    return plain, fluxtrain.wrap(copy.deepcopy(plain), **options)
+    return plain, wrap_with(copy.deepcopy(plain), **options)
 
 
 # -- caches ----------------------------------------------------------------------------------------

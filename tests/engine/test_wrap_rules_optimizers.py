@@ -1,4 +1,4 @@
-"""Optimizers over wrapped parameters: adopted, foreign, several, saved and restored."""
+"""Optimizers over wrapped parameters: taken over, foreign, several, saved and restored."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_subclass_of_adamw_is_left_alone(tiny: Any, batch: Any, caplog: Any) -
 @pytest.mark.parametrize(
     "options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"maximize": True}], ids=str
 )
-def test_every_form_of_adamw_is_adopted_with_the_same_arithmetic(
+def test_every_form_of_adamw_is_taken_over_with_the_same_arithmetic(
     options: dict[str, bool], tiny: Any, batch: Any, weights: Any, close: Any, caplog: Any
 ) -> None:
     plain, wrapped = tiny("llama"), fluxtrain.wrap(tiny("llama"))

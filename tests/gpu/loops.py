@@ -26,6 +26,7 @@ from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.requests import Requests
 from fluxtrain.updates.loss_scale import LossScale
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 LAYERS, ROWS, TOKENS, WORDS, WIDTH = 6, 8, 128, 4096, 512
 SLICE_BYTES = WORDS // 4 * WIDTH * 2  # of a head that comes in slices: `plan.heads.SLICE_BYTES`
@@ -97,7 +98,7 @@ class Training:
         )  # fmt: skip
         model: Any = LlamaForCausalLM
         self.model: nn.Module = model(config).to(dtype)
-        fluxtrain.wrap(self.model, device=device, chunk_rows=4, overlap=True, **placement)
+        wrap_with(self.model, device=device, chunk_rows=4, overlap=True, **placement)
         self.engine: Engine = engine_of(self.model)
         self._is_placed_as(placement)
         if dtype is torch.float16:
@@ -127,8 +128,8 @@ class Training:
         by_rows = any(group.rows is not None for group in self.engine.groups)
         assert by_rows == (wished.get("embedding") == "rows")
         slices = [unit.slices for unit in self.engine.units if unit.slices is not None]
-        assert bool(slices) == (wished.get("head") == "slices")
-        assert all(4 * each.words <= WORDS for each in slices)
+        assert bool(slices) == (wished.get("head") == "chunks")
+        assert all(4 * each.rows <= WORDS for each in slices)
 
     def _note(self, event: object) -> None:
         if isinstance(event, StepFinished):

@@ -19,6 +19,7 @@ from fluxtrain.device.page_locks import LOCKS
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +35,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "some at home": {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
     "boundaries at home": {"offload": "max"},
     "embedding by rows": {**STREAMED, "embedding": "rows"},
-    "head in slices": {**STREAMED, "head": "slices"},
-    "rows and slices": {**STREAMED, "embedding": "rows", "head": "slices"},
+    "head in slices": {**STREAMED, "head": "chunks"},
+    "rows and slices": {**STREAMED, "embedding": "rows", "head": "chunks"},
 }
 OF_TIED = [place for place in PLACES if place != "head in slices"]  # which need the rows too
 # Of the norm, for losses, norms and gradients in fp32. Slices add up otherwise than a whole head.
@@ -64,7 +65,7 @@ def build(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> Any:
 
 def wrapped(plain: nn.Module, place: dict[str, Any], device: str = "cuda", **options: Any) -> Any:
     model = copy.deepcopy(plain)
-    fluxtrain.wrap(model, device=device, chunk_rows=4, overlap=True, **place, **options)
+    wrap_with(model, device=device, chunk_rows=4, overlap=True, **place, **options)
     engine = engine_of(model)
     assert any(group.rows is not None for group in engine.groups) == ("embedding" in place)
     assert any(unit.slices is not None for unit in engine.units) == ("head" in place)
@@ -101,7 +102,7 @@ def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def follows_plain_torch(
     place: dict[str, Any], passes: int, *, tied: bool, device: str = "cuda"
 ) -> None:
-    close = CLOSE_IN_SLICES if place.get("head") == "slices" else CLOSE
+    close = CLOSE_IN_SLICES if place.get("head") == "chunks" else CLOSE
     plain = build(tied=tied)
     ours = wrapped(plain, place, device)
     plain.to(device)

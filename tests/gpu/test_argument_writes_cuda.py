@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.errors import MisusedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ pytestmark = [
 WIDTH, ROWS, TOKENS = 512, 16, 256
 LAYOUTS: list[dict[str, Any]] = [
     {"offload": "none"},
-    {"offload": "none", "kept_blocks": 9},
+    {"offload": "none", "blocks_without_recompute": 9},
     {"offload": "weights"},
     {"offload": "max"},
     {"offload": "max", "chunk_rows": 4},
@@ -84,7 +84,7 @@ def test_writes_to_arguments_are_those_of_the_plain_model(
     """A mask in host memory is copied to the device for each block, and what a block wrote to the
     copy is written to the mask."""
     plain = Stack()
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain), device="cuda", **layout)
+    wrapped = wrap_with(copy.deepcopy(plain), device="cuda", **layout)
     for unit in engine_of(wrapped).units:
         assert unit.group.kind == "block"
     ours = passes(wrapped, mask_device)
@@ -108,6 +108,6 @@ class FadesPastTheCount(Fades):
 def test_a_write_that_torch_does_not_count_is_refused(layout: dict[str, Any]) -> None:
     plain = Stack()
     plain.blocks = nn.ModuleList(FadesPastTheCount() for _ in range(6))
-    wrapped = fluxtrain.wrap(plain, device="cuda", **layout)
+    wrapped = wrap_with(plain, device="cuda", **layout)
     with pytest.raises(MisusedModel, match=r"blocks.0 wrote to its argument mask in place.*data"):
         passes(wrapped, "cuda")

@@ -111,7 +111,7 @@ def test_with_its_edges_at_home_a_block_takes_as_long(monkeypatch: pytest.Monkey
         if wishes["offload"] == "none":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         wrapped = wrap(mini, **wishes)
-        homes.append({group.kind: group.home for group in engine_of(mini).groups})
+        homes.append({group.kind: group.placement.weights for group in engine_of(mini).groups})
         return wrapped
 
     here, at_home = Fastest(), Fastest()

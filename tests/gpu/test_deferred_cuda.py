@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.optimizer.state_shards import state_shards
 from fluxtrain.updates import updates
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ class Training:
 
     def __init__(self, model: nn.Module, *, deferred: bool, **how: Any) -> None:
         options = {**STREAMED, "chunk_rows": 4, "overlap": True, **how}
-        self.model = fluxtrain.wrap(model, device="cuda", deferred_moments=deferred, **options)
+        self.model = wrap_with(model, device="cuda", deferred_moments=deferred, **options)
         self.engine: Engine = engine_of(self.model)
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -97,7 +97,7 @@ def assert_same(one: Training, other: Training) -> None:
     [
         {},
         {"device_groups": 3, "resident_blocks": 1},
-        {"boundaries": "host"},
+        {"activations": "host"},
         {"embedding": "rows"},
         {"offload": "optimizer", "resident_blocks": None},
         {"overlap": False},

@@ -18,6 +18,7 @@ from fluxtrain.adamw.step import step_
 from fluxtrain.memory.group import Group
 from fluxtrain.updates.loss_scale import FIRST, LossScale
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 HALF = torch.float16
@@ -43,7 +44,7 @@ def wrapped(scale: float = FIRST, **options: Any) -> tuple[nn.Module, Engine]:
         vocab_size=1024, max_position_embeddings=256,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(HALF).train()
-    fluxtrain.wrap(model, device="cuda", chunk_rows=4, overlap=True, **options)
+    wrap_with(model, device="cuda", chunk_rows=4, overlap=True, **options)
     engine = engine_of(model)
     engine.loss_scale = LossScale(engine.device.torch_device, scale)
     return model, engine

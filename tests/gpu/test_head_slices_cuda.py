@@ -12,10 +12,17 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.edges.slice_loss import FusedSlices, PlainSlices, Tokens, Words, slices_of
+from fluxtrain.edges.vocab_chunk_loss import (
+    FusedVocabChunks,
+    PlainVocabChunks,
+    Tokens,
+    VocabChunk,
+    vocab_chunks_of,
+)
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,14 +46,18 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passes(
-    how: PlainSlices | FusedSlices, hidden: Tensor, weight: Tensor, bias: Tensor | None, words: int
+    how: PlainVocabChunks | FusedVocabChunks,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    words: int,
 ) -> tuple[Tensor, Tensor]:
     """Losses (N,) and slopes (N, V) by slices of `words`, chunks as `how` says."""
     target = torch.randint(0, len(weight), (TOKENS,), device="cuda")
     target[::5] = -1
     tokens, scale = Tokens.of(target), torch.tensor(1 / 29, device="cuda")
     slices = [
-        Words(
+        VocabChunk(
             weight=weight[first : first + words],
             bias=None if bias is None else bias[first : first + words],
             first=first,
@@ -77,10 +88,10 @@ def test_the_fused_slices_equal_the_plain_ones(
     weight = torch.randn(every, WIDTH, device="cuda", dtype=dtype)
     offset = torch.randn(every, device="cuda", dtype=dtype) if bias else None
     hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=dtype)
-    fused = slices_of(dtype, hidden, torch.float32, min(words, every), tokens)
-    assert isinstance(fused, FusedSlices)
+    fused = vocab_chunks_of(dtype, hidden, torch.float32, min(words, every), tokens)
+    assert isinstance(fused, FusedVocabChunks)
     found = []
-    for how in (fused, PlainSlices(torch.float32, words, tokens)):
+    for how in (fused, PlainVocabChunks(torch.float32, words, tokens)):
         torch.manual_seed(1)
         found.append(passes(how, hidden, weight, offset, words))
     (losses, slopes), (plain_losses, plain_slopes) = found
@@ -109,22 +120,23 @@ def wrapped(
     head: str, dtype: torch.dtype = torch.bfloat16, *, tied: bool = False, **options: Any
 ) -> Engine:
     model = build(dtype, tied=tied)
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
         overlap=True, embedding="rows", head=head, **options,
     )  # fmt: skip
     engine = engine_of(model)
     engine.model = model  # type: ignore[attr-defined]  # an engine does not hold its model
     unit = next(unit for unit in engine.units if unit.is_head)
-    assert (unit.slices is not None) == (head == "slices")
+    assert (unit.slices is not None) == (head == "chunks")
     return engine
 
 
 def trained(
     head: str, dtype: torch.dtype, *, steps: int = 4, passes: int = 1, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and norms of some steps, clipped where they are not eager, and the weights after."""
-    eager = options.get("eager", False)
+    """Losses and norms of some steps, clipped where they do not update in backward, and the weights
+    after."""
+    in_backward = options.get("optimizer_in_backward", False)
     engine = wrapped(head, dtype, **options)
     model = engine.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -133,11 +145,11 @@ def trained(
         for part in range(passes):
             ids = batch(step * passes + part)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             told.append(float(loss.detach()))
-        told.append(engine.clip_grad_norm(None if eager else 0.3).value())
+        told.append(engine.clip_grad_norm(None if in_backward else 0.3).value())
         optimizer.step()
         optimizer.zero_grad()
     engine.flush()
@@ -150,13 +162,19 @@ def trained(
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"passes": 2}, {"eager": True}, {"states": "8bit"}, {"deferred_moments": True}],
+    [
+        {},
+        {"passes": 2},
+        {"optimizer_in_backward": True},
+        {"states": "8bit"},
+        {"deferred_moments": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_slices_train_as_the_whole_head_does(tied: bool, options: dict[str, Any]) -> None:
     losses, weights = trained("whole", torch.float32, tied=tied, **options)
-    others, theirs = trained("slices", torch.float32, tied=tied, **options)
+    others, theirs = trained("chunks", torch.float32, tied=tied, **options)
     assert others == pytest.approx(losses, rel=1e-3)  # products in TF32 or fp32 round otherwise
     for name, values in weights.items():
         torch.testing.assert_close(theirs[name], values, rtol=0.0, atol=2e-3, msg=name)
@@ -164,7 +182,7 @@ def test_slices_train_as_the_whole_head_does(tied: bool, options: dict[str, Any]
 
 @pytest.mark.usefixtures("small_slices")
 def test_the_same_slices_give_the_same_losses() -> None:
-    one, other = (trained("slices", torch.bfloat16) for _ in range(2))
+    one, other = (trained("chunks", torch.bfloat16) for _ in range(2))
     assert one[0] == pytest.approx(other[0], rel=1e-6)
 
 
@@ -178,7 +196,7 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
     exact_model: Any = build(dtype, tied=tied).double()
     exact_model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     found: dict[str, dict[str, Tensor]] = {}
-    for head in ("whole", "slices"):
+    for head in ("whole", "chunks"):
         engine = wrapped(head, dtype, tied=tied)
         model = engine.model  # type: ignore[attr-defined]
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -191,13 +209,13 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
     for name in found["whole"]:
         exact = exact_model.get_parameter(name).grad
         off = {head: float((each[name] - exact).norm()) for head, each in found.items()}
-        assert off["slices"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm()), name
+        assert off["chunks"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm()), name
 
 
 @pytest.mark.usefixtures("small_slices", "plainly")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_step_in_slices_never_waits_for_the_gpu(tied: bool) -> None:
-    engine = wrapped("slices", tied=tied)
+    engine = wrapped("chunks", tied=tied)
     model = engine.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(6):
@@ -220,7 +238,7 @@ def test_a_step_in_slices_never_waits_for_the_gpu(tied: bool) -> None:
 @pytest.mark.usefixtures("small_slices")
 def test_slices_spare_the_weight_and_the_gradient_of_the_head() -> None:
     peaks = {}
-    for head in ("whole", "slices"):
+    for head in ("whole", "chunks"):
         engine = wrapped(head)
         model = engine.model  # type: ignore[attr-defined]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -239,4 +257,4 @@ def test_slices_spare_the_weight_and_the_gradient_of_the_head() -> None:
         torch.cuda.empty_cache()
     every = VOCABULARY * HIDDEN
     slices = SLICE * HIDDEN * (2 * 2 + 4 + 2 * 2)  # two of weights, a sum, two on their way home
-    assert peaks["whole"] - peaks["slices"] > (2 + 4) * every - slices  # weight and fp32 sum
+    assert peaks["whole"] - peaks["chunks"] > (2 + 4) * every - slices  # weight and fp32 sum

@@ -12,7 +12,7 @@ import fluxtrain
 from fluxtrain.device import page_locks
 from fluxtrain.device.arena import HostArena
 from fluxtrain.device.cuda_device import CudaDevice
-from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.window import Window
 
 pytestmark = pytest.mark.gpu
@@ -81,21 +81,21 @@ def test_a_copy_waits_for_its_update_and_the_computation_for_the_copy() -> None:
 
 def test_memory_of_a_boundary_that_needs_no_way_back_is_kept_for_its_copy_home() -> None:
     device = CudaDevice(torch.device("cuda"))
-    park = BoundaryPark(device)
+    offload = ActivationOffload(device)
     tensor = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
     address = tensor.data_ptr()
     torch.cuda.synchronize()
     with torch.cuda.stream(device._down):
         torch.cuda._sleep(LATE)
-    parked = park.park([tensor], [True])[0]
+    offloaded = offload.offload([tensor], [True])[0]
     del tensor
-    back = park.fetch(parked)
+    back = offload.fetch(offloaded)
     assert back.data_ptr() == address
     del back
     fresh = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
     assert fresh.data_ptr() == address
     torch.cuda.synchronize()
-    assert int(parked.host.min()) == 1
+    assert int(offloaded.host.min()) == 1
     device.close()
 
 

@@ -34,6 +34,7 @@ import fluxtrain
 from fluxtrain.edges.chunk_loss import FusedChunks
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,7 +84,7 @@ def trained(
 ) -> tuple[Tensor, Tensor, Weights]:
     """Losses and gradient norms (STEPS,), and the weights after them."""
     assert choose_kernels(kernels, model, device).value == kernels
-    fluxtrain.wrap(model, device=device, chunk_rows=4, overlap=True, **placement)
+    wrap_with(model, device=device, chunk_rows=4, overlap=True, **placement)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     words = torch.Generator().manual_seed(1)
     norms = []

@@ -28,9 +28,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "embedding by rows": {"embedding": "rows"},
     "tied": TIED,
     "tied embedding by rows": {**TIED, "embedding": "rows"},
-    "head in slices": {"head": "slices"},
-    "tied, rows and slices": {**TIED, "embedding": "rows", "head": "slices"},
-    "8-bit states, rows and slices": {"states": "8bit", "embedding": "rows", "head": "slices"},
+    "head in slices": {"head": "chunks"},
+    "tied, rows and slices": {**TIED, "embedding": "rows", "head": "chunks"},
+    "8-bit states, rows and slices": {"states": "8bit", "embedding": "rows", "head": "chunks"},
 }
 CASES: dict[str, dict[str, Any]] = {
     "exact": STREAMED,
@@ -46,23 +46,26 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulating, fp16": {**STREAMED, "accumulation": 2, "dtype": torch.float16},
     "accumulating, unclipped": {**STREAMED, "accumulation": 2, "max_grad_norm": None},
     "exact, moments deferred": {**STREAMED, "deferred_moments": True},
-    "eager": {**STREAMED, "max_grad_norm": None, "eager": True},
-    "eager, all on the device": {"offload": "none", "max_grad_norm": None, "eager": True},
+    "in backward": {**STREAMED, "max_grad_norm": None, "optimizer_in_backward": True},
+    "in backward, resident": {
+        "offload": "none", "max_grad_norm": None, "optimizer_in_backward": True,
+    },
     "8-bit states": {**STREAMED, "states": "8bit"},
     "8-bit states on the device": {"offload": "none", "states": "8bit"},
     "bf16 states on the device": {"offload": "none", "states": "bf16"},
-    "kept activations": {"offload": "none", "kept_blocks": LAYERS},
+    "kept activations": {"offload": "none", "blocks_without_recompute": LAYERS},
     "some kept": {
-        "offload": "weights", "device_groups": 3, "resident_blocks": 1, "kept_blocks": 2,
+        "offload": "weights", "device_groups": 3, "resident_blocks": 1,
+        "blocks_without_recompute": 2,
     },
     "packed": {**STREAMED, "documents": 4},
     "packed, all on the device": {"offload": "none", "documents": 4},
-    "packed, kept": {"offload": "none", "documents": 4, "kept_blocks": LAYERS},
+    "packed, kept": {"offload": "none", "documents": 4, "blocks_without_recompute": LAYERS},
     "offload max": {"offload": "max"},
     "embedding by rows": {**STREAMED, "embedding": "rows"},
     "tied embedding by rows": {**STREAMED, **TIED, "embedding": "rows"},
-    "head in slices": {**STREAMED, "head": "slices"},
-    "tied, rows and slices": {**STREAMED, **TIED, "embedding": "rows", "head": "slices"},
+    "head in slices": {**STREAMED, "head": "chunks"},
+    "tied, rows and slices": {**STREAMED, **TIED, "embedding": "rows", "head": "chunks"},
     **{
         f"accumulating, {name}": {**STREAMED, "accumulation": 2, **parts}
         for name, parts in PARTS.items()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     "placement",
     [
@@ -36,12 +36,12 @@ def waiting_is_an_error() -> Iterator[None]:
             "deferred_moments": True,
         },
         {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
-        {"offload": "weights", "device_groups": 0, "boundaries": "host"},
+        {"offload": "weights", "device_groups": 0, "activations": "host"},
         {"offload": "none"},
     ],
 )
 def test_no_operation_of_a_step_synchronises(
-    eager: bool, placement: dict[str, object], waiting_is_an_error: None
+    in_backward: bool, placement: dict[str, object], waiting_is_an_error: None
 ) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -49,7 +49,7 @@ def test_no_operation_of_a_step_synchronises(
         num_key_value_heads=2, vocab_size=1024, max_position_embeddings=256,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).train()
-    fluxtrain.wrap(model, device="cuda", chunk_rows=4, overlap=True, **placement)  # type: ignore[arg-type]
+    wrap_with(model, device="cuda", chunk_rows=4, overlap=True, **placement)  # type: ignore[arg-type]
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, 1024, (8, 64)).pin_memory()
@@ -60,10 +60,10 @@ def test_no_operation_of_a_step_synchronises(
             torch.cuda.set_sync_debug_mode("error")
         with known_packing(mixes=False):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        if eager:
-            engine.begin_eager_step(optimizer, loss)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
-        norm = engine.clip_grad_norm(None if eager else 1.0, [loss.detach()])
+        norm = engine.clip_grad_norm(None if in_backward else 1.0, [loss.detach()])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(norm)

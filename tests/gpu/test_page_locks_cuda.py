@@ -18,6 +18,7 @@ from fluxtrain.device.arena import HostArena
 from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.pages import mapped
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def model() -> nn.Module:
 
 
 def trained(plain: nn.Module, **options: Any) -> tuple[list[float], list[torch.Tensor], int]:
-    wrapped = fluxtrain.wrap(
+    wrapped = wrap_with(
         copy.deepcopy(plain), device="cuda", device_groups=0, resident_blocks=0, overlap=True,
         **options,
     )  # fmt: skip

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-import fluxtrain
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.units import MIB
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ class Training:
         )  # fmt: skip
         self.model = LlamaForCausalLM(config).to(torch.bfloat16).train()
         choose_kernels(kernels, self.model, "cuda")
-        fluxtrain.wrap(
+        wrap_with(
             self.model, device="cuda", chunk_rows=4, overlap=True, **placement  # type: ignore[arg-type]
         )  # fmt: skip
         self.engine: Engine = engine_of(self.model)
@@ -72,13 +72,16 @@ class Training:
     [
         {"offload": "none"},
         {"offload": "weights", "device_groups": 0, "resident_blocks": LAYERS},
-        {"offload": "weights", "device_groups": 2, "resident_blocks": 1, "boundaries": "host"},
+        {"offload": "weights", "device_groups": 2, "resident_blocks": 1, "activations": "host"},
     ],
 )
 def test_kept_activations_give_the_bits_of_recomputed_ones(
     kernels: str, placement: dict[str, object]
 ) -> None:
-    again, kept = Training(kernels, **placement), Training(kernels, kept_blocks=3, **placement)
+    again, kept = (
+        Training(kernels, **placement),
+        Training(kernels, blocks_without_recompute=3, **placement),
+    )
     assert sum(not unit.recomputes for unit in kept.engine.units) > 0
     assert torch.equal(torch.stack(again.steps(6)), torch.stack(kept.steps(6)))
     assert not any(unit.records_again for unit in again.engine.units)  # they end early
@@ -87,11 +90,11 @@ def test_kept_activations_give_the_bits_of_recomputed_ones(
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-@pytest.mark.parametrize("kept_blocks", [0, LAYERS])
+@pytest.mark.parametrize("blocks_without_recompute", [0, LAYERS])
 def test_no_activation_stays_on_the_device_after_a_backward_pass(
-    kernels: str, kept_blocks: int
+    kernels: str, blocks_without_recompute: int
 ) -> None:
-    run = Training(kernels, offload="none", kept_blocks=kept_blocks)
+    run = Training(kernels, offload="none", blocks_without_recompute=blocks_without_recompute)
     run.steps(5)  # of which the first compare what they compute
     run.engine.flush()
     gc.collect()
@@ -104,5 +107,5 @@ def test_no_activation_stays_on_the_device_after_a_backward_pass(
     boundary = ROWS * TOKENS * 1024 * 2
     sums = 4 * run.engine.groups[0].trained_elements  # of the embedding, until the step
     after = torch.cuda.memory_allocated() - before
-    assert (held > 8 * LAYERS * boundary) == (kept_blocks > 0)
+    assert (held > 8 * LAYERS * boundary) == (blocks_without_recompute > 0)
     assert after < boundary + sums + 2 * MIB

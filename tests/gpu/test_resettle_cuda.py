@@ -12,15 +12,16 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.live.resettle import resettle
-from fluxtrain.live.settings import Ground, Knobs
+from fluxtrain.live.settings import LiveContext, LiveSettings
+from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
-from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.units import MIB
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +29,7 @@ pytestmark = [
 ]
 
 LAYERS = 6
-PLANNED = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)
+PLANNED = LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=2)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +62,9 @@ class Training:
         )  # fmt: skip
         layout = Layout(offload="weights", batch_rows=8, chunk_rows=2)
         facts = replace(facts_of(model), row=row)
-        self.ground = Ground(facts=facts, layout=layout, has_gpu=True, budget_bytes=None)
-        self.model = fluxtrain.wrap(
+        placement = placement_of(facts, layout, footprint(facts, layout, has_gpu=True))
+        self.context = LiveContext(facts=facts, placement=placement, has_gpu=True)
+        self.model = wrap_with(
             model.train(), device="cuda", offload="weights", chunk_rows=2, overlap=True,
             device_groups=0, resident_blocks=0,
         )  # fmt: skip
@@ -82,18 +84,8 @@ class Training:
             self.losses.append(float(loss.detach()))
         return self.losses
 
-    def turn(self, knobs: Knobs) -> None:
-        layout = self.ground.layout_with(knobs)
-        resettle(
-            self.engine,
-            device_groups=layout.device_groups,
-            resident_blocks=layout.resident_blocks,
-            kept_blocks=layout.kept_blocks,
-            boundaries_on_device=layout.boundaries_on_device,
-            slots=self.ground.slots(knobs),
-            chunk_rows=layout.chunk_rows,
-            need=self.ground.need(knobs),
-        )
+    def turn(self, settings: LiveSettings) -> None:
+        resettle(self.engine, self.context.placement_with(settings))
 
     def weights_bytes(self) -> int:
         return self.engine.memory().device_by["weights"]
@@ -104,7 +96,7 @@ def test_losses_keep_their_bits_through_changes_of_residency_and_prefetch() -> N
     plain.steps(10)
     for prefetch, resident in ((2, 3), (4, 0), (1, 4), (2, LAYERS), (2, 0)):
         turned.steps(2)
-        turned.turn(Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2))
+        turned.turn(LiveSettings(prefetch=prefetch, resident_blocks=resident, chunk_rows=2))
     assert turned.losses == plain.losses
     assert turned.steps(2) == plain.steps(2)
 
@@ -114,9 +106,11 @@ def test_whole_parts_move_to_the_gpu_and_back_with_the_same_bits() -> None:
     plain.steps(10)
     for device_groups in (3, LAYERS + 3, 1, 0):
         turned.steps(2)
-        knobs = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2, device_groups=device_groups)
-        turned.turn(knobs)
-        need = turned.ground.need(knobs)
+        settings = LiveSettings(
+            prefetch=2, resident_blocks=0, chunk_rows=2, device_groups=device_groups
+        )
+        turned.turn(settings)
+        need = turned.context.need(settings)
         used = turned.engine.memory().device_by
         assert (used["weights"], used["optimizer"]) == (need.weights_bytes, need.optimizer_bytes)
     assert turned.steps(2) == plain.losses
@@ -129,11 +123,11 @@ def test_memory_is_what_the_layout_says_and_comes_back() -> None:
     run.steps(2)
     torch.cuda.synchronize()
     before, allocated = run.weights_bytes(), torch.cuda.memory_allocated()
-    assert before == run.ground.need(PLANNED).weights_bytes
-    more = Knobs(prefetch=2, resident_blocks=3, chunk_rows=2)
+    assert before == run.context.need(PLANNED).weights_bytes
+    more = LiveSettings(prefetch=2, resident_blocks=3, chunk_rows=2)
     run.turn(more)
     run.steps(1)
-    grown = run.ground.device_growth_bytes(PLANNED, more)
+    grown = run.context.device_growth_bytes(PLANNED, more)
     assert run.weights_bytes() - before == grown
     peak = run.engine.memory().device_peak_bytes
     run.turn(PLANNED)
@@ -166,7 +160,7 @@ def test_a_change_that_runs_out_of_device_memory_is_undone() -> None:
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     filling = _what_is_left()
     with pytest.raises(DoesNotFit):
-        run.turn(Knobs(prefetch=2, resident_blocks=LAYERS, chunk_rows=2))
+        run.turn(LiveSettings(prefetch=2, resident_blocks=LAYERS, chunk_rows=2))
     torch.cuda.set_per_process_memory_fraction(1.0)
     del filling
     assert (run.weights_bytes(), run.engine.plan) == (before, plan)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,13 +58,15 @@ def trained(
     on_device: bool = False,
     tied: bool = False,
     deferred: bool = False,
-    eager: bool = False,
+    in_backward: bool = False,
 ) -> Trained:
-    """Losses and norms of some steps, clipped where they are not eager, and the weights after."""
+    """Losses and norms of some steps, clipped where they do not update in backward, and the weights
+    after."""
     model = build(dtype, tied=tied)
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
-        overlap=True, embedding=embedding, deferred_moments=deferred, eager=eager,
+        overlap=True, embedding=embedding, deferred_moments=deferred,
+        optimizer_in_backward=in_backward,
     )  # fmt: skip
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -74,11 +76,11 @@ def trained(
             ids = batch(step * passes + part, length=length)
             ids = ids.to("cuda") if on_device else ids
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             told.append(loss.detach())
-        told.append(engine.clip_grad_norm(None if eager else 0.3).value())
+        told.append(engine.clip_grad_norm(None if in_backward else 0.3).value())
         optimizer.step()
         optimizer.zero_grad()
     engine.flush()
@@ -113,12 +115,12 @@ def test_rows_that_wait_for_their_table_keep_the_bits(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_of_a_table_whose_eager_update_has_begun_keep_the_bits(
+def test_rows_of_a_table_whose_update_in_backward_has_begun_keep_the_bits(
     tied: bool, plainly: None
 ) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    whole = trained("whole", dtype=torch.bfloat16, tied=tied, eager=True)
-    rows = trained("rows", dtype=torch.bfloat16, tied=tied, eager=True)
+    whole = trained("whole", dtype=torch.bfloat16, tied=tied, in_backward=True)
+    rows = trained("rows", dtype=torch.bfloat16, tied=tied, in_backward=True)
     assert rows[0] == whole[0]
     assert [n for n in whole[1] if not torch.equal(whole[1][n], rows[1][n])] == []
 
@@ -131,10 +133,10 @@ def test_ids_that_only_the_device_has_give_the_same_bits(plainly: None) -> None:
 
 
 @pytest.mark.parametrize("given", ["host", "device"])
-@pytest.mark.parametrize("eager", [False, True])
-def test_no_operation_of_a_step_synchronises(given: str, eager: bool, plainly: None) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_operation_of_a_step_synchronises(given: str, in_backward: bool, plainly: None) -> None:
     model = build()
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
         overlap=True, embedding="rows",
     )  # fmt: skip
@@ -149,10 +151,10 @@ def test_no_operation_of_a_step_synchronises(given: str, eager: bool, plainly: N
         ids = ids if given == "host" else ids.to("cuda", non_blocking=True)
         with known_packing(mixes=False):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        if eager:
-            engine.begin_eager_step(optimizer, loss)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
-        norms.append(engine.clip_grad_norm(None if eager else 1.0, [loss.detach()]))
+        norms.append(engine.clip_grad_norm(None if in_backward else 1.0, [loss.detach()]))
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.set_sync_debug_mode("default")
@@ -180,7 +182,7 @@ def test_the_device_never_holds_the_whole_table() -> None:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         model = build()
-        fluxtrain.wrap(
+        wrap_with(
             model, device="cuda", offload="weights", device_groups=0, resident_blocks=0,
             chunk_rows=4, embedding=embedding,
         )  # fmt: skip
@@ -204,6 +206,6 @@ def test_generation_gives_the_tokens_of_the_whole_table() -> None:
     found = []
     for embedding in ("whole", "rows"):
         model = build().eval()
-        fluxtrain.wrap(model, device="cuda", offload="weights", embedding=embedding)
+        wrap_with(model, device="cuda", offload="weights", embedding=embedding)
         found.append(model.generate(ids, max_new_tokens=12, do_sample=False))  # type: ignore[operator]
     assert torch.equal(*found)

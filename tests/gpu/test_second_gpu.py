@@ -11,6 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +34,7 @@ def trained(device: str, **options: Any) -> tuple[list[float], list[torch.Tensor
     """Losses of four clipped steps, and the weights after them."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**CONFIG)).to(torch.bfloat16).train()
-    fluxtrain.wrap(model, device=device, chunk_rows=2, overlap=True, **options)
+    wrap_with(model, device=device, chunk_rows=2, overlap=True, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(4):
@@ -56,7 +57,7 @@ def trained(device: str, **options: Any) -> tuple[list[float], list[torch.Tensor
         {"offload": "none", "states": "8bit"},
         {"offload": "none", "states": "bf16"},
         {"offload": "weights", "device_groups": 2},
-        {"offload": "weights", "device_groups": 0, "embedding": "rows", "head": "slices"},
+        {"offload": "weights", "device_groups": 0, "embedding": "rows", "head": "chunks"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

@@ -33,8 +33,8 @@ FIRST, WINDOWS, WINDOW_STEPS = 13, 4, 4
 LATE = 200_000_000  # clocks, some 0.1 s: longer than the host takes to queue a step
 DEVICE = ("segment.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
 HOST = ("num_host_alloc",)
-ON_HOST: dict[str, Any] = {**STREAMED, "boundaries": "host"}
-EAGER: dict[str, Any] = {"max_grad_norm": None, "eager": True}
+ON_HOST: dict[str, Any] = {**STREAMED, "activations": "host"}
+IN_BACKWARD: dict[str, Any] = {"max_grad_norm": None, "optimizer_in_backward": True}
 
 
 def present(stats: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
@@ -95,19 +95,24 @@ class Watch:
     "placement",
     [
         ON_HOST,
-        {**ON_HOST, **EAGER},
+        {**ON_HOST, **IN_BACKWARD},
         {**ON_HOST, "states": "8bit"},
-        {**ON_HOST, **EAGER, "states": "8bit"},
+        {**ON_HOST, **IN_BACKWARD, "states": "8bit"},
         {**ON_HOST, "deferred_moments": True},
         {**ON_HOST, "embedding": "rows"},
-        {**ON_HOST, "head": "slices"},
-        {**ON_HOST, "tied": True, "embedding": "rows", "head": "slices"},
+        {**ON_HOST, "head": "chunks"},
+        {**ON_HOST, "tied": True, "embedding": "rows", "head": "chunks"},
         {**ON_HOST, "accumulation": 2},
-        {**ON_HOST, "accumulation": 2, "tied": True, "embedding": "rows", "head": "slices"},
+        {**ON_HOST, "accumulation": 2, "tied": True, "embedding": "rows", "head": "chunks"},
         {"offload": "none", "accumulation": 2},
         {**ON_HOST, "documents": 4},
         {**STREAMED, "dtype": torch.float16},
-        {"offload": "weights", "device_groups": 3, "resident_blocks": 1, "kept_blocks": 2},
+        {
+            "offload": "weights",
+            "device_groups": 3,
+            "resident_blocks": 1,
+            "blocks_without_recompute": 2,
+        },
         {"offload": "none"},
     ],
     ids=lambda placement: " ".join(f"{name}={value}" for name, value in placement.items()),

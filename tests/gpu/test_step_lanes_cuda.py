@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.device.cuda_device import CudaDevice
 from fluxtrain.device.current_gpu import CurrentStream
 from fluxtrain.device.recorder import CudaClock, Recorder
@@ -18,6 +17,7 @@ from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes
 from fluxtrain.trace.step_cutter import StepCutter
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,7 @@ def trained(offload: str, steps: int = 5) -> tuple[list[StepLanes], Engine]:
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).train()
     streamed = {"device_groups": 0, "resident_blocks": 0} if offload == "weights" else {}
-    model = fluxtrain.wrap(model, device="cuda", offload=offload, overlap=True, **streamed)
+    model = wrap_with(model, device="cuda", offload=offload, overlap=True, **streamed)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     recorder, cutter = engine.device.recorder, StepCutter(engine.device.recorder)
@@ -186,6 +186,6 @@ def test_borders_on_the_gpu_and_on_the_host_do_not_drift_apart() -> None:
         torch.cuda.synchronize()
         clock.instant()  # sees that the border has passed
         now_s = time.perf_counter()
-        at_s = clock.settle(border)
+        at_s = clock.anchor_at(border)
         assert at_s is not None and now_s - 0.01 <= at_s <= now_s
     device.close()

@@ -20,6 +20,7 @@ from transformers import (
 
 import fluxtrain
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,7 +99,7 @@ def test_every_placement_trains_to_the_same_bits(
         ("weights", True),
         ("max", True),
     ):
-        model = fluxtrain.wrap(
+        model = wrap_with(
             build(family, dtype),
             device="cuda",
             offload=offload,
@@ -118,7 +119,7 @@ def test_every_placement_trains_to_the_same_bits(
 def test_gradients_equal_those_of_a_model_that_lives_on_the_gpu(dtype: torch.dtype) -> None:
     gradients = {}
     for offload in ("none", "weights"):
-        model = fluxtrain.wrap(
+        model = wrap_with(
             build("llama", dtype),
             device="cuda",
             offload=offload,
@@ -138,7 +139,7 @@ def test_blocks_that_live_on_the_gpu_train_to_the_same_bits(dtype: torch.dtype) 
     """The device kernel rounds as the host kernels do, so where a block lives changes nothing."""
     results = []
     for device_groups in (0, 3, 99):
-        model = fluxtrain.wrap(
+        model = wrap_with(
             build("tied", dtype),
             device="cuda",
             offload="weights",
@@ -155,7 +156,7 @@ def test_blocks_that_live_on_the_gpu_train_to_the_same_bits(dtype: torch.dtype) 
 
 def test_a_users_loop_follows_the_plain_model_on_the_gpu() -> None:
     plain = build("llama", torch.float32).cuda()
-    wrapped = fluxtrain.wrap(
+    wrapped = wrap_with(
         copy.deepcopy(plain).cpu(),
         device="cuda",
         offload="weights",
@@ -186,7 +187,7 @@ def test_a_users_loop_follows_the_plain_model_on_the_gpu() -> None:
 
 
 def test_the_arenas_are_page_locked_and_moves_are_counted() -> None:
-    model = fluxtrain.wrap(
+    model = wrap_with(
         build("llama", torch.bfloat16),
         device="cuda",
         offload="weights",

@@ -30,9 +30,10 @@ RESIDENT = ev.AdviceGiven(
     gain="8.0% of the step time", how="resident_blocks=8", id="resident",
     apply={"resident_blocks": 8}, gain_share=0.08,
 )  # fmt: skip
-EAGER = ev.AdviceGiven(
+IN_BACKWARD = ev.AdviceGiven(
     text="12% of the last 20 steps went into waiting for AdamW on the host",
-    gain="12.0% of the step time", how="train.max_grad_norm=null", id="eager", gain_share=0.12,
+    gain="12.0% of the step time", how="train.max_grad_norm=null", id="backward",
+    gain_share=0.12,
 )  # fmt: skip
 MADE = ev.ChangeApplied(
     step=80, name="resident_blocks", before=2, after=8, why="advice", advice="resident",
@@ -74,12 +75,12 @@ def view_after(made: ModuleType, *events: ev.AnyEvent, **options: Any) -> View:
 def test_newer_advice_about_the_same_takes_the_place_of_the_older() -> None:
     from msgspec.structs import replace
 
-    state = RunState().after_all([RESIDENT, EAGER, replace(RESIDENT, gain_share=0.2)])
+    state = RunState().after_all([RESIDENT, IN_BACKWARD, replace(RESIDENT, gain_share=0.2)])
     assert [(one.id, one.gain_share) for one in ranked(state.advice)] == [
-        ("resident", 0.2), ("eager", 0.12),
+        ("resident", 0.2), ("backward", 0.12),
     ]  # fmt: skip
     state = state.after(ev.AdviceWithdrawn(id="resident"))
-    assert [one.id for one in state.advice] == ["eager"]
+    assert [one.id for one in state.advice] == ["backward"]
 
 
 def test_a_change_goes_from_asked_to_measured() -> None:
@@ -163,7 +164,7 @@ def test_the_dashboard_tells_the_best_live_advice_then_the_change_then_its_verdi
     made: ModuleType,
 ) -> None:
     assert headline(view_after(made), 100) == ()  # advice without a live change stays on its screen
-    best = headline(view_after(made, EAGER, RESIDENT), 100)
+    best = headline(view_after(made, IN_BACKWARD, RESIDENT), 100)
     assert "+8.0%  resident_blocks=8  a applies it" in words(best)
     assert width_of(best) == 100
     asked = ev.CommandAnswered(command="apply", ok=True, message="goes from 2 to 8")
@@ -179,7 +180,7 @@ def test_the_dashboard_tells_the_best_live_advice_then_the_change_then_its_verdi
 def test_the_plan_screen_marks_the_selected_advice_and_the_settings_that_changed(
     made: ModuleType,
 ) -> None:
-    text = words(*plan_lines(view_after(made, RESIDENT, EAGER, advice_at=1), 100))
+    text = words(*plan_lines(view_after(made, RESIDENT, IN_BACKWARD, advice_at=1), 100))
     assert text.index("+12.0%  train.max_grad_norm=null  for the next run") < text.index(
         "▸ +8.0%  resident_blocks=8  a applies it"
     )
@@ -258,7 +259,7 @@ def test_a_run_that_ended_says_so(made: ModuleType) -> None:
 @pytest.fixture
 def run(tmp_path: Path, made: ModuleType) -> Path:
     known = made.training(80)
-    more = made.stamped([RESIDENT, EAGER], known[-1].wall_s + 0.1)
+    more = made.stamped([RESIDENT, IN_BACKWARD], known[-1].wall_s + 0.1)
     made.write(tmp_path / "runs" / "demo" / "events.ndjson", [*known, *more])
     return tmp_path / "runs" / "demo"
 

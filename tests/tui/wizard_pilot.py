@@ -40,8 +40,9 @@ print(answer.read_text())
 """
 LAYOUT = {
     "offload": "none", "device_groups": 0, "device_first": "embedding", "resident_blocks": 0,
-    "kept_blocks": 0, "boundaries": "device", "boundaries_on_device": 0, "batch_rows": 8,
-    "chunk_rows": 4, "embedding": "whole", "head": "whole", "deferred_moments": False,
+    "blocks_without_recompute": 0, "activations": "device", "activations_on_device": 0,
+    "batch_rows": 8, "chunk_rows": 4, "embedding": "whole", "head": "whole",
+    "deferred_moments": False,
 }  # fmt: skip
 PLAN = {
     "layout": LAYOUT, "steps": 200, "device": "cpu", "device_bytes": 2**20,

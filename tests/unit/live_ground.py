@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from fluxtrain.live.advice import RunFacts, StepFacts
-from fluxtrain.live.settings import Ground, Use
+from fluxtrain.live.settings import LiveContext, Use
+from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
-from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.units import GIB, MIB
 
 BLOCK_BYTES = 100 * MIB
@@ -25,7 +26,9 @@ def group(name: str, weight_bytes: int, *, trained: bool = True) -> GroupFacts:
     )
 
 
-def ground(*, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout: Any) -> Ground:
+def ground(
+    *, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout: Any
+) -> LiveContext:
     facts = ModelFacts(
         groups=(
             group("embedding", 10 * MIB),
@@ -38,11 +41,13 @@ def ground(*, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout
         ),
     )  # fmt: skip
     settings = {"offload": "weights", "batch_rows": 8, "chunk_rows": 2, **layout}
-    return Ground(
+    planned, has_gpu = Layout(**settings), budget_bytes is not None
+    return LiveContext(
         facts=facts,
-        layout=Layout(**settings),
-        has_gpu=budget_bytes is not None,
-        budget_bytes=budget_bytes,
+        placement=placement_of(
+            facts, planned, footprint(facts, planned, has_gpu=has_gpu), budget_bytes=budget_bytes
+        ),
+        has_gpu=has_gpu,
     )
 
 
@@ -59,9 +64,9 @@ def steps(**changes: Any) -> StepFacts:
     return replace(calm, **changes)
 
 
-def facts(of: Ground | None = None, **changes: Any) -> RunFacts:
+def facts(of: LiveContext | None = None, **changes: Any) -> RunFacts:
     on = of or ground()
     known = RunFacts(
-        ground=on, knobs=on.planned, steps=steps(), use=Use(), rates=RATES, passes=1, clips=True
+        context=on, settings=on.planned, steps=steps(), use=Use(), rates=RATES, passes=1, clips=True
     )
     return replace(known, **changes)

@@ -19,7 +19,7 @@ from fluxtrain.client.machine import Machine
 BENCH = Path(__file__).parents[2] / "bench"
 
 ROWS: list[dict[str, Any]] = yaml.safe_load((BENCH / "gpu_rows.yaml").read_text())
-EXACT = {"states": "fp32", "eager": False}
+EXACT = {"states": "fp32", "in_backward": False}
 
 
 def found(tokens_per_s: float, losses: list[float]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_every_row_has_three_timed_steps_and_losses_are_of_its_own_batch() -> No
             assert reference["engine"] == "resident-fp32"
             assert (row["shape"], row["batch"]) == (reference["shape"], reference["batch"])
             unclipped = "--unclipped" in reference.get("flags", ())
-            assert unclipped == ("--eager" in row.get("flags", ())), row["name"]
+            assert unclipped == ("--in-backward" in row.get("flags", ())), row["name"]
             assert row["steps"] <= reference["steps"]
 
 
@@ -123,9 +123,9 @@ def test_the_memory_of_the_process_is_held_to_the_budget(nvml_gib: float, told: 
     ("mode", "most"),
     [
         (EXACT, 14.5),
-        (EXACT | {"eager": True}, 12.5),
+        (EXACT | {"in_backward": True}, 12.5),
         (EXACT | {"states": "8bit"}, 8.5),
-        (EXACT | {"states": "8bit", "eager": True}, 8.5),
+        (EXACT | {"states": "8bit", "in_backward": True}, 8.5),
     ],
 )
 def test_host_bytes_are_judged_by_what_the_row_keeps_there(
@@ -189,7 +189,7 @@ def test_bytes_by_trained_parameters_are_shown_beside_those_at_home() -> None:
 def test_plans_and_bounds_stand_below_the_table() -> None:
     plan = {
         "offload": "max", "device_groups": 13, "resident_blocks": 2, "chunk_rows": 8,
-        "boundaries": "host", "kept_blocks": 1, "predicted_step_s": 0.4986,
+        "activations": "host", "blocks_without_recompute": 1, "predicted_step_s": 0.4986,
         "bound": "computation 402 ms of 419 ms",
     }  # fmt: skip
     rows = {"a": found(10, []) | plan, "b": found(9, [])}
@@ -206,7 +206,8 @@ def test_plans_and_bounds_stand_below_the_table() -> None:
 def test_an_embedding_that_lives_on_the_gpu_does_not_come_by_rows() -> None:
     plan = {
         "offload": "none", "device_groups": 38, "resident_blocks": 0, "chunk_rows": 16,
-        "boundaries": "device", "kept_blocks": 27, "embedding": "rows", "predicted_step_s": 1.2,
+        "activations": "device", "blocks_without_recompute": 27, "embedding": "rows",
+        "predicted_step_s": 1.2,
     }  # fmt: skip
     assert "by rows" not in bench_table.plan_line({"name": "a"}, plan)
     assert "embedding by rows" in bench_table.plan_line({"name": "a"}, plan | {"offload": "max"})

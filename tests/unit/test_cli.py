@@ -12,7 +12,7 @@ import pytest
 
 from fluxtrain.config.schema import json_schema
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
-from fluxtrain.live.settings import KNOBS
+from fluxtrain.live.settings import LIVE_SETTINGS
 from fluxtrain.output import say
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.typed import typed_line
@@ -39,7 +39,7 @@ def test_the_help_documents_every_exit_code(tmp_path: Path, arguments: list[str]
 
 def test_the_help_of_apply_names_everything_that_can_change(tmp_path: Path) -> None:
     words = " ".join(command("apply", "--help", folder=tmp_path).stdout.split())
-    assert [knob for knob in KNOBS if knob not in words] == []
+    assert [knob for knob in LIVE_SETTINGS if knob not in words] == []
 
 
 def test_the_help_comes_at_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fluxtrain.live.advice import (
     advise,
     promising,
 )
-from fluxtrain.live.settings import Change, Use, knobs_after
+from fluxtrain.live.settings import Change, Use, settings_after
 from fluxtrain.plan.spread import spread_out
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, group, steps
@@ -100,9 +100,9 @@ def test_spare_memory_takes_whole_parts_where_the_cost_model_says_that_this_is_f
     assert found.gain == pytest.approx(0.5)  # never more than is waited for
     told = {advice.id for advice in advise(run)}
     assert "device" in told and "resident" not in told  # the same memory is promised once
-    assert "device" not in by_id(replace(run, ground=ground(budget_bytes=None)))
+    assert "device" not in by_id(replace(run, context=ground(budget_bytes=None)))
     tight = ground(budget_bytes=int(ground().need(ground().planned).device_bytes / 0.9) + 16)
-    assert "device" not in by_id(replace(run, ground=tight))
+    assert "device" not in by_id(replace(run, context=tight))
 
 
 def test_a_cost_model_that_is_far_from_the_measured_step_is_not_believed() -> None:
@@ -114,11 +114,11 @@ def test_a_cost_model_that_is_far_from_the_measured_step_is_not_believed() -> No
 
 
 def test_waiting_for_the_update_names_the_price_of_clipping() -> None:
-    found = by_id(facts(steps=waiting(update=0.25), rates=None))["eager"]
+    found = by_id(facts(steps=waiting(update=0.25), rates=None))["backward"]
     assert (found.change, found.setting) == (None, "train.max_grad_norm=null")
     assert found.gain == pytest.approx(0.25)
     for other in ({"clips": False}, {"passes": 2}):
-        assert "eager" not in by_id(facts(steps=waiting(update=0.25), rates=None, **other))
+        assert "backward" not in by_id(facts(steps=waiting(update=0.25), rates=None, **other))
 
 
 def test_several_passes_a_step_become_fewer_with_more_rows() -> None:
@@ -137,7 +137,7 @@ def test_more_rows_are_not_advised_where_their_boundaries_do_not_fit_the_host(
     left_bytes: int | None, offered: bool
 ) -> None:
     use = Use(host_available_bytes=left_bytes)
-    found = by_id(facts(ground(boundaries="host"), steps=waiting(weights=0.4), use=use))
+    found = by_id(facts(ground(activations="host"), steps=waiting(weights=0.4), use=use))
     assert ("rows" in found) is offered
 
 
@@ -191,4 +191,4 @@ def test_every_advice_has_a_number_and_live_ones_are_accepted(
         assert LEAST_GAIN <= advice.gain <= 1
         assert advice.because and advice.how
         if advice.change is not None:
-            knobs_after(run.ground, run.knobs, advice.change, run.use)
+            settings_after(run.context, run.settings, advice.change, run.use)

@@ -9,13 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.live.settings import Change, Knobs, rungs
+from fluxtrain.live.settings import Change, LiveSettings, steps_down
 from fluxtrain.plan.choices.boundaries import left_on_device, staying_words
 from fluxtrain.plan.choices.placement import place
-from fluxtrain.plan.choices.ranked import Dial
+from fluxtrain.plan.choices.ranked import Frontier
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.step import cost
-from fluxtrain.plan.facts import ModelFacts, Wishes
+from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     BOUNDARIES_IN_FLIGHT,
     Layout,
@@ -23,6 +23,7 @@ from fluxtrain.plan.footprint import (
     footprint,
     parked_count,
 )
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
 from tests.unit.live_ground import BLOCKS, ground
 from tests.unit.test_plan_properties import models
@@ -37,7 +38,7 @@ from tests.unit.test_plan_timed import (
     step_s,
 )
 
-PARKED = Layout(offload="weights", boundaries="host", batch_rows=8, chunk_rows=4)
+PARKED = Layout(offload="weights", activations="host", batch_rows=8, chunk_rows=4)
 BOUNDARY = 8 * 1024 * 1536 * 2
 SLOW_BUS = replace(
     TIMING, rates=replace(RATES, h2d_bytes_per_s=3e9, d2h_bytes_per_s=3e9)
@@ -48,22 +49,22 @@ def test_those_that_stay_move_from_the_host_to_the_device_with_what_follows_the_
     facts = model(8)
     before = footprint(facts, PARKED, has_gpu=True)
     for count in range(1, 9):
-        some = replace(PARKED, boundaries_on_device=count)
+        some = replace(PARKED, activations_on_device=count)
         found = footprint(facts, some, has_gpu=True)
         assert parked_count(facts, some) == 8 - count
         assert before.host_bytes - found.host_bytes == (count + 1) * BOUNDARY
         on_device = min(9, count + 1 + BOUNDARIES_IN_FLIGHT)
         assert found.boundaries_bytes == on_device * BOUNDARY
-    nowhere = replace(PARKED, boundaries="device", boundaries_on_device=3)
+    nowhere = replace(PARKED, activations="device", activations_on_device=3)
     assert footprint(facts, nowhere, has_gpu=True) == footprint(
-        facts, replace(PARKED, boundaries="device"), has_gpu=True
+        facts, replace(PARKED, activations="device"), has_gpu=True
     )
 
 
 def test_one_that_stays_takes_its_copies_from_the_bus() -> None:
     facts, rates = model(8), SLOW_BUS.rates
     found = [
-        cost(facts, replace(PARKED, batch_rows=64, boundaries_on_device=count), rates)
+        cost(facts, replace(PARKED, batch_rows=64, activations_on_device=count), rates)
         for count in range(9)
     ]
     saved_s = found[0].upload_backward_s - found[8].upload_backward_s
@@ -81,33 +82,33 @@ def test_what_stays_is_all_that_fits_and_no_more(
     facts: ModelFacts, limit: int, rows: int, resident: int, kept: int, by_max: bool
 ) -> None:
     least = Layout(
-        offload="max" if by_max else "weights", boundaries="host", resident_blocks=resident,
-        kept_blocks=kept, batch_rows=rows, chunk_rows=1,
+        offload="max" if by_max else "weights", activations="host", resident_blocks=resident,
+        blocks_without_recompute=kept, batch_rows=rows, chunk_rows=1,
     )  # fmt: skip
     found = left_on_device(facts, least, limit)
-    count, waiting = found.boundaries_on_device, parked_count(facts, least)
-    assert replace(found, boundaries_on_device=0) == least
+    count, waiting = found.activations_on_device, parked_count(facts, least)
+    assert replace(found, activations_on_device=0) == least
     assert 0 <= count <= waiting
     if count:
         assert footprint(facts, found, has_gpu=True).device_bytes <= limit
     if count < waiting:
-        more = replace(least, boundaries_on_device=count + 1)
+        more = replace(least, activations_on_device=count + 1)
         assert footprint(facts, more, has_gpu=True).device_bytes > limit
     assert boundaries_on_host(facts, found) <= boundaries_on_host(facts, least)
 
 
 @pytest.mark.parametrize("device_gib", [5, 6, 7])
 def test_a_plan_fills_what_is_left_says_the_number_and_is_faster(device_gib: float) -> None:
-    facts, wishes = model(16), Wishes(batch_rows=64, device_groups=0, resident_blocks=0)
-    plan = place_timed(facts, gpu(device_gib), wishes, SLOW_BUS)
-    assert 0 < plan.boundaries_on_device < 16
-    told = {one.name: one for one in plan.choices}["placement.boundaries"]
+    facts, request = model(16), RunRequest(batch_rows=64, device_groups=0, resident_blocks=0)
+    plan = place_timed(facts, gpu(device_gib), request, SLOW_BUS)
+    assert 0 < plan.layout.activations_on_device < 16
+    told = {one.name: one for one in plan.choices}["placement.activations"]
     assert told.value == "host"
-    words = f"the last {plan.boundaries_on_device} of 16 blocks stay on the device"
+    words = f"the last {plan.layout.activations_on_device} of 16 blocks stay on the device"
     assert words in told.because
     assert plan.need == footprint(facts, replace(layout(plan), slots=plan.slots), has_gpu=True)
-    every = place_timed(facts, gpu(device_gib), replace(wishes, boundaries="host"), SLOW_BUS)
-    assert every.boundaries_on_device == 0
+    every = place_timed(facts, gpu(device_gib), replace(request, activations="host"), SLOW_BUS)
+    assert every.layout.activations_on_device == 0
     assert step_s(plan, facts, SLOW_BUS) < 0.95 * step_s(every, facts, SLOW_BUS)
     assert plan.host_bytes < every.host_bytes
 
@@ -116,45 +117,45 @@ def test_where_copies_are_hidden_no_other_choice_is_given_up_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fewer slots would leave room for more of them, and hide jitter less."""
-    facts, wishes, filled = model(16), Wishes(batch_rows=32, device_groups=0), 0
+    facts, request, filled = model(16), RunRequest(batch_rows=32, device_groups=0), 0
     slow_gpu = Timing(rates=replace(RATES, calibration=None, matmul_per_s=2e13))
     for size in (4.0, 4.2, 5.0):
-        plan = place_timed(facts, gpu(size), wishes, slow_gpu)
+        plan = place_timed(facts, gpu(size), request, slow_gpu)
         with monkeypatch.context() as patched:
             patched.setattr(Search, "leaves_boundaries", lambda *_: False)
-            bare = place_timed(facts, gpu(size), wishes, slow_gpu)
-        assert bare.boundaries_on_device == 0
+            bare = place_timed(facts, gpu(size), request, slow_gpu)
+        assert bare.layout.activations_on_device == 0
         if step_s(plan, facts, slow_gpu) == pytest.approx(step_s(bare, facts, slow_gpu), rel=1e-9):
-            filled += plan.boundaries_on_device > 0
-            without = replace(layout(plan), boundaries_on_device=0)
+            filled += plan.layout.activations_on_device > 0
+            without = replace(layout(plan), activations_on_device=0)
             assert without == layout(bare)
     assert filled > 0
 
 
 def test_without_time_the_last_resort_is_filled_with_them_too() -> None:
-    facts, wishes = model(8), Wishes(batch_rows=64, chunk_rows=1)
+    facts, request = model(8), RunRequest(batch_rows=64, chunk_rows=1)
     counts = []
     for size in (4.4, 4.8, 5.2, 5.6):
-        plan = place(facts, gpu(size), wishes)
+        plan = place(facts, gpu(size), request)
         if plan.offload == "max":
-            counts.append(plan.boundaries_on_device)
+            counts.append(plan.layout.activations_on_device)
             told = {one.name: one.because for one in plan.choices}
-            assert ("placement.boundaries" in told) == (plan.boundaries_on_device > 0)
+            assert ("placement.activations" in told) == (plan.layout.activations_on_device > 0)
             assert plan.need == footprint(
                 facts, replace(layout(plan), slots=plan.slots), has_gpu=True
             )
     assert max(counts) > 0
 
 
-@pytest.mark.parametrize("wish", [{"boundaries": "host"}, {"offload": "max"}])
+@pytest.mark.parametrize("wish", [{"activations": "host"}, {"offload": "max"}])
 def test_a_wish_for_the_host_sends_all_of_them(wish: dict[str, str]) -> None:
-    wishes = Wishes(batch_rows=32, device_groups=0, **wish)  # type: ignore[arg-type]
+    request = RunRequest(batch_rows=32, device_groups=0, **wish)  # type: ignore[arg-type]
     for plan in (
-        place(model(8), gpu(20), wishes),
-        place_timed(model(8), gpu(20), wishes, SLOW_BUS),
+        place(model(8), gpu(20), request),
+        place_timed(model(8), gpu(20), request, SLOW_BUS),
     ):
-        assert plan.boundaries_on_device == 0
-        assert plan.boundaries == "host"
+        assert plan.layout.activations_on_device == 0
+        assert plan.layout.activations == "host"
 
 
 @settings(max_examples=25, deadline=None)
@@ -163,56 +164,56 @@ def test_a_wish_for_the_host_sends_all_of_them(wish: dict[str, str]) -> None:
 def test_more_of_the_device_is_never_slower_on_a_bus_that_binds(
     device_gib: float, more_gib: float, rows: int, keeping: bool
 ) -> None:
-    facts, wishes = measured(model()), Wishes(batch_rows=rows, device_groups=0, chunk_rows=4)
+    facts, request = measured(model()), RunRequest(batch_rows=rows, device_groups=0, chunk_rows=4)
     timing = TIMING_KEEPING if keeping else TIMING
     timing = replace(timing, rates=replace(timing.rates, h2d_bytes_per_s=3e9, d2h_bytes_per_s=3e9))
     try:
-        small = place_timed(facts, gpu(device_gib), wishes, timing)
+        small = place_timed(facts, gpu(device_gib), request, timing)
     except DoesNotFit:
         return
-    large = place_timed(facts, gpu(device_gib + more_gib), wishes, timing)
+    large = place_timed(facts, gpu(device_gib + more_gib), request, timing)
     assert step_s(large, facts, timing) <= step_s(small, facts, timing) * (1 + 1e-9)
 
 
 def test_every_stop_of_the_dial_holds_what_it_fills() -> None:
-    search = Search(model(8), gpu(7), Wishes(batch_rows=32, device_groups=0))
-    dial = Dial(search, SLOW_BUS.rates)
+    search = Search(model(8), gpu(7), RunRequest(batch_rows=32, device_groups=0))
+    dial = Frontier(search, SLOW_BUS.rates)
     for share in (0.0, 0.3, 0.6, 1.0):
         limit = dial.limit_bytes(share)
         assert all(one.size_bytes <= limit for one in dial.within(share))
 
 
 def test_a_live_change_that_needs_their_room_gets_it() -> None:
-    planned = ground(boundaries="host", boundaries_on_device=4)
+    planned = ground(activations="host", activations_on_device=4)
     knobs, peak = planned.planned, planned.need(planned.planned).device_bytes
     assert planned.layout_with(knobs) == replace(planned.layout, slots=knobs.prefetch + 1)
     boundary = planned.layout.batch_rows * planned.facts.row.boundary_bytes  # type: ignore[union-attr]
     assert boundary == 8 << 20
     larger = Change(name="chunk_rows", value=3).applied_to(knobs)
-    assert planned.layout_with(larger).boundaries_on_device < 4
+    assert planned.layout_with(larger).activations_on_device < 4
     assert planned.need(larger).device_bytes <= max(
-        peak, planned.need(replace(larger, boundaries_on_device=0)).device_bytes
+        peak, planned.need(replace(larger, activations_on_device=0)).device_bytes
     )
-    assert planned.layout_with(knobs).boundaries_on_device == 4  # and back again
+    assert planned.layout_with(knobs).activations_on_device == 4  # and back again
     smaller = Change(name="chunk_rows", value=1).applied_to(knobs)
-    assert planned.layout_with(smaller).boundaries_on_device == 4  # never more than planned
+    assert planned.layout_with(smaller).activations_on_device == 4  # never more than planned
 
 
 def test_when_memory_runs_out_they_go_first_and_come_back_by_no_other_change() -> None:
-    planned = ground(boundaries="host", boundaries_on_device=4)
+    planned = ground(activations="host", activations_on_device=4)
     knobs = planned.planned
-    first, second, *_ = rungs(planned, knobs)
-    assert first == Change(name="boundaries_on_device", value=0)
+    first, second, *_ = steps_down(planned, knobs)
+    assert first == Change(name="activations_on_device", value=0)
     assert second == Change(name="chunk_rows", value=1)
     now = first.applied_to(knobs)
     assert planned.need(knobs).device_bytes - planned.need(now).device_bytes == 5 * (8 << 20)
-    assert rungs(planned, now) == [second]
-    assert planned.layout_with(second.applied_to(now)).boundaries_on_device == 0
+    assert steps_down(planned, now) == [second]
+    assert planned.layout_with(second.applied_to(now)).activations_on_device == 0
 
 
 def test_nothing_is_said_of_none() -> None:
     assert staying_words(model(8), PARKED) == ""
-    on_device = replace(PARKED, boundaries="device", boundaries_on_device=2)
+    on_device = replace(PARKED, activations="device", activations_on_device=2)
     assert staying_words(model(8), on_device) == ""
-    assert Knobs(prefetch=1, resident_blocks=0, chunk_rows=1).boundaries_on_device == 0
+    assert LiveSettings(prefetch=1, resident_blocks=0, chunk_rows=1).activations_on_device == 0
     assert BLOCKS == 8

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxtrain.plan.choices.ranked import Dial
+from fluxtrain.plan.choices.ranked import Frontier
 from fluxtrain.plan.cost.calibration import Calibration, HostTimes, Line
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost, least_cost
 from fluxtrain.plan.facts import (
     OFFLOADS,
+    Capacity,
     GroupFacts,
     Groups,
     HeadFacts,
     ModelFacts,
-    Room,
     RowFacts,
-    Wishes,
 )
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import MOST_COUNTS, SOME_COUNTS, Search, tried_counts
 from fluxtrain.units import GIB
 from tests.unit.test_plan_properties import even_models, models
@@ -34,9 +34,9 @@ layouts = st.builds(
     device_groups=st.integers(0, 14),
     device_first=st.sampled_from(["embedding", "blocks"]),
     resident_blocks=st.integers(0, 10),
-    kept_blocks=st.integers(0, 10),
-    boundaries=st.sampled_from(["device", "host"]),
-    boundaries_on_device=st.integers(0, 10),
+    blocks_without_recompute=st.integers(0, 10),
+    activations=st.sampled_from(["device", "host"]),
+    activations_on_device=st.integers(0, 10),
     batch_rows=st.integers(1, 8),
     chunk_rows=st.integers(1, 8),
     embedding=st.sampled_from(["whole", "rows"]),
@@ -92,15 +92,18 @@ def with_table(facts: ModelFacts, table_rows: int) -> ModelFacts:
 
 @given(models(), st.integers(0, 4096), layouts, gpus | cores, st.booleans(), st.integers(1, 3))
 def test_no_step_is_shorter_than_its_bound(
-    facts: ModelFacts, table_rows: int, layout: Layout, rates: Rates, eager: bool, passes: int
+    facts: ModelFacts, table_rows: int, layout: Layout, rates: Rates, in_backward: bool, passes: int
 ) -> None:
-    facts, layout = with_table(facts, table_rows), replace(layout, eager=eager)
+    facts, layout = (
+        with_table(facts, table_rows),
+        replace(layout, optimizer_in_backward=in_backward),
+    )
     otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
     one, other = (
-        cost(facts, at, rates, exact=not eager, passes=passes) for at in (layout, otherwise)
+        cost(facts, at, rates, clips=not in_backward, passes=passes) for at in (layout, otherwise)
     )
     told, free = (
-        least_cost(facts, layout, rates, exact=not eager, passes=passes, moments_free=either)
+        least_cost(facts, layout, rates, clips=not in_backward, passes=passes, moments_free=either)
         for either in (False, True)
     )
     assert told.step_s <= one.step_s * (1 + 1e-9)
@@ -112,11 +115,11 @@ def test_no_step_is_shorter_than_its_bound(
 @settings(max_examples=15)
 @given(even_models(), st.floats(2, 30), gpus, st.booleans(), st.floats(0, 1))
 def test_no_layout_within_a_stop_is_faster_than_the_one_that_is_chosen(
-    facts: ModelFacts, device_gib: float, rates: Rates, eager: bool, share: float
+    facts: ModelFacts, device_gib: float, rates: Rates, in_backward: bool, share: float
 ) -> None:
-    room = Room(device_free_bytes=int(device_gib * GIB), host_available_bytes=None)
-    search = Search(facts, room, Wishes(batch_rows=2, eager=eager))
-    dial = Dial(search, rates, exact=not eager)
+    room = Capacity(device_free_bytes=int(device_gib * GIB), host_available_bytes=None)
+    search = Search(facts, room, RunRequest(batch_rows=2, optimizer_in_backward=in_backward))
+    dial = Frontier(search, rates, clips=not in_backward)
     if not dial.candidates:
         return
     chosen = dial.at(share)
@@ -162,10 +165,10 @@ def looks_of(blocks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         seen += len(some)
         return whole(some)
 
-    wishes = Wishes(batch_rows=4, chunk_rows=4, offload="weights")
-    room = Room(device_free_bytes=GIB, host_available_bytes=GIB)
-    dial = Dial(
-        Search(facts, room, wishes),
+    request = RunRequest(batch_rows=4, chunk_rows=4, offload="weights")
+    room = Capacity(device_free_bytes=GIB, host_available_bytes=GIB)
+    dial = Frontier(
+        Search(facts, room, request),
         Rates(
             has_gpu=True,
             matmul_per_s=1e14,

@@ -21,7 +21,7 @@ from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.prediction import WARMING_STEPS, compared, steady_step_s
+from fluxtrain.planning.prediction import WARMING_STEPS, compared, steady_step_s
 
 seconds = st.floats(1e-6, 1e3)
 TRIED = Calibration(
@@ -147,16 +147,16 @@ def test_updates_beside_a_backward_pass_have_a_rate_of_their_own() -> None:
     rates = rates_from(PER_S, has_gpu=True, calibration=tried)
     assert isinstance(rates, Rates)
     layout = Layout(offload="weights", batch_rows=8, chunk_rows=4)
-    eager = cost(FACTS, replace(layout, eager=True), rates, exact=False)
-    exact = cost(FACTS, layout, rates)
-    assert eager.host_update_s == pytest.approx(2 * exact.host_update_s)
+    in_backward = cost(FACTS, replace(layout, optimizer_in_backward=True), rates, clips=False)
+    clipped = cost(FACTS, layout, rates)
+    assert in_backward.host_update_s == pytest.approx(2 * clipped.host_update_s)
     narrow = FACTS.with_states("8bit")
     narrow = replace(narrow, groups=tuple(replace(g, narrow=g.trained) for g in narrow.groups))
     tried = replace(tried, adamw_8bit_per_s=1e9, adamw_8bit_beside_per_s=0.25e9)
     rates = rates_from(PER_S, has_gpu=True, calibration=tried)
     assert isinstance(rates, Rates)
-    eager = cost(narrow, replace(layout, eager=True), rates, exact=False)
-    assert eager.host_update_s == pytest.approx(11 * BLOCK / 0.25e9)
+    in_backward = cost(narrow, replace(layout, optimizer_in_backward=True), rates, clips=False)
+    assert in_backward.host_update_s == pytest.approx(11 * BLOCK / 0.25e9)
 
 
 def test_a_calibration_needs_no_matmul_rate() -> None:

@@ -135,7 +135,7 @@ def test_accumulated_passes_pay_for_one_update() -> None:
 
 def test_without_a_norm_to_wait_for_a_step_is_shorter() -> None:
     assert (
-        cost(SMALL, STREAMED, MEASURED, exact=False).step_s < cost(SMALL, STREAMED, MEASURED).step_s
+        cost(SMALL, STREAMED, MEASURED, clips=False).step_s < cost(SMALL, STREAMED, MEASURED).step_s
     )
 
 
@@ -171,7 +171,7 @@ layouts = st.builds(
 ), st.booleans(), st.booleans())  # fmt: skip
 def test_a_faster_machine_is_never_predicted_slower(
     layout: Layout, matmul: float, adamw: float, up: float, down: float, name: str,
-    exact: bool, has_gpu: bool,
+    clips: bool, has_gpu: bool,
 ) -> None:  # fmt: skip
     rates = Rates(
         has_gpu=has_gpu,
@@ -185,7 +185,7 @@ def test_a_faster_machine_is_never_predicted_slower(
     faster = replace(rates, **doubled)
     if not has_gpu and name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
         return
-    before, after = (cost(SMALL, layout, one, exact=exact).step_s for one in (rates, faster))
+    before, after = (cost(SMALL, layout, one, clips=clips).step_s for one in (rates, faster))
     assert after <= before * (1 + 1e-12)
 
 

@@ -194,10 +194,10 @@ def test_max_trades_boundaries_for_host_memory() -> None:
 
 def test_a_block_that_keeps_its_activations_keeps_its_input_beside_those_under_way() -> None:
     boundary = 8 * 1024 * 1536 * 2
-    kept = need(small(), offload="max", device_groups=11, kept_blocks=10)
+    kept = need(small(), offload="max", device_groups=11, blocks_without_recompute=10)
     assert kept.boundaries_bytes == (10 + 2) * boundary
     assert kept.host_bytes - kept.arena_bytes == (29 - 10) * boundary
-    every = need(small(), offload="none", boundaries="host", kept_blocks=28)
+    every = need(small(), offload="none", activations="host", blocks_without_recompute=28)
     assert every.boundaries_bytes == 29 * boundary  # never more than there are
 
 

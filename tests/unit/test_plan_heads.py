@@ -14,9 +14,10 @@ from fluxtrain.plan.choices.placement import place
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost, least_cost
-from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.facts import Capacity, GroupFacts, HeadFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.heads import SLICE_BYTES, SLICES_GAIN, slice_words
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE
 from fluxtrain.units import GIB, MIB, bytes_text
 from tests.unit.test_plan_bounds import cores, gpus, layouts, with_table
@@ -33,9 +34,9 @@ RATES = Rates(
 VOCABULARY, HIDDEN, BLOCK = 152_064, 3584, 233_000_000
 EDGE = VOCABULARY * HIDDEN
 SLICE_WORDS = 9344  # of 7168 bytes each: the most of whole 128s in 64 MiB
-HOME = Wishes(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
+HOME = RunRequest(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
 LAYOUT = Layout(offload="weights", batch_rows=32, chunk_rows=8, embedding="rows")
-SLICES = replace(LAYOUT, head="slices")
+SLICES = replace(LAYOUT, head="chunks")
 
 
 def model(*, tied: bool = False, trained: bool = True) -> ModelFacts:
@@ -77,16 +78,16 @@ def model(*, tied: bool = False, trained: bool = True) -> ModelFacts:
     )
 
 
-def room(device: float | None = 80) -> Room:
+def room(device: float | None = 80) -> Capacity:
     free = None if device is None else int(device * GIB)
-    return Room(device_free_bytes=free, host_available_bytes=400 * GIB)
+    return Capacity(device_free_bytes=free, host_available_bytes=400 * GIB)
 
 
-def chosen(facts: ModelFacts, wishes: Wishes, device: float | None = 80) -> tuple[str, str]:
+def chosen(facts: ModelFacts, request: RunRequest, device: float | None = 80) -> tuple[str, str]:
     """The plan's word for the head and its reason; empty where it says none."""
-    plan = place(facts, room(device), wishes)
+    plan = place(facts, room(device), request)
     told = [c for c in plan.choices if c.name == "placement.head"]
-    return (told[0].value, told[0].because) if told else (plan.head, "")
+    return (told[0].value, told[0].because) if told else (plan.layout.head, "")
 
 
 def test_slices_are_of_whole_hundreds_of_words_and_no_more_than_the_head() -> None:
@@ -97,7 +98,7 @@ def test_slices_are_of_whole_hundreds_of_words_and_no_more_than_the_head() -> No
 
 
 def test_the_head_comes_in_slices_where_that_is_asked_for() -> None:
-    assert chosen(model(), replace(HOME, head="slices")) == ("slices", "as set")
+    assert chosen(model(), replace(HOME, head="chunks")) == ("chunks", "as set")
     assert chosen(model(), replace(HOME, head="whole")) == ("whole", "as set")
     assert chosen(model(), HOME)[0] == "whole"
     with pytest.raises(BadInput, match="head is 'half'"):
@@ -105,9 +106,9 @@ def test_the_head_comes_in_slices_where_that_is_asked_for() -> None:
 
 
 def test_a_tied_head_comes_in_slices_where_rows_are_looked_up() -> None:
-    slices = replace(HOME, head="slices")
+    slices = replace(HOME, head="chunks")
     few = replace(slices, batch_rows=8, chunk_rows=8)
-    assert chosen(model(tied=True), few) == ("slices", "as set")
+    assert chosen(model(tied=True), few) == ("chunks", "as set")
     word, because = chosen(model(tied=True), replace(few, embedding="whole"))
     assert word == "whole" and "placement.embedding=rows" in because
     thrice = model(tied=True)
@@ -131,7 +132,7 @@ def test_a_tied_head_in_slices_keeps_sums_of_looked_up_rows_alone() -> None:
 
 
 def test_a_head_that_lives_on_the_device_stays_whole() -> None:
-    word, because = chosen(model(), replace(HOME, offload="none", head="slices"), 400)
+    word, because = chosen(model(), replace(HOME, offload="none", head="chunks"), 400)
     assert word == "whole" and "lives on the device" in because
 
 
@@ -157,7 +158,7 @@ def test_a_frozen_heads_gradient_takes_nothing() -> None:
 
 def test_on_the_device_the_word_changes_nothing() -> None:
     facts, every = model(), len(model().groups)
-    for word in ("whole", "slices"):
+    for word in ("whole", "chunks"):
         there = Layout(offload="none", batch_rows=4, chunk_rows=4, head=word)  # type: ignore[arg-type]
         assert footprint(facts, there, has_gpu=True) == footprint(
             facts, replace(there, head="whole"), has_gpu=True
@@ -166,14 +167,14 @@ def test_on_the_device_the_word_changes_nothing() -> None:
     assert every == 31
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("clips", [True, False])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_slices_cost_a_second_copy_and_a_third_more_of_the_heads_operations(
-    exact: bool, passes: int
+    clips: bool, passes: int
 ) -> None:
     facts = model()
     whole, slices = (
-        cost(facts, one, RATES, exact=exact, passes=passes) for one in (LAYOUT, SLICES)
+        cost(facts, one, RATES, clips=clips, passes=passes) for one in (LAYOUT, SLICES)
     )
     assert slices.head_s == pytest.approx(4 / 3 * whole.head_s)
     again = 2 * (EDGE - 2 * SLICE_WORDS * HIDDEN)  # the last two slices are there still
@@ -181,7 +182,7 @@ def test_slices_cost_a_second_copy_and_a_third_more_of_the_heads_operations(
         extra_s = slices.upload_forward_s - whole.upload_forward_s
         assert extra_s == pytest.approx(again / 50e9)
     assert slices.step_s > whole.step_s
-    least = least_cost(facts, SLICES, RATES, exact=exact, passes=passes)
+    least = least_cost(facts, SLICES, RATES, clips=clips, passes=passes)
     assert least.step_s <= slices.step_s * (1 + 1e-9)
     assert least.carried_s <= slices.carried_s * (1 + 1e-9)
 
@@ -190,7 +191,7 @@ def test_few_tokens_wait_for_the_slices() -> None:
     """One row of 1024 tokens is computed with faster than the head crosses the bus twice."""
     short = replace(SLICES, batch_rows=1, chunk_rows=1)
     rates = replace(RATES, adamw_per_s=1e12)
-    found, whole = (cost(model(), replace(short, head=word), rates) for word in ("slices", "whole"))
+    found, whole = (cost(model(), replace(short, head=word), rates) for word in ("chunks", "whole"))
     assert found.binds == whole.binds == "copies of weights to the GPU"
     twice_s = 2 * (2 * EDGE - 2 * SLICE_WORDS * HIDDEN) / 50e9  # in place of the head's computation
     once_s = 2 * EDGE / 50e9  # ahead, in the forward pass
@@ -200,12 +201,12 @@ def test_few_tokens_wait_for_the_slices() -> None:
 
 
 def test_a_timed_plan_says_how_the_head_is_copied() -> None:
-    wishes = replace(HOME, device_groups=None, head="slices")
-    timed = place_timed(model(), room(), wishes, Timing(rates=RATES))
+    request = replace(HOME, device_groups="auto", head="chunks")
+    timed = place_timed(model(), room(), request, Timing(rates=RATES))
     told = next(choice for choice in timed.choices if choice.name == "placement.head")
-    home = timed.device_groups < len(model().groups)
-    assert timed.head == "slices" and home
-    assert told.value in ("slices", "whole")
+    home = timed.layout.device_groups < len(model().groups)
+    assert timed.layout.head == "chunks" and home
+    assert told.value in ("chunks", "whole")
 
 
 def least_gib(head: str) -> float:
@@ -215,22 +216,22 @@ def least_gib(head: str) -> float:
 
 
 def test_by_itself_the_head_comes_in_slices_where_nothing_fits_otherwise() -> None:
-    between = (least_gib("whole") + least_gib("slices")) / 2
-    wishes = Wishes(embedding="whole")
+    between = (least_gib("whole") + least_gib("chunks")) / 2
+    request = RunRequest(embedding="whole")
     with pytest.raises(DoesNotFit):
-        place(model(), room(between), replace(wishes, head="whole"))
-    word, because = chosen(model(), wishes, between)
-    assert word == "slices" and "nothing fits" in because
-    assert chosen(model(), wishes, least_gib("whole") + 0.2)[0] == "whole"
+        place(model(), room(between), replace(request, head="whole"))
+    word, because = chosen(model(), request, between)
+    assert word == "chunks" and "nothing fits" in because
+    assert chosen(model(), request, least_gib("whole") + 0.2)[0] == "whole"
 
 
 def test_a_tied_head_comes_in_slices_where_nothing_fits_otherwise() -> None:
     small = least_gib("whole") / 2
-    asked = Wishes(embedding="rows", batch_rows=1, chunk_rows=1)
+    asked = RunRequest(embedding="rows", batch_rows=1, chunk_rows=1)
     with pytest.raises(DoesNotFit):
         place(model(tied=True), room(small), replace(asked, head="whole"))
     word, because = chosen(model(tied=True), asked, small)
-    assert word == "slices" and "nothing fits" in because
+    assert word == "chunks" and "nothing fits" in because
     word, because = chosen(model(tied=True), replace(HOME, embedding="rows"))
     assert word == "whole" and "and more time" in because
 
@@ -242,16 +243,16 @@ def test_of_a_head_no_larger_than_two_slices_no_less_is_said_to_be_on_the_device
     facts = model(tied=tied)
     assert facts.head is not None
     facts = replace(facts, head=replace(facts.head, words=1000))
-    word, because = chosen(facts, Wishes(offload="weights", device_groups=0, embedding="rows"))
+    word, because = chosen(facts, RunRequest(offload="weights", device_groups=0, embedding="rows"))
     assert word == "whole"
     assert "would hold all of its" in because
 
 
 def test_what_does_not_fit_is_told_with_the_head_in_slices() -> None:
     with pytest.raises(DoesNotFit) as refused:
-        place(model(), room(least_gib("slices") - 0.5), Wishes(embedding="whole", batch_rows=1))
+        place(model(), room(least_gib("chunks") - 0.5), RunRequest(embedding="whole", batch_rows=1))
     need = footprint(
-        model(), Layout(offload="max", batch_rows=1, chunk_rows=1, head="slices"), has_gpu=True
+        model(), Layout(offload="max", batch_rows=1, chunk_rows=1, head="chunks"), has_gpu=True
     )
     assert bytes_text(need.device_bytes) in str(refused.value)
 
@@ -260,22 +261,22 @@ def test_what_does_not_fit_is_told_with_the_head_in_slices() -> None:
 def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_margin(
     device: float, batch: int
 ) -> None:
-    wishes, timing = Wishes(batch_rows=batch), Timing(rates=RATES)
+    request, timing = RunRequest(batch_rows=batch), Timing(rates=RATES)
     steps = {
-        word: cost(model(), place_timed(model(), room(device), one, timing).layout(), RATES).step_s
+        word: cost(model(), place_timed(model(), room(device), one, timing).layout, RATES).step_s
         for word, one in (
-            ("auto", wishes),
-            ("whole", replace(wishes, head="whole")),
-            ("slices", replace(wishes, head="slices")),
+            ("auto", request),
+            ("whole", replace(request, head="whole")),
+            ("chunks", replace(request, head="chunks")),
         )
     }
-    plan = place_timed(model(), room(device), wishes, timing)
-    better = steps["slices"] * SLICES_GAIN < steps["whole"]
-    assert plan.head == ("slices" if better else "whole")
-    assert steps["auto"] == pytest.approx(steps[plan.head])
+    plan = place_timed(model(), room(device), request, timing)
+    better = steps["chunks"] * SLICES_GAIN < steps["whole"]
+    assert plan.layout.head == ("chunks" if better else "whole")
+    assert steps["auto"] == pytest.approx(steps[plan.layout.head])
     told = next(choice for choice in plan.choices if choice.name == "placement.head")
-    other = "whole" if better else "slices"
-    assert told.value == plan.head and (other in told.because or "fits" in told.because)
+    other = "whole" if better else "chunks"
+    assert told.value == plan.layout.head and (other in told.because or "fits" in told.because)
 
 
 @pytest.mark.parametrize("device", [16, 24, 48])
@@ -283,10 +284,10 @@ def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_m
 def test_no_other_choice_is_said_to_be_faster_for_a_head_in_slices_that_was_not_worth_it(
     device: float, batch: int
 ) -> None:
-    plan = place_timed(model(), room(device), Wishes(batch_rows=batch), Timing(rates=RATES))
+    plan = place_timed(model(), room(device), RunRequest(batch_rows=batch), Timing(rates=RATES))
     told = {choice.name: choice.because for choice in plan.choices}
     compared = 0
-    for name in ("device_groups", "device_first", "resident_blocks", "boundaries", "chunk_rows"):
+    for name in ("device_groups", "device_first", "resident_blocks", "activations", "chunk_rows"):
         beside = re.match(
             r"(\S+) (m?s) a step is predicted, and (\S+) (m?s) with ", told[f"placement.{name}"]
         )
@@ -300,10 +301,10 @@ def test_no_other_choice_is_said_to_be_faster_for_a_head_in_slices_that_was_not_
 
 def test_both_ways_are_chosen_somewhere() -> None:
     found = {
-        place_timed(model(), room(16), Wishes(batch_rows=rows), Timing(rates=RATES)).head
+        place_timed(model(), room(16), RunRequest(batch_rows=rows), Timing(rates=RATES)).layout.head
         for rows in (4, 32)
     }
-    assert found == {"whole", "slices"}
+    assert found == {"whole", "chunks"}
 
 
 def with_head(facts: ModelFacts, last: bool, words: int) -> ModelFacts:
@@ -327,13 +328,13 @@ def with_head(facts: ModelFacts, last: bool, words: int) -> ModelFacts:
     st.booleans(), st.integers(1, 3),
 )  # fmt: skip
 def test_no_step_in_slices_is_shorter_than_its_bound_and_no_peak_below_nothing(
-    facts: ModelFacts, last: bool, words: int, layout: Layout, rates: Rates, eager: bool,
+    facts: ModelFacts, last: bool, words: int, layout: Layout, rates: Rates, in_backward: bool,
     passes: int,
 ) -> None:  # fmt: skip
     facts = with_head(with_table(facts, words), last, words)
-    layout = replace(layout, head="slices", eager=eager)
-    found = cost(facts, layout, rates, exact=not eager, passes=passes)
-    least = least_cost(facts, layout, rates, exact=not eager, passes=passes)
+    layout = replace(layout, head="chunks", optimizer_in_backward=in_backward)
+    found = cost(facts, layout, rates, clips=not in_backward, passes=passes)
+    least = least_cost(facts, layout, rates, clips=not in_backward, passes=passes)
     assert least.step_s <= found.step_s * (1 + 1e-9)
     assert least.carried_s == pytest.approx(found.carried_s)
     need = footprint(facts, layout, has_gpu=rates.has_gpu)

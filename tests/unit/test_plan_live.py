@@ -9,13 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.settings import KNOBS, Change, Knobs, Use, knobs_after, parse_change
+from fluxtrain.live.settings import (
+    LIVE_SETTINGS,
+    Change,
+    LiveSettings,
+    Use,
+    parse_change,
+    settings_after,
+)
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
 
 
 def test_the_knobs_of_a_plan_are_those_that_it_set() -> None:
-    assert ground().planned == Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)
+    assert ground().planned == LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=2)
     assert ground(offload="max").planned.prefetch == 1
     assert ground(resident_blocks=BLOCKS - 1).planned.resident_blocks == BLOCKS - 1
 
@@ -23,60 +30,60 @@ def test_the_knobs_of_a_plan_are_those_that_it_set() -> None:
 def test_each_resident_block_takes_a_block_and_each_slot_too() -> None:
     on = ground()
     now = on.planned
-    more = knobs_after(on, now, Change(name="resident_blocks", value=3), Use())
+    more = settings_after(on, now, Change(name="resident_blocks", value=3), Use())
     assert on.device_growth_bytes(now, more) == 3 * BLOCK_BYTES
-    ahead = knobs_after(on, now, Change(name="prefetch", value=4), Use())
+    ahead = settings_after(on, now, Change(name="prefetch", value=4), Use())
     assert on.device_growth_bytes(now, ahead) == 2 * BLOCK_BYTES
-    assert on.slots(ahead) == 5
+    assert on.placement_with(ahead).slots == 5
 
 
 def test_a_part_on_the_device_takes_its_states_and_gradients_there_and_frees_the_host() -> None:
     on = ground(budget_bytes=16 * GIB)
     now = on.planned
-    new = knobs_after(on, now, Change(name="device_groups", value=3), Use())
+    new = settings_after(on, now, Change(name="device_groups", value=3), Use())
     parts = on.facts.groups[:3]
     there = parts[0].weight_bytes  # the embedding's weights were on the device before
     staging = 2 * parts[0].rounded_bytes  # and its gradients left through buffers of their own
     grown = sum(part.home_bytes() for part in parts) - there - staging
     assert on.device_growth_bytes(now, new) == grown
     assert on.need(now).host_bytes - on.need(new).host_bytes == sum(p.home_bytes() for p in parts)
-    full = Knobs(prefetch=2, resident_blocks=BLOCKS, chunk_rows=2, device_groups=3)
+    full = LiveSettings(prefetch=2, resident_blocks=BLOCKS, chunk_rows=2, device_groups=3)
     assert on.layout_with(full).resident_blocks == BLOCKS - 2  # those that are left at home
 
 
 def test_slots_never_outnumber_the_blocks_that_stream() -> None:
     on = ground()
     for resident in range(BLOCKS + 1):
-        knobs = Knobs(prefetch=4, resident_blocks=resident, chunk_rows=2)
-        assert on.slots(knobs) == min(5, BLOCKS - resident)
-        assert on.streamed(knobs) == BLOCKS - resident
+        settings = LiveSettings(prefetch=4, resident_blocks=resident, chunk_rows=2)
+        assert on.placement_with(settings).slots == min(5, BLOCKS - resident)
+        assert on.streamed(settings) == BLOCKS - resident
 
 
 def test_what_exceeds_the_budget_is_refused_with_the_numbers() -> None:
     on = ground(budget_bytes=2 * GIB)
     use = Use(device_peak_bytes=2 * GIB - 250 * MIB)
     fits = Change(name="resident_blocks", value=2)
-    assert knobs_after(on, on.planned, fits, use).resident_blocks == 2
+    assert settings_after(on, on.planned, fits, use).resident_blocks == 2
     with pytest.raises(DoesNotFit, match=r"300 MiB more.*2.00 GiB.*measured peak.*leaves 250 MiB"):
-        knobs_after(on, on.planned, Change(name="resident_blocks", value=3), use)
+        settings_after(on, on.planned, Change(name="resident_blocks", value=3), use)
     peak = on.need(on.planned).device_bytes
     tight = ground(budget_bytes=peak + MIB)
     with pytest.raises(DoesNotFit, match="predicted peak"):
-        knobs_after(tight, tight.planned, Change(name="prefetch", value=3), Use())
+        settings_after(tight, tight.planned, Change(name="prefetch", value=3), Use())
 
 
 def test_a_smaller_change_is_made_even_where_the_budget_is_exceeded() -> None:
     on = ground(budget_bytes=GIB, resident_blocks=4)
     less = Change(name="resident_blocks", value=1)
-    assert knobs_after(on, on.planned, less, Use(device_peak_bytes=2 * GIB)).resident_blocks == 1
+    assert settings_after(on, on.planned, less, Use(device_peak_bytes=2 * GIB)).resident_blocks == 1
 
 
 def test_without_a_gpu_the_host_has_to_have_room() -> None:
     on = ground(budget_bytes=None)
     change = Change(name="resident_blocks", value=BLOCKS)
-    knobs_after(on, on.planned, change, Use(host_available_bytes=GIB))
+    settings_after(on, on.planned, change, Use(host_available_bytes=GIB))
     with pytest.raises(DoesNotFit, match="more host memory, and 100 MiB is free"):
-        knobs_after(on, on.planned, change, Use(host_available_bytes=100 * MIB))
+        settings_after(on, on.planned, change, Use(host_available_bytes=100 * MIB))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,7 @@ def test_what_makes_no_sense_for_a_run_is_refused_with_the_reason(
 ) -> None:
     on = ground(**layout)
     with pytest.raises(BadInput, match=reason):
-        knobs_after(on, on.planned, Change(name=change[0], value=change[1]), Use())
+        settings_after(on, on.planned, Change(name=change[0], value=change[1]), Use())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_arguments_that_are_no_change_are_refused(arguments: dict[str, Any]) -> 
     chunk=st.integers(1, 8),
     change=st.builds(
         Change,
-        name=st.sampled_from(KNOBS),
+        name=st.sampled_from(LIVE_SETTINGS),
         value=st.integers(0, 10),
     ),
     budget=st.integers(GIB // 2, 4 * GIB),
@@ -130,9 +137,9 @@ def test_an_accepted_change_never_exceeds_the_budget(
     prefetch: int, resident: int, chunk: int, change: Change, budget: int
 ) -> None:
     on = ground(budget_bytes=budget)
-    now = Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=chunk)
+    now = LiveSettings(prefetch=prefetch, resident_blocks=resident, chunk_rows=chunk)
     try:
-        new = knobs_after(on, now, change, Use())
+        new = settings_after(on, now, change, Use())
     except (BadInput, DoesNotFit):
         return
     need = on.need(new).device_bytes

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.probe.adamw_rate import adamw_rate
-from fluxtrain.plan.choices.placement import RunPlacement, place
+from fluxtrain.plan.choices.placement import Placement, place
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.cost.moments import CLEARLY
 from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.cost.step import cost
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.units import GIB
 
 LAYERS, BLOCK = 8, 100_000_000
@@ -61,13 +62,13 @@ def rates(**tried: Any) -> Rates:
     return found
 
 
-def planned(tried: Rates, wishes: Wishes | None = None, exact: bool = True) -> RunPlacement:
-    asked = wishes or Wishes(offload="weights", batch_rows=8, device_groups=0)
-    room = Room(device_free_bytes=4 * GIB, host_available_bytes=64 * GIB)
-    return place_timed(model(), room, asked, Timing(rates=tried, exact=exact))
+def planned(tried: Rates, request: RunRequest | None = None, clips: bool = True) -> Placement:
+    asked = request or RunRequest(offload="weights", batch_rows=8, device_groups=0)
+    room = Capacity(device_free_bytes=4 * GIB, host_available_bytes=64 * GIB)
+    return place_timed(model(), room, asked, Timing(rates=tried, clips=clips))
 
 
-def choice(plan: RunPlacement) -> tuple[str, str]:
+def choice(plan: Placement) -> tuple[str, str]:
     return next((c.value, c.because) for c in plan.choices if c.name == "train.moments")
 
 
@@ -171,9 +172,11 @@ def test_moments_that_nothing_hides_are_not_deferred() -> None:
     assert choice(plan)[0] == "with_weights"
 
 
-def test_eager_steps_defer_nothing() -> None:
-    wishes = Wishes(offload="weights", batch_rows=8, device_groups=0, eager=True)
-    plan = planned(rates(), wishes, exact=False)
+def test_steps_in_backward_defer_nothing() -> None:
+    request = RunRequest(
+        offload="weights", batch_rows=8, device_groups=0, optimizer_in_backward=True
+    )
+    plan = planned(rates(), request, clips=False)
     assert not plan.deferred_moments
     assert choice(plan) == (
         "with_weights",
@@ -183,23 +186,23 @@ def test_eager_steps_defer_nothing() -> None:
 
 @pytest.mark.parametrize("wish", [True, False])
 def test_a_wish_is_kept_with_and_without_a_gpu(wish: bool) -> None:
-    wishes = Wishes(offload="weights", batch_rows=8, device_groups=0, deferred_moments=wish)
-    here = place(model(), Room(device_free_bytes=None, host_available_bytes=64 * GIB), wishes)
-    for plan in (planned(rates(adamw_per_s=10e9), wishes), here):
+    request = RunRequest(offload="weights", batch_rows=8, device_groups=0, deferred_moments=wish)
+    here = place(model(), Capacity(device_free_bytes=None, host_available_bytes=64 * GIB), request)
+    for plan in (planned(rates(adamw_per_s=10e9), request), here):
         assert plan.deferred_moments == wish
         assert choice(plan) == ("deferred" if wish else "with_weights", "as set")
 
 
 def test_a_wish_without_effect_is_told_so() -> None:
-    wishes = Wishes(offload="none", batch_rows=8, deferred_moments=True)
-    plan = place(model(), Room(device_free_bytes=None, host_available_bytes=64 * GIB), wishes)
+    request = RunRequest(offload="none", batch_rows=8, deferred_moments=True)
+    plan = place(model(), Capacity(device_free_bytes=None, host_available_bytes=64 * GIB), request)
     assert choice(plan)[1] == "as set, without effect: no trained weights are at home on the host"
 
 
 def test_without_a_gpu_nothing_is_deferred_by_itself() -> None:
-    room = Room(device_free_bytes=None, host_available_bytes=64 * GIB)
+    room = Capacity(device_free_bytes=None, host_available_bytes=64 * GIB)
     slow = Rates(has_gpu=False, matmul_per_s=1e12, adamw_per_s=2e9, copy_bytes_per_s=1e10)
-    plan = place_timed(model(), room, Wishes(batch_rows=8), Timing(rates=slow))
+    plan = place_timed(model(), room, RunRequest(batch_rows=8), Timing(rates=slow))
     assert not plan.deferred_moments
 
 
@@ -232,7 +235,7 @@ def test_each_pass_is_timed_alone(part: Any) -> None:
     assert 1e6 < rate.per_s < 1e12
 
 
-def test_deferring_with_eager_updates_is_refused_with_the_cure() -> None:
+def test_deferring_with_update_in_backward_is_refused_with_the_cure() -> None:
     with pytest.raises(BadInput, match=r"max_grad_norm = null .* moments = with_weights"):
         demo_config(["train.moments=deferred", "train.max_grad_norm=null"])
     several = ["train.moments=deferred", "train.max_grad_norm=null", "train.accumulation=2"]

@@ -8,7 +8,8 @@ import pytest
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.plan.choices.placement import Placement, place, place_for_any_rows
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes, activation_estimate
+from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.plan.spread import parted
 from fluxtrain.units import GIB
@@ -46,9 +47,9 @@ def qwen(sequence_length: int = 1024, layers: int = 28) -> ModelFacts:
     )
 
 
-def gpu(device_gib: float, host_gib: float | None = 256.0) -> Room:
+def gpu(device_gib: float, host_gib: float | None = 256.0) -> Capacity:
     host = None if host_gib is None else int(host_gib * GIB)
-    return Room(device_free_bytes=int(device_gib * GIB), host_available_bytes=host)
+    return Capacity(device_free_bytes=int(device_gib * GIB), host_available_bytes=host)
 
 
 def because(placement: Placement) -> dict[str, str]:
@@ -61,10 +62,10 @@ def error_names_both_numbers(refusal: str) -> bool:
 
 
 def test_a_smaller_card_offloads_more() -> None:
-    cards = [place(qwen(), gpu(size), Wishes(batch_rows=32)) for size in (80, 40, 24, 16, 9, 6)]
+    cards = [place(qwen(), gpu(size), RunRequest(batch_rows=32)) for size in (80, 40, 24, 16, 9, 6)]
     offloads = ["none", "none", "weights", "weights", "weights", "max"]
     assert [card.offload for card in cards] == offloads
-    counts = [card.device_groups for card in cards]
+    counts = [card.layout.device_groups for card in cards]
     assert counts[:2] == [30, 30]
     assert 30 > counts[2] > counts[3] > 1
     assert counts[4:] == [0, 0]  # the first group is the embedding: 3 GiB
@@ -72,52 +73,54 @@ def test_a_smaller_card_offloads_more() -> None:
 
 
 def test_more_kept_blocks_than_can_keep_are_told_with_the_numbers() -> None:
-    wishes = Wishes(offload="weights", device_groups=0, resident_blocks=3, kept_blocks=99)
-    placement = place(qwen(), gpu(80), wishes)
-    assert placement.kept_blocks == 3
+    request = RunRequest(
+        offload="weights", device_groups=0, resident_blocks=3, blocks_without_recompute=99
+    )
+    placement = place(qwen(), gpu(80), request)
+    assert placement.layout.blocks_without_recompute == 3
     told = {choice.name: choice.value for choice in placement.choices}
-    assert told["placement.kept_blocks"] == "3"
+    assert told["placement.blocks_without_recompute"] == "3"
     reason = "99 as set, and the weights of 3 blocks stay on the device"
-    assert because(placement)["placement.kept_blocks"] == reason
-    fewer = place(qwen(), gpu(80), replace(wishes, kept_blocks=2))
-    assert because(fewer)["placement.kept_blocks"] == "as set"
+    assert because(placement)["placement.blocks_without_recompute"] == reason
+    fewer = place(qwen(), gpu(80), replace(request, blocks_without_recompute=2))
+    assert because(fewer)["placement.blocks_without_recompute"] == "as set"
 
 
 def test_a_smaller_batch_is_preferred_to_max() -> None:
-    placement = place(qwen(), gpu(6), Wishes())
+    placement = place(qwen(), gpu(6), RunRequest())
     assert placement.offload == "weights"
     assert placement.batch_rows < 32
 
 
 def test_spare_memory_goes_to_whole_groups_before_resident_weights() -> None:
     small, large = (
-        place(qwen(), gpu(size), Wishes(offload="weights", batch_rows=8)) for size in (12, 15)
+        place(qwen(), gpu(size), RunRequest(offload="weights", batch_rows=8)) for size in (12, 15)
     )
-    assert 1 < small.device_groups < large.device_groups < 29
+    assert 1 < small.layout.device_groups < large.layout.device_groups < 29
     assert small.slots == large.slots == 3
     for placement, size in ((small, 12), (large, 15)):
         left = size * GIB * AUTO_SHARE - placement.device_bytes
         assert left < 2 * BLOCK_PARAMETERS  # no other block's weights
-        assert placement.resident_blocks * 2 < 14  # else one more group would have fitted
+        assert placement.layout.resident_blocks * 2 < 14  # else one more group would have fitted
 
 
 def test_a_host_that_is_too_small_for_the_rest_gets_a_smaller_batch() -> None:
     """More of the model on the device is the only way to need less of the host."""
-    ample = place(qwen(), gpu(15), Wishes())
-    tight = place(qwen(), gpu(15, host_gib=ample.host_bytes / GIB / HOST_SHARE - 1.0), Wishes())
+    ample = place(qwen(), gpu(15), RunRequest())
+    tight = place(qwen(), gpu(15, host_gib=ample.host_bytes / GIB / HOST_SHARE - 1.0), RunRequest())
     assert ample.batch_rows == 32
     assert tight.batch_rows < 32
-    assert tight.device_groups > ample.device_groups
+    assert tight.layout.device_groups > ample.layout.device_groups
     assert because(tight)["train.batch_rows"].startswith(f"{tight.batch_rows * 2} rows would need")
 
 
 def test_reasons_carry_the_numbers_that_decided() -> None:
-    placement = place(qwen(), gpu(16), Wishes())
+    placement = place(qwen(), gpu(16), RunRequest())
     reasons = because(placement)
     assert "none would need" in reasons["placement.offload"]
     assert "of 14.4 GiB device memory" in reasons["placement.offload"]
     assert "of host memory" in reasons["placement.offload"]
-    count, first = placement.device_groups, placement.device_first
+    count, first = placement.layout.device_groups, placement.layout.device_first
     before, after = (set(parted(qwen().groups, n, first)[0]) for n in (count, count + 1))
     (following,) = (group.name for group in after - before)
     assert f"{following} as well would need" in reasons["placement.device_groups"]
@@ -127,7 +130,7 @@ def test_reasons_carry_the_numbers_that_decided() -> None:
 
 
 def test_max_is_explained_by_what_the_fewest_rows_would_take_otherwise() -> None:
-    placement = place(qwen(), gpu(4.4, host_gib=None), Wishes(batch_rows=16))
+    placement = place(qwen(), gpu(4.4, host_gib=None), RunRequest(batch_rows=16))
     assert placement.offload == "max"
     assert (
         "offload=weights, 16 rows in chunks of 1 would need"
@@ -138,23 +141,23 @@ def test_max_is_explained_by_what_the_fewest_rows_would_take_otherwise() -> None
 
 def test_max_as_the_last_resort_still_fills_the_device() -> None:
     """128 rows of boundaries do not fit beside anything; once they are on the host much is free."""
-    placement = place(qwen(sequence_length=4096), gpu(24), Wishes(batch_rows=128))
+    placement = place(qwen(sequence_length=4096), gpu(24), RunRequest(batch_rows=128))
     assert placement.offload == "max"
-    assert placement.device_groups > 1
+    assert placement.layout.device_groups > 1
     assert 24 * GIB * AUTO_SHARE - placement.device_bytes < 2 * BLOCK_PARAMETERS
-    asked = place(qwen(sequence_length=4096), gpu(24), Wishes(batch_rows=128, offload="max"))
-    assert (asked.device_groups, asked.resident_blocks) == (0, 0)
+    asked = place(qwen(sequence_length=4096), gpu(24), RunRequest(batch_rows=128, offload="max"))
+    assert (asked.layout.device_groups, asked.layout.resident_blocks) == (0, 0)
     assert because(asked)["placement.resident_blocks"] == "max streams every block"
 
 
 def test_a_batch_is_no_larger_than_the_data() -> None:
-    placement = place(qwen(), gpu(80), Wishes(data_rows=20))
+    placement = place(qwen(), gpu(80), RunRequest(data_rows=20))
     assert placement.batch_rows == 16
     assert "20 rows" in because(placement)["train.batch_rows"]
 
 
 def test_a_smaller_batch_is_explained_by_what_the_double_would_take() -> None:
-    placement = place(qwen(sequence_length=8192), gpu(9), Wishes())
+    placement = place(qwen(sequence_length=8192), gpu(9), RunRequest())
     assert placement.batch_rows < 32
     assert because(placement)["train.batch_rows"].startswith(
         f"{placement.batch_rows * 2} rows would need"
@@ -162,41 +165,43 @@ def test_a_smaller_batch_is_explained_by_what_the_double_would_take() -> None:
 
 
 def test_without_a_gpu_blocks_stream_for_real() -> None:
-    room = Room(device_free_bytes=None, host_available_bytes=64 * GIB)
-    placement = place(qwen(sequence_length=256), room, Wishes())
+    room = Capacity(device_free_bytes=None, host_available_bytes=64 * GIB)
+    placement = place(qwen(sequence_length=256), room, RunRequest())
     assert placement.offload == "weights"
-    assert (placement.device_groups, placement.resident_blocks, placement.slots) == (0, 0, 3)
+    layout = placement.layout
+    assert (layout.device_groups, layout.resident_blocks, layout.slots) == (0, 0, 3)
     assert placement.budget_bytes is None
     assert "without a GPU" in because(placement)["placement.offload"]
 
 
 def test_residents_can_be_set() -> None:
-    placement = place(qwen(), gpu(80), Wishes(device_groups=3, resident_blocks=5))
+    placement = place(qwen(), gpu(80), RunRequest(device_groups=3, resident_blocks=5))
     assert placement.offload == "weights"
-    assert (placement.device_groups, placement.resident_blocks) == (3, 5)
+    assert (placement.layout.device_groups, placement.layout.resident_blocks) == (3, 5)
     assert because(placement)["placement.device_groups"] == "as set"
     assert because(placement)["placement.resident_blocks"] == "as set"
 
 
 def test_more_residents_than_there_are_means_all() -> None:
-    placement = place(qwen(), gpu(80), Wishes(offload="weights", device_groups=99))
-    assert (placement.device_groups, placement.slots, placement.host_bytes) == (30, 0, 0)
-    placement = place(qwen(), gpu(80), Wishes(device_groups=9, resident_blocks=99))
-    assert (placement.device_groups, placement.resident_blocks, placement.slots) == (9, 20, 0)
+    placement = place(qwen(), gpu(80), RunRequest(offload="weights", device_groups=99))
+    assert (placement.layout.device_groups, placement.slots, placement.host_bytes) == (30, 0, 0)
+    placement = place(qwen(), gpu(80), RunRequest(device_groups=9, resident_blocks=99))
+    layout = placement.layout
+    assert (layout.device_groups, layout.resident_blocks, layout.slots) == (9, 20, 0)
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "max"])
 def test_explicit_optimizer_and_max_keep_every_group_at_home(offload: str) -> None:
-    placement = place(qwen(), gpu(80), Wishes(offload=offload))  # type: ignore[arg-type]
-    assert placement.device_groups == 0
-    assert placement.resident_blocks == (28 if offload == "optimizer" else 0)
+    placement = place(qwen(), gpu(80), RunRequest(offload=offload))  # type: ignore[arg-type]
+    assert placement.layout.device_groups == 0
+    assert placement.layout.resident_blocks == (28 if offload == "optimizer" else 0)
 
 
 def test_a_model_whose_rows_are_not_known_takes_half_of_the_budget() -> None:
     fixed = replace(qwen(), row=None)
-    small, middle, large = (place_for_any_rows(fixed, gpu(s), Wishes()) for s in (5, 24, 80))
-    assert (small.offload, small.device_groups) == ("weights", 0)
-    assert small.resident_blocks == 0
+    small, middle, large = (place_for_any_rows(fixed, gpu(s), RunRequest()) for s in (5, 24, 80))
+    assert (small.offload, small.layout.device_groups) == ("weights", 0)
+    assert small.layout.resident_blocks == 0
     assert small.device_bytes > 2.5 * GIB  # even the least takes more than half
     assert middle.offload == "weights"
     assert 12 * GIB - 14 * BLOCK_PARAMETERS < middle.device_bytes <= 12 * GIB
@@ -210,7 +215,7 @@ def test_a_model_whose_rows_are_not_known_takes_half_of_the_budget() -> None:
 
 def test_a_chunk_takes_half_of_what_the_fixed_parts_leave() -> None:
     fixed = replace(qwen(), row=None)
-    placement = place_for_any_rows(fixed, gpu(24), Wishes())
+    placement = place_for_any_rows(fixed, gpu(24), RunRequest())
     left = 24 * GIB * AUTO_SHARE - placement.device_bytes
     assert placement.chunk_for(row_bytes=int(left) // 20, rows=64) == 10
     assert placement.chunk_for(row_bytes=1, rows=64) == 64
@@ -220,30 +225,35 @@ def test_a_chunk_takes_half_of_what_the_fixed_parts_leave() -> None:
 def test_a_refusal_of_wrap_names_its_arguments() -> None:
     fixed = replace(qwen(), row=None)
     with pytest.raises(DoesNotFit, match="offload=weights fits"):
-        place_for_any_rows(fixed, gpu(12), Wishes(offload="none"))
-    with pytest.raises(DoesNotFit, match="budget_bytes left out fits"):
-        place_for_any_rows(fixed, gpu(24), Wishes(budget_bytes=GIB))
+        place_for_any_rows(fixed, gpu(12), RunRequest(offload="none"))
+    with pytest.raises(DoesNotFit, match="budget_gib left out fits"):
+        place_for_any_rows(fixed, gpu(24), RunRequest(budget_gib=1))
 
 
 @pytest.mark.parametrize(
     ("room", "wish", "resource", "cure"),
     [
-        (gpu(2.5), Wishes(), "device memory", "smaller model or a machine with more memory"),
-        (gpu(8, host_gib=16), Wishes(), "host memory", "smaller model or a machine"),
-        (gpu(24), Wishes(offload="none"), "device memory", "placement.offload=weights fits"),
-        (gpu(9), Wishes(batch_rows=4000), "device memory", "train.batch_rows=32 fits"),
-        (gpu(24), Wishes(budget_bytes=2 * GIB), "device memory", "placement.budget_gib left out"),
-        (gpu(9), Wishes(chunk_rows=64, batch_rows=64), "device memory", "placement.chunk_rows=4 "),
-        (gpu(24), Wishes(device_groups=30), "device memory", "placement.device_groups left out"),
-        (gpu(4.5), Wishes(resident_blocks=40), "device memory", "placement.resident_blocks left"),
-        (gpu(12), Wishes(kept_blocks=40, resident_blocks=40, batch_rows=32), "device memory",
-         ": placement.kept_blocks left out fits"),
-        (gpu(24), Wishes(offload="none", batch_rows=4000), "device memory",
+        (gpu(2.5), RunRequest(), "device memory", "smaller model or a machine with more memory"),
+        (gpu(8, host_gib=16), RunRequest(), "host memory", "smaller model or a machine"),
+        (gpu(24), RunRequest(offload="none"), "device memory", "placement.offload=weights fits"),
+        (gpu(9), RunRequest(batch_rows=4000), "device memory", "train.batch_rows=32 fits"),
+        (gpu(24), RunRequest(budget_gib=2), "device memory", "placement.budget_gib left out"),
+        (gpu(9), RunRequest(chunk_rows=64, batch_rows=64), "device memory",
+         "placement.chunk_rows=4 "),
+        (gpu(24), RunRequest(device_groups=30), "device memory",
+         "placement.device_groups left out"),
+        (gpu(4.5), RunRequest(resident_blocks=40), "device memory",
+         "placement.resident_blocks left"),
+        (gpu(12),
+         RunRequest(blocks_without_recompute=40, resident_blocks=40, batch_rows=32),
+         "device memory",
+         ": placement.blocks_without_recompute left out fits"),
+        (gpu(24), RunRequest(offload="none", batch_rows=4000), "device memory",
          ": train.batch_rows and all of placement left out fits"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_says_the_need_the_room_and_the_cure(
-    room: Room, wish: Wishes, resource: str, cure: str
+    room: Capacity, wish: RunRequest, resource: str, cure: str
 ) -> None:
     with pytest.raises(DoesNotFit) as refused:
         place(qwen(), room, wish)
@@ -256,19 +266,19 @@ def test_what_does_not_fit_says_the_need_the_room_and_the_cure(
 
 def test_another_packages_optimizer_is_never_told_to_keep_states_at_home() -> None:
     facts = qwen().without_masters("8bit")
-    wishes = Wishes(offload="none", batch_rows=64)
+    request = RunRequest(offload="none", batch_rows=64)
     with pytest.raises(DoesNotFit, match=r": train\.batch_rows=\d+ fits"):
-        place(facts, gpu(22), wishes)
+        place(facts, gpu(22), request)
     with pytest.raises(DoesNotFit, match=r": train\.optimizer=adamw with train\.states=8bit fits"):
-        place(facts, gpu(8), replace(wishes, batch_rows=1))
-    own = place(qwen().with_states("8bit"), gpu(8), Wishes(batch_rows=1))
+        place(facts, gpu(8), replace(request, batch_rows=1))
+    own = place(qwen().with_states("8bit"), gpu(8), RunRequest(batch_rows=1))
     assert own.offload == "weights"
 
 
 def test_a_host_that_is_too_small_is_told_what_the_device_leaves_to_it() -> None:
     """Never numbers of a layout that the device could not hold either."""
     with pytest.raises(DoesNotFit) as refused:
-        place(qwen(), gpu(12, host_gib=8), Wishes(batch_rows=8))
+        place(qwen(), gpu(12, host_gib=8), RunRequest(batch_rows=8))
     assert "of host memory and 7.20 GiB may be used" in str(refused.value)
     assert "of device memory" not in str(refused.value)
 
@@ -280,25 +290,25 @@ def test_a_host_that_is_too_small_for_fp32_states_is_told_of_8_bit_ones() -> Non
     )
     facts = replace(facts, groups=large)
     with pytest.raises(DoesNotFit) as refused:
-        place(facts, gpu(8, host_gib=16), Wishes())
+        place(facts, gpu(8, host_gib=16), RunRequest())
     told = str(refused.value)
     assert "host memory" in told
     assert "train.states=8bit fits: optimizer states of 8 bits take" in told
-    narrow = place(facts.with_states("8bit"), gpu(8, host_gib=16), Wishes())
+    narrow = place(facts.with_states("8bit"), gpu(8, host_gib=16), RunRequest())
     assert narrow.need.arena_bytes < 8.1 * sum(g.trained_bf16 for g in facts.groups)
     with pytest.raises(DoesNotFit, match=r": states=8bit fits"):
-        place_for_any_rows(replace(facts, row=None), gpu(8, host_gib=16), Wishes())
+        place_for_any_rows(replace(facts, row=None), gpu(8, host_gib=16), RunRequest())
 
 
 def test_a_host_that_is_too_small_for_sums_of_several_passes_is_told_of_one() -> None:
-    wish = Wishes(batch_rows=2, passes=2)
+    wish = RunRequest(batch_rows=2, passes=2)
     with pytest.raises(DoesNotFit, match=r": train\.accumulation=1 fits"):
         place(qwen(), gpu(8, host_gib=23.5), wish)
     place(qwen(), gpu(8, host_gib=23.5), replace(wish, passes=1))
 
 
 def test_rows_of_several_passes_are_not_said_to_be_all_of_the_data() -> None:
-    plan = place(qwen(), gpu(24), Wishes(data_rows=3, passes=1000))
+    plan = place(qwen(), gpu(24), RunRequest(data_rows=3, passes=1000))
     told = {choice.name: choice.because for choice in plan.choices}
     assert "3 rows for each of 1000 backward passes" in told["train.batch_rows"]
 
@@ -306,20 +316,20 @@ def test_rows_of_several_passes_are_not_said_to_be_all_of_the_data() -> None:
 def test_a_length_that_would_fit_is_named() -> None:
     long = qwen(sequence_length=1 << 17)
     with pytest.raises(DoesNotFit, match=r"data\.sequence_length=\d+ fits"):
-        place(long, gpu(6), Wishes())
+        place(long, gpu(6), RunRequest())
 
 
 @pytest.mark.parametrize(
     ("wish", "named"),
     [
-        (Wishes(offload="everything"), "use one of auto, none"),  # type: ignore[arg-type]
-        (Wishes(batch_rows=0), "batch_rows is 0"),
-        (Wishes(chunk_rows=-1), "chunk_rows is -1"),
-        (Wishes(budget_bytes=0), "budget_bytes is 0"),
-        (Wishes(resident_blocks=-1), "resident_blocks is -1"),
-        (Wishes(device_groups=-1), "device_groups is -1"),
+        (RunRequest(offload="everything"), "use auto, none"),  # type: ignore[arg-type]
+        (RunRequest(batch_rows=0), "batch_rows is 0"),
+        (RunRequest(chunk_rows=-1), "chunk_rows is -1"),
+        (RunRequest(budget_gib=0), "budget_gib is 0"),
+        (RunRequest(resident_blocks=-1), "resident_blocks is -1"),
+        (RunRequest(device_groups=-1), "device_groups is -1"),
     ],
 )
-def test_wishes_that_make_no_sense_are_refused(wish: Wishes, named: str) -> None:
+def test_wishes_that_make_no_sense_are_refused(wish: RunRequest, named: str) -> None:
     with pytest.raises(BadInput, match=named):
         place(qwen(), gpu(80), wish)

@@ -27,8 +27,9 @@ from fluxtrain.plan.cost.prefetch import (
 )
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost, passes_s
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import SLOTS, Layout, footprint, slot_count
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.units import GIB
 
 TRACES = Path(__file__).parents[2] / "docs" / "traces"
@@ -217,7 +218,7 @@ def test_the_chosen_number_is_the_fewest_that_is_nearly_as_good_as_any(
     facts, rates = model(trained=trained), replace(RATES, h2d_bytes_per_s=per_s)
     layout = Layout(
         offload="weights", device_groups=device_groups, resident_blocks=resident,
-        boundaries="host" if boundaries == "host" else "device", batch_rows=rows, chunk_rows=rows,
+        activations="host" if boundaries == "host" else "device", batch_rows=rows, chunk_rows=rows,
     )  # fmt: skip
     forward_s, _, backward_s = passes_s(facts, layout, rates)
     both = passes_of(facts, layout, rates, forward_s, backward_s)
@@ -250,22 +251,22 @@ def test_a_step_is_as_much_longer_as_its_passes_wait_for_slots() -> None:
     assert cost(facts, replace(few, slots=3), rates).step_s <= cost(facts, few, rates).step_s
 
 
-def gpu(device_gib: float) -> Room:
-    return Room(device_free_bytes=int(device_gib * GIB), host_available_bytes=64 * GIB)
+def gpu(device_gib: float) -> Capacity:
+    return Capacity(device_free_bytes=int(device_gib * GIB), host_available_bytes=64 * GIB)
 
 
 def test_the_plan_counts_the_slots_that_it_chose_and_says_why() -> None:
     facts = model()
-    wishes = Wishes(batch_rows=32, offload="weights", device_groups=0, resident_blocks=0)
-    plan = place_timed(facts, gpu(12), wishes, Timing(rates=RATES))
-    assert plan.slots == slot_count(facts, plan.layout()) == FEWEST_SLOTS
-    assert plan.need == footprint(facts, plan.layout(), has_gpu=True)
+    request = RunRequest(batch_rows=32, offload="weights", device_groups=0, resident_blocks=0)
+    plan = place_timed(facts, gpu(12), request, Timing(rates=RATES))
+    assert plan.slots == slot_count(facts, plan.layout) == FEWEST_SLOTS
+    assert plan.need == footprint(facts, plan.layout, has_gpu=True)
     (told,) = (choice for choice in plan.choices if choice.name == "placement.prefetch")
     assert told.value == "1"
     assert "one more would take 76.3 MiB for no gain" in told.because
-    ruled = place(facts, gpu(12), wishes)
+    ruled = place(facts, gpu(12), request)
     assert ruled.slots == SLOTS["weights"] == 3
-    assert plan.need.device_bytes == replace_slots(facts, plan.layout(), 3) - 2 * BLOCK
+    assert plan.need.device_bytes == replace_slots(facts, plan.layout, 3) - 2 * BLOCK
     (untimed,) = (choice for choice in ruled.choices if choice.name == "placement.prefetch")
     assert untimed.value == "2" and "no times" in untimed.because
 
@@ -276,13 +277,13 @@ def replace_slots(facts: ModelFacts, layout: Layout, slots: int) -> int:
 
 def test_the_plan_takes_a_third_slot_where_it_is_predicted_to_pay() -> None:
     facts = model(trained=False)
-    wishes = Wishes(batch_rows=4, offload="weights", device_groups=8, device_first="blocks",
-                    resident_blocks=0, boundaries="device")  # fmt: skip
-    plan = place_timed(facts, gpu(12), wishes, Timing(rates=replace(RATES, h2d_bytes_per_s=20e9)))
+    request = RunRequest(batch_rows=4, offload="weights", device_groups=8, device_first="blocks",
+                    resident_blocks=0, activations="device")  # fmt: skip
+    plan = place_timed(facts, gpu(12), request, Timing(rates=replace(RATES, h2d_bytes_per_s=20e9)))
     assert plan.slots == 3
     (told,) = (choice for choice in plan.choices if choice.name == "placement.prefetch")
     assert told.value == "2" and "a step is predicted, and" in told.because
-    layout = plan.layout()
+    layout = plan.layout
     rates = replace(RATES, h2d_bytes_per_s=20e9)
     assert cost(facts, layout, rates).step_s < cost(facts, replace(layout, slots=2), rates).step_s
 
@@ -300,9 +301,9 @@ def test_a_number_that_was_asked_for_is_told_with_what_becomes_of_it(
     slots: int, at_once: int, value: str, why: str, *, timed: bool
 ) -> None:
     facts = replace(model(layers=6, trained=False), groups_at_once=at_once)
-    wishes = Wishes(
-        batch_rows=4, offload="weights", device_groups=0, resident_blocks=0, slots=slots
+    request = RunRequest(
+        batch_rows=4, offload="weights", device_groups=0, resident_blocks=0, prefetch=slots - 1
     )
-    plan = place_timed(facts, gpu(24), wishes, Timing(rates=RATES) if timed else None)
+    plan = place_timed(facts, gpu(24), request, Timing(rates=RATES) if timed else None)
     (told,) = (choice for choice in plan.choices if choice.name == "placement.prefetch")
     assert (told.value, told.because) == (value, why)

@@ -1,4 +1,4 @@
-"""Invariants of the placement rule over random models, machines and wishes."""
+"""Invariants of the placement rule over random models, machines and request."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.choices.placement import RunPlacement, place, place_for_any_rows
+from fluxtrain.plan.choices.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.facts import (
     OFFLOADS,
+    Capacity,
     GroupFacts,
     ModelFacts,
-    Room,
     RowFacts,
-    Wishes,
     activation_estimate,
 )
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.request import Auto, RunRequest, count_or
 from fluxtrain.plan.search import AUTO_SHARE, BATCH_LIMIT_ROWS, FIXED_SHARE, HOST_SHARE
-from fluxtrain.units import MIB
+from fluxtrain.units import GIB, MIB
 
 
 def group(name: str, parameters: int, users: int = 1) -> GroupFacts:
@@ -95,33 +95,33 @@ def even_models() -> st.SearchStrategy[ModelFacts]:
 
 sizes = st.floats(8, 16).map(lambda power: int(2**power * MIB))  # 256 MiB to 64 GiB
 rooms = st.builds(
-    Room,
+    Capacity,
     device_free_bytes=st.none() | sizes,
     host_available_bytes=st.none() | sizes.map(lambda n: 4 * n),
 )
-wishes = st.builds(
-    Wishes,
+requests = st.builds(
+    RunRequest,
     offload=st.sampled_from(["auto", "auto", *OFFLOADS]),
     batch_rows=st.none() | st.integers(1, 100),
-    chunk_rows=st.none() | st.integers(1, 100),
-    device_groups=st.none() | st.none() | st.integers(0, 14),
-    resident_blocks=st.none() | st.none() | st.integers(0, 14),
-    budget_bytes=st.none() | sizes,
+    chunk_rows=st.just("auto") | st.integers(1, 100),
+    device_groups=st.just("auto") | st.just("auto") | st.integers(0, 14),
+    resident_blocks=st.just("auto") | st.just("auto") | st.integers(0, 14),
+    budget_gib=st.none() | sizes.map(lambda size: size / GIB),
     data_rows=st.none() | st.integers(1, 1000),
     passes=st.sampled_from((1, 1, 2, 3)),
 )
 
 
-def placed(facts: ModelFacts, room: Room, wish: Wishes) -> RunPlacement | None:
+def placed(facts: ModelFacts, room: Capacity, wish: RunRequest) -> Placement | None:
     try:
         return place(facts, room, wish)
     except DoesNotFit:
         return None
 
 
-@given(models(), rooms, wishes)
+@given(models(), rooms, requests)
 def test_no_placement_is_over_the_budget_or_the_host(
-    facts: ModelFacts, room: Room, wish: Wishes
+    facts: ModelFacts, room: Capacity, wish: RunRequest
 ) -> None:
     placement = placed(facts, room, wish)
     if placement is None:
@@ -135,9 +135,9 @@ def test_no_placement_is_over_the_budget_or_the_host(
         assert placement.host_bytes <= room.host_available_bytes * share
 
 
-@given(models(), rooms, wishes)
+@given(models(), rooms, requests)
 def test_what_is_predicted_is_the_footprint_of_what_is_decided(
-    facts: ModelFacts, room: Room, wish: Wishes
+    facts: ModelFacts, room: Capacity, wish: RunRequest
 ) -> None:
     placement = placed(facts, room, wish)
     if placement is None:
@@ -145,8 +145,8 @@ def test_what_is_predicted_is_the_footprint_of_what_is_decided(
     assert placement.chunk_rows is not None
     layout = Layout(
         offload=placement.offload,
-        device_groups=placement.device_groups,
-        resident_blocks=placement.resident_blocks,
+        device_groups=placement.layout.device_groups,
+        resident_blocks=placement.layout.resident_blocks,
         batch_rows=placement.batch_rows,
         chunk_rows=placement.chunk_rows,
         passes=wish.passes,
@@ -154,9 +154,9 @@ def test_what_is_predicted_is_the_footprint_of_what_is_decided(
     assert placement.need == footprint(facts, layout, has_gpu=room.has_gpu)
 
 
-@given(models(), rooms, wishes)
+@given(models(), rooms, requests)
 def test_wishes_are_kept_and_the_rest_is_in_range(
-    facts: ModelFacts, room: Room, wish: Wishes
+    facts: ModelFacts, room: Capacity, wish: RunRequest
 ) -> None:
     placement = placed(facts, room, wish)
     if placement is None:
@@ -165,38 +165,38 @@ def test_wishes_are_kept_and_the_rest_is_in_range(
     assert wish.offload in ("auto", placement.offload)
     assert wish.batch_rows in (None, placement.batch_rows)
     assert 1 <= placement.chunk_rows <= placement.batch_rows
-    assert placement.chunk_rows <= (wish.chunk_rows or placement.chunk_rows)
+    assert placement.chunk_rows <= count_or(wish.chunk_rows, placement.chunk_rows)
     every = len(facts.groups)
-    if wish.device_groups is not None and placement.offload != "none":
-        assert placement.device_groups == min(wish.device_groups, every)
-    at_home = sum(g.kind == "block" for g in facts.groups[placement.device_groups :])
-    if wish.resident_blocks is not None and placement.offload in ("weights", "max"):
-        assert placement.resident_blocks == min(wish.resident_blocks, at_home)
-    assert 0 <= placement.device_groups <= every
-    assert 0 <= placement.resident_blocks <= at_home
-    assert placement.slots <= at_home - placement.resident_blocks
-    assert (placement.device_groups == every) or (placement.offload != "none")
+    if wish.device_groups != "auto" and placement.offload != "none":
+        assert placement.layout.device_groups == min(wish.device_groups, every)
+    at_home = sum(g.kind == "block" for g in facts.groups[placement.layout.device_groups :])
+    if wish.resident_blocks != "auto" and placement.offload in ("weights", "max"):
+        assert placement.layout.resident_blocks == min(wish.resident_blocks, at_home)
+    assert 0 <= placement.layout.device_groups <= every
+    assert 0 <= placement.layout.resident_blocks <= at_home
+    assert placement.slots <= at_home - placement.layout.resident_blocks
+    assert (placement.layout.device_groups == every) or (placement.offload != "none")
     assert all(choice.because for choice in placement.choices)
     if wish.batch_rows is None:
         assert placement.batch_rows <= min(BATCH_LIMIT_ROWS, wish.data_rows or BATCH_LIMIT_ROWS)
         assert placement.batch_rows.bit_count() == 1
 
 
-@given(even_models(), rooms, wishes, sizes)
+@given(even_models(), rooms, requests, sizes)
 def test_more_budget_never_gives_less(
-    facts: ModelFacts, room: Room, wish: Wishes, more: int
+    facts: ModelFacts, room: Capacity, wish: RunRequest, more: int
 ) -> None:
     before = placed(facts, room, wish)
     if before is None:
         return
-    wider = None if wish.budget_bytes is None else wish.budget_bytes + more
+    wider = None if wish.budget_bytes is None else (wish.budget_bytes + more) / GIB
     free_bytes = room.device_free_bytes
     richer = replace(room, device_free_bytes=None if free_bytes is None else free_bytes + more)
-    after = place(facts, richer, replace(wish, budget_bytes=wider))
+    after = place(facts, richer, replace(wish, budget_gib=wider))
     assert rank(after) >= rank(before)
 
 
-def rank(placement: RunPlacement) -> tuple[int, ...]:
+def rank(placement: Placement) -> tuple[int, ...]:
     """What the rule prefers, first things first."""
     assert placement.chunk_rows is not None
     return (
@@ -204,15 +204,15 @@ def rank(placement: RunPlacement) -> tuple[int, ...]:
         placement.batch_rows,
         placement.chunk_rows,
         -OFFLOADS.index(placement.offload),
-        placement.device_groups,
-        placement.resident_blocks,
+        placement.layout.device_groups,
+        placement.layout.resident_blocks,
     )
 
 
 @settings(max_examples=40)
-@given(even_models(), rooms, wishes)
-def test_max_is_the_last_resort(facts: ModelFacts, room: Room, wish: Wishes) -> None:
-    wish = replace(wish, chunk_rows=None)  # so that both questions leave the same reserve
+@given(even_models(), rooms, requests)
+def test_max_is_the_last_resort(facts: ModelFacts, room: Capacity, wish: RunRequest) -> None:
+    wish = replace(wish, chunk_rows="auto")  # so that both questions leave the same reserve
     placement = placed(facts, room, replace(wish, offload="auto"))
     if placement is None or placement.offload != "max":
         return
@@ -223,11 +223,11 @@ def test_max_is_the_last_resort(facts: ModelFacts, room: Room, wish: Wishes) -> 
 
 
 @settings(max_examples=40)
-@given(even_models(), rooms, wishes)
+@given(even_models(), rooms, requests)
 def test_what_is_left_on_the_device_would_not_hold_one_more(
-    facts: ModelFacts, room: Room, wish: Wishes
+    facts: ModelFacts, room: Capacity, wish: RunRequest
 ) -> None:
-    wish = replace(wish, offload="auto", device_groups=None, resident_blocks=None)
+    wish = replace(wish, offload="auto", device_groups="auto", resident_blocks="auto")
     placement = placed(facts, room, wish)
     if placement is None or placement.offload != "weights" or not room.has_gpu:
         return
@@ -235,8 +235,8 @@ def test_what_is_left_on_the_device_would_not_hold_one_more(
     assert placement.chunk_rows is not None
     layout = Layout(
         offload="weights",
-        device_groups=placement.device_groups,
-        resident_blocks=placement.resident_blocks,
+        device_groups=placement.layout.device_groups,
+        resident_blocks=placement.layout.resident_blocks,
         batch_rows=placement.batch_rows,
         chunk_rows=placement.chunk_rows,
         passes=wish.passes,
@@ -265,11 +265,11 @@ def test_more_on_the_device_needs_no_more_of_the_host(
     assert most.host_bytes >= fewer.host_bytes
 
 
-@given(models(), rooms, wishes, st.none() | st.integers(0, 14))
+@given(models(), rooms, requests, st.just("auto") | st.integers(0, 14))
 def test_a_refusal_names_a_setting_that_really_fits(
-    facts: ModelFacts, room: Room, wish: Wishes, kept_blocks: int | None
+    facts: ModelFacts, room: Capacity, wish: RunRequest, blocks_without_recompute: int | Auto
 ) -> None:
-    wish = replace(wish, kept_blocks=kept_blocks)
+    wish = replace(wish, blocks_without_recompute=blocks_without_recompute)
     try:
         place(facts, room, wish)
         return
@@ -285,18 +285,18 @@ def test_a_refusal_names_a_setting_that_really_fits(
         place(replace(facts, row=facts.row.of_length(int(value))), room, wish)
         return
     changed: dict[str, Any] = {
-        "placement.chunk_rows": {"chunk_rows": int(value) if value.isdigit() else None},
-        "placement.device_groups": {"device_groups": None},
-        "placement.resident_blocks": {"resident_blocks": None},
-        "placement.kept_blocks": {"kept_blocks": None},
+        "placement.chunk_rows": {"chunk_rows": int(value) if value.isdigit() else "auto"},
+        "placement.device_groups": {"device_groups": "auto"},
+        "placement.resident_blocks": {"resident_blocks": "auto"},
+        "placement.blocks_without_recompute": {"blocks_without_recompute": "auto"},
         "placement.device_groups and placement.resident_blocks": {
-            "device_groups": None,
-            "resident_blocks": None,
+            "device_groups": "auto",
+            "resident_blocks": "auto",
         },
         "placement.offload": {"offload": value or "auto"},
         "train.batch_rows": {"batch_rows": int(value) if value.isdigit() else None},
         "train.accumulation": {"passes": 1},
-        "placement.budget_gib": {"budget_bytes": None},
+        "placement.budget_gib": {"budget_gib": None},
         "all of placement": UNPLACED,
         "train.batch_rows and all of placement": {**UNPLACED, "batch_rows": None},
     }[name]
@@ -318,10 +318,10 @@ def test_a_setting_that_fits_only_where_it_is_left_to_the_rule_is_not_named() ->
             activation_bytes=1000,
         ),
     )  # fmt: skip
-    room = Room(device_free_bytes=int(6.5 * size / AUTO_SHARE), host_available_bytes=None)
-    wish = Wishes(offload="none", batch_rows=1)
+    room = Capacity(device_free_bytes=int(6.5 * size / AUTO_SHARE), host_available_bytes=None)
+    wish = RunRequest(offload="none", batch_rows=1)
     by_itself = place(facts, room, replace(wish, offload="auto"))
-    assert (by_itself.offload, by_itself.device_groups > 0) == ("max", True)
+    assert (by_itself.offload, by_itself.layout.device_groups > 0) == ("max", True)
     with pytest.raises(DoesNotFit):
         place(facts, room, replace(wish, offload="max"))
     with pytest.raises(DoesNotFit, match="placement.offload left out fits"):
@@ -330,11 +330,11 @@ def test_a_setting_that_fits_only_where_it_is_left_to_the_rule_is_not_named() ->
 
 UNPLACED: dict[str, Any] = {
     "offload": "auto",
-    "chunk_rows": None,
-    "device_groups": None,
-    "resident_blocks": None,
-    "kept_blocks": None,
-    "budget_bytes": None,
+    "chunk_rows": "auto",
+    "device_groups": "auto",
+    "resident_blocks": "auto",
+    "blocks_without_recompute": "auto",
+    "budget_gib": None,
 }
 
 
@@ -351,14 +351,14 @@ ONE_LARGE = [  # streamed as a whole it takes 17 bytes more than may be chosen
 ]
 
 
-@given(models(), rooms, wishes)
+@given(models(), rooms, requests)
 @example(
     ModelFacts(groups=tuple(ONE_LARGE)),
-    Room(device_free_bytes=256 * MIB, host_available_bytes=None),
-    Wishes(offload="auto"),
+    Capacity(device_free_bytes=256 * MIB, host_available_bytes=None),
+    RunRequest(offload="auto"),
 )
 def test_without_rows_what_is_chosen_leaves_half_of_the_budget(
-    facts: ModelFacts, room: Room, wish: Wishes
+    facts: ModelFacts, room: Capacity, wish: RunRequest
 ) -> None:
     fixed = replace(facts, row=None)
     wish = replace(wish, batch_rows=None)
@@ -367,12 +367,12 @@ def test_without_rows_what_is_chosen_leaves_half_of_the_budget(
     except DoesNotFit as error:
         assert error_names_both_numbers(str(error))
         return
-    assert placement.chunk_rows == wish.chunk_rows
+    assert (placement.chunk_rows or "auto") == wish.chunk_rows
     if placement.budget_bytes is None:
         return
     assert placement.device_bytes <= placement.budget_bytes
-    if wish.device_groups is None and wish.resident_blocks is None and wish.offload == "auto":
-        chosen = placement.device_groups + placement.resident_blocks > 0
+    if wish.device_groups == wish.resident_blocks == "auto" and wish.offload == "auto":
+        chosen = placement.layout.device_groups + placement.layout.resident_blocks > 0
         half = placement.budget_bytes * FIXED_SHARE
         host = room.host_available_bytes
         if chosen and host is None:
@@ -381,7 +381,7 @@ def test_without_rows_what_is_chosen_leaves_half_of_the_budget(
             assert placement.device_bytes <= half or _needs(fixed, room, least) > most
 
 
-def _needs(facts: ModelFacts, room: Room, wish: Wishes) -> float:
+def _needs(facts: ModelFacts, room: Capacity, wish: RunRequest) -> float:
     """Bytes of the device; endless where it does not fit."""
     try:
         return place_for_any_rows(facts, room, wish).device_bytes

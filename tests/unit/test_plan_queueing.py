@@ -45,26 +45,28 @@ def test_blocks_beside_an_update_are_queued_slower() -> None:
 
 def test_a_layout_is_queued_by_hand() -> None:
     """Ten blocks in two chunks, an embedding; the head gives 40 ms."""
-    found = queueing_of(FACTS, AT_HOME, rates_of(HOST), 0.05, exact=True)
+    found = queueing_of(FACTS, AT_HOME, rates_of(HOST), 0.05, clips=True)
     assert (found.forward_s, found.backward_s) == pytest.approx((0.004, 0.008))
     assert found.lead_s == pytest.approx(0.04)
     assert found.optimizer_s == pytest.approx(11 * 0.0005)
     assert found.step(1) == pytest.approx(10 * 0.012 + 0.01 + 11 * 0.0005)
-    on_device = queueing_of(FACTS, ON_DEVICE, rates_of(HOST), 0.05, exact=True)
+    on_device = queueing_of(FACTS, ON_DEVICE, rates_of(HOST), 0.05, clips=True)
     assert on_device.optimizer_s == pytest.approx(11 * 0.001)
-    eager = queueing_of(FACTS, ON_DEVICE, rates_of(HOST), 0.05, exact=False)
-    assert eager.optimizer_s == 0
-    assert eager.backward_beside_s == pytest.approx(2 * (0.006 + 11 * 0.001 / 10))
+    in_backward = queueing_of(FACTS, ON_DEVICE, rates_of(HOST), 0.05, clips=False)
+    assert in_backward.optimizer_s == 0
+    assert in_backward.backward_beside_s == pytest.approx(2 * (0.006 + 11 * 0.001 / 10))
 
 
 def test_boundaries_that_go_home_are_queued_too() -> None:
-    here = queueing_of(FACTS, AT_HOME, rates_of(HOST), 0.05, exact=True)
-    parked = replace(AT_HOME, boundaries="host")
-    there = queueing_of(FACTS, parked, rates_of(HOST), 0.05, exact=True)
+    here = queueing_of(FACTS, AT_HOME, rates_of(HOST), 0.05, clips=True)
+    parked = replace(AT_HOME, activations="host")
+    there = queueing_of(FACTS, parked, rates_of(HOST), 0.05, clips=True)
     assert there.forward_s - here.forward_s == pytest.approx(0.0001)
     assert there.backward_beside_s - here.backward_beside_s == pytest.approx(0.0003)
-    kept = replace(parked, resident_blocks=4, kept_blocks=4)  # of ten, which have nothing to send
-    some = queueing_of(FACTS, kept, rates_of(HOST), 0.05, exact=True)
+    kept = replace(
+        parked, resident_blocks=4, blocks_without_recompute=4
+    )  # of ten, which have nothing to send
+    some = queueing_of(FACTS, kept, rates_of(HOST), 0.05, clips=True)
     assert some.backward_s - here.backward_s == pytest.approx(0.6 * 0.0003)
 
 
@@ -105,10 +107,10 @@ times = st.floats(0, 0.1)
 
 
 @given(st.builds(HostTimes, **dict.fromkeys(HostTimes.__dataclass_fields__, times)), st.booleans())
-def test_a_slower_host_never_makes_a_step_faster(host: HostTimes, exact: bool) -> None:
+def test_a_slower_host_never_makes_a_step_faster(host: HostTimes, clips: bool) -> None:
     slower = {name: getattr(host, name) * 2 for name in HostTimes.__dataclass_fields__}
     slower["outside_s"] = host.outside_s
     for layout in (AT_HOME, ON_DEVICE):
-        one = cost(FACTS, layout, rates_of(host), exact=exact).step_s
-        other = cost(FACTS, layout, rates_of(HostTimes(**slower)), exact=exact).step_s
+        one = cost(FACTS, layout, rates_of(host), clips=clips).step_s
+        other = cost(FACTS, layout, rates_of(HostTimes(**slower)), clips=clips).step_s
         assert other >= one - 1e-12

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.choices.ranked import STOPS, Dial, RankedPlan
+from fluxtrain.plan.choices.ranked import STOPS, Frontier, RankedPlan
 from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes, activation_estimate
+from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.machine_file import read_machine_file
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE, Search
 from fluxtrain.units import GIB
 
@@ -58,11 +59,11 @@ def model(layers: int = 6, block: int = 60_000_000, edge: int = 150_000_000) -> 
 
 
 def dial(
-    device_gib: float | None = 12, host_gib: float = 64, rates: Rates = RATES, **wishes: Any
-) -> Dial:
+    device_gib: float | None = 12, host_gib: float = 64, rates: Rates = RATES, **request: Any
+) -> Frontier:
     device = None if device_gib is None else int(device_gib * GIB)
-    room = Room(device_free_bytes=device, host_available_bytes=int(host_gib * GIB))
-    return Dial(Search(model(), room, Wishes(**{"batch_rows": 8, **wishes})), rates)
+    room = Capacity(device_free_bytes=device, host_available_bytes=int(host_gib * GIB))
+    return Frontier(Search(model(), room, RunRequest(**{"batch_rows": 8, **request})), rates)
 
 
 def by_name(plans: tuple[RankedPlan, ...]) -> dict[str, RankedPlan]:
@@ -177,7 +178,7 @@ def written(folder: Path, content: Any) -> Path:
 
 def test_a_machine_is_read_from_the_least_that_says_it(tmp_path: Path) -> None:
     found = read_machine_file(written(tmp_path, LEAST))
-    assert found.room == Room(device_free_bytes=24 * GIB, host_available_bytes=64 * GIB)
+    assert found.room == Capacity(device_free_bytes=24 * GIB, host_available_bytes=64 * GIB)
     assert found.per_s == {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "pin": None}
     assert "24.0 GiB" in found.line
 
@@ -188,7 +189,7 @@ def test_what_is_free_counts_more_than_what_is_built_in(tmp_path: Path) -> None:
         "gpus": [{"name": "card", "memory_total_bytes": 24 * GIB, "memory_free_bytes": 22 * GIB}],
     }  # fmt: skip
     found = read_machine_file(written(tmp_path, {"machine": machine}))
-    assert found.room == Room(device_free_bytes=22 * GIB, host_available_bytes=50 * GIB)
+    assert found.room == Capacity(device_free_bytes=22 * GIB, host_available_bytes=50 * GIB)
     assert "card 22.0 GiB" in found.line
     assert found.per_s == {}
 

@@ -11,8 +11,9 @@ from fluxtrain.plan.choices.placement import place, place_for_any_rows
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.units import GIB
 
 RATES = Rates(
@@ -57,19 +58,19 @@ def model(vocabulary: int = 152_064, hidden: int = 3584, table: bool = True) -> 
     )
 
 
-def room(device: float | None = 80) -> Room:
+def room(device: float | None = 80) -> Capacity:
     free = None if device is None else int(device * GIB)
-    return Room(device_free_bytes=free, host_available_bytes=400 * GIB)
+    return Capacity(device_free_bytes=free, host_available_bytes=400 * GIB)
 
 
-HOME = Wishes(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
+HOME = RunRequest(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
 
 
-def chosen(facts: ModelFacts, wishes: Wishes, device: float | None = 80) -> tuple[str, str]:
+def chosen(facts: ModelFacts, request: RunRequest, device: float | None = 80) -> tuple[str, str]:
     """The plan's word for the embedding and its reason; empty where it says none."""
-    plan = place(facts, room(device), wishes)
+    plan = place(facts, room(device), request)
     told = [c for c in plan.choices if c.name == "placement.embedding"]
-    return (plan.embedding, told[0].because) if told else (plan.embedding, "")
+    return (plan.layout.embedding, told[0].because) if told else (plan.layout.embedding, "")
 
 
 @pytest.mark.parametrize("device", [80, None])
@@ -129,7 +130,7 @@ def test_a_tied_table_is_there_for_the_head_too_and_the_forward_begins_with_rows
 
 
 def test_a_table_that_lives_on_the_device_is_whole() -> None:
-    plan = place(model(), room(), Wishes(offload="none", batch_rows=1, chunk_rows=1))
+    plan = place(model(), room(), RunRequest(offload="none", batch_rows=1, chunk_rows=1))
     told = next(c for c in plan.choices if c.name == "placement.embedding")
     assert told.value == "whole"
     assert told.because == "embed_tokens lives on the device with all its rows"
@@ -137,11 +138,11 @@ def test_a_table_that_lives_on_the_device_is_whole() -> None:
 
 def test_rows_that_nobody_knows_count_as_none() -> None:
     facts = replace(model(), row=None)
-    plan = place_for_any_rows(facts, room(), Wishes(offload="weights", device_groups=0))
+    plan = place_for_any_rows(facts, room(), RunRequest(offload="weights", device_groups=0))
     whole = place_for_any_rows(
-        facts, room(), Wishes(offload="weights", device_groups=0, embedding="whole")
+        facts, room(), RunRequest(offload="weights", device_groups=0, embedding="whole")
     )
-    assert (plan.embedding, whole.embedding) == ("rows", "whole")
+    assert (plan.layout.embedding, whole.layout.embedding) == ("rows", "whole")
     assert plan.device_bytes < whole.device_bytes
 
 
@@ -181,13 +182,13 @@ def test_fewer_bytes_cross_and_no_step_is_slower() -> None:
     assert rows.download_s < whole.download_s
     assert rows.step_s <= whole.step_s
     timed = place_timed(model(), room(20), HOME, Timing(rates=RATES))
-    assert timed.embedding == "rows"
+    assert timed.layout.embedding == "rows"
     assert timed.need == footprint(
         model(),
         replace(
-            layout, embedding="rows", resident_blocks=timed.resident_blocks,
-            boundaries=timed.boundaries, chunk_rows=timed.chunk_rows or 0,
-            kept_blocks=timed.kept_blocks,
+            layout, embedding="rows", resident_blocks=timed.layout.resident_blocks,
+            activations=timed.layout.activations, chunk_rows=timed.chunk_rows or 0,
+            blocks_without_recompute=timed.layout.blocks_without_recompute,
         ),
         has_gpu=True,
     )  # fmt: skip

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.choices.placement import RunPlacement, place
+from fluxtrain.plan.choices.placement import Placement, place
 from fluxtrain.plan.choices.timed import HIDDEN_SHARE, Timing, place_timed
 from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes, activation_estimate
+from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.units import GIB
 
@@ -72,9 +73,9 @@ def model(layers: int = 8, length: int = 1024) -> ModelFacts:
     )
 
 
-def gpu(device_gib: float, host_gib: float | None = 64.0) -> Room:
+def gpu(device_gib: float, host_gib: float | None = 64.0) -> Capacity:
     host = None if host_gib is None else int(host_gib * GIB)
-    return Room(device_free_bytes=int(device_gib * GIB), host_available_bytes=host)
+    return Capacity(device_free_bytes=int(device_gib * GIB), host_available_bytes=host)
 
 
 def measured(facts: ModelFacts) -> ModelFacts:
@@ -83,15 +84,17 @@ def measured(facts: ModelFacts) -> ModelFacts:
 
 
 def test_what_is_left_of_the_device_keeps_activations() -> None:
-    facts, wishes = measured(model()), Wishes(batch_rows=8)
-    again = place_timed(facts, gpu(14), wishes, TIMING)
-    some = place_timed(facts, gpu(14), wishes, TIMING_KEEPING)
-    every = place_timed(facts, gpu(40), wishes, TIMING_KEEPING)
-    assert again.kept_blocks == 0
-    assert 0 < some.kept_blocks < 8
-    assert every.kept_blocks == 8
-    assert some.need.kept_bytes == some.kept_blocks * 8 * KEPT_BYTES
-    one_more = replace(layout(some), kept_blocks=some.kept_blocks + 1)
+    facts, request = measured(model()), RunRequest(batch_rows=8)
+    again = place_timed(facts, gpu(14), request, TIMING)
+    some = place_timed(facts, gpu(14), request, TIMING_KEEPING)
+    every = place_timed(facts, gpu(40), request, TIMING_KEEPING)
+    assert again.layout.blocks_without_recompute == 0
+    assert 0 < some.layout.blocks_without_recompute < 8
+    assert every.layout.blocks_without_recompute == 8
+    assert some.need.kept_bytes == some.layout.blocks_without_recompute * 8 * KEPT_BYTES
+    one_more = replace(
+        layout(some), blocks_without_recompute=some.layout.blocks_without_recompute + 1
+    )
     assert footprint(facts, one_more, has_gpu=True).device_bytes > 14 * GIB * AUTO_SHARE
     saved_s = 8 * (TRIED.backward.at(8) - KEEPING.kept_backward.at(8))  # type: ignore[union-attr]
     faster = step_s(again, facts) - step_s(every, facts, TIMING_KEEPING)
@@ -99,39 +102,33 @@ def test_what_is_left_of_the_device_keeps_activations() -> None:
 
 
 def test_asking_for_no_kept_blocks_keeps_none() -> None:
-    facts, wishes = measured(model()), Wishes(batch_rows=8, kept_blocks=0)
-    plan = place_timed(facts, gpu(40), wishes, TIMING_KEEPING)
-    assert plan.kept_blocks == 0
-    assert {c.name: c.because for c in plan.choices}["placement.kept_blocks"] == "as set"
+    facts, request = measured(model()), RunRequest(batch_rows=8, blocks_without_recompute=0)
+    plan = place_timed(facts, gpu(40), request, TIMING_KEEPING)
+    assert plan.layout.blocks_without_recompute == 0
+    assert {c.name: c.because for c in plan.choices}[
+        "placement.blocks_without_recompute"
+    ] == "as set"
 
 
 def test_a_timed_plan_keeps_as_many_blocks_as_can_keep_and_says_so() -> None:
-    wishes = Wishes(batch_rows=8, offload="max", device_groups=0, kept_blocks=5, resident_blocks=0)
-    plan = place_timed(measured(model()), gpu(40), wishes, TIMING_KEEPING)
+    request = RunRequest(
+        batch_rows=8, offload="max", device_groups=0, blocks_without_recompute=5, resident_blocks=0
+    )
+    plan = place_timed(measured(model()), gpu(40), request, TIMING_KEEPING)
     told = {choice.name: (choice.value, choice.because) for choice in plan.choices}
-    assert told["placement.kept_blocks"] == (
+    assert told["placement.blocks_without_recompute"] == (
         "0",
         "5 as set, and the weights of 0 blocks stay on the device",
     )
 
 
-def step_s(plan: RunPlacement, facts: ModelFacts, timing: Timing = TIMING) -> float:
-    return cost(facts, layout(plan), timing.rates, exact=timing.exact, passes=timing.passes).step_s
+def step_s(plan: Placement, facts: ModelFacts, timing: Timing = TIMING) -> float:
+    return cost(facts, layout(plan), timing.rates, clips=timing.clips, passes=timing.passes).step_s
 
 
-def layout(plan: RunPlacement) -> Layout:
-    return Layout(
-        offload=plan.offload,
-        device_groups=plan.device_groups,
-        device_first=plan.device_first,
-        resident_blocks=plan.resident_blocks,
-        boundaries=plan.boundaries,
-        boundaries_on_device=plan.boundaries_on_device,
-        kept_blocks=plan.kept_blocks,
-        batch_rows=plan.batch_rows,
-        chunk_rows=plan.chunk_rows or 0,
-        deferred_moments=plan.deferred_moments,
-        slots=plan.slots or None,
+def layout(plan: Placement) -> Layout:
+    return replace(
+        plan.layout, passes=1, optimizer_in_backward=False, embedding="whole", head="whole"
     )
 
 
@@ -141,21 +138,26 @@ def layout(plan: RunPlacement) -> Layout:
     st.booleans(),
 )  # fmt: skip
 def test_more_memory_is_never_slower_and_the_budget_is_kept(
-    device_gib: float, more_gib: float, rows: int, host_gib: float, keeping: bool, eager: bool
+    device_gib: float, more_gib: float, rows: int, host_gib: float, keeping: bool, in_backward: bool
 ) -> None:
-    facts, wishes = measured(model()), Wishes(batch_rows=rows, eager=eager)
-    timing = replace(TIMING_KEEPING if keeping else TIMING, exact=not eager)
+    facts, request = (
+        measured(model()),
+        RunRequest(batch_rows=rows, optimizer_in_backward=in_backward),
+    )
+    timing = replace(TIMING_KEEPING if keeping else TIMING, clips=not in_backward)
     try:
-        small = place_timed(facts, gpu(device_gib, host_gib), wishes, timing)
+        small = place_timed(facts, gpu(device_gib, host_gib), request, timing)
     except DoesNotFit:
         return
-    large = place_timed(facts, gpu(device_gib + more_gib, host_gib), wishes, timing)
-    roomy = place_timed(facts, gpu(device_gib, host_gib + more_gib), wishes, timing)
+    large = place_timed(facts, gpu(device_gib + more_gib, host_gib), request, timing)
+    roomy = place_timed(facts, gpu(device_gib, host_gib + more_gib), request, timing)
     assert step_s(large, facts, timing) <= step_s(small, facts, timing) * (1 + 1e-9)
     assert step_s(roomy, facts, timing) <= step_s(small, facts, timing) * (1 + 1e-9)
     assert small.device_bytes <= device_gib * GIB * AUTO_SHARE
     assert small.need.host_bytes <= host_gib * GIB * HOST_SHARE
-    assert small.need == footprint(facts, replace(layout(small), eager=eager), has_gpu=True)
+    assert small.need == footprint(
+        facts, replace(layout(small), optimizer_in_backward=in_backward), has_gpu=True
+    )
 
 
 @settings(max_examples=10)
@@ -163,11 +165,11 @@ def test_more_memory_is_never_slower_and_the_budget_is_kept(
 def test_turning_the_dial_up_is_never_slower_and_takes_its_limit_at_most(
     device_gib: float, one: float, other: float
 ) -> None:
-    facts, wishes = model(), Wishes(batch_rows=8)
+    facts, request = model(), RunRequest(batch_rows=8)
     low, high = sorted((one, other))
     try:
         plans = [
-            place_timed(facts, gpu(device_gib), wishes, replace(TIMING, share=share))
+            place_timed(facts, gpu(device_gib), request, replace(TIMING, share=share))
             for share in (0.0, low, high, 1.0)
         ]
     except DoesNotFit:
@@ -180,18 +182,18 @@ def test_turning_the_dial_up_is_never_slower_and_takes_its_limit_at_most(
 def test_it_is_never_slower_than_the_rule_that_knows_no_time() -> None:
     facts = model(16)
     for size in (4, 6, 8, 12, 16, 24):
-        wishes = Wishes(batch_rows=8)
-        assert step_s(place_timed(facts, gpu(size), wishes, TIMING), facts) <= step_s(
-            place(facts, gpu(size), wishes), facts
+        request = RunRequest(batch_rows=8)
+        assert step_s(place_timed(facts, gpu(size), request, TIMING), facts) <= step_s(
+            place(facts, gpu(size), request), facts
         ) * (1 + 1e-9)
 
 
 def test_the_batch_is_the_smallest_that_hides_the_copies() -> None:
     facts = model()
-    plan = place_timed(facts, gpu(5), Wishes(), TIMING)
+    plan = place_timed(facts, gpu(5), RunRequest(), TIMING)
 
     def tokens_per_s(rows: int) -> float:
-        one = place_timed(facts, gpu(5), Wishes(batch_rows=rows), TIMING)
+        one = place_timed(facts, gpu(5), RunRequest(batch_rows=rows), TIMING)
         return rows / step_s(one, facts)
 
     best = max(tokens_per_s(rows) for rows in (1, 2, 4, 8, 16, 32))
@@ -204,26 +206,26 @@ def test_the_batch_is_the_smallest_that_hides_the_copies() -> None:
 
 def test_wishes_are_kept() -> None:
     facts = model()
-    wishes = Wishes(
-        batch_rows=8, chunk_rows=2, device_groups=3, resident_blocks=1, boundaries="device"
+    request = RunRequest(
+        batch_rows=8, chunk_rows=2, device_groups=3, resident_blocks=1, activations="device"
     )
-    plan = place_timed(facts, gpu(16), wishes, TIMING)
-    assert (plan.device_groups, plan.resident_blocks, plan.chunk_rows) == (3, 1, 2)
-    assert plan.boundaries == "device"
+    plan = place_timed(facts, gpu(16), request, TIMING)
+    assert (plan.layout.device_groups, plan.layout.resident_blocks, plan.chunk_rows) == (3, 1, 2)
+    assert plan.layout.activations == "device"
     assert {c.name: c.because for c in plan.choices}["placement.device_groups"] == "as set"
-    streamed = place_timed(facts, gpu(16), Wishes(batch_rows=8, offload="weights"), TIMING)
+    streamed = place_timed(facts, gpu(16), RunRequest(batch_rows=8, offload="weights"), TIMING)
     assert streamed.offload == "weights"
 
 
 def test_without_time_or_without_a_gpu_the_rule_decides() -> None:
-    facts, wishes = model(), Wishes(batch_rows=8)
-    assert place_timed(facts, gpu(8), wishes, None) == place(facts, gpu(8), wishes)
-    cpu = Room(device_free_bytes=None, host_available_bytes=64 * GIB)
-    assert place_timed(facts, cpu, wishes, TIMING) == place(facts, cpu, wishes)
-    least = Wishes(batch_rows=8, offload="max")
+    facts, request = model(), RunRequest(batch_rows=8)
+    assert place_timed(facts, gpu(8), request, None) == place(facts, gpu(8), request)
+    cpu = Capacity(device_free_bytes=None, host_available_bytes=64 * GIB)
+    assert place_timed(facts, cpu, request, TIMING) == place(facts, cpu, request)
+    least = RunRequest(batch_rows=8, offload="max")
     assert place_timed(facts, gpu(8), least, TIMING) == place(facts, gpu(8), least)
 
 
 def test_what_does_not_fit_is_refused_as_by_the_rule() -> None:
     with pytest.raises(DoesNotFit, match="of device memory"):
-        place_timed(model(), gpu(1), Wishes(batch_rows=8), TIMING)
+        place_timed(model(), gpu(1), RunRequest(batch_rows=8), TIMING)

@@ -12,8 +12,9 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.live.adviser import Setup
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.effect import STEPS
-from fluxtrain.live.settings import Knobs, Use
-from fluxtrain.plan.prediction import Promise
+from fluxtrain.live.settings import LiveSettings, Use
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.planning.prediction import Promise
 from fluxtrain.telemetry import events as ev
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
@@ -31,7 +32,7 @@ class Run:
         self.step_s: Callable[[dict[str, int]], float] = lambda now: 1.0
         self.stalls: dict[str, float] = {}
         self.live = LiveChanges(
-            replace(Setup(ground=ground(), passes=1, clips=False, rates=None), **setup),
+            replace(Setup(context=ground(), passes=1, clips=False, rates=None), **setup),
             self,  # type: ignore[arg-type]
             self.turn,
             chunk_rows=lambda: self.chunk_rows,
@@ -39,11 +40,13 @@ class Run:
             promise_of=self.promise_of,
         )
 
-    def promise_of(self, knobs: Knobs) -> Promise:
+    def promise_of(self, settings: LiveSettings) -> Promise:
         """The more is resident, the more memory and the less time."""
-        size = knobs.resident_blocks * BLOCK_BYTES
+        size = settings.resident_blocks * BLOCK_BYTES
         return Promise(
-            device_bytes=GIB + size, host_bytes=2 * GIB - size, step_s=2.0 - knobs.resident_blocks
+            device_bytes=GIB + size,
+            host_bytes=2 * GIB - size,
+            step_s=2.0 - settings.resident_blocks,
         )
 
     def emit(self, event: ev.Event) -> None:
@@ -51,21 +54,16 @@ class Run:
 
     gauge = emit
 
-    def turn(
-        self,
-        *,
-        device_groups: int,
-        resident_blocks: int,
-        kept_blocks: int,
-        boundaries_on_device: int,
-        slots: int,
-        chunk_rows: int,
-        need: Any,
-    ) -> None:
+    def turn(self, placement: Placement) -> None:
         if self.refuse:
             raise DoesNotFit("CUDA out of memory")
-        self.chunk_rows = chunk_rows
-        now = {"slots": slots, "resident_blocks": resident_blocks, "chunk_rows": chunk_rows}
+        assert placement.chunk_rows is not None
+        self.chunk_rows = placement.chunk_rows
+        now = {
+            "slots": placement.slots,
+            "resident_blocks": placement.totals.resident_blocks,
+            "chunk_rows": placement.chunk_rows,
+        }
         self.turned.append(now)
 
     def steps(self, count: int) -> None:
@@ -116,7 +114,7 @@ def test_a_change_waits_for_the_end_of_the_step_and_is_told() -> None:
     (applied,) = run.told(ev.ChangeApplied)
     assert (applied.step, applied.name, applied.before, applied.after) == (3, "prefetch", 2, 4)
     assert (applied.why, applied.same_bits) == ("asked", True)
-    assert run.live.knobs.prefetch == 4
+    assert run.live.settings.prefetch == 4
 
 
 def test_what_is_predicted_is_that_of_the_change_and_peaks_are_those_of_the_whole_run() -> None:
@@ -186,7 +184,7 @@ def test_what_has_no_room_is_refused_with_the_measured_peak_once_a_step_was_seen
     assert "measured peak" in message
     assert run.ask(resident_blocks=1)[0]
     run.steps(1)
-    assert run.live.knobs.resident_blocks == 1
+    assert run.live.settings.resident_blocks == 1
 
 
 def test_one_change_waits_at_a_time() -> None:
@@ -205,7 +203,7 @@ def test_running_out_while_applying_is_told_and_leaves_the_settings() -> None:
     assert (refused.name, refused.value) == ("resident_blocks", 3)
     assert "out of memory" in refused.because
     assert not run.told(ev.ChangeApplied)
-    assert run.live.knobs.resident_blocks == 0
+    assert run.live.settings.resident_blocks == 0
     assert not run.live.ask("undo", {})[0]
 
 
@@ -223,7 +221,7 @@ def test_a_change_is_measured_over_twenty_steady_steps_on_each_side() -> None:
     assert (measured.steps_before, measured.steps_after) == (STEPS, STEPS)
     assert (measured.before_s, measured.after_s) == (1.0, 0.8)
     assert measured.verdict == "measured"
-    assert run.live.knobs.prefetch == 4
+    assert run.live.settings.prefetch == 4
 
 
 def test_a_manual_change_that_made_it_slower_is_measured_and_kept() -> None:
@@ -273,7 +271,7 @@ def test_advice_that_keeps_its_word_stays() -> None:
     assert (measured.verdict, measured.advice) == ("kept", "resident")
     assert measured.predicted_gain == pytest.approx(0.2)
     assert measured.measured_gain == pytest.approx(0.15)
-    assert run.live.knobs.resident_blocks == BLOCKS
+    assert run.live.settings.resident_blocks == BLOCKS
     assert ev.AdviceWithdrawn(id="resident") in run.events
 
 
@@ -285,7 +283,7 @@ def test_advice_that_gave_less_than_half_is_undone_and_not_said_again() -> None:
     made, undone = run.told(ev.ChangeApplied)
     assert (made.why, undone.why) == ("advice", "wrong")
     assert (undone.before, undone.after) == (BLOCKS, 0)
-    assert run.live.knobs.resident_blocks == 0
+    assert run.live.settings.resident_blocks == 0
     run.events.clear()
     run.steps(3 * STEPS)
     assert all(given.id != "resident" for given in run.told(ev.AdviceGiven))
@@ -313,7 +311,7 @@ def test_undo_takes_back_one_change_after_the_other() -> None:
         last = run.told(ev.ChangeApplied)[-1]
         assert (last.name, last.after, last.why) == (name, value, "undo")
     assert run.live.ask("undo", {}) == (False, "nothing was changed since this process started")
-    assert run.live.knobs == ground().planned
+    assert run.live.settings == ground().planned
 
 
 def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run() -> None:
@@ -332,7 +330,7 @@ def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run()
 
 
 def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing() -> None:
-    run = Run(ground=ground(chunk_rows=1, resident_blocks=3, device_groups=2))
+    run = Run(context=ground(chunk_rows=1, resident_blocks=3, device_groups=2))
     run.chunk_rows = 1
     said = [run.live.make_room(0, lost_s=1.0) for _ in range(5)]
     assert said == [
@@ -343,11 +341,11 @@ def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing(
         None,
     ]
     assert {change.why for change in run.told(ev.ChangeApplied)} == {"memory"}
-    assert run.live.knobs == replace(ground().planned, chunk_rows=1)
+    assert run.live.settings == replace(ground().planned, chunk_rows=1)
 
 
 def test_parts_of_the_device_stay_when_the_host_has_no_room_for_them() -> None:
-    run = Run(ground=ground(chunk_rows=1, device_groups=4))
+    run = Run(context=ground(chunk_rows=1, device_groups=4))
     run.chunk_rows, run.use = 1, Use(host_available_bytes=10 * MIB)
     assert run.live.make_room(0, lost_s=1.0) is None
     assert not run.turned

@@ -7,10 +7,10 @@ seven decades below 1 with 1, 2, 4 ... 64 values of each sign (signed) or 2 ... 
 binary grid so that values are exact in fp32. Values are within 1e-4 of bitsandbytes' own;
 neighbours are 7e-3 apart or more.
 
-The code of a fraction is the whole part of a line in y, the fraction times a constant of the map:
-one line for each decade, which is whole where two values are equally near. It is rounded to fp32
-once, and borders between decades to bf16: close to a midpoint either neighbour may come out, the
-same one everywhere (native/src/map8.h says how close).
+The code of a fraction is the integer part of a linear function of y, which is the fraction times a
+constant of the map. Each decade has its own line; it is an integer where two values are equally
+near. The line is rounded to fp32 once and the borders between decades to bf16, so close to a
+midpoint either neighbour may come out, the same one everywhere (native/src/map8.h says how close).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fluxtrain.adamw.fp32 import mul_add
 from fluxtrain.plan.states import STATE_BLOCK
 
 BLOCK = STATE_BLOCK
-LEAST_DECAYED = 2.0**-80  # a scale that a step takes below it is 0 for m, and it for v
+LEAST_DECAYED = 2.0**-80  # a scale that decays below it becomes 0 for m, and this value for v
 LEAST_SCALE = 2 * LEAST_DECAYED
-SIGNED_SCALE, UNSIGNED_SCALE = 4239 / 65536, 6155 / 131072  # of y to fractions
+SIGNED_SCALE, UNSIGNED_SCALE = 4239 / 65536, 6155 / 131072  # y divided by the fraction
 LEAST_Y = 2.0**-26  # smaller ones have its code, but for zero
 TELLS_ZERO = 2.0**-126  # taken off an unsigned y: then zero alone has a sign
 DECADES = 7
@@ -46,7 +46,7 @@ class Decade(NamedTuple):
 
 
 def decades(*, signed: bool) -> list[Decade]:
-    """The seven of the values between 0 and 1, exactly."""
+    """Return the seven decades of the values between 0 and 1, exactly."""
     found, first = [], 1
     for decade in range(DECADES):
         count = (1 if signed else 2) << decade
@@ -63,7 +63,7 @@ def decades(*, signed: bool) -> list[Decade]:
 
 
 def magnitudes(*, signed: bool) -> list[Fraction]:
-    """The values that are not negative, from 0 to 1, exactly."""
+    """Return the values that are not negative, from 0 to 1, exactly."""
     between = [
         slope * k + offset
         for first, count, slope, offset in decades(signed=signed)
@@ -74,7 +74,7 @@ def magnitudes(*, signed: bool) -> list[Fraction]:
 
 @lru_cache(maxsize=2)
 def values(*, signed: bool) -> Tensor:
-    """What codes 0 to 255 stand for: (256,) fp32, ascending."""
+    """Return the values of codes 0 to 255: (256,) fp32, ascending."""
     positive = magnitudes(signed=signed)
     # -1 is not in the map: 127 values below zero, 128 above it
     negative = [-x for x in positive[-2:0:-1]] if signed else []
@@ -83,8 +83,8 @@ def values(*, signed: bool) -> Tensor:
 
 @lru_cache(maxsize=2)
 def value_table(*, signed: bool) -> Tensor:
-    """By code the slope and the offset of its line in how many codes lie between it and zero
-    (signed), or one more (unsigned): (2, 256) fp32."""
+    """Return slope and offset of each code's line: (2, 256) fp32. The line is a function of the
+    number of codes between the code and zero (signed), or one more (unsigned)."""
     last = 128 if signed else 255
     line = float(torch.tensor(1 / last))  # of zero and of one
     ends = [(line, 0.0 if signed else -line)]
@@ -100,8 +100,8 @@ def value_table(*, signed: bool) -> Tensor:
 
 @lru_cache(maxsize=2)
 def line_table(*, signed: bool) -> Tensor:
-    """By decade, and for 1: where the next begins, slope and offset of the line in y, its largest
-    value: (4, 8) fp32.
+    """Return for each decade, and for 1, the border to the next, slope and offset of the line in y
+    and the line's largest value: (4, 8) fp32.
 
     Bits 16 to 23 of the line are k (signed) or k + 1 (unsigned), modulo 256. From 128 on a unit of
     k is 1, from 256 on, for the longest decade, it is 2.
@@ -125,16 +125,16 @@ def line_table(*, signed: bool) -> Tensor:
 
 
 def to_y(*, signed: bool) -> float:
-    """What is divided by a block's scale to make y of its values."""
+    """Return the constant that, divided by a block's scale, converts its values to y."""
     return SIGNED_SCALE if signed else UNSIGNED_SCALE
 
 
 def codes_of(x: Tensor, factor: Tensor, *, signed: bool) -> Tensor:
-    """The codes (uint8) of finite fp32 `x` by what makes y of them: `to_y` over a scale that |x|
-    does not exceed.
+    """Return the codes (uint8) of finite fp32 `x`; the factor that converts `x` to y is `to_y` over
+    a scale that |x| does not exceed.
 
-    The unsigned map gives 0 for 0 (and less than 2^-121 of the scale) alone: what is not zero must
-    not become a second moment of zero, by which the update would be divided.
+    The unsigned map gives code 0 only for 0 (and for less than 2^-121 of the scale): a second
+    moment that is not zero must not become zero, because the update divides by it.
     """
     signed_y = x * factor if signed else mul_add(x, factor.expand_as(x), -TELLS_ZERO)
     y = signed_y.abs().clamp(min=LEAST_Y)
@@ -148,7 +148,7 @@ def codes_of(x: Tensor, factor: Tensor, *, signed: bool) -> Tensor:
 
 
 def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Flat finite fp32 `x` as codes (n,) uint8 and scales (blocks of 256 elements,) fp32."""
+    """Quantise flat finite fp32 `x`: codes (n,) uint8, scales (blocks of 256 elements,) fp32."""
     n = x.numel()
     padded = torch.nn.functional.pad(x, (0, -n % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(1).clamp(min=LEAST_SCALE)
@@ -158,13 +158,13 @@ def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The fp32 values (n,) of `codes` (n,) uint8 with `scales` (blocks,) fp32."""
+    """Return the fp32 values (n,) of `codes` (n,) uint8 with `scales` (blocks,) fp32."""
     fractions = values(signed=signed).to(codes.device)[codes.int()]
     return fractions * scales.repeat_interleave(BLOCK)[: codes.numel()]
 
 
 def decayed(codes: Tensor, scales: Tensor, beta: float, *, signed: bool) -> Tensor:
-    """What a step with `beta` leaves of the values (n,) of `codes`, in the order of a kernel."""
+    """Return the values (n,) of `codes` decayed by `beta`, in a kernel's order of operations."""
     left = scales * beta
     left = torch.where(left >= LEAST_DECAYED, left, 0.0 if signed else LEAST_DECAYED)
     left = left.repeat_interleave(BLOCK)[: codes.numel()]

@@ -65,25 +65,25 @@ class Flat:
 
     @property
     def state_format(self) -> StateFormat:
-        """The format of the moments."""
+        """Return the format of the moments."""
         return _STATE_FORMATS[self.m.dtype]
 
     @property
     def has_two_passes(self) -> bool:
-        """Can weights and moments be updated one after the other? Moments of the other formats are
-        small, or are written with the masters."""
+        """Return whether weights and moments can be updated one after the other. It is not worth
+        it for the other formats: their moments are small, or are written with the masters."""
         return self.master is None and self.m.dtype is torch.float32
 
     @property
     def states8(self) -> States8:
-        """The moments, which are of 8 bits."""
+        """Return the 8-bit moments."""
         assert self.m_scale is not None and self.v_scale is not None
         return States8(self.m, self.v, self.m_scale, self.v_scale)
 
     def check(self) -> int:
         """Return the length; raise TypeError or ValueError for tensors that do not fit together.
 
-        A kernel would write past their ends.
+        With unequal lengths a kernel would write past the ends.
         """
         flats: list[tuple[str, Tensor, Dtypes]] = [
             ("weights", self.weights, self._weight_dtypes),
@@ -121,7 +121,7 @@ class Flat:
 
 
 def check_flats(flats: list[tuple[str, Tensor, Dtypes]]) -> int:
-    """Return the common length of named tensors; raise TypeError or ValueError where a dtype,
+    """Return the common length of named tensors; raise TypeError or ValueError if a dtype,
     device, layout or length is wrong."""
     n, device = flats[0][1].numel(), flats[0][1].device
     for name, tensor, dtypes in flats:

@@ -16,7 +16,7 @@ from fluxtrain.errors import BadInput
 class Hyper:
     """AdamW as torch.optim.AdamW names it. `maximize` follows the gradient instead of opposing it.
 
-    Raises BadInput for values that torch.optim.AdamW refuses too.
+    Raises BadInput for values that torch.optim.AdamW refuses.
     """
 
     lr: float = 1e-3
@@ -37,7 +37,7 @@ class Hyper:
 
 
 class Coefficients(NamedTuple):
-    """What one step multiplies with, each computed in double and rounded to fp32 once.
+    """The factors of one step, each computed in double and rounded to fp32 once.
 
     The order and the meaning are those of `flux_adamw_step` in native/include/flux_native.h.
     """
@@ -54,10 +54,10 @@ class Coefficients(NamedTuple):
 
 
 class LowBitCoefficients(NamedTuple):
-    """What an update with states of fewer bits multiplies with, each rounded to fp32 once more."""
+    """The factors of an update with 8-bit or bf16 states, each rounded to fp32 once more."""
 
-    of_m: float  # times the gradient, one addend of m
-    of_v: float  # times the gradient, and its square is one of v
+    of_m: float  # times the gradient: added to m
+    of_v: float  # times the gradient, squared: added to v
     minus_step: float
     eps: float
 
@@ -68,16 +68,16 @@ class AdamWUpdate:
 
     hyper: Hyper
     step: int  # counts from 1
-    scale: float = 1.0  # gradients count times this
-    clip: Tensor | None = None  # and this: 0-d fp32 on the device; NaN leaves everything as it is
+    scale: float = 1.0  # factor of the gradients
+    clip: Tensor | None = None  # another one: 0-d fp32 on the device; NaN changes nothing
 
     def coefficients(self) -> Coefficients:
-        """The fp32 coefficients of the step, without `clip`."""
+        """Return the fp32 coefficients of the step, without `clip`."""
         return coefficients(self.hyper, self.step, self.scale)
 
 
 def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficients:
-    """Coefficients of step number `step`, the first being 1; gradients count times `grad_scale`."""
+    """Return the coefficients of step `step` (from 1), gradients multiplied by `grad_scale`."""
     if step < 1:
         raise BadInput(f"AdamW's steps count from 1, not {step}: its bias corrections divide by 0")
     beta1, beta2 = hyper.betas
@@ -96,7 +96,7 @@ def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficien
 
 
 def low_bit_coefficients(c: Coefficients) -> LowBitCoefficients:
-    """Those of a step with 8-bit or bf16 states, which takes fewer operations."""
+    """Return the coefficients of a step with 8-bit or bf16 states, which has fewer operations."""
     exact = (
         c.one_minus_beta1 * c.grad_scale,
         c_float(math.sqrt(c.one_minus_beta2)).value * c.grad_scale,

@@ -16,7 +16,7 @@ from fluxtrain.adamw.flat import Flat, check_flats
 from fluxtrain.adamw.hyper import AdamWUpdate
 from fluxtrain.hardware.cgroup import quota_cores
 
-FEW_CORES = 4  # fewer are all for the update
+FEW_CORES = 4  # with fewer cores all are for the update
 _SUMMED = (torch.bfloat16, torch.float32)
 _QUANTISED_ELEMENTS = 1 << 20  # at a time on a device; a multiple of the block
 _STATES = {
@@ -34,9 +34,9 @@ def step_natively_(
     part: _native.Pass = _native.Pass.UPDATE,
     threads: int | None = None,
 ) -> None:
-    """Take the step with tensors that `Flat.check` has passed; `clip` is not looked at.
+    """Take the step on tensors that `Flat.check` has passed; ignore `clip`.
 
-    Raises TypeError for gradients that the kernels do not take, ValueError for tensors elsewhere.
+    Raises TypeError for gradients that the kernels do not take, ValueError for device tensors.
     """
     if flat.weights.device.type != "cpu":
         raise ValueError(f"native kernels need tensors on the host, not on {flat.weights.device}")
@@ -72,9 +72,9 @@ def _address(flat: Tensor | None) -> int | None:
 
 
 def update_threads(computation: torch.device) -> int | None:
-    """Choose how many threads update on the host. Beside a GPU an eighth of the cores, or one, is
-    left to the threads that queue its work; they would wait for a core, and an update would wait
-    for the core that they took from it. Under a CPU quota no more threads than it keeps running:
+    """Choose how many threads update on the host. With a GPU an eighth of the cores, or one, is
+    left to the threads that queue its work; else these would wait for a core, and the update for
+    the core that they took from it. Under a CPU quota no more threads than it keeps running:
     more run for a part of each period and then stand still together. None: all of OpenMP's."""
     quota, cores = quota_cores(), torch.get_num_threads()
     threads = quota if quota is not None and quota < cores else None
@@ -85,8 +85,8 @@ def update_threads(computation: torch.device) -> int | None:
 
 
 def zero_(x: Tensor, *, threads: int | None = None) -> None:
-    """Write zeros, on the host. Memory that was never written should be written before it is read:
-    Linux before 6.13 gives it small pages when it is written after that."""
+    """Write zeros, on the host. Fresh memory should be written before it is read: Linux before 6.13
+    gives it small pages if it is written after a read."""
     _native.kernel("zero")(x.data_ptr(), x.nbytes, threads or 0)
 
 
@@ -107,7 +107,7 @@ def sum_squares(x: Tensor, *, threads: int | None = None) -> float:
 
 def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return fp32 moments `x` (n,) as codes (n,) uint8 and scales (blocks of 256 elements,) fp32,
-    on their device. What is not finite is zero, as after an update."""
+    on their device. A value that is not finite becomes zero, as after an update."""
     codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
     scales = torch.empty(-(-x.numel() // BLOCK), device=x.device)
     if x.device.type == "cpu":

@@ -1,9 +1,9 @@
 """The oracle: AdamW on split master weights in plain torch, one rounded operation at a time.
 
 The native kernels and the device update must equal it bit for bit. With fp32 states nothing fused
-is used (no lerp, addcmul or addcdiv): a fused multiply-add rounds once where these round twice.
-Updates with bf16 and 8-bit states are made of them (`_fused`). The order of the operations is that
-of native/include/flux_native.h.
+is used (no lerp, addcmul or addcdiv): a fused multiply-add rounds once, separate operations twice.
+Updates with bf16 and 8-bit states use fused multiply-adds (`_fused`). The order of the operations
+is that of native/include/flux_native.h.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class States8(NamedTuple):
     v_scale: Tensor
 
 
-_SEGMENT = 1024  # elements; a power of two, so that segments continue where numbers start anew
+_SEGMENT = 1024  # elements; a power of two
 
 
 class Rounding(NamedTuple):
-    """Where the random numbers of a range of elements come from (struct flux_rounding)."""
+    """The source of the random numbers of a range of elements (struct flux_rounding)."""
 
     first_element: int
     first_key: int
@@ -41,8 +41,9 @@ class Rounding(NamedTuple):
 
 
 def rounding(seed: int, step: int, first_element: int) -> Rounding:
-    """The numbers of step `step`: keys are the two halves of SplitMix64 (Steele, Lea and Flood,
-    Fast Splittable Pseudorandom Number Generators, 2014) of the seed, advanced by the step."""
+    """Return the rounding of step `step`: its keys are the two halves of SplitMix64 (Steele, Lea
+    and Flood, Fast Splittable Pseudorandom Number Generators, 2014) of the seed, advanced by the
+    step."""
     x = (seed + (step + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -61,7 +62,7 @@ def encode(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(hi: Tensor, lo: Tensor) -> Tensor:
-    """The fp32 master of (hi bfloat16, lo int16): exact for all that `encode` gave.
+    """Join (hi bfloat16, lo int16) into the fp32 master: exact for every result of `encode`.
 
     hi = +-0 gives +-0 whatever lo holds, so masters below 2**-134 become 0.
     """
@@ -84,24 +85,24 @@ def adamw(
 
 
 def adamw_weights(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> Tensor:
-    """The new master alone; m and v are those before the step."""
+    """Return the new master alone; m and v are those before the step."""
     return quiet(_stepped(master, *_averages(m, v, grad, c), c))
 
 
 def adamw_moments(m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> tuple[Tensor, Tensor]:
-    """The new (m, v) alone."""
+    """Return the new (m, v) alone."""
     m, v = _averages(m, v, grad, c)
     return quiet(m), quiet(v)
 
 
 def _stepped(master: Tensor, m: Tensor, v: Tensor, c: Coefficients) -> Tensor:
-    """The new master by the new moments, any NaN as it comes."""
+    """Return the new master from the new moments; a NaN may have any bits."""
     denominator = rounded_sqrt(v) * c.rsqrt_correction2 + c.eps
     return master * c.decay - (m * c.step_size) / denominator
 
 
 def _averages(m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> tuple[Tensor, Tensor]:
-    """The new moments, any NaN as it comes."""
+    """Return the new moments; a NaN may have any bits."""
     g = grad.to(torch.float32) * c.grad_scale
     return m * c.beta1 + g * c.one_minus_beta1, v * c.beta2 + (g * c.one_minus_beta2) * g
 
@@ -111,9 +112,9 @@ def adamw8(
 ) -> tuple[Tensor, States8]:
     """One AdamW update with 8-bit block-wise states; returns the new (master, states).
 
-    Flat tensors. The update works on the exact new moments, which are quantised afterwards; an
-    element whose moments are not finite starts anew. Dettmers et al., 8-bit Optimizers via
-    Block-wise Quantization, 2021.
+    Flat tensors. The update uses the exact new moments, which are quantised afterwards; an
+    element whose moments are not finite starts again from zero. Dettmers et al., 8-bit Optimizers
+    via Block-wise Quantization, 2021.
     """
     m = dynamic_map.decayed(states.m, states.m_scale, c.beta1, signed=True)
     v = dynamic_map.decayed(states.v, states.v_scale, c.beta2, signed=False)
@@ -136,8 +137,8 @@ def adamw16(
 def _fused(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The new (master, m, v) in the operations of states of fewer bits; m and v are decayed, and
-    come with any NaN. Kingma and Ba, Adam, 2015, end of section 2."""
+    """Return the new (master, m, v) by the operations of low-bit states. m and v are decayed
+    already; a NaN may have any bits. Kingma and Ba, Adam, 2015, end of section 2."""
     low_bit = low_bit_coefficients(c)
     g = grad.to(torch.float32)
     m = mul_add(low_bit.of_m, g, m)
@@ -148,12 +149,12 @@ def _fused(
 
 
 def random_bits(rounding: Rounding, count: int, device: torch.device | None = None) -> Tensor:
-    """32 random bits (in int64) for each of `count` elements: those of its place in a segment of
-    1024 elements, exclusive-or those of the segment.
+    """Return 32 random bits (in int64) for each of `count` elements: the bits of its place in a
+    segment of 1024 elements, exclusive-or the bits of the segment.
 
-    So a kernel looks up most of them (tabulation: Zobrist, A New Hashing Method, 1970). As far as
-    the hash is random they are independent for any three elements (Patrascu and Thorup, The Power
-    of Simple Tabulation Hashing, 2012), so that errors of sums are as large as if all were.
+    So a kernel looks up most of them (tabulation: Zobrist, A New Hashing Method, 1970). If the
+    hash is random, the bits of any three elements are independent (Patrascu and Thorup, The Power
+    of Simple Tabulation Hashing, 2012), so errors of sums are as large as with independent bits.
     """
     number = torch.arange(count, device=device) + rounding.first_element & _WORD
     place, segment = number % _SEGMENT, number // _SEGMENT
@@ -161,7 +162,7 @@ def random_bits(rounding: Rounding, count: int, device: torch.device | None = No
 
 
 def _hash(x: Tensor, rounding: Rounding) -> Tensor:
-    """32 bits for each number of 32 bits, both in int64.
+    """Hash each number of 32 bits to 32 bits, both in int64.
 
     Two rounds of multiplication and shifts (Wellons, Prospecting for Hash Functions, 2018), with
     the keys of the step before and between them, so that two steps share no sequence.
@@ -176,6 +177,6 @@ def _hash(x: Tensor, rounding: Rounding) -> Tensor:
 
 
 def _rounded(x: Tensor, random16: Tensor) -> Tensor:
-    """fp32 to bf16, away from zero with the probability that is the part cut off."""
+    """Round fp32 to bf16 at random: away from zero with a probability equal to the part cut off."""
     bits = x.view(torch.int32).to(torch.int64) & _WORD
     return (bits + random16 >> 16).to(torch.int16).view(torch.bfloat16)

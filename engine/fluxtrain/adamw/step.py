@@ -1,4 +1,4 @@
-"""One AdamW step of a flat range, whatever its formats and wherever it lives.
+"""One AdamW step of a flat range, for all formats, on host or device.
 
 All backends give the same bits: those of the oracle (`reference`).
 """
@@ -25,7 +25,7 @@ _PASSES: dict[Part, Pass] = {
     "weights": Pass.WEIGHTS,
     "moments": Pass.MOMENTS,
 }
-_SLICE_ELEMENTS = 1 << 18  # a multiple of STATE_BLOCK: their fp32 gradients stay in the caches
+_SLICE_ELEMENTS = 1 << 18  # a multiple of STATE_BLOCK; so many fp32 gradients stay in the caches
 
 
 def step_(
@@ -40,7 +40,7 @@ def step_(
 
     part: "weights" writes the weights alone, "moments" afterwards m and v alone, with the same
     gradient; after both every bit is that of "update". Only where `Flat.has_two_passes`.
-    backend None: the native kernels on the host, on a GPU Triton, or torch where that is missing.
+    backend None: the native kernels on the host, on a GPU Triton, or torch without Triton.
     threads: of the native kernels; None: all. Raises TypeError or ValueError, before anything is
     written, for tensors that do not fit together.
     """
@@ -59,7 +59,7 @@ def step_(
 
 
 def backend_for(flat: Flat) -> Backend:
-    """Choose by the place of the tensors."""
+    """Choose the backend by the tensors' device."""
     if flat.weights.device.type == "cpu":
         return "native"
     return "triton" if flat.weights.is_cuda and triton_adamw.is_available() else "torch"
@@ -80,11 +80,11 @@ def _step_(
 
 def _step_masters_(flat: Flat, update: AdamWUpdate, backend: Backend, threads: int | None) -> None:
     """Update the fp32 masters of fp16 weights and round them into the weights: on the host slice by
-    slice, for the native kernels take fp32 gradients."""
+    slice, because the native kernels take fp32 gradients."""
     assert flat.master is not None
     if flat.weights.device.type != "cpu":
         _step_(flat.of_masters(flat.gradient), update, "update", backend, threads)
-        flat.weights.copy_(flat.master)  # after a step that is left out: the same again
+        flat.weights.copy_(flat.master)  # after a skipped step the weights stay the same
         return
     n = flat.weights.numel()
     wide = torch.empty(min(n, _SLICE_ELEMENTS), dtype=torch.float32)

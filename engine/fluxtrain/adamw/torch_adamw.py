@@ -20,7 +20,7 @@ def step_by_torch_(
     part: Pass = Pass.UPDATE,
     slice_elements: int = SLICE_ELEMENTS,
 ) -> None:
-    """Take the step, whose `clip` is not looked at; temporaries are those of `slice_elements`."""
+    """Take the step, ignoring `clip`, `slice_elements` at a time to bound temporary memory."""
     c, n = update.coefficients(), flat.weights.numel()
     for start in range(0, n, slice_elements):
         _step_slice_(flat.cut(start, min(start + slice_elements, n)), c, part)

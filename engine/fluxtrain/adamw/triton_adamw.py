@@ -35,7 +35,7 @@ if triton is not None:
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         clip = tl.load(clip_at)
-        inside = (at < n) & (clip == clip)  # a norm that is not finite leaves everything as it is
+        inside = (at < n) & (clip == clip)  # a norm that is not finite changes nothing
         g = tl.load(gradient + at, mask=inside).to(tl.float32) * (clip * sign)
         if SPLIT:
             top = tl.load(weight + at, mask=inside)
@@ -62,14 +62,14 @@ if triton is not None:
 
 
 def is_available() -> bool:
-    """Was torch built with Triton?"""
+    """Return whether torch was built with Triton."""
     return triton is not None
 
 
 def step_by_triton_(flat: Flat, update: AdamWUpdate) -> None:
     """Take one AdamW step in place on device tensors that `Flat.check` has passed.
 
-    The host never waits: `update.clip` is read on the device, and NaN leaves everything as it is.
+    The host never waits: `update.clip` is read on the device, and NaN changes nothing.
     """
     clip = update.clip
     if clip is None:

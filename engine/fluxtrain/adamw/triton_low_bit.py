@@ -56,7 +56,7 @@ if triton is not None:
 
     @triton.jit
     def _line(y, table):  # type: ignore[no-untyped-def]
-        """Bits 16 to 23 of the line in y; see `dynamic_map.line_table`."""
+        """Compute bits 16 to 23 of the line in y; see `dynamic_map.line_table`."""
         y = tl.maximum(y, 1.4901161193847656e-08)
         decade = (y >= tl.load(table)).to(tl.int32)
         for i in tl.static_range(1, 7):
@@ -67,7 +67,7 @@ if triton is not None:
 
     @triton.jit
     def _decayed(code, zero, scale, beta, least, table):  # type: ignore[no-untyped-def]
-        """What a step leaves of a code's value; see `dynamic_map.decayed`."""
+        """Compute a code's value after decay; see `dynamic_map.decayed`."""
         left = scale * beta
         left = tl.where(left >= 8.271806125530277e-25, left, least)[:, None]
         k = (code - zero).to(tl.float32)
@@ -84,7 +84,7 @@ if triton is not None:
         block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         at = block[:, None] * 256 + tl.arange(0, 256)[None, :]
         clip = tl.load(clip_at)
-        inside = (at < n) & (clip == clip)  # a norm that is not finite leaves everything as it is
+        inside = (at < n) & (clip == clip)  # a norm that is not finite changes nothing
         begun = (block * 256 < n) & (clip == clip)
         m_scale = tl.load(m_scale_at + block, mask=begun, other=0.0)
         v_scale = tl.load(v_scale_at + block, mask=begun, other=0.0)
@@ -126,7 +126,7 @@ if triton is not None:
         x = x * tl.full((BLOCK,), 0xD35A2D97, tl.uint32)
         return x ^ (x >> 15)
 
-    # The keys differ from step to step: a kernel compiled for the values of one would be of no use.
+    # The keys differ from step to step, so a kernel specialised to their values is useless.
     @triton.jit(do_not_specialize=["first_element", "first_key", "second_key"])  # type: ignore[untyped-decorator]
     def _adamw16(  # type: ignore[no-untyped-def]
         weight, low, m_at, v_at, gradient, clip_at, n, first_element, first_key, second_key,
@@ -157,7 +157,7 @@ if triton is not None:
 
 
 def launch_8bit_(flat: Flat, update: AdamWUpdate, clip: Tensor) -> None:
-    """Take one AdamW step with 8-bit states in place; gradients count times `clip` (0-d fp32)."""
+    """Take one AdamW step with 8-bit states in place; `clip` (0-d fp32) scales the gradients."""
     c = update.coefficients()
     low_bit = low_bit_coefficients(c._replace(grad_scale=1.0))
     n, device = flat.weights.numel(), flat.weights.device
@@ -190,7 +190,7 @@ def launch_bf16_(flat: Flat, update: AdamWUpdate, clip: Tensor) -> None:
 
 
 def _signed(word: int) -> int:
-    """The same 32 bits as a number that Triton takes for an int32."""
+    """Return the 32 bits as a signed number, which Triton takes for an int32."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 

@@ -20,9 +20,9 @@ from fluxtrain.guards.arguments import (
     batch_rows,
     flatten,
     has_cache,
-    piece,
     refuse_hidden_gradients,
     run_with,
+    slice_rows,
     splits,
     without_caches,
 )
@@ -30,7 +30,7 @@ from fluxtrain.guards.leaks import BoundWeights
 from fluxtrain.guards.output_alias import chunk_outputs
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
-from fluxtrain.runtime.counters import HeldBoundary
+from fluxtrain.runtime.counters import HeldInputs
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
 
 
@@ -69,10 +69,10 @@ def run_without_gradients(
             return out
         assert rows is not None
         split = splits(tensors, rows)
-        pieces = [piece(tensors, split, a, b) for a, b in spans(rows, context.chunk_rows)]
-        outs = [flatten(run_with(unit.original, tree.fill(given))) for given in pieces]
+        inputs = [slice_rows(tensors, split, a, b) for a, b in spans(rows, context.chunk_rows)]
+        outs = [flatten(run_with(unit.original, tree.fill(given))) for given in inputs]
         weights.refuse_writes()
-    return outs[0][0].fill(chunk_outputs([out for _, out in outs], pieces, tensors))
+    return outs[0][0].fill(chunk_outputs([out for _, out in outs], inputs, tensors))
 
 
 class _Streamed(torch.autograd.Function):
@@ -81,7 +81,7 @@ class _Streamed(torch.autograd.Function):
         context, unit = record(ctx, call), call.unit
         ctx.set_materialize_grads(False)
         if unit.offloads_inputs and unit.recomputes:
-            call.given.offload(context.park, tensors)
+            call.given.offload(context.activation_offload, tensors)
         with bound(context, unit):
             weights = BoundWeights(unit)
             parts = call.record(tensors)
@@ -90,7 +90,7 @@ class _Streamed(torch.autograd.Function):
                 call.record_again_whole()
         end_forward(context)
         ctx.save_for_backward(*call.finish_forward(tensors))
-        ctx.boundary = HeldBoundary(context.counters, call.given.kept_bytes)
+        ctx.held_inputs = HeldInputs(context.counters, call.given.kept_bytes)
         results = [[part[i] for part in parts] for i in call.outputs.returned]
         differentiable = [any(chunk.requires_grad for chunk in chunks) for chunks in results]
         merged = [
@@ -109,23 +109,23 @@ class _Streamed(torch.autograd.Function):
         call: Call = ctx.call
         call.given.refuse_changed()
         arriving = call.outputs.gradients_of_results(gradients)
-        tensors = call.given.fetch(context.park, ctx.saved_tensors)
+        tensors = call.given.fetch(context.activation_offload, ctx.saved_tensors)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
-        pieces: dict[int, list[Tensor]] = {i: [] for i in wanted}
+        by_chunk: dict[int, list[Tensor]] = {i: [] for i in wanted}
         with bound(context, call.unit, "backward"):
             for chunk in call.chunks:
                 found = call.backward(chunk, tensors, wanted, arriving)
                 for i, gradient in zip(wanted, found, strict=True):
                     if call.given.cut[i]:
-                        pieces[i].append(gradient)
+                        by_chunk[i].append(gradient)
                     else:
                         so_far = sums[i]
                         sums[i] = gradient if so_far is None else so_far + gradient
-        for i, parts in pieces.items():
+        for i, parts in by_chunk.items():
             if parts:
                 sums[i] = parts[0] if len(parts) == 1 else torch.cat(parts)
-        ctx.boundary.close()
+        ctx.held_inputs.close()
         end_backward(context, call.unit)
         call.unit.checked_recomputes += 1
         return (None, None, *sums)

@@ -16,7 +16,7 @@ from fluxtrain.block.chunking import chunks, spans
 from fluxtrain.block.recompute import CannotRefill, Saved, Tape, gradient_ends
 from fluxtrain.block.rng import Autocast, RandomState
 from fluxtrain.guards.argument_writes import WRITES_TO_A_LEAF
-from fluxtrain.guards.arguments import Tree, batch_rows, flatten, piece, run_with, splits
+from fluxtrain.guards.arguments import Tree, batch_rows, flatten, run_with, slice_rows, splits
 from fluxtrain.guards.checks import Sums, checksum, sums_of
 from fluxtrain.guards.leaks import copied_out, refuse_foreign_inputs
 from fluxtrain.guards.output_alias import CallOutputs, find_aliases
@@ -186,7 +186,7 @@ class Call(UnitCall):
             for (group, member), gradient in arrived
             if gradient is not None
         )
-        parts = piece(tensors, self.given.cut, *chunk.span)
+        parts = slice_rows(tensors, self.given.cut, *chunk.span)
         return [
             g if g is not None else torch.zeros_like(parts[i])
             for i, g in zip(wanted, found[: len(wanted)], strict=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 from fluxtrain.block.recompute import aliased_leaf
 from fluxtrain.errors import MisusedModel
 from fluxtrain.guards.argument_writes import ArgumentWrites, new_tensor
-from fluxtrain.guards.arguments import Tree, argument_name, piece
+from fluxtrain.guards.arguments import Tree, argument_name, slice_rows
 from fluxtrain.guards.shared_memory import version_counter, version_of
-from fluxtrain.memory.boundary import BoundaryPark, Parked
+from fluxtrain.memory.activation_offload import ActivationOffload, OffloadedActivation
 from fluxtrain.memory.unit import Unit
 
 _KNOWN_KINDS = 256  # a dict with other keys each time has no end of them
@@ -31,20 +31,20 @@ class CallArguments:
         self.explores = known is None  # the first call of this kind
         self.writes = ArgumentWrites(unit.name, unit.original, tree, tensors, known)
         self._copies: Mapping[int, Tensor] = {}  # of arguments before the block wrote to them
-        self._parked: dict[int, Parked] = {}  # inputs that wait on the host
+        self._offloaded: dict[int, OffloadedActivation] = {}  # inputs that wait on the host
         self._watched: list[tuple[int, Tensor, int]] = []  # counters of writes, and their counts
         self.kept_bytes = 0  # on the device
 
-    def offload(self, park: BoundaryPark, tensors: Sequence[Tensor]) -> None:
+    def offload(self, offload: ActivationOffload, tensors: Sequence[Tensor]) -> None:
         """Let the inputs that ask for gradients wait on the host for the backward pass."""
-        self._parked = park.park(tensors, self.needs)
+        self._offloaded = offload.offload(tensors, self.needs)
 
     def inputs(
         self, tensors: Sequence[Tensor], span: tuple[int, int], *, again: bool
     ) -> list[Tensor]:
         """Cut off the inputs of one chunk, which ask for gradients where the caller's do. Computed
         again, a block writes to copies."""
-        parts = piece(tensors, self.cut, *span)
+        parts = slice_rows(tensors, self.cut, *span)
         if again and self._copies:
             parts = [part.clone() if i in self._copies else part for i, part in enumerate(parts)]
         with torch.enable_grad():
@@ -66,7 +66,7 @@ class CallArguments:
         for i, tensor in enumerate(tensors):
             if i not in copies:
                 self._watched.append((i, version_counter(tensor), version_of(tensor)))
-            if i not in self._parked:
+            if i not in self._offloaded:
                 kept.append(copies.get(i, tensor))
                 if self.needs[i]:
                     self.kept_bytes += tensor.nbytes
@@ -83,9 +83,10 @@ class CallArguments:
                     f"{new_tensor(name)} there, or hand the block a copy (.clone())"
                 )
 
-    def fetch(self, park: BoundaryPark, kept: Sequence[Tensor]) -> list[Tensor]:
+    def fetch(self, offload: ActivationOffload, kept: Sequence[Tensor]) -> list[Tensor]:
         """Bring the inputs together: those that were kept, and those that waited on the host."""
-        stayed, parked = iter(kept), self._parked
+        stayed, offloaded = iter(kept), self._offloaded
         return [
-            park.fetch(parked[i]) if i in parked else next(stayed) for i in range(len(self.needs))
+            offload.fetch(offloaded[i]) if i in offloaded else next(stayed)
+            for i in range(len(self.needs))
         ]

@@ -17,7 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 from fluxtrain.block.capture import Capture, active_collector
 from fluxtrain.block.rng import randomness_kept
-from fluxtrain.guards.arguments import Tree, ambiguous, batch_rows, flatten, opaque, piece, splits
+from fluxtrain.guards.arguments import (
+    Tree,
+    ambiguous,
+    batch_rows,
+    flatten,
+    opaque,
+    slice_rows,
+    splits,
+)
 from fluxtrain.guards.shared_memory import overlap, same_elements
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
@@ -79,10 +87,12 @@ def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
     if rows is None or rows < _TRIED_ROWS:
         return False
     split = splits(tensors, rows)
-    together = _run(unit, tree, piece(tensors, split, 0, _TRIED_ROWS), split)
+    together = _run(unit, tree, slice_rows(tensors, split, 0, _TRIED_ROWS), split)
     if together is None:
         return False
-    single = [_run(unit, tree, piece(tensors, split, i, i + 1), split) for i in range(_TRIED_ROWS)]
+    single = [
+        _run(unit, tree, slice_rows(tensors, split, i, i + 1), split) for i in range(_TRIED_ROWS)
+    ]
     if any(s is None or len(s) != len(together) for s in single):
         return False
     for position, whole in enumerate(together):
@@ -117,7 +127,7 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
         outputs_bytes += sum(t.numel() * t.element_size() for t in flatten(output)[1])
 
     split = splits(tensors, rows or 1)
-    one = [t.detach() for t in piece(tensors, split, 0, 1)]
+    one = [t.detach() for t in slice_rows(tensors, split, 0, 1)]
     one = [t.requires_grad_(t.is_floating_point()) for t in one]
     inside = _copies_inside(tree)
 

@@ -6,35 +6,25 @@ their activations.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fluxtrain.memory.unit import Unit
+from fluxtrain.plan.group_placement import Activations
 from fluxtrain.runtime.context import Context
 
 
 def choose_recompute(context: Context) -> None:
-    """Let the first `plan.kept_blocks` blocks that can keep their activations, between two steps.
-    Where the plan has inputs on the host, those of all units from the
-    `plan.boundaries_on_device`-th last block on stay on the device."""
-    plan, units = context.plan, context.units
+    """Give every unit what its group's row of the table says of activations, between two steps. A
+    unit without parameters of its own has no row and does as the last one before it."""
     owned = {slot.owner for slot in context.window.slots}
 
     def can_keep(unit: Unit) -> bool:
-        stays = all(group.home == "device" or group in owned for group in unit.groups)
+        stays = all(g.placement.weights == "device" or g in owned for g in unit.groups)
         return stays and unit.group.kind == "block"
 
-    keeping = [unit for unit in units if can_keep(unit)][: plan.kept_blocks]
-    for unit in units:
-        unit.recomputes = unit not in keeping
-    blocks = [unit for unit in units if unit.group.kind == "block" and unit.recomputes]
-    staying = plan.boundaries_on_device
-    first = blocks[-staying:][0].position if staying and blocks else len(units)
-    for unit in units:
-        unit.offloads_inputs = plan.parks and unit.recomputes and unit.position < first
-
-
-def leave_boundaries(context: Context, blocks: int) -> None:
-    """Keep the inputs of the last `blocks` blocks, and of what follows them, on the device where
-    the plan has inputs on the host; between two steps."""
-    context.plan = replace(context.plan, boundaries_on_device=blocks)
-    choose_recompute(context)
+    rows = {row.name: row.activations for row in context.plan.groups}
+    recomputed = [found for found in rows.values() if found != "kept"]
+    last: Activations = recomputed[0] if recomputed else "inputs_on_device"
+    for unit in context.units:
+        activations = rows.get(unit.group.name, last)
+        unit.recomputes = activations != "kept" or not can_keep(unit)
+        unit.offloads_inputs = activations == "inputs_on_host"
+        last = last if activations == "kept" else activations

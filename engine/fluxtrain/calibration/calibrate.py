@@ -55,6 +55,7 @@ from fluxtrain.plan.cost.calibration import (
 )
 from fluxtrain.plan.cost.updates import rate_of_update
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.grouping import facts_of
@@ -76,13 +77,13 @@ def calibrate(
     heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
     host_available_bytes: int | None = None,
     *,
-    eager: bool = False,
+    in_backward: bool = False,
 ) -> Calibration:
     """Time a block, and what stands outside the blocks, in chunks of `rows` rows, (few, many).
 
     Where the small model does not fit on a GPU, its edges wait on the host; where that does not fit
     either, `fewer` rows are timed. `states` are those of AdamW, whose update on the device is timed
-    too. `eager` times steps that update in the backward pass.
+    too. `in_backward` times steps that update in the backward pass.
 
     `batch_of` gives real rows. `heavier_of` gives rows whose activations may take more memory, None
     where the usual rows do already. Their memory counts but not their time, as they may be few.
@@ -101,8 +102,8 @@ def calibrate(
             timed = _first_that_fits(setups, model, _Batches(batch_of, heavier_of), device)
             steps: _TimedSteps | NotRehearsed | None = None
             if device.type == "cuda":
-                batch = batch_of(timed.few.rows)
-                steps = time_steps(model, batch, device, states, host_available_bytes, eager=eager)
+                batch, limit = batch_of(timed.few.rows), host_available_bytes
+                steps = time_steps(model, batch, device, states, limit, in_backward=in_backward)
     except (UnsupportedModel, Diverged) as error:
         raise NotCalibrated(str(error)) from error
     finally:
@@ -170,7 +171,7 @@ def _host_in_steps(
     Of the times of `few` rows on the device the least count: a full queue makes others longer.
     """
     alone, offloaded, passes = of["alone"], of["offloaded"], of.get("passes")
-    whole = of.get("whole") or of["eager"]
+    whole = of.get("whole") or of["in_backward"]
     host = HostTimes(
         forward_s=alone.forward_s,
         backward_s=alone.backward_s,
@@ -188,7 +189,7 @@ def _host_in_steps(
         "host_block_s": alone.forward_s + alone.backward_s,
     }
     bits = "_8bit" if block.states == "8bit" else ""
-    of_all = [f"adamw{bits}_per_s", *([f"adamw{bits}_beside_per_s"] if "eager" in of else [])]
+    of_all = [f"adamw{bits}_per_s", *([f"adamw{bits}_beside_per_s"] if "in_backward" in of else [])]
     rates = [(name, whole.update_s, False) for name in of_all]
     if passes is not None:
         rates.append(("adamw_weights_per_s", passes.update_s, True))
@@ -232,8 +233,9 @@ class _Setup:
         how: dict[str, Any] = {"states": self.states}
         if self.edges == "device":
             return wrapped(small, device, "none", max(self.rows), **how)
-        how |= {"device_groups": COPIES, "device_first": "blocks"}
-        how |= {"embedding": "whole", "head": "whole"}
+        how["placement"] = PlacementRequest(
+            device_groups=COPIES, device_first="blocks", embedding="whole", head="whole"
+        )
         return wrapped(small, device, "weights", max(self.rows), **how)
 
 

@@ -89,16 +89,19 @@ def known_constants(
     per_s: Mapping[str, float | None] | None = None,
     *,
     mixed: bool | None = None,
-    eager: bool = False,
+    in_backward: bool = False,
 ) -> Constants:
     """Return what was measured before for a model of this shape.
 
     Where no block was timed, these are the probe's rates (`per_s`; None: the kept ones) with the
     constants of this class of machines. `mixed`: timed with rows of several documents; None: either
-    way, those first. `eager`: for a run that updates in its backward pass.
+    way, those first. `in_backward`: for a run that updates in its backward pass.
     """
     wanted = (True, False) if mixed is None else (mixed,)
-    places = (_place(facts, machine, device, batch_rows, mixed=one, eager=eager) for one in wanted)
+    places = (
+        _place(facts, machine, device, batch_rows, mixed=one, in_backward=in_backward)
+        for one in wanted
+    )
     kept = (_read(place) for place in places)
     found = next((one for one in kept if one is not None), None)
     probed = _probed() if per_s is None else per_s
@@ -124,17 +127,21 @@ def measure_constants(
     batch_of: Callable[[int], BoundBatch[Any]],
     heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
     *,
-    eager: bool = False,
+    in_backward: bool = False,
 ) -> Constants:
     """Return `known_constants`; what is not known is measured now, in a few seconds, and kept.
 
     `batch_of` and `heavier_of` give rows as for `calibrate`.
     """
     mixed = heavier_of is not None
-    known = known_constants(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
-    place = _place(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
+    known = known_constants(
+        facts, machine, device, batch_rows, mixed=mixed, in_backward=in_backward
+    )
+    place = _place(facts, machine, device, batch_rows, mixed=mixed, in_backward=in_backward)
     if known.calibration is not None and not _should_time_again(known.calibration, machine):
-        known = _completed(known, known.calibration, place, facts, machine, device, eager=eager)
+        known = _completed(
+            known, known.calibration, place, facts, machine, device, in_backward=in_backward
+        )
         return _warned(known)
     assert facts.row is not None
     rows = trial_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
@@ -142,10 +149,12 @@ def measure_constants(
     try:
         on, states = torch.device(device), _states(facts)
         memory = machine.memory_available_bytes
-        timed = calibrate(model, batch_of, on, rows, fewer, states, heavier_of, memory, eager=eager)
+        timed = calibrate(
+            model, batch_of, on, rows, fewer, states, heavier_of, memory, in_backward=in_backward
+        )
     except NotCalibrated as reason:
         return _warned(replace(known, source=f"{known.source} ({reason})"))
-    timed = replace(timed, **_adamw_rates(facts, machine, device, timed, eager=eager))
+    timed = replace(timed, **_adamw_rates(facts, machine, device, timed, in_backward=in_backward))
     rates = _missing_rates(known.per_s, machine, device)
     _write(place, rates, timed)
     found = Constants(
@@ -173,10 +182,10 @@ def _completed(
     machine: Machine,
     device: str,
     *,
-    eager: bool,
+    in_backward: bool,
 ) -> Constants:
     """Add the rates that could not be measured when the block was timed, and can be now."""
-    adamw = _adamw_rates(facts, machine, device, timed, eager=eager)
+    adamw = _adamw_rates(facts, machine, device, timed, in_backward=in_backward)
     rates = _missing_rates(known.per_s, machine, device)
     if not rates and not any(adamw.values()):
         return known
@@ -252,23 +261,23 @@ def _states(facts: ModelFacts) -> StateFormat:
 
 
 def _adamw_rates(
-    facts: ModelFacts, machine: Machine, device: str, timed: Calibration, *, eager: bool
+    facts: ModelFacts, machine: Machine, device: str, timed: Calibration, *, in_backward: bool
 ) -> dict[str, Any]:
     """Measure the native optimizer's rates that the calibration `timed` does not have yet.
 
     On a GPU's host these are also the rates of updates in two passes, where one can be hidden, or
-    beside the backward pass of an `eager` run.
+    beside the backward pass of an `in_backward` run.
     """
     narrow = any(group.states == "8bit" for group in facts.groups)
     two_passes = any(group.pass_bytes for group in facts.groups)
     wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
     if narrow:
         wanted["adamw_8bit_per_s"] = ("all", True, False)
-    if device == "cuda" and eager:
+    if device == "cuda" and in_backward:
         wanted["adamw_beside_per_s"] = ("all", False, True)
-    if device == "cuda" and eager and narrow:
+    if device == "cuda" and in_backward and narrow:
         wanted["adamw_8bit_beside_per_s"] = ("all", True, True)
-    if device == "cuda" and two_passes and not eager:
+    if device == "cuda" and two_passes and not in_backward:
         wanted["adamw_weights_per_s"] = ("weights", False, False)
         wanted["adamw_moments_per_s"] = ("moments", False, True)
     return {
@@ -311,7 +320,7 @@ def _place(
     batch_rows: int | None,
     *,
     mixed: bool,
-    eager: bool,
+    in_backward: bool,
 ) -> Path:
     """Return the file for this machine, device, model shape, timed rows, kind of rows and, on a
     GPU, kind of steps."""
@@ -325,7 +334,7 @@ def _place(
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
     timed = trial_rows(row.sequence_length, batch_rows, _timed_tokens(device))
     threads = torch.get_num_threads()
-    kind = (mixed, eager and device == "cuda")
+    kind = (mixed, in_backward and device == "cuda")
     how = (rows, timed, *kind, threads, str(torch.__version__))
     return cache_file("block", machine, device, shape, *how)
 

@@ -65,14 +65,17 @@ def _on(device: torch.device, parameters: Iterable[nn.Parameter]) -> dict[int, A
 
 @contextmanager
 def wrapped(
-    small: nn.Module, device: torch.device, offload: Offload, chunk_rows: int, **places: Any
+    small: nn.Module, device: torch.device, offload: Offload, chunk_rows: int, **rest: Any
 ) -> Iterator[Engine]:
     """Wrap `small` for the length of the context and give its engine, which skips the checks of
-    the first steps."""
+    the first steps.
+
+    rest: more arguments of `wrap`.
+    """
     from fluxtrain.wrapping.engine import engine_of
 
     fluxtrain.wrap(
-        small, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **places
+        small, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **rest
     )
     engine = engine_of(small)
     try:

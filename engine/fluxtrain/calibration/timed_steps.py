@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,7 @@ from fluxtrain.errors import Diverged
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import NotRehearsed, median
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.units import bytes_text
 from fluxtrain.wrapping.block_discovery import take_apart
@@ -59,7 +60,7 @@ Kind = Literal[
     "offloaded",  # no update, activations on the host
     "whole",  # each block's update at once
     "passes",  # its weights first, its moments later
-    "eager",  # its update in the backward pass
+    "in_backward",  # its update in the backward pass
 ]
 
 
@@ -83,9 +84,9 @@ def time_steps(
     states: StateFormat,
     host_available_bytes: int | None,
     *,
-    eager: bool,
+    in_backward: bool,
 ) -> tuple[dict[Kind, StepTimes], GroupFacts] | NotRehearsed:
-    """Time the kinds of steps that an `eager` run, or one that clips, can make.
+    """Time the kinds of steps that an `in_backward` run, or one that clips, can make.
 
     Returns their times with the facts of the timed block, or the reason why there are none: device
     or host have too little memory, no block is trained, or copies of one block give a loss or
@@ -99,7 +100,7 @@ def time_steps(
     if isinstance(count, NotRehearsed):
         return count
     try:
-        return _timed(model, count, batch, device, states, eager=eager)
+        return _timed(model, count, batch, device, states, in_backward=in_backward)
     except (torch.OutOfMemoryError, MemoryError, Diverged) as error:
         return NotRehearsed(why=f"{count} copies of a block failed: {_why(error)}")
     finally:
@@ -113,7 +114,7 @@ def _timed(
     device: torch.device,
     states: StateFormat,
     *,
-    eager: bool,
+    in_backward: bool,
 ) -> tuple[dict[Kind, StepTimes], GroupFacts]:
     host = torch.device("cpu")
     small = make_small_model(model, count, blocks=host, edges=host).train()
@@ -124,12 +125,12 @@ def _timed(
             parameter.requires_grad_(False)  # a plan counts the edges by themselves
     facts = next(group for group in facts_of(small, states).groups if group.kind == "block")
     rows = batch.rows
-    on_host = {"device_groups": 0, "resident_blocks": 0, "kept_blocks": 0, "embedding": "whole"}
-    how = {**on_host, "states": states, "deferred_moments": True}
+    on_host = PlacementRequest(device_groups=0, resident_blocks=0, embedding="whole")
+    how: dict[str, Any] = {"placement": on_host, "states": states, "deferred_moments": True}
     with wrapped(small, device, "weights", rows, **how) as engine:
         timer = _StepTimer(small, engine, blocks, batch, device)
-        kinds: list[Kind] = ["alone", "offloaded", "eager" if eager else "whole"]
-        kinds += ["passes"] if facts.pass_bytes and not eager else []
+        kinds: list[Kind] = ["alone", "offloaded", "in_backward" if in_backward else "whole"]
+        kinds += ["passes"] if facts.pass_bytes and not in_backward else []
         return {kind: timer.measure(kind) for kind in kinds}, facts
 
 
@@ -199,7 +200,9 @@ class _StepTimer:
         """Time some steps of a kind, after one that does not count."""
         engine = self._engine
         engine.updates.defers_moments = kind == "passes"
-        engine.plan = replace(engine.plan, boundaries="host" if kind == "offloaded" else "device")
+        engine.plan = engine.plan.with_activations(
+            "inputs_on_host" if kind == "offloaded" else "inputs_on_device"
+        )
         choose_recompute(engine)  # it decides from the plan which inputs are offloaded
         self._step(kind)
         self._engine.flush()
@@ -223,12 +226,12 @@ class _StepTimer:
         self._seen.forwards.append([])
         self._seen.backwards.append([])
         loss = self._batch.loss(self._small)
-        if kind == "eager":
-            self._engine.begin_eager_step(self._optimizer, loss)
+        if kind == "in_backward":
+            self._engine.begin_step_in_backward(self._optimizer, loss)
         loss.backward()
         updates = kind not in ("alone", "offloaded")
         if updates:
-            self._engine.clip_grad_norm(None if kind == "eager" else 1.0, [loss.detach()])
+            self._engine.clip_grad_norm(None if kind == "in_backward" else 1.0, [loss.detach()])
         started_s = time.perf_counter()
         if updates:
             self._optimizer.step()
@@ -247,7 +250,7 @@ class _StepTimer:
             forward_s=_between(self._seen.forwards, waits),
             backward_s=_between(self._seen.backwards, waits),
             optimizer_s=median(self._seen.optimizer_s) / count,
-            update_s=_one_to_next(by_kind.get("update", []), count, waits=kind == "eager"),
+            update_s=_one_to_next(by_kind.get("update", []), count, waits=kind == "in_backward"),
             moments_s=_one_to_next(by_kind.get("moments", []), count, waits=False),
         )
 

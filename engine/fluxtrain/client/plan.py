@@ -39,9 +39,9 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
     device_groups: int
     device_first: str
     resident_blocks: int
-    kept_blocks: int
-    boundaries: str
-    boundaries_on_device: int
+    blocks_without_recompute: int
+    activations: str
+    activations_on_device: int
     batch_rows: int
     chunk_rows: int
     embedding: str

@@ -33,18 +33,18 @@ from fluxtrain.models.model_files import (
     refuse_quantised,
 )
 from fluxtrain.models.precision import choose_dtype, demo_dtype, with_odd_tensors
-from fluxtrain.plan.choices.placement import RunPlacement
-from fluxtrain.plan.facts import ModelFacts, Room
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.planning.forecast import Forecast, forecast_of, plan_lines, planned_layout
 from fluxtrain.planning.placing import (
+    capacity_of,
     card_capability,
     choose_device,
     decide,
     dtype_choice,
-    eager,
     model_facts_for,
-    room_of,
+    optimizer_in_backward,
 )
 from fluxtrain.planning.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.rundir.run_dir import runs_root
@@ -73,7 +73,7 @@ def preview(
     """
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
-    room = _room(config, elsewhere, device.value)
+    capacity = _capacity(config, elsewhere, device.value)
     model, dtype, copied = _empty_model(config, elsewhere, device.value)
     wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     facts = model_facts_for(config, model, model.config)
@@ -89,10 +89,10 @@ def preview(
         device.value,
         batch_rows=wished_rows,
         data_rows=max(1, rows // config.train.accumulation),
-        room=room,
+        capacity=capacity,
         constants=constants,
     )
-    where = room or room_of(machine, device.value)
+    where = capacity or capacity_of(machine, device.value)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
     schedule = choose_schedule(
@@ -133,11 +133,11 @@ def _answer(
     placement = forecast.placement
     return PlanAnswer(
         model=model,
-        device="cuda" if forecast.room.has_gpu else "cpu",
+        device="cuda" if forecast.capacity.has_gpu else "cpu",
         layout=planned_layout(forecast.facts, forecast.layout),
         accumulation=config.train.accumulation,
         sequence_length=config.data.sequence_length,
-        device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.room.has_gpu),
+        device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.capacity.has_gpu),
         device_budget_bytes=placement.budget_bytes,
         need=asdict(placement.need),
         host_bytes=placement.host_bytes,
@@ -165,7 +165,9 @@ def _known(
     per_s: Mapping[str, float | None],
 ) -> Constants:
     rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
-    return known_constants(facts, machine, device, rows, per_s, eager=eager(config, facts))
+    return known_constants(
+        facts, machine, device, rows, per_s, in_backward=optimizer_in_backward(config, facts)
+    )
 
 
 def _rows_within(config: RunConfig) -> int:
@@ -215,18 +217,22 @@ def _measured(
 def _device_of(config: RunConfig, elsewhere: PlannedMachine) -> ChoiceMade:
     """Choose the device on another machine."""
     wished = config.placement.device
-    if wished != "cpu" and elsewhere.room.has_gpu:
+    if wished != "cpu" and elsewhere.capacity.has_gpu:
         return ChoiceMade(name="placement.device", value="cuda", because="the machine has a GPU")
     if wished == "cuda":
         raise BadInput("placement.device=cuda, but the machine has no GPU: set it to cpu or auto")
     return ChoiceMade(name="placement.device", value="cpu", because="as set or without a GPU")
 
 
-def _room(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> Room | None:
-    """Return the memory of another machine; None: this machine's counts."""
+def _capacity(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> Capacity | None:
+    """Return the capacity of another machine; None: this machine's counts."""
     if elsewhere is None:
         return None
-    return elsewhere.room if device == "cuda" else replace(elsewhere.room, device_free_bytes=None)
+    return (
+        elsewhere.capacity
+        if device == "cuda"
+        else replace(elsewhere.capacity, device_free_bytes=None)
+    )
 
 
 def _empty_model(
@@ -301,9 +307,9 @@ def _tokens(config: RunConfig) -> int:
     return estimated_tokens(path, format_)
 
 
-def _host_limit(room: Room, placement: RunPlacement, here: Machine | None) -> int | None:
+def _host_limit(capacity: Capacity, placement: Placement, here: Machine | None) -> int | None:
     """Return the bytes that the whole process may take; here it holds a part of them already."""
-    available = room.host_available_bytes
+    available = capacity.host_available_bytes
     if here is None or available is None:
         return available
     may_take = available + placement.process_bytes

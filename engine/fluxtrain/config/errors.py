@@ -35,9 +35,9 @@ def explain(error: ValidationError, keys: list[str]) -> str:
 
 
 def _message(key: str, item: Any, keys: list[str]) -> str:
-    if item["type"] == "extra_forbidden":
+    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_key(key, keys)
-    if item["type"] in ("model_type", "model_attributes_type"):
+    if item["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
         return f"{key} must be a mapping of settings, as in `{_example(key, keys)}`"
     text = str(item["msg"]).removeprefix("Value error, ")
     if not key:

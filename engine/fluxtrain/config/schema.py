@@ -7,6 +7,7 @@ wrong is a `BadInput` that names the key, the value and the cure.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,15 +25,17 @@ from fluxtrain.client.plan import Setting
 from fluxtrain.config.errors import explain
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.errors import BadInput
+from fluxtrain.plan.request import (
+    Auto,
+    PlacementRequest,
+    Positive,
+    refuse_boolean,
+    refuse_uncountable,
+)
 from fluxtrain.plan.states import OptimizerName
-
-LARGEST_INT = 2**63 - 1  # of 64 bits, which journals and random generators hold
-LARGEST_FLOAT = 1e15
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of dtypes
 
-Auto = Literal["auto"]
-Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -45,17 +48,12 @@ class Section(BaseModel):
     @classmethod
     def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
-        if isinstance(value, bool) and field.annotation is not bool:
-            raise ValueError("must not be true or false")
-        return value
+        return value if field.annotation is bool else refuse_boolean(value)
 
     @field_validator("*")
     @classmethod
     def _within_what_can_be_counted(cls, value: Any) -> Any:
-        limit = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
-        if isinstance(value, int | float) and value > limit:
-            raise ValueError(f"must be at most {limit:g}")
-        return value
+        return refuse_uncountable(value)
 
 
 class ModelSettings(Section):
@@ -201,14 +199,14 @@ class TrainSettings(Section):
     )
 
     @property
-    def updates_eagerly(self) -> bool:
+    def optimizer_in_backward(self) -> bool:
         """Is each block updated as soon as its gradients arrive?"""
         own = self.optimizer == "adamw"
         return self.max_grad_norm is None and self.accumulation == 1 and own
 
     @model_validator(mode="after")
     def _deferred_only_after_the_norm(self) -> TrainSettings:
-        if self.moments == "deferred" and self.updates_eagerly:
+        if self.moments == "deferred" and self.optimizer_in_backward:
             raise ValueError(
                 "moments = deferred waits for all weights, and max_grad_norm = null updates each "
                 "block at once: set one of the two, or moments = with_weights"
@@ -223,77 +221,6 @@ class TrainSettings(Section):
         return betas
 
 
-class PlacementSettings(Section):
-    """Where the bytes live."""
-
-    offload: Literal["auto", "none", "optimizer", "weights", "max"] = Field(
-        default="auto", description="what lives in host memory instead of on the device"
-    )
-    boundaries: Literal["auto", "device", "host"] = Field(
-        default="auto",
-        description="where the blocks' inputs wait for the backward pass; auto decides by the time "
-        "that each way costs",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto",
-        description="where blocks are computed; auto takes the GPU when torch can use it",
-    )
-    chunk_rows: Positive | Auto = Field(
-        default="auto",
-        description="rows computed at once inside a block; auto chooses from free memory",
-    )
-    aggressiveness: (
-        Literal["auto", "fast", "balanced", "fit"] | Annotated[float, Field(ge=0, le=1)]
-    ) = Field(
-        default="auto",
-        description="how much of the GPU's memory the layout may take: fast (1, as auto) all that "
-        "may be used, fit (0) the least that runs, balanced (0.5) halfway; the fastest predicted "
-        "layout within it is taken",
-    )
-    device_groups: Annotated[int, Field(ge=0)] | Auto = Field(
-        default="auto",
-        description="so many parts of the model (embedding, then blocks here and there; see "
-        "device_first) live on the device with their gradients and optimizer states; auto chooses "
-        "from free memory",
-    )
-    device_first: Literal["auto", "embedding", "blocks"] = Field(
-        default="auto",
-        description="which parts live on the device first: embedding, then blocks, or blocks, then "
-        "what stands outside of them; auto takes what is predicted to be faster",
-    )
-    resident_blocks: Annotated[int, Field(ge=0)] | Auto = Field(
-        default="auto",
-        description="of so many other blocks the weights stay on the device; auto: by free memory",
-    )
-    kept_blocks: Annotated[int, Field(ge=0)] | Auto = Field(
-        default="auto",
-        description="so many blocks whose weights stay on the device keep their activations there "
-        "and are not computed again; auto fills what is left of a GPU",
-    )
-    prefetch: Positive | Auto = Field(
-        default="auto",
-        description="so many streamed blocks are copied ahead of the one that computes; auto: as "
-        "few as hide the copies, by measured times",
-    )
-    embedding: Literal["auto", "whole", "rows"] = Field(
-        default="auto",
-        description="what of an embedding in host memory is copied to the device: the whole of it, "
-        "or the rows that a batch looks up (a tied one in addition, for the head); auto takes rows "
-        "of a large one",
-    )
-    head: Literal["auto", "whole", "slices"] = Field(
-        default="auto",
-        description="how the weight of the output layer, where it is in host memory, is copied to "
-        "the device: the whole of it, or in slices of its words, two of which are there at a time "
-        "(it is copied twice then, and its logits are computed twice; a tied one, where its "
-        "embedding is looked up by rows); auto takes slices where that is "
-        "predicted faster by 2 %, or nothing fits otherwise",
-    )
-    budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="device memory that may be used, in GiB; all of it when left out"
-    )
-
-
 class RunConfig(Section):
     """Everything that defines a run."""
 
@@ -301,7 +228,7 @@ class RunConfig(Section):
     data: DataSettings = Field(default_factory=DataSettings)
     method: MethodSettings = Field(default_factory=MethodSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
-    placement: PlacementSettings = Field(default_factory=PlacementSettings)
+    placement: PlacementRequest = Field(default_factory=PlacementRequest)
 
     @model_validator(mode="after")
     def _warmup_within_the_run(self) -> RunConfig:
@@ -340,16 +267,26 @@ class RunConfig(Section):
 def settings(config: RunConfig) -> Iterator[Setting]:
     """Every setting of `config`, in the order of the schema."""
     for section_name in RunConfig.model_fields:
-        section: Section = getattr(config, section_name)
-        for name, field in type(section).model_fields.items():
+        section: Section | PlacementRequest = getattr(config, section_name)
+        for name, default, description in _fields_of(section):
             value = getattr(section, name)
             yield Setting(
                 key=f"{section_name}.{name}",
                 value=value,
-                default=field.default,
-                changed=bool(value != field.default),
-                description=field.description or "",
+                default=default,
+                changed=bool(value != default),
+                description=description,
             )
+
+
+def _fields_of(section: Section | PlacementRequest) -> Iterator[tuple[str, Any, str]]:
+    """Name, default and description of every setting of a section."""
+    if isinstance(section, PlacementRequest):
+        for knob in fields(section):
+            yield knob.name, knob.default, str(knob.metadata["description"])
+        return
+    for name, field in type(section).model_fields.items():
+        yield name, field.default, field.description or ""
 
 
 def validate(raw: dict[str, Any], source: str = "configuration") -> RunConfig:

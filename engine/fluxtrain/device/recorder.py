@@ -73,7 +73,7 @@ class HostClock:
         """Host seconds of an instant; None while it has not passed."""
         return float(instant)
 
-    def settle(self, border: Border) -> float | None:
+    def anchor_at(self, border: Border) -> float | None:
         """Host seconds of a border."""
         return float(border.instant)
 
@@ -125,7 +125,7 @@ class CudaClock:
             return None
         return self._anchor_s + float(self._anchor.elapsed_time(instant)) / 1e3
 
-    def settle(self, border: Border) -> float | None:
+    def anchor_at(self, border: Border) -> float | None:
         """Host seconds of a border, which later events are measured from; None until it passed."""
         if not border.instant.query():
             return None

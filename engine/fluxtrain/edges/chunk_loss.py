@@ -60,7 +60,7 @@ if triton is not None:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLoss:
-    """What all chunks of one loss share."""
+    """The tensors and settings that all chunks of one loss share."""
 
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
@@ -71,15 +71,16 @@ class HeadLoss:
 
 
 class PlainChunks:
-    """Chunks by torch operations on any device."""
+    """Chunks of tokens by torch operations on any device."""
 
     def __init__(self, head: HeadLoss, tokens: int | None) -> None:
         self._head = head
         self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * head.weight.shape[0]))
 
     def slope(self, hidden: Tensor, rows: slice, losses: Tensor) -> Tensor | None:
-        """Cross entropy in nats of hidden (n, H) into `losses` (n,); the slope of the sum of all
-        losses times the scale (n, V) in the weights' dtype, valid until the next chunk."""
+        """Write the cross entropy of hidden (n, H), in nats, to `losses` (n,). Return the slope of
+        the sum of all losses times the scale, (n, V) in the weights' dtype, valid until the next
+        chunk; None where no slope is wanted."""
         head = self._head
         logits = nn.functional.linear(hidden, head.weight, head.bias).to(head.dtype).float()
         target = head.target[rows].unsqueeze(1)
@@ -95,7 +96,7 @@ class PlainChunks:
 
 
 class FusedChunks:
-    """Chunks by the kernel above; see `can_fuse`."""
+    """Chunks of tokens by the kernel above; `chunks_of` says when."""
 
     def __init__(self, head: HeadLoss, tokens: int | None) -> None:
         width = head.weight.shape[0]
@@ -123,7 +124,7 @@ class FusedChunks:
 
 
 def chunks_of(head: HeadLoss, tokens: int | None) -> PlainChunks | FusedChunks:
-    """The fastest way there is; `tokens` a chunk, None by memory."""
+    """Return the fastest way to compute the loss; `tokens` a chunk, None: by memory."""
     exact = head.dtype in (head.weight.dtype, torch.float32)
     if triton is not None and head.weight.is_cuda and exact and len(head.target):
         return FusedChunks(head, tokens)
@@ -131,8 +132,8 @@ def chunks_of(head: HeadLoss, tokens: int | None) -> PlainChunks | FusedChunks:
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total (a, c) fp32 += left (a, b) @ right (b, c), without rounding the product first where the
-    device's library has such a product."""
+    """Add left (a, b) @ right (b, c) to total (a, c) fp32, without rounding the product first where
+    the device's library has such a product."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):

@@ -1,8 +1,8 @@
-"""The lookup of an embedding whose weights stay on the host: only rows cross the bus.
+"""The lookup of an embedding whose weight stays on the host: only rows cross the bus.
 
-The distinct ids of a batch are found on the host, their rows gathered there and copied to the
-device, and looked up by their positions among them. The gradient is that of torch over those rows
-alone: positions ascend as ids do, so each row's terms are summed in the same order.
+The host finds the distinct ids of a batch and gathers their rows. These are copied to the device,
+where each token looks up its row by position. torch computes the gradient over these rows alone:
+positions ascend as ids do, so each row's terms are summed in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fluxtrain.device.page_locks import host_empty
 from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.rows import Brought, Places, RowBuffers
+from fluxtrain.memory.rows import Places, RowBuffers, UploadedRows
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import UnitCall, begin_backward, end_backward, end_forward, record
@@ -28,22 +28,20 @@ _IDS = (torch.int64, torch.int32)
 
 
 def choose_rows(context: Context) -> None:
-    """Let the largest embedding be looked up by rows where the plan says so."""
-    if context.plan.embedding != "rows":
-        return
-    shared = {group for unit in context.units if not unit.is_head for group in unit.borrowed}
-    ones = [u for u in context.units if len(u.group.members) == 1 and not u.borrowed]
-    tables = [unit for unit in ones if unit.group not in shared and is_table_of(unit)]
-    if tables:
-        group = max(tables, key=lambda unit: unit.group.wire_bytes).group
+    """Let the embedding be looked up by rows whose row of the table says so."""
+    for unit in context.units:
+        group = unit.group
+        if not group.members or "rows" not in group.placement.transfers:
+            continue
+        if not can_look_up_rows(unit):
+            context.say("no embedding is looked up by rows: its weight has hooks")
+            continue
         table_rows, width = group.members[0].shape
         group.rows = RowBuffers(context.device, table_rows, width, group.members[0].segment.dtype)
-    else:
-        context.say("no embedding is looked up by rows: its weight has hooks")
 
 
-def is_table(module: nn.Module) -> bool:
-    """Is this an embedding whose rows can be looked up a few at a time?"""
+def is_plain_embedding(module: nn.Module) -> bool:
+    """True when the module is an embedding whose rows can be looked up a few at a time."""
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
     own = "_fluxtrain_forward" if "_fluxtrain_unit" in module.__dict__ else "forward"
@@ -52,15 +50,15 @@ def is_table(module: nn.Module) -> bool:
     return plain and not exotic and not hasattr(module, "parametrizations")
 
 
-def is_table_of(unit: Unit) -> bool:
-    """Is the unit an embedding that nobody looks into beside?"""
+def can_look_up_rows(unit: Unit) -> bool:
+    """True when the unit is such an embedding and no hook watches its weight."""
     looked_at = torch.is_grad_enabled() and _hooks_of(unit.group.members[0].parameter)
     with torch._C.DisableTorchFunctionSubclass():  # no read that would wait for an update
-        return is_table(unit.module) and not looked_at
+        return is_plain_embedding(unit.module) and not looked_at
 
 
 def _hooks_of(weight: nn.Parameter) -> list[Hook]:
-    """What `weight.register_hook` was given."""
+    """Return the hooks that `weight.register_hook` was given."""
     with torch._C.DisableTorchFunctionSubclass():
         return list((weight._backward_hooks or {}).values())
 
@@ -68,10 +66,10 @@ def _hooks_of(weight: nn.Parameter) -> list[Hook]:
 def look_up(
     context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """The embedding of the ids among the arguments (..., H); None where rows will not do: from then
-    on the whole table has a place on the device. What no embedding takes raises as it does there.
-    """
-    if not is_table_of(unit):
+    """Return the embedding (..., H) of the ids among the arguments. None where rows will not do:
+    from then on the whole weight is copied to the device. Arguments that `nn.Embedding` refuses
+    raise as they do there."""
+    if not can_look_up_rows(unit):
         _copy_whole(context, unit, "its weight has hooks, or its options were changed")
         return None
     given = (*args, *kwargs.values())
@@ -94,7 +92,7 @@ def look_up(
 
 
 def passes_in_parts(context: Context, group: Group) -> bool:
-    """Does no part compute with the whole group, so that it needs no slot?"""
+    """True when no unit computes with the whole group at once, so that it needs no slot."""
     if any(unit.slices is not None and unit.slices.group is group for unit in context.units):
         return True
     return group.rows is not None and group.by_rows
@@ -103,7 +101,7 @@ def passes_in_parts(context: Context, group: Group) -> bool:
 def _copy_whole(context: Context, unit: Unit, why: str) -> None:
     group = unit.group
     assert group.rows is not None
-    slotless = passes_in_parts(context, group)  # else the head's slot is there
+    slotless = passes_in_parts(context, group)  # otherwise the group has the head's slot
     group.rows.give_back()
     group.rows = None
     for head in context.units:
@@ -126,24 +124,26 @@ class Lookup(UnitCall):
         self.places = Places.of(_on_host(context, ids).reshape(-1))
         self.padding_row = -1 if module.padding_idx is None else module.padding_idx
         self.padding = self.places.position_of(self.padding_row)
-        self.brought: Brought | None = None  # without the rows themselves
+        self.uploaded: UploadedRows | None = None  # without the rows themselves
 
     def forward(self) -> Tensor:
-        """Look the rows up; (..., H)."""
+        """Look the rows up and return them, (..., H)."""
         unit, context, group = self.unit, self.context, self.unit.group
         buffers = group.rows
         assert buffers is not None
-        brought, transfers = buffers.bring(self.places, self._gather)
+        uploaded, transfers = buffers.upload(self.places, self._gather)
         context.use.begin()
         try:
             for transfer in transfers:
                 transfer.wait_compute("weights")
-            context.counters.uploaded(group, "demand", transfers[1], brought.rows.nbytes)
+            context.counters.uploaded(group, "demand", transfers[1], uploaded.rows.nbytes)
             start = context.device.recorder.instant()
-            ids = brought.of_tokens.view(self.shape)  # of their shape: what is found is no view
-            found = torch.embedding(brought.rows, ids, self.padding)
-            self.brought = Brought(
-                brought.rows[:0], brought.places.clone(), brought.of_tokens.clone()
+            ids = uploaded.of_tokens.view(
+                self.shape
+            )  # in the shape of the ids, so that the result is no view
+            found = torch.embedding(uploaded.rows, ids, self.padding)
+            self.uploaded = UploadedRows(
+                uploaded.rows[:0], uploaded.places.clone(), uploaded.of_tokens.clone()
             )
             context.device.recorder.computed("forward", unit.name, start)
         finally:
@@ -153,7 +153,8 @@ class Lookup(UnitCall):
         return found
 
     def _gather(self, rows: Tensor, into: Tensor) -> None:
-        """The weights of rows (U,), up to date, into (U, H); the wait for the update is a stall."""
+        """Copy the up-to-date weights of rows (U,) into (U, H); book the wait for an update as a
+        stall."""
         context, group = self.context, self.unit.group
         waits, started_s = group.pending is not None, time.perf_counter()
         group.wait_for_weights()
@@ -162,24 +163,24 @@ class Lookup(UnitCall):
             context.device.stalls.add_host("update", time.perf_counter() - started_s)
 
     def backward(self, gradient: Tensor) -> None:
-        """Hand the rows' gradient to the context."""
+        """Compute the rows' gradient, for the engine."""
         context, group = self.context, self.unit.group
-        buffers, brought, member = group.rows, self.brought, group.members[0]
-        assert brought is not None
+        buffers, uploaded, member = group.rows, self.uploaded, group.members[0]
+        assert uploaded is not None
         if buffers is not None:
             buffers.awaited.discard(self)
         flat, dense = gradient.reshape(-1, member.shape[1]), torch.ops.aten.embedding_dense_backward
         hooks = _hooks_of(member.parameter)  # they may have come after the forward
         if hooks or buffers is None or buffers.capacity < self.places.count:
-            where = brought.places[brought.of_tokens]
+            where = uploaded.places[uploaded.of_tokens]
             values = dense(flat, where, member.shape[0], self.padding_row, False)
             for hook in hooks:
                 changed = hook(values)
                 values = values if changed is None else changed
             context.gradients.add(group, member, values)
             return
-        values = dense(flat, brought.of_tokens, buffers.capacity, self.padding, False)
-        rows = RowSum(self.places, brought.places, values[: self.places.count])
+        values = dense(flat, uploaded.of_tokens, buffers.capacity, self.padding, False)
+        rows = RowSum(self.places, uploaded.places, values[: self.places.count])
         context.gradients.add_rows(group, rows)
 
 
@@ -202,8 +203,8 @@ class _LookedUp(torch.autograd.Function):
 
 
 def _on_host(context: Context, ids: Tensor) -> Tensor:
-    """The ids (any shape) in host memory. Where only the device has them, this thread waits until
-    what was queued before has computed them."""
+    """Return the ids (any shape) in host memory. Where only the device has them, this thread waits
+    until the computation queued so far has computed them."""
     known = context.host_ids.of(ids)
     if known is not None or ids.device.type == "cpu":
         return ids if known is None else known

@@ -1,8 +1,8 @@
 """The last linear layer and the loss, computed in chunks of tokens.
 
 The head's output is a `LazyLogits`: slicing, reshaping and casting are applied to the hidden
-states instead, `cross_entropy` runs fused (logits of one chunk of tokens exist at a time; 152k
-words times 32k tokens in fp32 would be 20 GB), and everything else computes the logits for real.
+states instead, `cross_entropy` runs fused (logits of one chunk of tokens exist at a time; 32k
+tokens of a vocabulary of 152k in fp32 would be 20 GB), and any other use computes the logits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.edges.chunk_loss import HeadLoss, add_product_, chunks_of
+from fluxtrain.edges.chunked_head import vocab_chunked_cross_entropy
 from fluxtrain.edges.head_call import HeadCall, outside
-from fluxtrain.edges.head_slices import sliced_cross_entropy
 from fluxtrain.edges.uncomputed import Computed, with_gradient
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.unit import Unit
@@ -45,7 +45,7 @@ class LazyLogits(Tensor):
     version: int
     differentiable: bool
     _real: Tensor | None
-    _computed: Computed  # by this one and its views: real logits, their version
+    _computed: Computed  # real logits of this tensor and its views, with their versions
 
     @staticmethod
     def of(head: Head, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
@@ -81,7 +81,7 @@ class LazyLogits(Tensor):
         return found
 
     def viewed(self, hidden: Tensor) -> LazyLogits:
-        """A view: what is written into it shows in these logits, and the other way round."""
+        """Return a view; writes to it show in these logits, and the other way round."""
         return LazyLogits._made(
             self.head, hidden, self.dtype, self.version, self.differentiable, self._computed
         )
@@ -92,7 +92,7 @@ class LazyLogits(Tensor):
         return LazyLogits._made(self.head, self.hidden, dtype, self.version, self.differentiable)
 
     def written(self) -> bool:
-        """Were the real logits changed in place? Raises when that happened through a view."""
+        """True when the real logits were changed in place. Raises when that was through a view."""
         changed = [real for real, version in self._computed if real._version != version]
         if any(real is not self._real for real in changed):
             raise MisusedModel(
@@ -102,12 +102,13 @@ class LazyLogits(Tensor):
         return bool(changed)
 
     def watched(self) -> bool:
-        """Does somebody want their gradient? Then what follows computes with them."""
+        """True when the gradient of the real logits is retained or hooked; then operations must
+        compute with the real logits."""
         real = self._real
         return real is not None and (real.retains_grad or bool(real._backward_hooks))
 
     def computed(self) -> Tensor:
-        """The logits as an ordinary tensor, computed once."""
+        """Return the logits as an ordinary tensor, computed once."""
         self.written()
         if self._real is None:
             if self.head.unit.group_of_weight().version != self.version:
@@ -178,7 +179,7 @@ def _real(value: Any) -> Any:
 def _lazily(
     func: Callable[..., Any], lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The operations that keep the logits uncomputed; NotImplemented for all others."""
+    """Run an operation that keeps the logits uncomputed; NotImplemented for any other."""
     if lazy.written() or lazy.watched():
         return NotImplemented
     if func in _CASTS and not rest and not kwargs:
@@ -250,13 +251,13 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
     context = lazy.head.context
     call = HeadCall(context, unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
     if unit.in_slices:
-        return sliced_cross_entropy(call, lazy.hidden)
+        return vocab_chunked_cross_entropy(call, lazy.hidden)
     return _ChunkedCrossEntropy.apply(call, context.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
 
 
 def _refused(lazy: LazyLogits, target: Tensor, ignore_index: int) -> bool:
-    """Are these targets that torch refuses, and says why? Values on a GPU are not read here: one
-    that is no word's makes the loss NaN (`_forward_chunks`)."""
+    """True for targets that torch refuses, with its reason. Values on a GPU are not read here: a
+    target outside the vocabulary makes the loss NaN (`_forward_chunks`)."""
     if target.dtype != torch.int64 or target.shape != lazy.shape[:1]:
         return True
     wrong = outside(target, ignore_index, lazy.shape[-1])
@@ -293,7 +294,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
             if total is not None and member.parameter.requires_grad:
                 context.gradients.add(group, member, total.mul_(scale), may_keep=True)
-        total = None  # the group's sum alone holds it now: gigabytes for a large vocabulary
+        total = None  # only the group's sum may hold it: gigabytes for a large vocabulary
         gradient = call.hidden_gradient
         call.weight_sum = call.bias_sum = call.hidden_gradient = None
         end_backward(context, unit)
@@ -301,7 +302,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
-    """In place, in fp32 a slice at a time: 1/n rounded to bf16 first is off by up to 0.4 %."""
+    """Scale a gradient in place, in fp32 some rows at a time: 1/n rounded to bf16 first is off by
+    up to 0.4 %."""
     if gradient.dtype == torch.float32:
         return gradient.mul_(scale)
     for part in gradient.split(_SCALED_ROWS):
@@ -312,7 +314,7 @@ def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
 def _forward_chunks(
     call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight: bool, for_bias: bool
 ) -> Tensor:
-    """Loss (scalar, fp32), and the gradients of sum or mean where they are wanted."""
+    """Compute the loss (scalar, fp32) and, in `call`, the gradients that are wanted."""
     linear: Any = call.unit.module
     weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
     target, count, wrong = call.targets()

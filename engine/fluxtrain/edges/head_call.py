@@ -1,4 +1,4 @@
-"""One loss over the head, fused with it: what its backward pass needs."""
+"""`HeadCall`: what the backward pass of one fused head and loss needs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HALF_SLOPES = 256.0
 
 
 class HeadCall(UnitCall):
-    """One fused head and loss. Over a whole head its gradients are computed in the forward pass,
-    over one in slices in the backward pass."""
+    """One fused head and loss. With a whole head the forward pass computes the gradients, with
+    vocabulary chunks the backward pass."""
 
     def __init__(
         self,
@@ -38,11 +38,13 @@ class HeadCall(UnitCall):
         self.weight_sum: Tensor | None = None  # (V, H) fp32
         self.bias_sum: Tensor | None = None  # (V,) fp32
         self.hidden_gradient: Tensor | None = None  # (N, H)
-        self.kept_scale: Tensor | None = None  # what those are still to be multiplied by, in fp16
-        self.spent = False  # the gradients were handed out
+        self.kept_scale: Tensor | None = (
+            None  # in fp16: a factor still to be applied to the gradients
+        )
+        self.spent = False  # the gradients were used
 
     def trained(self) -> tuple[bool, bool]:
-        """Do the head's weight and its bias want gradients?"""
+        """Tell whether the head's weight and its bias want gradients."""
         trained = {id(m.parameter) for _, m in self.unit.members if m.parameter.requires_grad}
         linear = self.unit.module
         return self.differentiate and id(linear.weight) in trained, (
@@ -50,17 +52,17 @@ class HeadCall(UnitCall):
         )
 
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets (N,) with -1 where a token does not count, how many count (1 where the losses are
-        only added up), and whether one of them is no word's (both 0-d)."""
-        words: Any = self.unit.module.out_features
+        """Return the targets (N,) with -1 where a token does not count, how many count (1 where the
+        losses are only added up), and whether one is outside the vocabulary (both 0-d)."""
+        vocabulary: Any = self.unit.module.out_features
         kept = self.target != self.ignore_index
-        wrong = outside(self.target, self.ignore_index, words)
+        wrong = outside(self.target, self.ignore_index, vocabulary)
         count = kept.sum() if self.mean else torch.ones((), device=self.target.device)
         return torch.where(kept & ~wrong, self.target, -1), count, wrong.any()
 
     def slope_scale(self, count: Tensor, weights: torch.dtype) -> Tensor:
-        """What slopes are multiplied by when they are computed (0-d fp32); in fp16 `kept_scale`
-        is what their sums are still to be multiplied by."""
+        """Return the factor of slopes when they are computed (0-d fp32); in fp16 `kept_scale` is
+        set to a factor that is still to be applied to their sums."""
         scale = (1.0 / count.clamp(min=1)).float()  # no token: no gradient, as in torch
         if weights == torch.float16:
             self.kept_scale = scale / _HALF_SLOPES
@@ -68,6 +70,6 @@ class HeadCall(UnitCall):
         return scale
 
 
-def outside(target: Tensor, ignore_index: int, words: int) -> Tensor:
-    """Which of the targets (N,) count and are no word's."""
-    return ((target < 0) | (target >= words)) & (target != ignore_index)
+def outside(target: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
+    """Tell which of the targets (N,) count and are outside the vocabulary."""
+    return ((target < 0) | (target >= vocabulary)) & (target != ignore_index)

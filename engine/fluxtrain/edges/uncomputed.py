@@ -1,8 +1,8 @@
-"""Gradients of logits that were never computed where torch's own calls see them.
+"""The gradient of lazy logits that an autograd function outside the engine used.
 
-An autograd function that somebody else wrote (a fused loss, a module's backward hook, reentrant
-checkpointing) takes `LazyLogits` below torch's Python calls: it reads values that are computed for
-it, and sends its gradient to the logits themselves. From there it goes on to the head.
+Such a function (a fused loss, a module's backward hook, reentrant checkpointing) gets `LazyLogits`
+below torch's Python calls. It reads values that are computed for it, and its gradient arrives at
+the lazy logits; from there it is passed on to the head.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.edges.chunk_loss import add_product_
+from fluxtrain.edges.chunked_head import vocab_chunked_logits_backward
 from fluxtrain.edges.head_call import HeadCall
-from fluxtrain.edges.head_slices import sliced_logits_backward
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
@@ -28,8 +28,8 @@ Computed = list[tuple[Tensor, int]]  # real logits that were read, and their ver
 def with_gradient(
     context: Context, unit: Unit, hidden: Tensor, make: Callable[[], Tensor], seen: Computed
 ) -> Tensor:
-    """The uncomputed logits (..., V) of hidden (..., H) that `make` gives, with a way for their
-    gradient. `seen`: what others read of them."""
+    """Connect the lazy logits (..., V) that `make` returns to hidden (..., H) in torch's graph.
+    `seen`: the real logits that code outside the engine read."""
     call = HeadCall(context, unit, hidden.new_empty(0), 0, "sum", hidden.dtype)
     logits: Tensor = _Uncomputed.apply(call, context.anchor, hidden, make, seen)  # type: ignore[no-untyped-call]
     return logits
@@ -57,7 +57,7 @@ class _Uncomputed(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         _refuse_other_gradients(call, ctx.seen)
         gradient, wanted = gradient.to(hidden.dtype), ctx.needs_input_grad[2]
-        backward = sliced_logits_backward if call.unit.in_slices else _whole_backward
+        backward = vocab_chunked_logits_backward if call.unit.in_slices else _whole_backward
         return None, None, backward(ctx, hidden, gradient, wanted), None, None
 
 
@@ -74,7 +74,8 @@ def _refuse_other_gradients(call: HeadCall, seen: Computed) -> None:
 
 
 def _whole_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) -> Tensor | None:
-    """Hand the gradients of weight and bias to the engine; that of hidden (..., H) where wanted."""
+    """Compute the gradients of weight and bias, for the engine; return that of hidden (..., H)
+    where it is wanted."""
     call: HeadCall = ctx.call
     unit, (for_weight, for_bias) = call.unit, call.trained()
     linear: Any = unit.module

@@ -65,7 +65,7 @@ class FlatSum:
         host.wait_for_update(group)
         self._clear_untouched()
         host.allocate(group, passing=passing)
-        stays = group.home == "device"
+        stays = group.placement.gradients == "device"
         host.arrivals[group] = self._store_on_device() if stays else self._download()
         for index in self._touched:
             group.members[index].has_gradient = True

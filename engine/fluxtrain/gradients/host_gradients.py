@@ -96,7 +96,7 @@ class HostGradients:
     def allocate(self, group: Group, *, passing: bool) -> None:
         """Take memory for the group's gradients; passing: only until its update, which follows at
         once. Waits for an earlier group's update when all of that memory is lent."""
-        if passing and group.home == "host":
+        if passing and group.placement.gradients != "device":
             self._ring.lend(group)
         else:
             self.keep_memory(group)
@@ -206,7 +206,7 @@ class HostGradients:
         """Prefetch the host's accumulated gradient before this group's backward, as much of it as
         there are buffers for."""
         taken: Counter[int] = Counter()
-        for segment in group.trained if group.home == "host" else ():
+        for segment in group.trained if group.placement.gradients != "device" else ():
             size = segment.size_bytes
             if not any(member.has_gradient for member in segment.members):
                 continue

@@ -161,9 +161,9 @@ def _rows_looked_up(group: Group) -> RowSum | None:
     """Return memory in fp32 for the rows of the one lookup that waits for its gradient; None where
     there is none, or several."""
     awaited = [] if group.rows is None else list(group.rows.awaited)
-    if len(awaited) != 1 or awaited[0].brought is None:
+    if len(awaited) != 1 or awaited[0].uploaded is None:
         return None
-    places, on_device = awaited[0].places, awaited[0].brought.places
+    places, on_device = awaited[0].places, awaited[0].uploaded.places
     shape = places.count, group.members[0].shape[1]
     values = torch.empty(shape, dtype=torch.float32, device=on_device.device)
     return RowSum(places, on_device, values)

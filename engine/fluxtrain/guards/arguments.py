@@ -206,7 +206,9 @@ def ambiguous(
     return None
 
 
-def piece(tensors: Sequence[Tensor], split: Sequence[bool], start: int, stop: int) -> list[Tensor]:
+def slice_rows(
+    tensors: Sequence[Tensor], split: Sequence[bool], start: int, stop: int
+) -> list[Tensor]:
     """Rows [start, stop) of the tensors that carry the batch, the others whole."""
     return [t[start:stop] if s else t for t, s in zip(tensors, split, strict=True)]
 

@@ -31,7 +31,7 @@ class BoundWeights:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._before = [_state(member.parameter) for _, member in unit.members]
-        homes = [g for g in unit.groups if g.home == "host"]
+        homes = [g for g in unit.groups if g.placement.weights != "device"]
         self._slots = [unit.members_of(g)[0].parameter.untyped_storage() for g in homes]
         self._references = self._count()
 
@@ -72,7 +72,7 @@ def _take_home(group: Group, member: Member) -> bool:
     """An embedding shortened rows that it looked up, and doing that again changes nothing: they
     are at home now too. False where masters on the device would have to know which rows."""
     segment = member.segment
-    if group.home != "host":
+    if group.placement.weights == "device":
         return segment.lo is None and segment.master is None
     home = group.home_views[member.index]
     with torch.no_grad():

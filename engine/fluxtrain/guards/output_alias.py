@@ -127,7 +127,7 @@ def merged_aliases(by_chunk: Sequence[Sequence[OutputAlias]]) -> list[OutputAlia
 
 def chunk_outputs(
     outputs: Sequence[Sequence[Tensor]],
-    pieces: Sequence[Sequence[Tensor]],
+    chunk_inputs: Sequence[Sequence[Tensor]],
     arguments: Sequence[Tensor],
 ) -> list[Tensor]:
     """Put the outputs of the chunks together; an output that is an argument of each chunk is the
@@ -137,7 +137,7 @@ def chunk_outputs(
         same = (
             argument
             for i, argument in enumerate(arguments)
-            if all(same_elements(p, given[i]) for p, given in zip(parts, pieces, strict=True))
+            if all(same_elements(p, given[i]) for p, given in zip(parts, chunk_inputs, strict=True))
         )
         found = next(same, None)
         whole.append(torch.cat(parts) if found is None else found)

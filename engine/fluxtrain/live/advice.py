@@ -9,7 +9,7 @@ updates and gradients, and B those of its backward passes:
 | device    | by the cost model, W + U + G at most                                              |
 | prefetch  | half of what is waited for although the copies would fit beside the computing      |
 | chunk     | by the cost model, whose launches are paid for each chunk                           |
-| eager     | min(U, B): without clipping updates run beside the backward pass                    |
+| backward  | min(U, B): without clipping updates run beside the backward pass                  |
 | rows      | half of W, as many rows in half as many passes; or, a token, what 2 batches share  |
 | data      | the time in which batches were made                                               |
 | memory    | the time in which the host waited for memory (pressure stall information)           |
@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.live.settings import Change, Ground, Knobs, Use, knobs_after
+from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use, settings_after
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Groups
@@ -64,8 +64,8 @@ class StepFacts:
 class RunFacts:
     """What advice follows from."""
 
-    ground: Ground
-    knobs: Knobs
+    context: LiveContext
+    settings: LiveSettings
     steps: StepFacts
     use: Use
     rates: Rates | None  # None: not measured on this machine
@@ -114,23 +114,26 @@ def promising(facts: RunFacts) -> list[Advice]:
 
 def _resident(facts: RunFacts) -> Advice | None:
     """Weights are waited for and there is room: fewer of them need to be copied."""
-    ground, knobs, waited_s = facts.ground, facts.knobs, facts.steps.stall_s("weights")
-    streamed = ground.streamed(knobs)
+    context, settings, waited_s = facts.context, facts.settings, facts.steps.stall_s("weights")
+    streamed = context.streamed(settings)
     if not streamed or waited_s <= 0:
         return None
-    for count in range(ground.home_blocks(knobs), knobs.resident_blocks, -1):
+    for count in range(context.home_blocks(settings), settings.resident_blocks, -1):
         change = Change(name="resident_blocks", value=count)
         if _fits(facts, change):
             break
     else:
         return None
-    more = count - knobs.resident_blocks
-    before, after = _copied_bytes(facts, knobs), _copied_bytes(facts, change.applied_to(knobs))
+    more = count - settings.resident_blocks
+    before, after = (
+        _copied_bytes(facts, settings),
+        _copied_bytes(facts, change.applied_to(settings)),
+    )
     trained = _blocks(facts).rounded_bytes > 0
     saved_s = waited_s * (before - after) / before
     if facts.rates is not None:
         saved_s = min(waited_s / (2 if trained else 1), (before - after) / facts.rates.up)
-    growth = ground.device_growth_bytes(knobs, change.applied_to(knobs))
+    growth = context.device_growth_bytes(settings, change.applied_to(settings))
     return Advice(
         id="resident",
         because=f"{_share_of(facts, waited_s)} waiting for copies of weights, and "
@@ -142,24 +145,24 @@ def _resident(facts: RunFacts) -> Advice | None:
 
 def _device(facts: RunFacts) -> Advice | None:
     """Copies and updates are waited for and there is room: parts that need neither."""
-    ground, knobs, steps = facts.ground, facts.knobs, facts.steps
+    context, settings, steps = facts.context, facts.settings, facts.steps
     waited_s = sum(steps.stalls_s.values())
     before = _modelled_step_s(facts)
-    if before is None or not ground.has_gpu or waited_s <= 0:
+    if before is None or not context.has_gpu or waited_s <= 0:
         return None
-    for count in range(len(ground.facts.groups), knobs.device_groups, -1):
+    for count in range(len(context.facts.groups), settings.device_groups, -1):
         change = Change(name="device_groups", value=count)
         if _fits(facts, change):
             break
     else:
         return None
-    after = _step_s(facts, change.applied_to(knobs))
-    growth = ground.device_growth_bytes(knobs, change.applied_to(knobs))
+    after = _step_s(facts, change.applied_to(settings))
+    growth = context.device_growth_bytes(settings, change.applied_to(settings))
     return Advice(
         id="device",
         because=f"{_share_of(facts, waited_s)} waiting for copies and updates, and "
-        f"{bytes_text(growth)} for {count - knobs.device_groups} more parts with their optimizer "
-        "states is free on the device",
+        f"{bytes_text(growth)} for {count - settings.device_groups} more parts with their "
+        "optimizer states is free on the device",
         gain=min(1.0 - after / before, waited_s / steps.step_s),
         change=change,
     )
@@ -167,14 +170,14 @@ def _device(facts: RunFacts) -> Advice | None:
 
 def _prefetch(facts: RunFacts) -> Advice | None:
     """Copies would fit beside the computing and are waited for all the same: start them sooner."""
-    knobs, waited_s = facts.knobs, facts.steps.stall_s("weights")
-    streamed = facts.ground.streamed(knobs)
+    settings, waited_s = facts.settings, facts.steps.stall_s("weights")
+    streamed = facts.context.streamed(settings)
     if facts.rates is None or streamed < 2:
         return None
-    change = Change(name="prefetch", value=min(2 * knobs.prefetch, streamed - 1))
-    if change.value <= knobs.prefetch or not _fits(facts, change):
+    change = Change(name="prefetch", value=min(2 * settings.prefetch, streamed - 1))
+    if change.value <= settings.prefetch or not _fits(facts, change):
         return None
-    copying_s = _copied_bytes(facts, knobs) / facts.rates.up
+    copying_s = _copied_bytes(facts, settings) / facts.rates.up
     must_wait_s = max(0.0, copying_s - facts.steps.computing_s)
     return Advice(
         id="prefetch",
@@ -187,38 +190,39 @@ def _prefetch(facts: RunFacts) -> Advice | None:
 
 def _chunk(facts: RunFacts) -> Advice | None:
     """A larger chunk fits: fewer launches."""
-    knobs, batch = facts.knobs, facts.ground.layout.batch_rows
+    settings, batch = facts.settings, facts.context.layout.batch_rows
     before = _modelled_step_s(facts)
-    if before is None or knobs.chunk_rows >= batch:
+    if before is None or settings.chunk_rows >= batch:
         return None
     limit = batch if facts.failed_chunk_rows is None else facts.failed_chunk_rows - 1
-    rows = knobs.chunk_rows
+    rows = settings.chunk_rows
     while rows < batch:
         larger = min(2 * rows, batch)
         if larger > limit or not _fits(facts, Change(name="chunk_rows", value=larger)):
             break
         rows = larger
-    if rows == knobs.chunk_rows:
+    if rows == settings.chunk_rows:
         return None
     change = Change(name="chunk_rows", value=rows)
-    after = _step_s(facts, change.applied_to(knobs))
-    chunks = -(-batch // knobs.chunk_rows)
+    after = _step_s(facts, change.applied_to(settings))
+    chunks = -(-batch // settings.chunk_rows)
     return Advice(
         id="chunk",
-        because=f"{batch} rows are computed in {chunks} chunks of {knobs.chunk_rows}, and chunks "
-        f"of {rows} fit; losses then differ by rounding, as they are summed in another order",
+        because=f"{batch} rows are computed in {chunks} chunks of {settings.chunk_rows}, and "
+        f"chunks of {rows} fit; losses then differ by rounding, as they are summed in another "
+        "order",
         gain=1.0 - after / before,
         change=change,
     )
 
 
-def _eager(facts: RunFacts) -> Advice | None:
+def _backward(facts: RunFacts) -> Advice | None:
     """Without clipping nothing waits for the norm."""
     waited_s = facts.steps.stall_s("update")
-    if not facts.clips or facts.passes != 1 or facts.ground.facts.scales_its_loss:
+    if not facts.clips or facts.passes != 1 or facts.context.facts.scales_its_loss:
         return None
     return Advice(
-        id="eager",
+        id="backward",
         because=f"{_share_of(facts, waited_s)} waiting for AdamW on the host; without clipping "
         "it runs beside the backward pass (gradients are then not clipped)",
         gain=min(waited_s, facts.steps.backward_s) / facts.steps.step_s,
@@ -228,10 +232,10 @@ def _eager(facts: RunFacts) -> Advice | None:
 
 def _rows(facts: RunFacts) -> Advice | None:
     """More rows a pass: each copy serves more tokens."""
-    steps, layout = facts.steps, facts.ground.layout
+    steps, layout = facts.steps, facts.context.layout
     weights_s, all_s = steps.stall_s("weights"), sum(steps.stalls_s.values())
-    larger = replace(facts.ground, layout=replace(layout, batch_rows=2 * layout.batch_rows))
-    now, then = facts.ground.need(facts.knobs), larger.need(facts.knobs)
+    larger = facts.context.planned_as(replace(layout, batch_rows=2 * layout.batch_rows))
+    now, then = facts.context.need(facts.settings), larger.need(facts.settings)
     available = facts.use.host_available_bytes
     host_holds = available is None or then.host_bytes - now.host_bytes <= available
     if not host_holds or _free_bytes(facts) < then.device_bytes - now.device_bytes:
@@ -268,15 +272,17 @@ def _data(facts: RunFacts) -> Advice | None:
 
 def _memory(facts: RunFacts) -> Advice | None:
     """The host reclaims or swaps."""
-    layout, share = facts.ground.layout, facts.pressure_share
+    layout, share = facts.context.layout, facts.pressure_share
     if share is None:
         return None
-    holds_rows = not facts.ground.has_gpu or layout.parks
+    holds_rows = not facts.context.has_gpu or layout.parks
     less = layout.batch_rows // 2
     setting = "close other programs, or add host memory"
     if holds_rows and less:
-        smaller = replace(facts.ground, layout=replace(layout, batch_rows=less))
-        freed = facts.ground.need(facts.knobs).host_bytes - smaller.need(facts.knobs).host_bytes
+        smaller = facts.context.planned_as(replace(layout, batch_rows=less))
+        freed = (
+            facts.context.need(facts.settings).host_bytes - smaller.need(facts.settings).host_bytes
+        )
         setting = (
             f"train.batch_rows={less} train.accumulation={2 * facts.passes} (frees "
             f"{bytes_text(freed)})"
@@ -305,21 +311,22 @@ def redone(failed_chunk_rows: int, chunk_rows: int, share: float) -> Advice:
 def _redone(facts: RunFacts) -> Advice | None:
     if facts.failed_chunk_rows is None:
         return None
-    return redone(facts.failed_chunk_rows, facts.knobs.chunk_rows, facts.redone_share)
+    return redone(facts.failed_chunk_rows, facts.settings.chunk_rows, facts.redone_share)
 
 
 _RULES: tuple[Callable[[RunFacts], Advice | None], ...] = (
-    _resident, _device, _prefetch, _chunk, _eager, _rows, _data, _memory, _redone,
+    _resident, _device, _prefetch, _chunk, _backward, _rows, _data, _memory, _redone,
 )  # fmt: skip
 
 
 def _fits(facts: RunFacts, change: Change) -> bool:
     """Whether the change is possible and leaves the reserve that automatic choices leave."""
-    ground = facts.ground
-    if ground.budget_bytes is not None:
-        ground = replace(ground, budget_bytes=int(ground.budget_bytes * ROOM_SHARE))
+    context = facts.context
+    if context.budget_bytes is not None:
+        share = int(context.budget_bytes * ROOM_SHARE)
+        context = replace(context, placement=replace(context.placement, budget_bytes=share))
     try:
-        knobs_after(ground, facts.knobs, change, facts.use)
+        settings_after(context, facts.settings, change, facts.use)
     except FluxTrainError:
         return False
     return True
@@ -327,23 +334,23 @@ def _fits(facts: RunFacts, change: Change) -> bool:
 
 def _free_bytes(facts: RunFacts) -> float:
     """Of the device's budget, less the reserve; without a GPU of the host."""
-    ground, use = facts.ground, facts.use
-    if ground.budget_bytes is None:
+    context, use = facts.context, facts.use
+    if context.budget_bytes is None:
         return float("inf") if use.host_available_bytes is None else use.host_available_bytes
     peak = use.device_peak_bytes
     if peak is None:
-        peak = ground.need(facts.knobs).device_bytes
-    return ground.budget_bytes * ROOM_SHARE - peak
+        peak = context.need(facts.settings).device_bytes
+    return context.budget_bytes * ROOM_SHARE - peak
 
 
 def _blocks(facts: RunFacts) -> Groups:
-    return homes(facts.ground.facts, facts.ground.layout_with(facts.knobs))[1].blocks
+    return homes(facts.context.facts, facts.context.layout_with(facts.settings))[1].blocks
 
 
-def _copied_bytes(facts: RunFacts, knobs: Knobs) -> int:
+def _copied_bytes(facts: RunFacts, settings: LiveSettings) -> int:
     """Weights that go up in a step: streamed blocks twice a pass, resident ones once if trained."""
     blocks = _blocks(facts)
-    streamed = blocks.streamed(knobs.resident_blocks)
+    streamed = blocks.streamed(settings.resident_blocks)
     once = sum(b.weight_bytes for b in blocks if b.rounded_bytes and b not in streamed)
     return once + 2 * facts.passes * streamed.weight_bytes
 
@@ -353,16 +360,16 @@ def _modelled_step_s(facts: RunFacts) -> float | None:
     or rates are not known: its word about another step is then worth nothing."""
     if facts.rates is None:
         return None
-    seconds = _step_s(facts, facts.knobs)
+    seconds = _step_s(facts, facts.settings)
     return seconds if 1 / MODEL_OFF < seconds / facts.steps.step_s < MODEL_OFF else None
 
 
-def _step_s(facts: RunFacts, knobs: Knobs) -> float:
+def _step_s(facts: RunFacts, settings: LiveSettings) -> float:
     assert facts.rates is not None
-    exact = facts.clips or facts.passes > 1
-    ground = facts.ground
-    layout = ground.layout_with(knobs)
-    return cost(ground.facts, layout, facts.rates, exact=exact, passes=facts.passes).step_s
+    clips = facts.clips or facts.passes > 1
+    context = facts.context
+    layout = context.layout_with(settings)
+    return cost(context.facts, layout, facts.rates, clips=clips, passes=facts.passes).step_s
 
 
 def _share_of(facts: RunFacts, seconds: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fluxtrain.hardware.pressure import memory_waited_s
 from fluxtrain.live.advice import Advice, RunFacts, StepFacts, advise, redone
-from fluxtrain.live.settings import Change, Ground, Knobs, Use
+from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import AdviceGiven, AdviceWithdrawn
@@ -19,7 +19,7 @@ _SAME_GAIN = 0.05  # a prediction that moved less is the same advice
 class Setup:
     """What of a run never changes, for changes and advice."""
 
-    ground: Ground
+    context: LiveContext
     passes: int  # backward passes a step
     clips: bool
     rates: Rates | None  # None: not measured on this machine
@@ -58,12 +58,12 @@ class Adviser:
         self._redone_s += lost_s
         self._hold(redone(self._failed_chunk_rows, chunk_rows, self._redone_share))
 
-    def look(self, steps: StepFacts, knobs: Knobs, use: Use) -> None:
+    def look(self, steps: StepFacts, settings: LiveSettings, use: Use) -> None:
         """Judge the last steady steps anew."""
         found = advise(
             RunFacts(
-                ground=self._setup.ground,
-                knobs=knobs,
+                context=self._setup.context,
+                settings=settings,
                 steps=steps,
                 use=use,
                 rates=self._setup.rates,

@@ -10,23 +10,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.live.adviser import Adviser, Setup
 from fluxtrain.live.effect import STEPS, Effect
 from fluxtrain.live.settings import (
     Change,
-    Knobs,
+    LiveSettings,
     Use,
-    knobs_after,
     parse_change,
     refuse_without_room,
-    rungs,
+    settings_after,
+    steps_down,
 )
 from fluxtrain.live.steady import SteadySteps
-from fluxtrain.plan.footprint import Footprint
-from fluxtrain.plan.prediction import Promise
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import (
     ChangeApplied,
@@ -38,24 +38,17 @@ from fluxtrain.telemetry.events import (
 
 Why = Literal["asked", "advice", "undo", "wrong", "memory"]
 SAME_BITS = frozenset(
-    {"prefetch", "resident_blocks", "device_groups", "kept_blocks", "boundaries_on_device"}
+    {
+        "prefetch",
+        "resident_blocks",
+        "device_groups",
+        "blocks_without_recompute",
+        "activations_on_device",
+    }
 )
 
 
-class Turn(Protocol):
-    """Gives the engine another window and chunk; raises DoesNotFit and leaves it as it was."""
-
-    def __call__(
-        self,
-        *,
-        device_groups: int,
-        resident_blocks: int,
-        kept_blocks: int,
-        boundaries_on_device: int,
-        slots: int,
-        chunk_rows: int,
-        need: Footprint,
-    ) -> None: ...
+Turn = Callable[[Placement], None]  # raises DoesNotFit and leaves the engine as it was
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +80,15 @@ class LiveChanges:
         *,
         chunk_rows: Callable[[], int],
         use: Callable[[], Use],
-        promise_of: Callable[[Knobs], Promise],
+        promise_of: Callable[[LiveSettings], Promise],
     ) -> None:
-        self._ground = setup.ground
+        self._context = setup.context
         self._announcer = announcer
         self._turn = turn
         self._chunk_rows = chunk_rows
         self._use = use
         self._promise_of = promise_of
-        self._knobs = setup.ground.planned
+        self._settings = setup.context.planned
         self.promise: Promise | None = None  # of the settings in force; None: as planned
         self.steps_since = 0  # of the settings in force
         self._adviser = Adviser(setup, announcer)
@@ -107,9 +100,9 @@ class LiveChanges:
         self._measured: tuple[Made, Effect] | None = None
 
     @property
-    def knobs(self) -> Knobs:
+    def settings(self) -> LiveSettings:
         """As they are now."""
-        return replace(self._knobs, chunk_rows=self._chunk_rows())
+        return replace(self._settings, chunk_rows=self._chunk_rows())
 
     # -- asked for, by the thread of the control socket
 
@@ -120,11 +113,11 @@ class LiveChanges:
                 if self._wishes:
                     raise BadInput(f"{self._wishes[0].change} waits for the end of this step")
                 wish = self._undo() if command == "undo" else self._wished(arguments)
-                knobs_after(self._ground, self.knobs, wish.change, self._known_use())
+                settings_after(self._context, self.settings, wish.change, self._known_use())
             except FluxTrainError as error:
                 return False, str(error)
             self._wishes.append(wish)
-            change, now = wish.change, getattr(self.knobs, wish.change.name)
+            change, now = wish.change, getattr(self.settings, wish.change.name)
         rounding = "" if change.name in SAME_BITS else "; losses then differ by rounding"
         return True, f"{change.name} goes from {now} to {change.value} after this step{rounding}"
 
@@ -176,7 +169,7 @@ class LiveChanges:
             if self._measured is not None:
                 self._measure(step)
             elif self._steady.worth_a_look:
-                self._adviser.look(self._steady.looked_at(), self.knobs, self._known_use())
+                self._adviser.look(self._steady.looked_at(), self.settings, self._known_use())
 
     def disturbed(self) -> None:
         """Something else than steps happened: the next step tells nothing."""
@@ -187,8 +180,8 @@ class LiveChanges:
         """Device memory ran out in the step after `step`, `lost_s` after it began: give up what
         the rules say, so that it can be done again. In words what; None when nothing is left."""
         with self._lock:
-            for change in rungs(self._ground, self.knobs):
-                before = getattr(self._ground.layout_with(self.knobs), change.name)
+            for change in steps_down(self._context, self.settings):
+                before = getattr(self._context.layout_with(self.settings), change.name)
                 if self._gave_up(change):
                     break
             else:
@@ -211,33 +204,24 @@ class LiveChanges:
 
     def _gave_up(self, change: Change) -> bool:
         """Whether a rung could be taken: what leaves the device must find room on the host."""
-        now, new = self.knobs, change.applied_to(self.knobs)
+        now, new = self.settings, change.applied_to(self.settings)
         try:
-            refuse_without_room(self._ground, now, new, replace(self._use(), device_peak_bytes=0))
+            refuse_without_room(self._context, now, new, replace(self._use(), device_peak_bytes=0))
             self._turn_to(new)
         except DoesNotFit:
             return False
         return True
 
-    def _turn_to(self, new: Knobs) -> None:
-        layout = self._ground.layout_with(new)
-        self._turn(
-            device_groups=layout.device_groups,
-            resident_blocks=layout.resident_blocks,
-            kept_blocks=layout.kept_blocks,
-            boundaries_on_device=layout.boundaries_on_device,
-            slots=self._ground.slots(new),
-            chunk_rows=layout.chunk_rows,
-            need=self._ground.need(new),
-        )
-        before = self.promise or self._promise_of(self._ground.planned)
+    def _turn_to(self, new: LiveSettings) -> None:
+        self._turn(self._context.placement_with(new))
+        before = self.promise or self._promise_of(self._context.planned)
         self.promise, self.steps_since = self._promise_of(new).after(before), 0
-        self._knobs, self._peak_is_known = new, False
+        self._settings, self._peak_is_known = new, False
 
     def _make(self, wish: Wish, step: int) -> None:
-        change, now = wish.change, self.knobs
+        change, now = wish.change, self.settings
         try:
-            new = knobs_after(self._ground, now, change, self._known_use())
+            new = settings_after(self._context, now, change, self._known_use())
             self._turn_to(new)
         except (BadInput, DoesNotFit) as error:
             self._announcer.emit(

@@ -8,61 +8,43 @@ of a run that has that chunk, within rounding of this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 
 from fluxtrain.block.recompute_policy import choose_recompute
-from fluxtrain.edges.embedding import passes_in_parts
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.moving import new_home
+from fluxtrain.memory.moving import moves, prepare_move
 from fluxtrain.memory.window import Slot
 from fluxtrain.optimizer.optimizer_state import renew_state
-from fluxtrain.plan.footprint import Footprint
-from fluxtrain.plan.spread import parted, spread_out
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.group_placement import check_groups, refuse_unused
 from fluxtrain.runtime.context import Context
+from fluxtrain.wrapping.slots import slots_for
 
 
-def resettle(
-    context: Context,
-    *,
-    device_groups: int,
-    resident_blocks: int,
-    kept_blocks: int,
-    slots: int,
-    chunk_rows: int,
-    need: Footprint,
-    boundaries_on_device: int = 0,
-) -> None:
-    """Give `context` this placement and chunk; between two steps, by the thread that drives it.
+def resettle(context: Context, placement: Placement) -> None:
+    """Give `context` this placement; between two steps, by the thread that drives it.
 
-    device_groups: so many groups live on the device, those that `context.plan.device_first` takes
-    first; resident_blocks: of so many blocks at home on the host the weights stay there too; slots:
-    shared by the other blocks; kept_blocks: the first so many with weights on the device keep their
-    activations; need: the predicted peaks of all that, for the counters; boundaries_on_device: the
-    inputs of so many last blocks stay on the device where the others' wait on the host.
-
-    New memory is taken before any is given back, so that running out of it leaves everything as it
-    was. Raises DoesNotFit then.
+    Groups move whose rows say other tiers than before; then blocks get the slots, activations and
+    chunk that the placement says. New memory is taken before any is given back, so that running out
+    of it leaves everything as it was. Raises DoesNotFit then.
     """
+    check_groups(placement.groups, context.groups)
+    refuse_unused(placement.groups)
     _come_to_rest(context)
-    device, at_home = parted(context.groups, device_groups, context.plan.device_first)
-    blocks = [group for group in at_home if group.kind == "block"]
-    resident, streamed = spread_out(blocks, resident_blocks)
-    edges = [g for g in at_home if g.kind == "edge" and not passes_in_parts(context, g)]
+    rows = list(zip(context.groups, placement.groups, strict=True))
+    moving = [(group, row) for group, row in rows if moves(group, row)]
+    owners, streamed = slots_for(context, placement.groups)
     fresh: list[Slot] = []
-    if any(g.home == "host" for g in device) or any(g.home == "device" for g in at_home):
-        context.gradients.host.give_ring_back(
-            context.groups
-        )  # it lends from one host group to another
+    if moving:  # the ring lends from one host group to another
+        context.gradients.host.give_ring_back(context.groups)
     try:
-        gone = _owned(context, [*edges, *resident], fresh)
-        gone += _shared(context, streamed, slots, fresh)
-        moves = [new_home(g, "device", pin=False) for g in device if g.home == "host"]
-        pin = context.device.pins
-        moves += [new_home(g, "host", pin=pin) for g in at_home if g.home == "device"]
+        gone = _owned(context, owners, fresh)
+        gone += _shared(context, streamed, placement.slots, fresh)
+        prepared = [
+            prepare_move(group, row, pin=context.device.pins and row.weights != "device")
+            for group, row in moving
+        ]
     except DoesNotFit:
         for slot in fresh:
             context.window.remove_slot(slot)
@@ -71,19 +53,24 @@ def resettle(
         raise
     for slot in gone:
         context.window.remove_slot(slot)
-    for move in moves:
+    for move in prepared:
         move()
-    if moves:
+    if prepared:
         renew_state(owner for owners in context.owners.values() for owner in owners.values())
     gone.clear()
-    moves.clear()
-    _tidy(context, at_home, kept_blocks, boundaries_on_device)
-    placed = {"device_groups": device_groups, "resident_blocks": resident_blocks, "slots": slots}
-    placed |= {"kept_blocks": kept_blocks, "boundaries_on_device": boundaries_on_device}
-    context.plan = replace(context.plan, **placed, need=need)  # type: ignore[arg-type]
-    context.chunk_rows = chunk_rows
+    prepared.clear()
+    before, context.plan = context.plan, placement
+    for group, row in rows:
+        group.placement = row
+    _tidy(context, fewer_wait=_waiting(placement) < _waiting(before))
+    context.chunk_rows = placement.chunk_rows or context.chunk_rows
     choose_recompute(context)
-    context.ahead.begin_next_step(context.plan.slots)
+    context.ahead.begin_next_step(placement.slots)
+
+
+def _waiting(placement: Placement) -> int:
+    """Count the groups whose inputs wait on the host."""
+    return sum(row.activations == "inputs_on_host" for row in placement.groups)
 
 
 def _come_to_rest(context: Context) -> None:
@@ -96,19 +83,19 @@ def _come_to_rest(context: Context) -> None:
     context.gradients.host.drain()
 
 
-def _tidy(context: Context, at_home: Sequence[Group], kept_blocks: int, staying: int) -> None:
-    """After the moves: no memory stays for what is gone, and peaks are those of the new layout."""
+def _tidy(context: Context, *, fewer_wait: bool) -> None:
+    """After the moves: free the memory of what is gone, and measure peaks anew. `fewer_wait`: of
+    inputs on the host."""
     for group in context.groups:
-        if group.rows is not None and group.home == "device":
+        if group.rows is not None and group.placement.weights == "device":
             group.rows.give_back()
     for unit in context.units:
         if unit.slices is not None and not unit.in_slices:
             unit.slices.give_back()
-    before = context.plan
-    if kept_blocks > before.kept_blocks or staying > before.boundaries_on_device:
-        # fewer wait on the host from now on
-        context.park.give_back()
-    context.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
+    if fewer_wait:
+        context.activation_offload.give_back()
+    sent = [group for group in context.groups if group.placement.gradients != "device"]
+    context.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
     _give_back(context)
     context.counters.measure_peaks_anew()
 

@@ -5,7 +5,7 @@
 | `prefetch`        | blocks copied ahead of the one that computes | yes                    |
 | `resident_blocks` | blocks whose weights stay on the device      | yes                    |
 | `device_groups`   | parts that live there with their states, those that the plan has first | yes |
-| `kept_blocks`     | blocks with weights there that keep activations | yes                |
+| `blocks_without_recompute` | blocks with weights there that keep activations | yes       |
 | `chunk_rows`      | rows computed at once inside a block         | no, summed in another order |
 """
 
@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.choices.boundaries import left_on_device
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     Footprint,
@@ -31,36 +32,40 @@ from fluxtrain.plan.footprint import (
 from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import bytes_text
 
-KnobName = Literal["prefetch", "resident_blocks", "device_groups", "kept_blocks", "chunk_rows"]
-KNOBS: tuple[KnobName, ...] = get_args(KnobName)
-Rung = Literal[KnobName, "boundaries_on_device"]  # what a run gives up by itself
+LiveSettingName = Literal[
+    "prefetch", "resident_blocks", "device_groups", "blocks_without_recompute", "chunk_rows"
+]
+LIVE_SETTINGS: tuple[LiveSettingName, ...] = get_args(LiveSettingName)
+StepName = Literal[LiveSettingName, "activations_on_device"]  # what a run gives up by itself
 
 
 @dataclass(frozen=True, kw_only=True)
-class Knobs:
+class LiveSettings:
     """What a run can change between two steps, as it is now."""
 
     prefetch: int  # blocks copied ahead, where so many stream
     resident_blocks: int  # of those at home on the host, where there are so many
     chunk_rows: int
     device_groups: int = 0
-    kept_blocks: int = 0  # of those whose weights are on the device, where there are so many
-    boundaries_on_device: int = 0  # at most; fewer where the plan's peak has no room for them
+    blocks_without_recompute: int = (
+        0  # of those whose weights are on the device, where there are so many
+    )
+    activations_on_device: int = 0  # at most; fewer where the plan's peak has no room for them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """One knob and the value it should have."""
 
-    name: Rung
+    name: StepName
     value: int
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
 
-    def applied_to(self, knobs: Knobs) -> Knobs:
-        """`knobs` with this change."""
-        return replace(knobs, **{self.name: self.value})
+    def applied_to(self, settings: LiveSettings) -> LiveSettings:
+        """`settings` with this change."""
+        return replace(settings, **{self.name: self.value})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,98 +77,115 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
-    """The run that changes are judged for; `layout` is as it was planned."""
+class LiveContext:
+    """The run that changes are judged for; `placement` is as it was planned."""
 
     facts: ModelFacts
-    layout: Layout
+    placement: Placement
     has_gpu: bool
-    budget_bytes: int | None
 
     @property
-    def planned(self) -> Knobs:
-        """The knobs as the plan set them."""
-        return Knobs(
+    def layout(self) -> Layout:
+        """As it was planned."""
+        return self.placement.layout
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Of the device."""
+        return self.placement.budget_bytes
+
+    def planned_as(self, layout: Layout) -> LiveContext:
+        """The same run planned with another layout."""
+        placement = self.placement.with_layout(self.facts, layout, has_gpu=self.has_gpu)
+        return replace(self, placement=placement)
+
+    @property
+    def planned(self) -> LiveSettings:
+        """The settings as the plan set them."""
+        return LiveSettings(
             prefetch=max(1, slot_count(self.facts, self.layout) - 1),
             resident_blocks=self.layout.resident_blocks,
             chunk_rows=self.layout.chunk_rows,
             device_groups=self.layout.device_groups,
-            kept_blocks=self.layout.kept_blocks,
-            boundaries_on_device=self.layout.boundaries_on_device,
+            blocks_without_recompute=self.layout.blocks_without_recompute,
+            activations_on_device=self.layout.activations_on_device,
         )
 
-    def home_blocks(self, knobs: Knobs) -> int:
+    def home_blocks(self, settings: LiveSettings) -> int:
         """Blocks at home on the host, which may be resident or stream."""
-        moved = replace(self.layout, device_groups=knobs.device_groups)
+        moved = replace(self.layout, device_groups=settings.device_groups)
         return len(homes(self.facts, moved)[1].blocks)
 
-    def layout_with(self, knobs: Knobs) -> Layout:
-        """The layout that `knobs` make. Boundaries that stay on the device give way where it would
+    def layout_with(self, settings: LiveSettings) -> Layout:
+        """The layout that `settings` make. InputsOn that stay on the device give way where it would
         take more of it than was planned, for they only have what everything else leaves."""
         layout = replace(
             self.layout,
-            slots=knobs.prefetch + 1,
-            resident_blocks=min(knobs.resident_blocks, self.home_blocks(knobs)),
-            chunk_rows=knobs.chunk_rows,
-            device_groups=knobs.device_groups,
-            kept_blocks=knobs.kept_blocks,
+            slots=settings.prefetch + 1,
+            resident_blocks=min(settings.resident_blocks, self.home_blocks(settings)),
+            chunk_rows=settings.chunk_rows,
+            device_groups=settings.device_groups,
+            blocks_without_recompute=settings.blocks_without_recompute,
         )
-        most, has_gpu = knobs.boundaries_on_device, self.has_gpu
+        most, has_gpu = settings.activations_on_device, self.has_gpu
         planned = footprint(self.facts, self.layout, has_gpu=has_gpu).device_bytes
         return left_on_device(self.facts, layout, planned, most=most, has_gpu=has_gpu)
 
-    def slots(self, knobs: Knobs) -> int:
-        """Slots that the streamed blocks share."""
-        return slot_count(self.facts, self.layout_with(knobs))
+    def placement_with(self, settings: LiveSettings) -> Placement:
+        """The placement that `settings` make."""
+        layout = self.layout_with(settings)
+        return self.placement.with_layout(self.facts, layout, has_gpu=self.has_gpu)
 
-    def streamed(self, knobs: Knobs) -> int:
+    def streamed(self, settings: LiveSettings) -> int:
         """Blocks that stream."""
-        return streamed_count(self.facts, self.layout_with(knobs))
+        return streamed_count(self.facts, self.layout_with(settings))
 
-    def need(self, knobs: Knobs) -> Footprint:
+    def need(self, settings: LiveSettings) -> Footprint:
         """Predicted peaks."""
-        return footprint(self.facts, self.layout_with(knobs), has_gpu=self.has_gpu)
+        return footprint(self.facts, self.layout_with(settings), has_gpu=self.has_gpu)
 
-    def device_growth_bytes(self, now: Knobs, new: Knobs) -> int:
+    def device_growth_bytes(self, now: LiveSettings, new: LiveSettings) -> int:
         """By how much `new` is predicted to raise the device's peak."""
         return self.need(new).device_bytes - self.need(now).device_bytes
 
 
 def parse_change(arguments: Mapping[str, Any]) -> Change:
     """One change from the arguments of a command. Raises BadInput."""
-    names = ", ".join(KNOBS)
+    names = ", ".join(LIVE_SETTINGS)
     if len(arguments) != 1:
         raise BadInput(f"one change at a time: use one of {names} with a whole number")
     ((name, value),) = arguments.items()
     short = name.removeprefix("placement.")  # as a configuration and a plan have it
     name = short if setting_name(short) == name else name
-    if name not in KNOBS:
+    if name not in LIVE_SETTINGS:
         raise BadInput(f"{name} cannot change while a run trains: {names} can")
     if isinstance(value, bool) or not isinstance(value, int):
         raise BadInput(f"{name} is {value!r}: use a whole number")
     return Change(name=name, value=value)
 
 
-def knobs_after(ground: Ground, now: Knobs, change: Change, use: Use) -> Knobs:
-    """The knobs once `change` is made.
+def settings_after(
+    context: LiveContext, now: LiveSettings, change: Change, use: Use
+) -> LiveSettings:
+    """The settings once `change` is made.
 
     Raises BadInput when it makes no sense for this run, DoesNotFit when there is no room for it.
     """
     if getattr(now, change.name) == change.value:
         raise BadInput(f"{change.name} is {change.value} already")
-    _check_range(ground, now, change)
+    _check_range(context, now, change)
     new = change.applied_to(now)
-    refuse_without_room(ground, now, new, use)
+    refuse_without_room(context, now, new, use)
     return new
 
 
-def _check_range(ground: Ground, now: Knobs, change: Change) -> None:
-    layout, streamed = ground.layout, ground.streamed(now)
+def _check_range(context: LiveContext, now: LiveSettings, change: Change) -> None:
+    layout, streamed = context.layout, context.streamed(now)
     if change.name == "chunk_rows":
         _between(change, 1, layout.batch_rows, f"a backward pass has {layout.batch_rows} rows")
         return
-    if change.name == "kept_blocks":
-        most = keepable_count(ground.facts, ground.layout_with(now))
+    if change.name == "blocks_without_recompute":
+        most = keepable_count(context.facts, context.layout_with(now))
         _between(change, 0, most, f"of {most} blocks the weights stay on the device")
         return
     if layout.offload not in ("weights", "max"):
@@ -172,10 +194,10 @@ def _check_range(ground: Ground, now: Knobs, change: Change) -> None:
             "none stream"
         )
     if change.name == "device_groups":
-        parts = len(ground.facts.groups)
+        parts = len(context.facts.groups)
         _between(change, 0, parts, f"the model has {parts} parts")
     elif change.name == "resident_blocks":
-        home = ground.home_blocks(now)
+        home = context.home_blocks(now)
         _between(change, 0, home, f"{home} blocks are at home on the host")
     elif streamed < 2:
         raise BadInput(f"{change}: {streamed} blocks stream, so none can be copied ahead")
@@ -188,37 +210,39 @@ def _between(change: Change, low: int, high: int, because: str) -> None:
         raise BadInput(f"{change}: {because}, use {low} to {high}")
 
 
-def rungs(ground: Ground, now: Knobs) -> list[Change]:
+def steps_down(context: LiveContext, now: LiveSettings) -> list[Change]:
     """What to give up when device memory runs out in a step: all boundaries that stay on the device
     by choice (no computation is lost with them), or where the host has no room for them, and next,
     half of the blocks that keep their activations, then half of the chunk, and of the smallest
     chunk half of the resident blocks, else of the parts on the device."""
-    staying = ground.layout_with(now).boundaries_on_device
-    first = [Change(name="boundaries_on_device", value=0)] if staying else []
-    return [*first, *_later_rungs(ground, now)]
+    staying = context.layout_with(now).activations_on_device
+    first = [Change(name="activations_on_device", value=0)] if staying else []
+    return [*first, *_later_steps(context, now)]
 
 
-def _later_rungs(ground: Ground, now: Knobs) -> list[Change]:
-    kept = kept_count(ground.facts, ground.layout_with(now))
+def _later_steps(context: LiveContext, now: LiveSettings) -> list[Change]:
+    kept = kept_count(context.facts, context.layout_with(now))
     if kept:
-        return [Change(name="kept_blocks", value=kept // 2)]
+        return [Change(name="blocks_without_recompute", value=kept // 2)]
     if now.chunk_rows > 1:
         return [Change(name="chunk_rows", value=now.chunk_rows // 2)]
-    layout = ground.layout_with(now)
+    layout = context.layout_with(now)
     if layout.offload not in ("weights", "max"):
         return []
     held = {"resident_blocks": layout.resident_blocks, "device_groups": layout.device_groups}
-    names: tuple[KnobName, ...] = ("resident_blocks", "device_groups")
+    names: tuple[LiveSettingName, ...] = ("resident_blocks", "device_groups")
     return [Change(name=name, value=held[name] // 2) for name in names if held[name]]
 
 
-def refuse_without_room(ground: Ground, now: Knobs, new: Knobs, use: Use) -> None:
+def refuse_without_room(
+    context: LiveContext, now: LiveSettings, new: LiveSettings, use: Use
+) -> None:
     """Raise DoesNotFit, with the numbers, when `new` is predicted to exceed what there is."""
-    growth = ground.device_growth_bytes(now, new)
-    budget = ground.budget_bytes
+    growth = context.device_growth_bytes(now, new)
+    budget = context.budget_bytes
     if budget is not None and growth > 0:
         known = use.device_peak_bytes
-        peak = ground.need(now).device_bytes if known is None else known
+        peak = context.need(now).device_bytes if known is None else known
         if peak + growth > budget:
             word = "predicted" if known is None else "measured"
             raise DoesNotFit(
@@ -226,7 +250,7 @@ def refuse_without_room(ground: Ground, now: Knobs, new: Knobs, use: Use) -> Non
                 f"{bytes_text(budget)} the {word} peak of {bytes_text(peak)} leaves "
                 f"{bytes_text(max(0, budget - peak))}"
             )
-    more = ground.need(new).host_bytes - ground.need(now).host_bytes
+    more = context.need(new).host_bytes - context.need(now).host_bytes
     available = use.host_available_bytes
     if available is not None and more > max(0, available):
         raise DoesNotFit(

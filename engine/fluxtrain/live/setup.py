@@ -14,14 +14,12 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.adviser import Setup
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.resettle import resettle
-from fluxtrain.live.settings import Ground, Knobs, Use
-from fluxtrain.plan.choices.placement import Placement, RunPlacement
+from fluxtrain.live.settings import LiveContext, LiveSettings, Use
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import saving_bytes
-from fluxtrain.plan.prediction import Promise
-from fluxtrain.planning.placing import eager
+from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
 
 if TYPE_CHECKING:
@@ -31,24 +29,18 @@ if TYPE_CHECKING:
 def live_changes(
     config: RunConfig,
     facts: ModelFacts,
-    placement: RunPlacement,
+    placement: Placement,
     engine: Engine,
     announcer: Announcer,
     rates: Rates | str,
 ) -> LiveChanges:
     """What may change of a run that is placed and wrapped; `rates` as the plan has them."""
     has_gpu = engine.device.torch_device.type == "cuda"
-    ground = Ground(
-        facts=facts,
-        layout=replace(
-            placement.layout(passes=config.train.accumulation, eager=eager(config, facts)),
-            chunk_rows=engine.chunk_rows,
-        ),
-        has_gpu=has_gpu,
-        budget_bytes=placement.budget_bytes,
-    )
+    layout = replace(placement.layout, chunk_rows=engine.chunk_rows)
+    placement = replace(placement, layout=layout)
+    context = LiveContext(facts=facts, placement=placement, has_gpu=has_gpu)
     setup = Setup(
-        ground=ground,
+        context=context,
         passes=config.train.accumulation,
         clips=config.train.max_grad_norm is not None or facts.scales_its_loss,
         rates=None if isinstance(rates, str) else rates,
@@ -59,23 +51,21 @@ def live_changes(
         partial(resettle, engine),
         chunk_rows=lambda: engine.chunk_rows,
         use=partial(_use, engine.device.torch_device),
-        promise_of=partial(promise_of, setup, placement),
+        promise_of=partial(promise_of, setup),
     )
 
 
-def promise_of(setup: Setup, placement: Placement, knobs: Knobs) -> Promise:
-    """What the run of `placement` is predicted to take with `knobs`."""
-    ground, layout = setup.ground, setup.ground.layout_with(knobs)
-    saving = saving_bytes(ground.facts, layout) if ground.has_gpu else 0
-    need = replace(placement, need=ground.need(knobs), saving_bytes=saving)
+def promise_of(setup: Setup, settings: LiveSettings) -> Promise:
+    """Predict what the run takes with `settings`."""
+    context, placement = setup.context, setup.context.placement_with(settings)
     promise = Promise(
-        device_bytes=need.need.shown_device_bytes(has_gpu=ground.has_gpu),
-        host_bytes=need.host_bytes,
+        device_bytes=placement.need.shown_device_bytes(has_gpu=context.has_gpu),
+        host_bytes=placement.host_bytes,
     )
     if setup.rates is None:
         return promise
-    exact = setup.clips or setup.passes > 1
-    took = cost(ground.facts, layout, setup.rates, exact=exact, passes=setup.passes)
+    clips = setup.clips or setup.passes > 1
+    took = cost(context.facts, placement.layout, setup.rates, clips=clips, passes=setup.passes)
     return replace(promise, step_s=took.step_s, tokens_per_s=took.tokens_per_s, binds=took.binds)
 
 

@@ -27,12 +27,12 @@ from fluxtrain.device.arena import HostArena, aligned, device_flat, own_storage_
 from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
+from fluxtrain.plan.group_placement import GroupPlacement, Tier
 from fluxtrain.plan.states import StateFormat
 
 if TYPE_CHECKING:
     from fluxtrain.memory.rows import RowBuffers
 
-Home = Literal["host", "device"]
 TRAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -45,7 +45,7 @@ class Group:
         self.name = name
         self.kind = kind
         self.states = states
-        self.home: Home = "host"
+        self.placement = GroupPlacement(name=name, kind=kind)
         self.members: list[Member] = []
         self.segments: list[Segment] = []
         self.wire: Tensor | None = None  # (wire_bytes,) uint8 at home
@@ -157,9 +157,9 @@ class Group:
         self.members.append(member)
         return member
 
-    def settle(self, home: Home, device: torch.device, *, pin: bool) -> None:
+    def settle(self, placement: GroupPlacement, device: torch.device, *, pin: bool) -> None:
         """Fix the layout, allocate the weights' memory and move the weights into it."""
-        self.home, self._device, self._pin = home, device, pin
+        self.placement, self._device, self._pin = placement, device, pin
         order = {dtype: place for place, dtype in enumerate(TRAINED_DTYPES)}
         self.segments.sort(
             key=lambda s: (not s.trained, order.get(s.dtype, len(order)), str(s.dtype), s.format)
@@ -209,7 +209,7 @@ class Group:
             for kind, count in wanted.values():
                 spans.append((kind, count, total))
                 total += aligned(kind.itemsize * count)
-            _, flats = self._allocate(total, spans, pin=False)
+            _, flats = self.allocate(self.placement.state, total, spans, pin=False)
             for name, flat in zip(wanted, flats, strict=True):
                 setattr(segment, name, flat)
                 if name != "master" and flat.device.type == "cpu":
@@ -230,7 +230,8 @@ class Group:
         for segment in self.trained:
             if segment.rounded is None:
                 span = [(segment.dtype, segment.elements, 0)]
-                _, flats = self._allocate(aligned(segment.size_bytes), span, pin=self._pin)
+                size = aligned(segment.size_bytes)
+                _, flats = self.allocate(self.placement.gradients, size, span, pin=self._pin)
                 segment.rounded = flats[0]
 
     @property
@@ -268,7 +269,8 @@ class Group:
             return
         if segment.wide is None:
             span = [(torch.float32, segment.elements, 0)]
-            _, flats = self._allocate(aligned(4 * segment.elements), span, pin=self._pin)
+            size = aligned(4 * segment.elements)
+            _, flats = self.allocate(self.placement.gradients, size, span, pin=self._pin)
             segment.wide = flats[0]
         segment.is_wide = True
 
@@ -285,18 +287,19 @@ class Group:
         """Memory at home for the weights of these segments, and a flat tensor for each; a forked
         process gets it too."""
         spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in segments]
-        return self._allocate(size_bytes, spans, pin=pin, for_forks=True)
+        return self.allocate(self.placement.weights, size_bytes, spans, pin=pin, for_forks=True)
 
-    def _allocate(
+    def allocate(
         self,
+        tier: Tier,
         size_bytes: int,
         spans: list[tuple[torch.dtype, int, int]],
         *,
         pin: bool,
         for_forks: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Zeroed memory at home, and flat tensors (dtype, count, offset) over it."""
-        if self.home == "device" and self._device.type == "cuda":
+        """Zeroed memory in a tier, and flat tensors (dtype, count, offset) over it."""
+        if tier == "device" and self._device.type == "cuda":
             flat = device_flat(self._device, size_bytes)
             flat.zero_()
             views = [flat[o : o + n * t.itemsize].view(t) for t, n, o in spans]

@@ -1,4 +1,4 @@
-"""Another home for a group that trains: weights, states and gradients move as they are."""
+"""Move a group that trains to other tiers: weights, states and gradients as they are."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ from torch import Tensor, nn
 
 from fluxtrain.device.arena import aligned
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.memory.group import Group, Home
+from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import MASTERS, SCALES, Segment
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.units import bytes_text
 
-_HELD = (*MASTERS, "m", "v", *SCALES, "rounded", "wide")
+_GRADIENTS = ("rounded", "wide")
+_HELD = (*MASTERS, "m", "v", *SCALES, *_GRADIENTS)
 
 
-def new_home(group: Group, home: Home, *, pin: bool) -> Callable[[], None]:
-    """Take the memory for `group` at `home`; what is returned moves it there and cannot fail.
+def moves(group: Group, placement: GroupPlacement) -> bool:
+    """Do weights, states or gradients of `group` change their tier for `placement`?"""
+    now = group.placement
+    before = (now.weights, now.state, now.gradients)
+    return before != (placement.weights, placement.state, placement.gradients)
+
+
+def prepare_move(group: Group, placement: GroupPlacement, *, pin: bool) -> Callable[[], None]:
+    """Take the memory for `group` where `placement` has it; calling what is returned moves the
+    group there and cannot fail.
 
     Its updates must be done, its gradients have arrived, and nothing compute with it. Every bit
     stays. pin: host memory that a GPU copies from. Raises DoesNotFit; the group is as it was.
     """
     shell = Group(group.name, group.kind)
-    shell.home, shell._device, shell._pin = home, group._device, pin
+    shell.placement, shell._device, shell._pin = placement, group._device, pin
     try:
         wire, weights = shell.allocate_weights(group.segments, group.wire_bytes, pin=pin)
         held = [_held(shell, segment) for segment in group.segments]
@@ -40,7 +50,7 @@ def new_home(group: Group, home: Home, *, pin: bool) -> Callable[[], None]:
                 for name, fresh in tensors.items():
                     fresh.copy_(getattr(segment, name))
                     setattr(segment, name, fresh)
-        group.wire, group.home, group._arenas, group._pin = wire, home, shell._arenas, pin
+        group.wire, group.placement, group._arenas, group._pin = wire, placement, shell._arenas, pin
         group.version += 1
         _point_there(group)
 
@@ -48,14 +58,16 @@ def new_home(group: Group, home: Home, *, pin: bool) -> Callable[[], None]:
 
 
 def _held(shell: Group, segment: Segment) -> dict[str, Tensor]:
-    """Memory at the new home for each tensor that the segment has beside its weights."""
+    """Take memory for each tensor that the segment has beside its weights."""
     fresh: dict[str, Tensor] = {}
     for name in _HELD:
         flat: Tensor | None = getattr(segment, name)
         if flat is not None:
-            pin = shell._pin and name in ("rounded", "wide")
+            is_gradient = name in _GRADIENTS
+            tier = shell.placement.gradients if is_gradient else shell.placement.state
             span = [(flat.dtype, flat.numel(), 0)]
-            fresh[name] = shell._allocate(aligned(flat.nbytes), span, pin=pin)[1][0]
+            pin = shell._pin and is_gradient
+            fresh[name] = shell.allocate(tier, aligned(flat.nbytes), span, pin=pin)[1][0]
     return fresh
 
 

@@ -1,7 +1,7 @@
-"""The distinct rows of a large table that a batch touches: gathered on the host, scattered home.
+"""The distinct rows of a large embedding that a batch looks up: uploads and gradient memory.
 
-A batch of T tokens looks at T rows of an embedding at most, of 150 thousand. Those alone are copied
-to the device, and their gradients alone come home; the gradients of all other rows are zero there.
+A batch of T tokens looks up at most T rows of an embedding, of 150 thousand. Only these rows are
+copied to the device, and only their gradients are downloaded; all other gradients are zero.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Gather = Callable[[Tensor, Tensor], object]  # rows (U,), and (U, H) on the host
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Which rows a batch touches, and where its tokens find theirs among them."""
+    """Which rows a batch looks up, and the position of each token's row among them."""
 
     rows: Tensor  # (U,) int64 on the host, ascending
     of_tokens: Tensor  # (T,) int64 on the host: positions in `rows`
 
     @staticmethod
     def of(indices: Tensor) -> Places:
-        """`indices` (T,) on the host, of any integer dtype."""
+        """Find the places of `indices` (T,) on the host, of any integer dtype."""
         rows, of_tokens = torch.unique(indices.to(_INDEX), return_inverse=True)
         return Places(rows, of_tokens)
 
@@ -40,29 +40,29 @@ class Places:
         return len(self.rows)
 
     def position_of(self, row: int) -> int:
-        """Where `row` stands among the rows; -1 where it is not touched."""
+        """Return the position of `row` among the rows; -1 where it is not looked up."""
         at = int(torch.searchsorted(self.rows, row))
         return at if at < self.count and int(self.rows[at]) == row else -1
 
 
 @dataclass(frozen=True, eq=False)
-class Brought:
+class UploadedRows:
     """Rows on the device, and the indices that belong to them there."""
 
-    rows: Tensor  # (U, H): valid until the buffers are released
+    rows: Tensor  # (U, H): valid until `RowBuffers.release`
     places: Tensor  # (U,) int64
     of_tokens: Tensor  # (T,) int64
 
 
 class Awaited(Protocol):
-    """A lookup whose gradient may come."""
+    """A lookup whose gradient may follow."""
 
     places: Places
-    brought: Brought | None  # its indices stay valid
+    uploaded: UploadedRows | None  # its indices stay valid
 
 
 class RowBuffers:
-    """What the rows of one table pass through. The buffers grow to the largest batch and stay."""
+    """Buffers for the rows of one embedding; they grow to the largest batch and stay."""
 
     def __init__(self, device: Device, table_rows: int, width: int, dtype: torch.dtype) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class RowBuffers:
         self._tokens = 0
         self._arenas: tuple[HostArena, HostArena] | None = None  # rows, indices
         self._landing: HostArena | None = None
-        self._arriving: list[tuple[Transfer, HostArena]] = []  # copies to it, and to smaller ones
+        self._arriving: list[tuple[Transfer, HostArena]] = []  # to `_landing` and earlier ones
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._transfers: tuple[Transfer, ...] = ()
         self._free: object = None
@@ -90,12 +90,14 @@ class RowBuffers:
         arenas = (*(self._arenas or ()), self._landing)
         return sum(arena.size_bytes for arena in arenas if arena is not None)
 
-    def bring(self, places: Places, gather: Gather) -> tuple[Brought, tuple[Transfer, Transfer]]:
-        """Gather the rows on the host and start to copy them to the device; the computation has to
-        wait for both transfers, and to `release` what it was given.
+    def upload(
+        self, places: Places, gather: Gather
+    ) -> tuple[UploadedRows, tuple[Transfer, Transfer]]:
+        """Gather the rows on the host and start to copy them to the device. The computation must
+        wait for both transfers, and `release` the rows afterwards.
 
-        Waits for the copies of the rows before, which leave from the same memory. Raises IndexError
-        for a row that the table does not have.
+        Waits for the copies of the previous rows, which use the same host memory. Raises IndexError
+        for a row that the embedding does not have.
         """
         if places.count and not 0 <= int(places.rows[0]) <= int(places.rows[-1]) < self.table_rows:
             raise IndexError(
@@ -119,14 +121,14 @@ class RowBuffers:
             self._device.upload(to_indices, indices, None, self._free, urgent=True),
             self._device.upload(to_rows, rows, None, self._free, urgent=True),
         )
-        return Brought(to_rows, to_indices[:count], to_indices[count:]), found
+        return UploadedRows(to_rows, to_indices[:count], to_indices[count:]), found
 
     def release(self) -> None:
-        """The computation that reads what was brought is queued."""
+        """Let the rows be overwritten once the computation queued so far has run."""
         self._free = self._device.mark()
 
     def landing(self, values: Tensor) -> tuple[Tensor, HostArena]:
-        """Host memory (U, H) for gradients of rows, and what keeps it locked."""
+        """Return host memory (U, H) for gradients of rows, and the arena that keeps it locked."""
         size_bytes = max(self.capacity * self.row_bytes, values.nbytes)
         if self._landing is None or self._landing.size_bytes < size_bytes:
             self._landing = HostArena(size_bytes, pin=self._device.pins)
@@ -134,14 +136,14 @@ class RowBuffers:
         return flat.view(values.shape), self._landing
 
     def arrives(self, transfer: Transfer) -> None:
-        """A copy to the landing memory was started, which stays until it has ended, also where a
-        larger one takes its place."""
+        """Keep the landing memory until a copy to it has ended, also where a larger arena replaces
+        it meanwhile."""
         assert self._landing is not None
         under_way = [(t, arena) for t, arena in self._arriving if not (t.done() or t.failed())]
         self._arriving = [*under_way, (transfer, self._landing)]
 
     def give_back(self) -> None:
-        """Free everything; what comes next allocates anew. Copies under way are waited for."""
+        """Wait for the copies under way and free all buffers; the next lookup allocates anew."""
         for transfer in self._transfers:
             transfer.wait_host()
         for transfer, _ in self._arriving:
@@ -151,16 +153,16 @@ class RowBuffers:
         self.capacity = self._tokens = 0
 
     def _table(self, arena: HostArena) -> Tensor:
-        """(capacity, H) over its memory."""
+        """Return the arena's memory as rows (capacity, H)."""
         flat = arena.tensor(self.dtype, self.capacity * self.width, 0)
         return flat.view(self.capacity, self.width)
 
     def _grow(self, places: Places) -> None:
-        """Sized by tokens: how many of them are distinct changes from batch to batch."""
+        """Enlarge the buffers to this many tokens: the distinct ones vary from batch to batch."""
         tokens = max(len(places.of_tokens), 1)
         if tokens <= self._tokens:
             return
-        self._arenas = self._on_device = None  # before the larger ones are there
+        self._arenas = self._on_device = None  # freed before the larger ones are allocated
         self._tokens, self.capacity = tokens, min(tokens, self.table_rows)
         sizes = (
             aligned(self.capacity * self.row_bytes),

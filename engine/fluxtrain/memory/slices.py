@@ -1,7 +1,7 @@
-"""A head's weight that passes over the bus in slices of its words: two of them are on the device.
+"""A head's weight that is uploaded in vocabulary chunks: two of them are on the device.
 
-While one is computed with, the next one is copied. Whoever goes through all of them twice goes back
-the second time, so that the last two are there still.
+While the computation uses one, the next one is copied. A second walk over the chunks goes in
+reverse order, since the last two are still there.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _PLACES = 2
 
 @dataclass(eq=False)
 class _Place:
-    """Device memory for one slice at a time."""
+    """Device memory for one chunk at a time."""
 
     flat: Tensor  # (bytes,) uint8
-    index: int = -1  # of the slice that is there, or on its way
+    index: int = -1  # of the chunk that is there, or on its way
     version: int = -1  # of the group's weights
     transfers: tuple[Transfer, ...] = ()
     used: bool = False  # a computation uses it now
-    awaited: bool = False  # its copy was started, and nobody has used it yet
+    awaited: bool = False  # its copy was started, and no computation has used it yet
     free: object = None  # the point after which it may be overwritten
 
 
 class WeightSlices:
-    """The slices of members (V, ...) of one group, cut alike: a head's weight, and its bias."""
+    """The vocabulary chunks of members (V, ...) of one group: a head's weight, and its bias."""
 
     def __init__(
-        self, device: Device, group: Group, members: list[Member], words: int, report: Report
+        self, device: Device, group: Group, members: list[Member], rows: int, report: Report
     ) -> None:
         self.group, self.members = group, members
-        self.words = words  # of a slice; the last one may have fewer
+        self.rows = rows  # of a chunk; the last one may have fewer
         self._device = device
         self._report = report
         self._places: list[_Place] = []
@@ -51,27 +51,27 @@ class WeightSlices:
     @property
     def count(self) -> int:
         every: int = self.members[0].shape[0]
-        return -(-every // self.words)
+        return -(-every // self.rows)
 
     @property
     def device_bytes(self) -> int:
         return sum(place.flat.nbytes for place in self._places)
 
     def span(self, index: int) -> slice:
-        """Words of the slice at `index`."""
+        """Return the rows of the chunk at `index`."""
         every: int = self.members[0].shape[0]
-        return slice(index * self.words, min(every, (index + 1) * self.words))
+        return slice(index * self.rows, min(every, (index + 1) * self.rows))
 
     def prefetch(self, index: int) -> None:
-        """Start to copy a slice in, if there is one, it is not there, and a place is free."""
+        """Start to copy a chunk in, if there is one, it is not there, and a place is free."""
         if 0 <= index < self.count and self._holding(index) is None:
             free = [p for p in self._memory() if not p.used and not self._wanted(p)]
             if free:
                 self._fill(free[0], index, "prefetch")
 
     def take(self, index: int) -> list[Tensor]:
-        """The members' words (n, ...) on the device; the computation waits for them. Every `take`
-        is followed by one `release`."""
+        """Return the members' rows (n, ...) on the device; the computation waits for them. Every
+        `take` is followed by one `release`."""
         place = self._holding(index)
         if place is None:
             free = [place for place in self._memory() if not place.used]
@@ -83,24 +83,24 @@ class WeightSlices:
         return [view for view, _ in self._views(place, index)]
 
     def is_there(self, index: int) -> bool:
-        """Has the slice arrived, with the weights as they are now?"""
+        """True when the chunk has arrived, with the weights as they are now."""
         place = self._holding(index)
         return place is not None and all(transfer.done() for transfer in place.transfers)
 
     def release(self, index: int) -> None:
-        """The computation with it is queued: once that has run, its place may be overwritten."""
+        """Let the chunk's place be overwritten once the computation queued so far has run."""
         for place in self._places:
             if place.index == index and place.used:
                 place.used = False
                 place.free = self._device.mark()
 
     def give_back(self) -> None:
-        """Free the places; copies under way are waited for."""
+        """Wait for the copies under way and free the places."""
         self.drain()
         self._places = []
 
     def drain(self) -> None:
-        """Wait for all copies under way; what made one fail is told to whoever takes its slice."""
+        """Wait for all copies under way; `take` raises what made one fail."""
         for place in self._places:
             for transfer in place.transfers:
                 with contextlib.suppress(Exception):
@@ -114,12 +114,12 @@ class WeightSlices:
         return None
 
     def _wanted(self, place: _Place) -> bool:
-        """Was it copied for somebody who is still to come?"""
+        """True when the place has a prefetched chunk that no computation has used yet."""
         return place.awaited and self._holding(place.index) is place
 
     def _memory(self) -> list[_Place]:
         if not self._places:
-            size_bytes = sum(aligned(self.words * self._word_bytes(m)) for m in self.members)
+            size_bytes = sum(aligned(self.rows * self._row_bytes(m)) for m in self.members)
             target = self._device.torch_device
             with torch.inference_mode(False):  # they stay for training passes that come later
                 for _ in range(min(_PLACES, self.count)):
@@ -135,22 +135,22 @@ class WeightSlices:
                     before.wait_host()
         place.index, place.version, place.awaited = index, self.group.version, True
         transfers: list[Transfer] = []
-        for view, home in self._views(place, index):
-            transfer = self._device.upload(view, home, self.group.pending, place.free)
+        for view, host in self._views(place, index):
+            transfer = self._device.upload(view, host, self.group.pending, place.free)
             self._report(self.group, cause, transfer, view.nbytes)
             transfers.append(transfer)
         place.transfers = tuple(transfers)
 
     def _views(self, place: _Place, index: int) -> list[tuple[Tensor, Tensor]]:
-        """Each member's slice on the device and at home."""
+        """Return each member's chunk on the device and on the host."""
         found: list[tuple[Tensor, Tensor]] = []
         start, span = 0, self.span(index)
         for member in self.members:
-            home = self.group.home_views[member.index][span]
-            flat = place.flat[start : start + home.nbytes].view(home.dtype)
-            found.append((flat.view(home.shape), home))
-            start += aligned(self.words * self._word_bytes(member))
+            host = self.group.home_views[member.index][span]
+            flat = place.flat[start : start + host.nbytes].view(host.dtype)
+            found.append((flat.view(host.shape), host))
+            start += aligned(self.rows * self._row_bytes(member))
         return found
 
-    def _word_bytes(self, member: Member) -> int:
+    def _row_bytes(self, member: Member) -> int:
         return member.count // member.shape[0] * member.segment.dtype.itemsize

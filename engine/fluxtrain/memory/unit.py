@@ -63,7 +63,7 @@ class Unit:
     @property
     def in_slices(self) -> bool:
         """Is this a head that computes with two slices of its weight at a time?"""
-        return self.slices is not None and self.slices.group.home == "host"
+        return self.slices is not None and self.slices.group.placement.weights != "device"
 
     @cached_property
     def members(self) -> list[tuple[Group, Member]]:

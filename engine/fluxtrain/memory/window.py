@@ -113,7 +113,7 @@ class Window:
         recently used of them is the next one.
         """
         if (
-            group.home == "device"
+            group.placement.weights == "device"
             or (group.rows and group.by_rows)
             or self.holds(group) is not None
         ):

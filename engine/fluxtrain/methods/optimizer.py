@@ -63,7 +63,7 @@ class EngineAdamW:
 
     def begin_in_backward(self, loss: Tensor) -> None:
         """Update each block as soon as its gradients are complete."""
-        self._engine.begin_eager_step(self._adamw, loss)
+        self._engine.begin_step_in_backward(self._adamw, loss)
 
     def step(self) -> None:
         """Queue the updates; the next forward pass waits for them block by block."""

@@ -9,7 +9,7 @@ from torch import Tensor
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` that also takes gradients in fp16; used in the same way.
 
-    torch's own refuses to unscale them, because in fp16 the unscaled ones would vanish. Those of a
+    torch's own refuses to unscale fp16 gradients, because small ones would vanish. Gradients of a
     wrapped model keep their size: the factor is recorded and the update of the fp32 masters applies
     it. (torch.distributed.fsdp's ShardedGradScaler allows them in the same place.)
     """

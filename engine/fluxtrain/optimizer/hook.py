@@ -1,9 +1,9 @@
 """Takes over `torch.optim.AdamW.step()` for wrapped parameters.
 
 A global pre-hook sees every optimizer's step. AdamW (by exact type, so that a subclass with other
-arithmetic is left alone) is adopted: its hyperparameters are read from `param_groups`, the engine
-updates its arenas, and the gradients are hidden while the original step runs, so that it has
-nothing to do. Any other optimizer runs on the host tensors as it is, and that is said once.
+arithmetic is left alone) is taken over: the engine reads its hyperparameters from `param_groups`
+and updates its own arenas, and the gradients are hidden while the original step runs, so that it
+has nothing to do. Any other optimizer runs unchanged on the host tensors; a warning says so once.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def _before_step(
     for owner, _, _ in entries:
         owner.hidden = False
     closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    step = _adopted_step if adoptable(optimizer) else _foreign_step
+    step = _engine_step if takes_over(optimizer) else _foreign_step
     if closure is None:
         step(optimizer, entries)
         return None
     instead: Callable[[], Any]
-    if step is _adopted_step:  # the closure runs now; the original step gets its result
+    if step is _engine_step:  # the closure runs now; the original step gets its result
         with torch.enable_grad():
             loss = closure()
         step(optimizer, entries)
         instead = lambda: loss  # noqa: E731
-    else:  # it may be called any number of times (L-BFGS), each time with new gradients
+    else:  # L-BFGS calls its closure any number of times, each time with new gradients
 
         def instead() -> Any:
             loss = closure()
@@ -84,8 +84,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         owner.hidden = False
 
 
-def adoptable(optimizer: Optimizer) -> bool:
-    """Is its step one that the engine can make?"""
+def takes_over(optimizer: Optimizer) -> bool:
+    """Return whether the engine can make this optimizer's step."""
     if type(optimizer) not in (AdamW, Adam):
         return False
     for group in optimizer.param_groups:
@@ -96,8 +96,9 @@ def adoptable(optimizer: Optimizer) -> bool:
 
 
 def _claim(optimizer: Optimizer, entries: Entries) -> None:
-    """One optimizer steps a parameter. Another one after it, or one whose state was emptied,
-    starts from moments of zero, as torch's own would."""
+    """Note that this optimizer steps the parameters; raise MisusedModel if another one still does.
+
+    A new optimizer, or one whose state was emptied, starts from moments of zero, as in torch."""
     held = held_state(optimizer)
     anew = [
         owner
@@ -124,7 +125,7 @@ def _claim(optimizer: Optimizer, entries: Entries) -> None:
 
 
 def _still_stepped(owner: Owner, optimizer: Optimizer) -> bool:
-    """Does another optimizer that stepped this parameter still hold it?"""
+    """Return whether another optimizer that stepped this parameter still holds it."""
     holder = owner.stepper() if owner.stepper is not None else None
     if holder is None or holder is optimizer:
         return False
@@ -140,20 +141,20 @@ def _contexts(entries: Entries) -> list[Context]:
     return list({id(o.context): o.context for o in _one_of_each_group(entries)}.values())
 
 
-def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
+def _engine_step(optimizer: Optimizer, entries: Entries) -> None:
     contexts = _contexts(entries)
     refuse_broken_step(contexts)
     for context in contexts:
         if context.loss_scale is not None:
-            context.loss_scale.settle()
+            context.loss_scale.take_back_skipped()
     own = [context for context in contexts if own_step(context, optimizer)]
     if own and getattr(optimizer, "grad_scale", None) is not None:
         raise MisusedModel(
-            "an eager step has updated weights with gradients that a GradScaler was still to "
-            "unscale: leave begin_eager_step out, or the scaler (bf16 needs none)"
+            "a step in backward has updated weights with gradients that a GradScaler was still to "
+            "unscale: leave begin_step_in_backward out, or the scaler (bf16 needs none)"
         )
     if not own:
-        prepare(optimizer, entries)  # an eager step did so before its first update
+        prepare(optimizer, entries)  # a step in backward did so before its first update
     if not _overflowed(optimizer):
         _submit(optimizer, entries)
     attach_state(optimizer, entries)
@@ -162,30 +163,34 @@ def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
 
 
 def own_step(context: Context, optimizer: Optimizer) -> UpdatesInBackward | None:
-    """The eager step under way that this optimizer began."""
+    """Return the step in backward that this optimizer began, if one is under way."""
     context.forget_orphaned_step()
-    step = context.eager
+    step = context.step_in_backward
     return step if step is not None and step.is_of(optimizer) else None
 
 
 def refuse_broken_step(contexts: list[Context]) -> None:
-    """Raise MisusedModel where the backward pass of an eager step has raised: the rest of the model
-    must not be stepped as if it had not."""
-    if not any(context.eager is not None and context.graphs.broke_off for context in contexts):
+    """Raise MisusedModel if the backward pass of a step in backward failed: a part of the model may
+    be updated already, and stepping the rest would mix two states."""
+    if not any(
+        context.step_in_backward is not None and context.graphs.broke_off for context in contexts
+    ):
         return
-    steps = [context.eager for context in contexts if context.eager is not None]
+    steps = [
+        context.step_in_backward for context in contexts if context.step_in_backward is not None
+    ]
     updated = sum(len(step.updated) for step in steps if not step.was_refused())
     for context in contexts:
         context.abandon_backward()
     raise MisusedModel(
-        f"the backward pass of this eager step raised an error when {updated} of "
+        f"the backward pass of this step in backward raised an error when {updated} of "
         f"{sum(len(context.groups) for context in contexts)} parts of the model were updated: "
         + ("go on from a checkpoint" if updated else "call zero_grad() and compute it again")
     )
 
 
 def prepare(optimizer: Optimizer, entries: Entries) -> None:
-    """Everything that has to be looked at before the first update of a step."""
+    """Check and import the optimizer's state and the weights before the first update of a step."""
     make_plain(optimizer, but={index for _, _, index in entries})
     check_state(optimizer, entries)
     _claim(optimizer, entries)
@@ -210,40 +215,43 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         member.gradient_scale *= factor
         work.setdefault(owner.group, {})[member.index] = by_options[id(options)]
     for context in contexts:
-        eager, norm = own.get(context), _guarding_norm(context)
+        in_backward, norm = own.get(context), _guarding_norm(context)
         mine = {group: work[group] for group in context.groups if group in work}
-        if eager is None:
+        if in_backward is None:
             context.updates.submit(mine, norm)
         else:
-            context.eager = None
+            context.step_in_backward = None
             for group, hypers in mine.items():
                 context.updates.submit_one(group, hypers, norm)
         if context.norm is not None and context.loss_scale is not None:
             stepped = [g.members[i] for g in context.groups for i in work.get(g, ())]
             context.loss_scale.after(context.norm, stepped)
-        if eager is not None:
-            eager.end()
+        if in_backward is not None:
+            in_backward.end()
         context.graphs.end_step()
         _clip_others(context, {id(o.member) for o, _, _ in entries}, norm)
         context.norm = None
         context.counters.step += 1
         context.ahead.begin_next_step(context.plan.slots)
-    for context in contexts:  # once all are submitted: one that was refused raises here
+    for context in contexts:  # after all are submitted, because a refused update raises here
         if not context.overlap:
             context.flush()
 
 
 def _guarding_norm(context: Context) -> GradNorm | None:
-    """That the step goes by: of an eager step under way, whoever began it, the loss at least."""
-    norm, eager = context.norm, context.eager
+    """Return the norm that guards this step against values that are not finite.
+
+    A step in backward has no global norm: its loss alone is checked, whichever optimizer began it.
+    """
+    norm, in_backward = context.norm, context.step_in_backward
     unguarded = norm is None or not norm.guards
-    return eager.guard or norm if eager is not None and unguarded else norm
+    return in_backward.guard or norm if in_backward is not None and unguarded else norm
 
 
 def _clip_others(context: Context, stepped: set[int], norm: GradNorm | None) -> None:
-    """The global norm holds for gradients too that this step does not take: those of parameters
-    outside all groups, and those that another optimizer is going to step. Where it refuses the step
-    they are dropped; the host waits for it there, and few models have such parameters."""
+    """Clip the gradients that this step does not take: of parameters outside all groups, and of
+    parameters that another optimizer is going to step. If the norm refuses the step, drop them.
+    The host waits for the norm here; few models have such parameters."""
     if norm is None or not norm.guards:
         return
     loose = [parameter for parameter in context.loose if parameter.grad is not None]
@@ -267,7 +275,7 @@ def _clip_others(context: Context, stepped: set[int], norm: GradNorm | None) -> 
 
 
 def hypers_of(optimizer: Optimizer) -> dict[int, Hyper]:
-    """By the id of each of its parameter groups."""
+    """Return the hyperparameters by the id of each parameter group."""
     return {id(options): _hyper(options) for options in optimizer.param_groups}
 
 
@@ -283,7 +291,7 @@ def _hyper(options: dict[str, Any]) -> Hyper:
 
 
 def _overflowed(optimizer: Optimizer) -> bool:
-    """GradScaler hands `found_inf` to fused optimizers."""
+    """Return whether GradScaler found an overflow; it hands `found_inf` to fused optimizers."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(float(found) > 0.0)
 
@@ -294,7 +302,7 @@ def _unscale_factor(optimizer: Optimizer) -> float:
 
 
 def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
-    """Let another optimizer work on the host tensors; writes are noticed at the next forward."""
+    """Let another optimizer work on the host tensors; the next forward notices its writes."""
     make_plain(optimizer)
     for context in _contexts(entries):
         context.flush()

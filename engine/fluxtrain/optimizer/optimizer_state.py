@@ -1,8 +1,8 @@
-"""The adopted optimizer's state: the arenas themselves, under a key of our own.
+"""The state of an optimizer that was taken over: views of the arenas, under a key of our own.
 
-torch casts per-parameter state to the parameter's dtype when it is loaded (bf16 moments); what
-stands under another key is restored as it is. Plain `exp_avg` states are still taken in;
-plain_state.py is the other way.
+torch casts per-parameter state to the parameter's dtype when it is loaded (bf16 moments), but
+restores entries under other keys unchanged. Plain `exp_avg` states are imported too;
+plain_state.py converts back to them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def _nobody() -> None:
 
 
 class Held(dict[int, dict[str, Any]]):
-    """What stands under our key. Copied or pickled, as `copy.deepcopy(optimizer)` does, it is first
-    brought up to date, and is then a dict of a kind that `torch.load` takes as weights only."""
+    """The entries under our key. Copying or pickling (`copy.deepcopy(optimizer)`) first brings them
+    up to date and gives a plain dict, which `torch.load` accepts with `weights_only=True`."""
 
     def __init__(
         self, entries: Mapping[int, dict[str, Any]], optimizer: Optimizer | None = None
     ) -> None:
-        """With entries alone, as accelerate makes another one of the same type, it is nobody's."""
+        """Without an optimizer it belongs to none: accelerate builds dicts from entries alone."""
         super().__init__(entries)
         self._optimizer: Callable[[], Optimizer | None] = (
             _nobody if optimizer is None else weakref.ref(optimizer)
@@ -61,19 +61,19 @@ class Held(dict[int, dict[str, Any]]):
         return OrderedDict, (), None, None, iter(self.up_to_date().items())
 
     def belongs_to(self, optimizer: Optimizer) -> bool:
-        """Is this the optimizer whose steps made it?"""
+        """Return whether this optimizer's steps made the entries."""
         return self._optimizer() is optimizer
 
     def keep(self, parameters: Mapping[int, Tensor]) -> None:
-        """Note whose entries these are: their places in the optimizer may change from here on."""
+        """Note the parameter of each entry: its index in the optimizer may change from here on."""
         self._parameters = {index: weakref.ref(each) for index, each in parameters.items()}
 
     def kept(self) -> dict[int, Tensor | None]:
-        """Those noted, by index; None where one is gone."""
+        """Return the noted parameters by index; None for one that no longer exists."""
         return {index: parameter() for index, parameter in self._parameters.items()}
 
     def up_to_date(self) -> dict[int, dict[str, Any]]:
-        """The same as a plain dict, once the updates under way are done."""
+        """Wait for the updates under way and return the entries as a plain dict."""
         optimizer = self._optimizer()
         if optimizer is not None and held_state(optimizer) is self:
             _before_export(optimizer)
@@ -81,7 +81,7 @@ class Held(dict[int, dict[str, Any]]):
 
 
 def wrapped_parameters(optimizer: Optimizer) -> Entries:
-    """Owner, parameter group and index of every wrapped parameter, in the optimizer's order."""
+    """Return (owner, parameter group, index) of wrapped parameters, in the optimizer's order."""
     found: Entries = []
     index = 0
     for group in optimizer.param_groups:
@@ -94,12 +94,12 @@ def wrapped_parameters(optimizer: Optimizer) -> Entries:
 
 
 def held_state(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """What stands under our key: by parameter index, empty before the first step."""
+    """Return the entries under our key by parameter index; empty before the first step."""
     return held_in(optimizer.state)
 
 
 def held_in(state: dict[Any, Any]) -> dict[int, dict[str, Any]]:
-    """The same of an optimizer's state, also of that in a state dict."""
+    """Return the entries under our key of an optimizer's `state`, also of one in a state dict."""
     held = state.get(KEY) or {}
     if not isinstance(held, dict):
         raise MisusedModel(
@@ -127,13 +127,13 @@ def attach_state(optimizer: Optimizer, entries: Entries) -> None:
 
 
 def steppers_of(owners: Iterable[Owner]) -> set[Optimizer]:
-    """The optimizers that step these parameters."""
+    """Return the optimizers that step these parameters."""
     found = (owner.stepper() for owner in owners if owner.stepper is not None)
     return {optimizer for optimizer in found if optimizer is not None}
 
 
 def renew_state(owners: Iterable[Owner]) -> None:
-    """The parameters' states have moved to other memory: what stands under our key follows."""
+    """Renew the views under our key after the parameters' states moved to other memory."""
     for optimizer in steppers_of(owners):
         held = held_state(optimizer)
         for owner, _, index in wrapped_parameters(optimizer):
@@ -142,7 +142,10 @@ def renew_state(owners: Iterable[Owner]) -> None:
 
 
 def _before_export(optimizer: Optimizer) -> None:
-    """Updates are done, and what completes a master says beside which weights it belongs."""
+    """Bring the entries up to date before they are saved.
+
+    Wait for updates, and add to each master's entry the fingerprint of the weights it completes.
+    """
     held = held_state(optimizer)
     entries = wrapped_parameters(optimizer)
     indices = tuple(sorted(held)) if entries else ()
@@ -153,7 +156,7 @@ def _before_export(optimizer: Optimizer) -> None:
         entry = held.get(index)
         if not entry or _pointer(entry) != _moments_at(owner.member):
             continue
-        entry["step"] = owner.member.step  # the last one may have been left out
+        entry["step"] = owner.member.step  # the last step may have been skipped
         entry[AMONG] = indices
         if any(name in entry for name in MASTERS):
             entry["weights"] = fingerprint(owner.group.home_views[owner.member.index])
@@ -165,7 +168,7 @@ def _entry(member: Member) -> dict[str, Any]:
 
 
 def check_state(optimizer: Optimizer, entries: Entries) -> None:
-    """Raise MisusedModel where what `load_state_dict` put into `optimizer.state` is not whole."""
+    """Raise MisusedModel if `load_state_dict` put an incomplete state into `optimizer.state`."""
     owners = {index: owner for owner, _, index in entries}
     ours = {_moments_at(owner.member) for owner in owners.values()}
     held = held_state(optimizer)
@@ -189,8 +192,9 @@ def check_state(optimizer: Optimizer, entries: Entries) -> None:
 
 
 def import_state(optimizer: Optimizer, entries: Entries) -> None:
-    """Take in what `load_state_dict` put into `optimizer.state` since the last step, and that
-    `check_state` found whole."""
+    """Copy into the arenas what `load_state_dict` put into `optimizer.state` since the last step.
+
+    `check_state` must have passed."""
     by_index = {i: o for o, _, i in entries}
     ours = {_moments_at(o.member): i for i, o in by_index.items()}
     state: dict[Any, Any] = optimizer.state
@@ -216,7 +220,7 @@ def import_state(optimizer: Optimizer, entries: Entries) -> None:
 
 
 def _pointer(entry: object) -> int:
-    """Where the moments of an entry lie; -1 where there are none."""
+    """Return the address of an entry's moments; -1 without moments."""
     moment = entry.get(NAMES["m"]) if isinstance(entry, dict) else None
     return moment.data_ptr() if isinstance(moment, torch.Tensor) else -1
 
@@ -239,7 +243,7 @@ def _take(owner: Owner, entry: dict[str, Any]) -> None:
 
 
 def _take_moments(member: Member, entry: dict[str, Any]) -> None:
-    """As they are, or from one format into another through fp32."""
+    """Copy an entry's moments; convert through fp32 if their format differs."""
     views = member.states()
     for name in ("m", "v"):
         key = NAMES[name]
@@ -259,7 +263,7 @@ def _take_moments(member: Member, entry: dict[str, Any]) -> None:
 
 
 def _take_master(owner: Owner, entry: dict[str, Any]) -> None:
-    """Only beside the very weights it was saved with; otherwise the masters are the weights."""
+    """Restore the master if the weights are the ones it was saved with, else make it of them."""
     views = owner.member.states()
     name = next((name for name in MASTERS if name in views), None)
     if name is None:

@@ -1,8 +1,8 @@
-"""An adopted optimizer's state for parameters that are not wrapped: in torch's own layout.
+"""Converts the state of an optimizer that was taken over to torch's own layout.
 
-What stands under our key says nothing to torch, whose AdamW would begin with moments of zero beside
-it. It is met where a state dict of a wrapped model is loaded for a plain one, where model and
-optimizer were copied or pickled together, and in an optimizer that outlives `unwrap`.
+torch's AdamW ignores the entries under our key and would begin with moments of zero beside them.
+This happens when a state dict of a wrapped model is loaded for a plain one, when model and
+optimizer were copied or pickled together, and when an optimizer outlives `unwrap`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fluxtrain.runtime.parameter import owner_of
 
 
 def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
-    """Give each parameter the moments and the step count that stand for it under our key.
+    """Give each parameter the moments and the step count of its entry under our key.
 
-    but: indices of the parameters whose entries stay as they are. Moments get the parameter's
-    dtype and device, as in torch's own states. Raises MisusedModel where an entry is not whole or
-    does not fit its parameter, or the optimizer has another use for its state.
+    but: indices of the parameters whose entries stay unchanged. Moments get the parameter's
+    dtype and device, as in torch's own states. Raises MisusedModel if an entry is incomplete or
+    does not fit its parameter, or if the optimizer is no AdamW without amsgrad.
     """
     if KEY not in optimizer.state:
         return
@@ -55,11 +55,11 @@ def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
         for group in optimizer.param_groups
         if group.get("capturable") or group.get("fused")
         for parameter in group["params"]
-    }  # whose steps torch counts on their device
+    }  # torch counts the steps of these on their device
     state: dict[Any, Any] = optimizer.state
     for index in indices:
         parameter = parameters[index]
-        # moments of arenas that an unwrapped model left behind are nobody else's
+        # nothing else uses the moments in the arenas of an unwrapped model
         shared = owned and owner_of(parameter) is None
         plain = _fitted(parameter, entries[index], shared=shared)
         if id(parameter) in counted:
@@ -72,18 +72,18 @@ def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
 
 
 def _still_stepped(kept: Mapping[int, Tensor | None], optimizer: Optimizer) -> dict[int, Tensor]:
-    """Of the parameters that were noted those that the optimizer steps, wherever they stand now.
-    The entries of others go, as torch lets them be."""
+    """Return the noted parameters that the optimizer still steps, at whatever index they are now.
+    The entries of all others are dropped; torch ignores such entries too."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {i: p for i, p in kept.items() if p is not None and id(p) in stepped}
 
 
 def plain_optimizer_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict()` as torch's AdamW has it, for a process without FluxTrain.
+    """Convert an optimizer's `state_dict()` to that of torch's AdamW, for use without FluxTrain.
 
-    Moments are in fp32, whatever their format; what completes masters is left out. Those that are
-    fp32 already share memory with `state_dict`'s, as these do with the optimizer's. One without
-    entries of ours is returned as it is. Raises BadInput where entries are not whole.
+    Moments are converted to fp32 and master weights are left out. Moments that are fp32 already
+    share memory with the given `state_dict`, which shares it with the optimizer. A state dict
+    without our entries is returned unchanged. Raises BadInput if entries are incomplete.
     """
     given: Any = state_dict
     state = given.get("state") if isinstance(given, dict) else None
@@ -103,12 +103,13 @@ def plain_optimizer_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def let_go(owners: Iterable[Owner]) -> None:
-    """These parameters are no longer wrapped, once their updates are done: the optimizers that
-    stepped them find their moments at the next step or `state_dict()`."""
+    """Prepare the optimizers of parameters that are no longer wrapped; their updates are done.
+
+    At the next step or `state_dict()` each optimizer converts its moments to torch's layout."""
     owners = list(owners)
     for context in {owner.context for owner in owners}:
         if context.loss_scale is not None:
-            context.loss_scale.settle()  # the last step may have been left out
+            context.loss_scale.take_back_skipped()  # the last step may have been skipped
     for optimizer in steppers_of(owners):
         held = held_state(optimizer)
         entries = [e for e in wrapped_parameters(optimizer) if e[2] in held]
@@ -129,7 +130,7 @@ def _check(
     indices: Collection[int],
     parameters: dict[int, Tensor],
 ) -> None:
-    """Raise before anything is changed."""
+    """Raise BadInput or MisusedModel for entries that cannot be converted, before any change."""
     names = {i: f"parameter {i}, {tuple(p.shape)}" for i, p in parameters.items()}
     check_none_is_missing(entries, names)
     for index in indices:
@@ -150,7 +151,7 @@ def _check(
 
 
 def _fitted(parameter: Tensor, entry: dict[str, Any], *, shared: bool) -> dict[str, Tensor]:
-    """Torch's own entry for the parameter, of memory of its own unless that may be `shared`."""
+    """Return torch's own entry for the parameter; a copy unless memory may be `shared`."""
     plain = plain_entry(entry)
     return {
         name: value
@@ -161,5 +162,5 @@ def _fitted(parameter: Tensor, entry: dict[str, Any], *, shared: bool) -> dict[s
 
 
 def _alone(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry whose neighbours have gone elsewhere."""
+    """Return the entry without its list of neighbours, which are converted."""
     return {name: value for name, value in entry.items() if name != AMONG}

@@ -1,5 +1,5 @@
-"""One parameter's entry in an adopted optimizer's state: what is in it, whether it is whole, and
-the same in torch's own layout."""
+"""One parameter's entry in the state of an optimizer that was taken over: its content, the check
+that it is complete, and its conversion to torch's own layout."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _CURE = "load a whole optimizer state, of this model, or begin without one"
 
 
 def check_entry(who: str, entry: object, shape: torch.Size | None) -> None:
-    """Raise MisusedModel, which names `who`, where moments cannot be read from `entry`.
+    """Raise MisusedModel, naming `who`, if moments cannot be read from `entry`.
 
-    shape: the parameter's; None where it is not known.
+    shape: the parameter's; None if unknown.
     """
     said = f"the loaded optimizer state for {who}"
     if not isinstance(entry, Mapping):
@@ -69,9 +69,9 @@ def _check_scales(said: str, key: str, entry: Mapping[str, Any]) -> None:
 
 
 def check_none_is_missing(entries: Mapping[Any, Any], names: Mapping[int, str]) -> None:
-    """Raise MisusedModel where a parameter had an entry when the state was exported, and has none.
+    """Raise MisusedModel if a parameter lost the entry that it had when the state was exported.
 
-    names: of parameters by index. One that had no gradient so far never had an entry.
+    names: of parameters by index. A parameter without a gradient so far never had an entry.
     """
     said = [entry.get(AMONG) for entry in entries.values() if isinstance(entry, Mapping)]
     each = {id(indices): indices for indices in said if isinstance(indices, list | tuple)}
@@ -87,7 +87,7 @@ def check_none_is_missing(entries: Mapping[Any, Any], names: Mapping[int, str]) 
 
 
 def wide_moment(entry: Mapping[str, Any], which: str) -> Tensor:
-    """Flat in fp32: the moment `which` (m, v) of an entry, whatever its format."""
+    """Return the moment `which` (m, v) of an entry flat in fp32, whatever its format."""
     key = NAMES[which]
     flat: Tensor = entry[key].reshape(-1)
     scales = entry.get(f"{key}_scale")
@@ -97,7 +97,7 @@ def wide_moment(entry: Mapping[str, Any], which: str) -> Tensor:
 
 
 def plain_entry(entry: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What torch's AdamW keeps for a parameter: `step` (), and moments in fp32 (shape of the
-    parameter), which share memory with those of `entry` where these are fp32 already."""
+    """Return what torch's AdamW keeps for a parameter: `step` (), and moments in fp32 (shape of the
+    parameter). Moments that are fp32 in `entry` share its memory."""
     moments = {NAMES[w]: wide_moment(entry, w).view(entry[NAMES[w]].shape) for w in ("m", "v")}
     return {"step": torch.tensor(float(entry["step"]), dtype=torch.float32), **moments}

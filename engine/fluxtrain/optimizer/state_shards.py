@@ -1,4 +1,4 @@
-"""A model's whole training state as shards, one a group: what a checkpoint is made of."""
+"""A model's whole training state as shards, one a group, for checkpoints."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _NAMES: dict[StateFormat, dict[str, str]] = {
 
 
 def shard_bytes(context: Context) -> int:
-    """What all shards take now, at most."""
+    """Return the bytes of all shards, at most."""
     groups = sum(group.wire_bytes + group.state_bytes for group in context.groups)
     return groups + sum(parameter.nbytes for parameter in context.loose)
 
 
 def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(shard name, tensors): of every parameter the weights, what completes their masters, both
+    """Yield (shard name, tensors): the weights of every parameter, the rest of its master, both
     moments and the step count.
 
     Waits for updates first. On the host the tensors are views of the arenas: write them out before
-    the next optimizer step. Loose parameters stand in a shard of their own.
+    the next optimizer step. Loose parameters have a shard of their own.
     """
     context.flush()
     for group in context.groups:
@@ -47,7 +47,7 @@ def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) -> None:
-    """Restore one shard exactly. Raises BadInput when it belongs to another model."""
+    """Restore one shard exactly. Raises BadInput if it belongs to another model."""
     context.flush()
     if name == "loose":
         for i, parameter in enumerate(context.loose):
@@ -79,9 +79,9 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
 
 
 def _load_state(context: Context, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
-    """Masters, moments and step; moments are zero when the shard is from before the first step."""
+    """Load masters, moments and step; moments of a shard from before the first step are zero."""
     member.step = int(tensors.get(f"{member.name}.{_STEP}", torch.zeros(1))[0])
-    context.owners[group][member.index].stepper = None  # whichever optimizer comes next goes on
+    context.owners[group][member.index].stepper = None  # any optimizer may go on
     if member.step:
         group.ensure_state()
     for key, view in _states(member).items():
@@ -94,7 +94,7 @@ def _load_state(context: Context, group: Group, member: Member, tensors: dict[st
 
 
 def _keys(member: Member) -> list[str]:
-    """Under which a member's tensors stand: other formats of moments have other names."""
+    """Return the names of a member's tensors; they depend on the format of its moments."""
     keys = ["weight_bits", _STEP, *MASTERS, *_NAMES[member.segment.format].values()]
     return [f"{member.name}.{key}" for key in keys]
 

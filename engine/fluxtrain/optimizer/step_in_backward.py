@@ -1,4 +1,4 @@
-"""A step that updates under its backward pass."""
+"""An optimizer step that runs in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.optim import Optimizer
 from fluxtrain.adamw.hyper import Hyper
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
-from fluxtrain.optimizer.hook import adoptable, hypers_of, prepare
+from fluxtrain.optimizer.hook import hypers_of, prepare, takes_over
 from fluxtrain.optimizer.optimizer_state import wrapped_parameters
 from fluxtrain.runtime.context import Context, Owner
 from fluxtrain.runtime.user_gradients import replace
 from fluxtrain.updates.norm import GradNorm
 
 
-class EagerStep:
+class StepInBackward:
     """A step whose groups are updated as soon as their gradients are complete.
 
-    For loops of one forward and one backward a step, without clipping: the norm is not waited for.
-    `optimizer.step()` ends it and updates what is left.
+    For loops of one forward and one backward a step, without clipping by the global norm, which is
+    known too late. `optimizer.step()` ends the step and updates the remaining groups.
     """
 
     def __init__(self, optimizer: Optimizer, context: Context, loss: Tensor | None = None) -> None:
-        """loss: what `backward` is going to be called on; where it is not finite nothing is
-        updated, and a backward pass that does not come by it is not of this step."""
+        """loss: the tensor to call `backward` on. If it is not finite nothing is updated. A
+        backward pass that does not pass through it does not belong to this step."""
         entries = wrapped_parameters(optimizer)
-        if not adoptable(optimizer):
+        if not takes_over(optimizer):
             raise MisusedModel(
                 f"{type(optimizer).__name__} cannot step block by block: use torch.optim.AdamW"
             )
@@ -48,44 +48,46 @@ class EagerStep:
                 self._work.setdefault(owner.group, []).append((owner, by_options[id(options)]))
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Did this optimizer begin it?"""
+        """Return whether this optimizer began the step."""
         return self._optimizer() is optimizer
 
     def is_of_this_pass(self) -> bool:
-        """Is the backward pass under way that of its loss, as far as is known?"""
+        """Return whether the running backward pass is that of the step's loss, as far as known."""
         return self._begun is None or bool(self._begun) or torch._C._current_graph_task_id() < 0
 
     def is_orphaned(self) -> bool:
-        """Is its optimizer gone, so that nobody will end it?"""
+        """Return whether the optimizer is gone, so that no `optimizer.step()` will end the step."""
         return self._optimizer() is None
 
     def was_refused(self) -> bool:
-        """Is the loss not finite, so that no update was made? Waits until it is known."""
+        """Return whether the loss is not finite, so that no update was made. Waits for the loss."""
         return self.guard is not None and self.guard.refuses()
 
     def uses_up(self, group: Group) -> bool:
-        """Does nobody need the group's gradients after its update?"""
+        """Return whether the update of the group takes all its gradients, so that they can go."""
         stepped = {owner.member.index for owner, _ in self._work.get(group, ())}
         return all(m.index in stepped for s in group.trained for m in s.members)
 
     def uses_up_now(self, group: Group) -> bool:
-        """The same, and will its update follow at once?"""
+        """Return whether the group's update takes all its gradients and can be queued now."""
         return self.uses_up(group) and not self._graphs.need(group)
 
     def refuse_updated(self, groups: Iterable[Group]) -> None:
-        """Raise MisusedModel where gradients of a group come that has been updated."""
+        """Raise MisusedModel if one of the groups, which get gradients now, is updated already."""
         name = next((group.name for group in groups if group in self.updated), None)
         if name is not None:
             raise MisusedModel(
-                f"gradients of {name} come after its update: an eager step is for one backward "
+                f"gradients of {name} come after its update: a step in backward is for one "
+                f"backward "
                 "pass, whose graph is known when it begins (no reentrant checkpoint, no autograd "
                 "function of its own over a weight before its block). Call optimizer.step() behind "
-                "each pass, or leave begin_eager_step out"
+                "each pass, or leave begin_step_in_backward out"
             )
 
     def take(self, group: Group) -> None:
-        """Gradients of the group have come: queue its update, if none are to follow. Else it takes
-        place when they have, or with `optimizer.step()`."""
+        """Queue the group's update now that gradients arrived, unless the graph has more to come.
+
+        Then a later call queues it, or `optimizer.step()`."""
         if self._graphs.need(group):
             return
         mine = [(o, h) for o, h in self._work.get(group, ()) if o.member.has_gradient]
@@ -98,22 +100,21 @@ class EagerStep:
         self._context.updates.submit_one(group, hypers, self.guard)
 
     def end(self) -> None:
-        """The step is over: gradients that were used up are gone, and so are the references to the
-        optimizer's parameters."""
+        """End the step: drop gradients that updates used up, and references to parameters."""
         for group in self.updated:
-            if group.home == "host" and self.uses_up(group):
+            if group.placement.gradients != "device" and self.uses_up(group):
                 self._context.gradients.host.forget(group)
         self._work.clear()
 
     def drop(self) -> None:
-        """No `optimizer.step()` follows: what was updated has no gradient left to step with."""
+        """Abandon the step without `optimizer.step()`: clear the gradients of updated groups."""
         for group in self.updated:
             for owner, _ in self._work.get(group, ()):
                 replace(self._context, group, owner.member, None)
 
 
 def _begun(loss: Tensor) -> list[bool] | None:
-    """Filled when a backward pass comes by the loss; None where that cannot be told."""
+    """Return a list that is filled when a backward pass reaches the loss; None if it cannot be."""
     if loss.grad_fn is None:
         return None
     begun: list[bool] = []

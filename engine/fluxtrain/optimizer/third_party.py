@@ -1,7 +1,8 @@
 """Another package's optimizer over a model that lives wholly on the device.
 
-It is given plain parameters over the same memory: compiled steps and custom kernels see no wrapped
-ones. The gradients are clipped in place first, so the host reads the norm once a step.
+The optimizer gets plain parameters over the same memory, because compiled steps and custom kernels
+cannot take wrapped ones. The gradients are clipped in place first, so the host reads the norm once
+a step.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ Make = Callable[[Groups], torch.optim.Optimizer]
 
 
 class ThirdPartyOptimizer:
-    """Steps the weights as they are, without masters."""
+    """Steps the weights themselves, without fp32 masters."""
 
     updates_in_backward = False
 
     def __init__(self, context: Context, groups: Groups, make: Make) -> None:
-        """`make` gets `groups` with plain parameters in place of wrapped ones.
+        """Call `make` with `groups` in which plain parameters replace the wrapped ones.
 
         Raises MisusedModel when a part of the model does not live on the device.
         """
-        elsewhere = [group.name for group in context.groups if group.home != "device"]
+        elsewhere = [group.name for group in context.groups if group.placement.state != "device"]
         if elsewhere:
             raise MisusedModel(
                 f"{elsewhere[0]} and {len(elsewhere) - 1} more parts live on the host, where only "
@@ -66,7 +67,7 @@ class ThirdPartyOptimizer:
     def step(self) -> None:
         """Clip by the norm that the engine measured, and step.
 
-        Does nothing where norm or losses are not finite: reading the norm reports that.
+        Does nothing if the norm or a loss is not finite; reading the norm reports that.
         """
         context = self._context
         norm, context.norm = context.norm, None
@@ -104,7 +105,7 @@ class ThirdPartyOptimizer:
         yield SHARD, {"state_dict": torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:
-        """Load what `state_shards` gave. Raises BadInput for the state of another optimizer."""
+        """Load the shards of `state_shards`. Raises BadInput for the state of another optimizer."""
         if name != SHARD:
             return False
         try:
@@ -120,7 +121,7 @@ class ThirdPartyOptimizer:
         return True
 
     def _page_again(self) -> None:
-        """Loaded states of a paged optimizer go back to paged memory."""
+        """Move the loaded states of a paged optimizer back to paged memory."""
         if not getattr(self.inner, "is_paged", False):
             return
         inner: Any = self.inner
@@ -142,7 +143,7 @@ class ThirdPartyOptimizer:
 
 
 def _scaled(member: Member, scale: float) -> Tensor:
-    """The stored gradient times `scale` and what was recorded for it, in place."""
+    """Multiply the stored gradient in place by `scale` and by the factor recorded for it."""
     gradient = stored(member)
     factor, member.gradient_scale = member.gradient_scale * scale, 1.0
     return gradient if factor == 1.0 else gradient.mul_(factor)

@@ -15,7 +15,7 @@ from fluxtrain.errors import BadInput
 
 @dataclass(frozen=True, kw_only=True)
 class ThirdParty:
-    """Where an optimizer comes from, and what it takes beside rate, betas and epsilon."""
+    """The package of an optimizer, and its arguments besides rate, betas and epsilon."""
 
     package: str
     module: str
@@ -47,7 +47,7 @@ THIRD_PARTY = {
 
 
 def check_third_party(name: str, device: str) -> None:
-    """Raise BadInput where the optimizer `name` cannot be had on `device` (cpu, cuda)."""
+    """Raise BadInput if the optimizer `name` is not available on `device` (cpu, cuda)."""
     found = THIRD_PARTY[name]
     if importlib.util.find_spec(found.package) is None:
         raise BadInput(
@@ -66,9 +66,9 @@ def third_party_optimizer(
     betas: tuple[float, float],
     eps: float,
 ) -> torch.optim.Optimizer:
-    """The optimizer `name` over parameter groups with their own rate and decay.
+    """Make the optimizer `name` over parameter groups with their own rate and decay.
 
-    Raises BadInput when its package is too old or cannot be loaded.
+    Raises BadInput if its package is too old or cannot be loaded.
     """
     found = THIRD_PARTY[name]
     try:

@@ -19,6 +19,7 @@ def sum_depth(gradient_bytes: int, *, is_block: bool) -> int:
 
 
 def ring_depth(gradient_bytes: int) -> int:
-    """Buffers of one size that the gradients of an eager step pass through at home: one on its way,
+    """Buffers of one size that the gradients of a step in backward pass through at home: one on
+    its way,
     one being used up, one for jitter; of the largest (embedding, head), which come alone, one."""
     return 1 if gradient_bytes >= LARGE_GRADIENT_BYTES else 3

@@ -1,4 +1,4 @@
-"""What a placement is decided from: a model's sizes, a machine's room, a user's wishes."""
+"""What a placement is decided from: a model's sizes, a machine's room, a user's request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fluxtrain.plan.spread import DeviceFirst, parted, spread_out
 from fluxtrain.plan.states import MomentFormat, StateFormat, moment_bytes
 
 Offload = Literal["none", "optimizer", "weights", "max"]
-Boundaries = Literal["device", "host"]
+InputsOn = Literal["device", "host"]
 Embedding = Literal["whole", "rows"]  # what of it is copied to the device
-Head = Literal["whole", "slices"]  # how its weight is copied to the device
+Head = Literal["whole", "chunks"]  # how its weight is copied to the device
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
 
 FP32_BYTES = 4
@@ -347,7 +347,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class Capacity:
     """What the machine has now."""
 
     device_free_bytes: int | None  # None: no GPU, the device is a buffer in host memory
@@ -357,25 +357,3 @@ class Room:
     def has_gpu(self) -> bool:
         """Whether the device has memory of its own."""
         return self.device_free_bytes is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the user asked for; None (and `auto`) leaves it to the rule."""
-
-    offload: Literal["auto", "none", "optimizer", "weights", "max"] = "auto"
-    boundaries: Literal["auto", "device", "host"] = "auto"
-    batch_rows: int | None = None
-    chunk_rows: int | None = None
-    device_groups: int | None = None  # or all, if the model has fewer
-    device_first: DeviceFirst | None = None
-    resident_blocks: int | None = None  # or all that are at home on the host
-    kept_blocks: int | None = None  # or all whose weights are on the device
-    budget_bytes: int | None = None
-    data_rows: int | None = None  # rows of one epoch
-    passes: int = 1  # backward passes a step
-    eager: bool = False  # groups are updated as their gradients arrive
-    embedding: Literal["auto", "whole", "rows"] = "auto"
-    head: Literal["auto", "whole", "slices"] = "auto"
-    deferred_moments: bool | None = None  # updated after all weights; None: as time says
-    slots: int | None = None  # that streamed blocks share; None: as time says, else the offload

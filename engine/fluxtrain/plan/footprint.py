@@ -4,23 +4,23 @@
 optimizer states (14 bytes a trained bf16 parameter, 16 an fp16 or fp32 one). The other groups
 are at home on the host with all of that, and of their weights the device has
 
-| offload   | edges | blocks                                                | boundary activations |
+| offload   | edges | blocks                                                | blocks' inputs       |
 |-----------|-------|-------------------------------------------------------|----------------------|
-| none      |       | (every group lives on the device)                     | as `boundaries` says |
-| optimizer | all   | all                                                   | as `boundaries` says |
-| weights   | all   | `resident_blocks` of them, the others through slots   | as `boundaries` says |
+| none      |       | (every group lives on the device)                     | see `activations`    |
+| optimizer | all   | all                                                   | see `activations`    |
+| weights   | all   | `resident_blocks` of them, the others through slots   | see `activations`    |
 | max       | all   | as `weights`, with the fewest slots                   | host                 |
 
 Of an embedding at home the device has all, or with `embedding` rows only those that a batch can
 look up (`plan/tables.py`), and sums of their gradients alone; a tied one it has too, for the head.
 Of a head at home it has all, or with `head` slices two of them and a sum of one (`plan/heads.py`).
 
-On the host, but for those of the last `boundaries_on_device` blocks and of what follows them.
-The first `kept_blocks` of the blocks whose weights are on the device keep their activations and
-compute nothing again. Beside them the device has what a step needs: fp32 sums of gradients, staging
-for their way home, the boundaries, and the workspace of whichever phase takes most (see
-`_workspace`). Without a GPU the "device" is a buffer in host memory, so its bytes count as the
-host's.
+On the host, but for those of the last `activations_on_device` blocks and of what follows them.
+The first `blocks_without_recompute` of the blocks whose weights are on the device keep their
+activations and compute nothing again. Beside them the device has what a step needs: fp32 sums of
+gradients, staging for their way home, the blocks' inputs, and the workspace of the phase that takes
+most (see `_workspace`). Without a GPU the "device" is a buffer in host memory, so its bytes count
+as the host's.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from itertools import chain
 from fluxtrain.plan.depths import ring_depth, staging_depth, sum_depth
 from fluxtrain.plan.facts import (
     FP32_BYTES,
-    Boundaries,
     Embedding,
     GroupFacts,
     Groups,
     Head,
+    InputsOn,
     ModelFacts,
     Offload,
 )
@@ -66,13 +66,15 @@ class Layout:
     device_groups: int = 0  # with `none` all, whatever is said here
     device_first: DeviceFirst = "embedding"  # which ones those are: see `parted`
     resident_blocks: int = 0  # of those at home; with `optimizer` all
-    kept_blocks: int = 0  # of those whose weights are on the device, or all of them
-    boundaries: Boundaries = "device"  # where they wait; with `max` on the host, whatever is said
-    boundaries_on_device: int = 0  # of so many last blocks they stay there all the same
+    blocks_without_recompute: int = 0  # of those whose weights are on the device, or all of them
+    activations: InputsOn = "device"  # where they wait; with `max` on the host, whatever is said
+    activations_on_device: int = 0  # of so many last blocks they stay there all the same
     batch_rows: int = 0  # 0: not known
     chunk_rows: int = 0
     passes: int = 1  # backward passes a step
-    eager: bool = False  # groups are updated as their gradients arrive: those at home pass through
+    optimizer_in_backward: bool = (
+        False  # groups are updated as their gradients arrive: those at home pass through
+    )
     embedding: Embedding = "whole"  # what of one at home is copied to the device
     head: Head = "whole"  # how one at home is copied to the device
     deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
@@ -86,7 +88,7 @@ class Layout:
     @property
     def parks(self) -> bool:
         """Do boundary activations wait on the host?"""
-        return self.offload == "max" or self.boundaries == "host"
+        return self.offload == "max" or self.activations == "host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
 
 
 def _gradients_at_home(at_home: Groups, layout: Layout) -> int:
-    if not layout.eager:
+    if not layout.optimizer_in_backward:
         return at_home.gradient_bytes(accumulates=layout.accumulates)
     rings: Counter[tuple[tuple[int, int, int], int]] = Counter()
     for g, count in at_home.alike:
@@ -182,7 +184,7 @@ def keepable_count(facts: ModelFacts, layout: Layout) -> int:
 
 def kept_count(facts: ModelFacts, layout: Layout) -> int:
     """Blocks that keep their activations."""
-    return min(layout.kept_blocks, keepable_count(facts, layout))
+    return min(layout.blocks_without_recompute, keepable_count(facts, layout))
 
 
 def kept_block_bytes(facts: ModelFacts, layout: Layout) -> int:
@@ -213,7 +215,7 @@ def rows_of_table(facts: ModelFacts, layout: Layout, at_home: Groups) -> TableRo
     table = facts.table
     if layout.embedding != "rows" or table is None or table not in at_home:
         return None
-    in_slices = layout.head == "slices" and table.users > 1 and comes_apart(facts)
+    in_slices = layout.head == "chunks" and table.users > 1 and comes_apart(facts)
     return TableRows.of(table, facts.row, layout.batch_rows, in_slices=in_slices)
 
 
@@ -231,7 +233,7 @@ def sliced_head(facts: ModelFacts, layout: Layout, at_home: Groups) -> HeadSlice
 
 def head_copied(facts: ModelFacts, layout: Layout) -> Head:
     """How the head is copied to the device; one that lives there is whole."""
-    return "whole" if sliced_head(facts, layout, homes(facts, layout)[1]) is None else "slices"
+    return "whole" if sliced_head(facts, layout, homes(facts, layout)[1]) is None else "chunks"
 
 
 def _scratch(facts: ModelFacts, by_rows: TableRows | None, sliced: HeadSlices | None) -> int:
@@ -313,14 +315,14 @@ def boundaries_on_host(facts: ModelFacts, layout: Layout) -> int:
     """Bytes of those that wait there."""
     if facts.row is None or not layout.parks:
         return 0
-    norms = int(not layout.boundaries_on_device)
+    norms = int(not layout.activations_on_device)
     return (parked_count(facts, layout) + norms) * layout.batch_rows * facts.row.boundary_bytes
 
 
 def parked_count(facts: ModelFacts, layout: Layout) -> int:
     """Blocks whose inputs wait on the host: not those that keep their activations, and inputs with
     them, nor the last ones that leave theirs on the device."""
-    here = kept_count(facts, layout) + layout.boundaries_on_device
+    here = kept_count(facts, layout) + layout.activations_on_device
     return max(0, facts.layers - here) if layout.parks else 0
 
 

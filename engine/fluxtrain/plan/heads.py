@@ -19,8 +19,8 @@ from fluxtrain.plan.facts import (
     HeadFacts,
     ModelFacts,
     RowFacts,
-    Wishes,
 )
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.units import bytes_text
 
 SLICES_GAIN = 1.02  # a head in slices has to be faster by so much: the prediction errs as far
@@ -88,19 +88,19 @@ def head_slices(
     """What the head takes where it is at home and comes in slices; a tied one does where the
     embedding is looked up by rows."""
     head = facts.head
-    if chosen != "slices" or head is None or not comes_apart(facts) or (head.tied and not by_rows):
+    if chosen != "chunks" or head is None or not comes_apart(facts) or (head.tied and not by_rows):
         return None
     group = at_home.named(head.group)
     return None if group is None else HeadSlices(head=head, group=group)
 
 
-def heads_for(facts: ModelFacts, wishes: Wishes) -> tuple[Head, ...]:
+def heads_for(facts: ModelFacts, request: RunRequest) -> tuple[Head, ...]:
     """How the head may be copied, what is preferred first."""
     if not comes_apart(facts):
         return ("whole",)
-    if wishes.head != "auto":
-        return (wishes.head,)
-    return ("whole", "slices")
+    if request.head != "auto":
+        return (request.head,)
+    return ("whole", "chunks")
 
 
 def comes_apart(facts: ModelFacts) -> bool:
@@ -111,18 +111,20 @@ def comes_apart(facts: ModelFacts) -> bool:
     return table is not None and table.name == head.group and table.users == _HEAD_AND_LOOKUP
 
 
-def reason(facts: ModelFacts, wishes: Wishes, chosen: Head, *, at_home: bool, by_rows: bool) -> str:
+def reason(
+    facts: ModelFacts, request: RunRequest, chosen: Head, *, at_home: bool, by_rows: bool
+) -> str:
     """Why, with numbers, where no time is known."""
     head = facts.head
     if head is None:
-        return "no head is known whose words can be cut apart"
+        return "no head is known whose vocabulary comes in chunks"
     if not comes_apart(facts):
         return f"the weight of {head.group} is tied to more than one embedding"
     if not at_home:
-        return f"{head.group} lives on the device with all its words"
+        return f"{head.group} lives on the device with all its vocabulary"
     if head.tied and not by_rows:
-        return f"{head.group} is tied and looked up whole: slices need placement.embedding=rows"
-    if wishes.head != "auto":
+        return f"{head.group} is tied and looked up whole: chunks need placement.embedding=rows"
+    if request.head != "auto":
         return "as set"
     return _sizes(head, chosen)
 
@@ -132,11 +134,12 @@ def _sizes(head: HeadFacts, chosen: Head) -> str:
     words = slice_words(head.word_bytes, head.words)
     part = bytes_text(words * head.word_bytes)
     if chosen == "whole" and _ON_DEVICE * words >= head.words:
-        return f"two slices of {part}, there at a time, would hold all of its {size}"
+        return f"two vocabulary chunks of {part}, there at a time, would hold all of its {size}"
     if chosen == "whole":
-        return f"slices of {part} take less of the device than {size}, and more time"
+        return f"vocabulary chunks of {part} take less of the device than {size}, and more time"
     return (
-        f"with all of {size} on the device nothing fits: two slices of {part} are there at a time"
+        f"with all of {size} on the device nothing fits: two vocabulary chunks of {part} are there "
+        "at a time"
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.facts import Room
+from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
 from fluxtrain.units import bytes_text
 
@@ -34,7 +34,7 @@ class PlannedMachine:
     """What a plan needs to know of a machine."""
 
     line: str  # for people
-    room: Room
+    capacity: Capacity
     per_s: dict[str, float | None]  # rates by the probe's names
     disk: DiskRoom = UNKNOWN_DISK
     capability: tuple[int, int] = (8, 0)  # of its card; a recent one where the file does not say
@@ -67,7 +67,7 @@ def read_machine_file(path: Path) -> PlannedMachine:
         raise BadInput(f"{path}: rates is no object of names and numbers: or leave it out")
     return PlannedMachine(
         line=f"{path.name}: {bytes_text(host)} host memory, {card}",
-        room=Room(device_free_bytes=device, host_available_bytes=host),
+        capacity=Capacity(device_free_bytes=device, host_available_bytes=host),
         per_s={name: _per_s(name, rate, path) for name, rate in rates.items()},
         disk=_disk(found.get("disk"), path),
         capability=_capability(gpus[0].get("compute_capability") if gpus else None, path),

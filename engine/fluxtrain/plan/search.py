@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from fluxtrain.plan.facts import Head, ModelFacts, Offload, Room, Wishes
+from fluxtrain.plan.facts import Capacity, Head, ModelFacts, Offload
 from fluxtrain.plan.footprint import Footprint, Layout, footprint
 from fluxtrain.plan.heads import heads_for
+from fluxtrain.plan.request import RunRequest, count_or
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import embedding_for
 
@@ -36,23 +37,23 @@ class Search:
     """One question to the rule."""
 
     facts: ModelFacts
-    room: Room
-    wishes: Wishes
+    capacity: Capacity
+    request: RunRequest
 
     @cached_property
     def budget_bytes(self) -> int | None:
         """Of the device: the wish, or what is free if that is less."""
-        known = (self.wishes.budget_bytes, self.room.device_free_bytes)
+        known = (self.request.budget_bytes, self.capacity.device_free_bytes)
         return min((size for size in known if size is not None), default=None)
 
     @cached_property
     def limits(self) -> Limits:
-        """Explicit wishes may fill the budget, choices leave a reserve."""
-        wishes, rows_known = self.wishes, self.facts.row is not None
-        set_rows = None not in (wishes.batch_rows, wishes.chunk_rows)
-        explicit = wishes.offload != "auto" and (set_rows or not rows_known)
+        """Explicit request may fill the budget, choices leave a reserve."""
+        request, rows_known = self.request, self.facts.row is not None
+        set_rows = request.batch_rows is not None and request.chunk_rows != "auto"
+        explicit = request.offload != "auto" and (set_rows or not rows_known)
         spare = AUTO_SHARE if rows_known else FIXED_SHARE
-        budget, host = self.budget_bytes, self.room.host_available_bytes
+        budget, host = self.budget_bytes, self.capacity.host_available_bytes
         return Limits(
             None if budget is None else int(budget * (1.0 if explicit else AUTO_SHARE)),
             None if budget is None else int(budget * spare),
@@ -61,7 +62,7 @@ class Search:
 
     def need(self, layout: Layout) -> Footprint:
         """What `layout` takes."""
-        return footprint(self.facts, layout, has_gpu=self.room.has_gpu)
+        return footprint(self.facts, layout, has_gpu=self.capacity.has_gpu)
 
     def fits(self, layout: Layout, *, spare: bool = False) -> bool:
         """Whether both peaks stay within; `spare`: within what optional residents may fill."""
@@ -87,7 +88,7 @@ class Search:
     @cached_property
     def heads(self) -> tuple[Head, ...]:
         """How the head may be copied: in slices by choice only where nothing fits otherwise."""
-        return heads_for(self.facts, self.wishes)
+        return heads_for(self.facts, self.request)
 
     def nearest(self) -> Layout:
         """Of the layouts with the fewest rows, the one that comes nearest to fitting: among those
@@ -109,15 +110,15 @@ class Search:
         """May the rule fill the device with residents? An explicit `max` asks for the least of it;
         without a GPU the device is host memory, and nothing is gained."""
         streams = layout.offload == "weights" or (
-            layout.offload == "max" and self.wishes.offload == "auto"
+            layout.offload == "max" and self.request.offload == "auto"
         )
-        return streams and self.room.has_gpu
+        return streams and self.capacity.has_gpu
 
     def leaves_boundaries(self, layout: Layout) -> bool:
         """May those of the last blocks stay on the device where the others' go? Not where all of
         them go by wish, as with an explicit `max`, nor where the device is host memory."""
-        asked = self.wishes.boundaries != "auto" or self.wishes.offload == "max"
-        return layout.parks and not asked and self.room.has_gpu
+        asked = self.request.activations != "auto" or self.request.offload == "max"
+        return layout.parks and not asked and self.capacity.has_gpu
 
     def one_more_group(self, layout: Layout) -> Layout:
         """The same with the next group on the device, and no optional resident."""
@@ -127,11 +128,11 @@ class Search:
 
     def _rounds(self) -> tuple[tuple[Offload, ...], ...]:
         """`max` is the last resort: a smaller batch is preferred to it."""
-        wishes = self.wishes
-        if wishes.offload != "auto":
-            return ((wishes.offload,),)
-        placed = wishes.resident_blocks is not None or wishes.device_groups is not None
-        if placed or not self.room.has_gpu:
+        request = self.request
+        if request.offload != "auto":
+            return ((request.offload,),)
+        placed = request.resident_blocks != "auto" or request.device_groups != "auto"
+        if placed or not self.capacity.has_gpu:
             return (("weights",), ("max",))
         return (("none", "weights"), ("max",))
 
@@ -139,15 +140,18 @@ class Search:
         """Batches and their chunks, the largest first, of about `chunk_tokens` at most."""
         first = Layout(
             offload="none",
-            passes=self.wishes.passes,
-            eager=self.wishes.eager,
-            boundaries="host" if self.wishes.boundaries == "host" else "device",
-            kept_blocks=self.wishes.kept_blocks or 0,
-            device_first=self.wishes.device_first or "embedding",
-            embedding=embedding_for(self.facts, self.wishes, 0),
+            passes=self.request.passes,
+            optimizer_in_backward=self.request.optimizer_in_backward,
+            activations="host" if self.request.activations == "host" else "device",
+            blocks_without_recompute=count_or(self.request.blocks_without_recompute, 0),
+            device_first="embedding"
+            if self.request.device_first == "auto"
+            else self.request.device_first,
+            embedding=embedding_for(self.facts, self.request, 0),
             head=head,
-            deferred_moments=bool(self.wishes.deferred_moments) and not self.wishes.eager,
-            slots=self.wishes.slots,
+            deferred_moments=bool(self.request.deferred_moments)
+            and not self.request.optimizer_in_backward,
+            slots=self.request.slots,
         )
         if self.facts.row is None:
             yield first
@@ -155,24 +159,24 @@ class Search:
         for batch in self._batches():
             most = _power_of_two(chunk_tokens // self.facts.row.sequence_length)
             for chunk in self._chunks(batch, most):
-                embedding = embedding_for(self.facts, self.wishes, batch)
+                embedding = embedding_for(self.facts, self.request, batch)
                 yield replace(first, batch_rows=batch, chunk_rows=chunk, embedding=embedding)
 
     def _batches(self) -> list[int]:
-        if self.wishes.batch_rows is not None:
-            return [self.wishes.batch_rows]
-        return _halvings(_power_of_two(min(BATCH_LIMIT_ROWS, self.wishes.data_rows or 1 << 30)))
+        if self.request.batch_rows is not None:
+            return [self.request.batch_rows]
+        return _halvings(_power_of_two(min(BATCH_LIMIT_ROWS, self.request.data_rows or 1 << 30)))
 
     def _chunks(self, batch_rows: int, most_rows: int) -> list[int]:
-        if self.wishes.chunk_rows is not None:
-            return [min(self.wishes.chunk_rows, batch_rows)]
+        if self.request.chunk_rows != "auto":
+            return [min(self.request.chunk_rows, batch_rows)]
         return _halvings(min(batch_rows, most_rows))
 
     def _filled(self, layout: Layout) -> Layout | None:
         """`layout` with as many device groups, then resident blocks, as are wanted and fit."""
         layouts = self._least(layout)
         if not self.fills(layout):
-            optional = layout.offload == "none" and self.wishes.offload == "auto"
+            optional = layout.offload == "none" and self.request.offload == "auto"
             return layouts[0] if self.fits(layouts[0], spare=optional) else None
         for candidate in layouts:
             if self.fits(candidate, spare=True):
@@ -182,11 +186,11 @@ class Search:
     def _least(self, layout: Layout) -> list[Layout]:
         """`layout` for every number of device groups to try, most first; no optional resident."""
         every = len(self.facts.groups)
-        wished = min(self.wishes.device_groups or 0, every)
+        wished = min(count_or(self.request.device_groups, 0), every)
         counts = [wished]
         if layout.offload == "none":
             counts = [every]
-        elif self.fills(layout) and self.wishes.device_groups is None:
+        elif self.fills(layout) and self.request.device_groups == "auto":
             counts = tried_counts(every)[::-1]
         streams = layout.offload in ("weights", "max")
         least = self._kept_blocks if streams else self.home_blocks
@@ -200,7 +204,7 @@ class Search:
         ]
 
     def _with_residents(self, layout: Layout) -> Layout:
-        if self.wishes.resident_blocks is not None:
+        if self.request.resident_blocks != "auto":
             return layout
         blocks = self.home_blocks(layout.device_groups, layout.device_first)
         for resident in tried_counts(blocks)[:0:-1]:
@@ -210,7 +214,9 @@ class Search:
         return layout
 
     def _kept_blocks(self, device_groups: int, first: DeviceFirst) -> int:
-        return min(self.wishes.resident_blocks or 0, self.home_blocks(device_groups, first))
+        return min(
+            count_or(self.request.resident_blocks, 0), self.home_blocks(device_groups, first)
+        )
 
     def home_blocks(self, device_groups: int, first: DeviceFirst) -> int:
         """Blocks at home on the host when `device_groups` groups are not."""

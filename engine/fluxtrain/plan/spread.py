@@ -2,7 +2,8 @@
 
 A block at home on the host costs AdamW and copies; one on the device hides those of others. Where
 the first blocks lived there, the backward pass would come to them last, when the moments (or the
-updates of an eager step) of all others had been waited for, and copies would rest while they are
+updates of a step in backward) of all others had been waited for, and copies would rest while they
+are
 computed, for slots are few. Between the others they hide both, all along the way. Two come first:
 they are computed while the forward pass waits for its first updates and copies.
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fluxtrain.plan.facts import FP32_BYTES, Embedding, GroupFacts, ModelFacts, RowFacts, Wishes
+from fluxtrain.plan.facts import FP32_BYTES, Embedding, GroupFacts, ModelFacts, RowFacts
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.units import bytes_text, count_text
 
 LEAST_TABLE_BYTES = 64 << 20  # smaller ones are copied in a few milliseconds
@@ -76,27 +77,27 @@ class TableRows:
         return self.device_bytes + max(self.gradient_bytes, self.sum_bytes(passes))
 
 
-def embedding_for(facts: ModelFacts, wishes: Wishes, batch_rows: int) -> Embedding:
+def embedding_for(facts: ModelFacts, request: RunRequest, batch_rows: int) -> Embedding:
     """Rows or the whole of the embedding, for a batch."""
     table = facts.table
     if table is None:
         return "whole"
-    if wishes.embedding != "auto":
-        return wishes.embedding
+    if request.embedding != "auto":
+        return request.embedding
     if table.weight_bytes < LEAST_TABLE_BYTES:
         return "whole"
     found = TableRows.of(table, facts.row, batch_rows)
     return "rows" if found.rows <= MOST_OF_TABLE * table.table_rows else "whole"
 
 
-def reason(facts: ModelFacts, wishes: Wishes, batch_rows: int, *, at_home: bool) -> str:
+def reason(facts: ModelFacts, request: RunRequest, batch_rows: int, *, at_home: bool) -> str:
     """Why, with numbers."""
     table = facts.table
     if table is None:
         return "no embedding that can be looked up by rows: its options need all of it"
     if not at_home:
         return f"{table.name} lives on the device with all its rows"
-    if wishes.embedding != "auto":
+    if request.embedding != "auto":
         return "as set"
     size = bytes_text(table.weight_bytes)
     if table.weight_bytes < LEAST_TABLE_BYTES:

@@ -11,28 +11,29 @@ from fluxtrain.calibration.constants import Constants
 from fluxtrain.client.plan import PlanAnswer, PlannedLayout, PlannedTime, PlanOption
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.methods.method import method_of
-from fluxtrain.plan.choices.placement import RunPlacement
-from fluxtrain.plan.choices.ranked import Dial, RankedPlan
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.choices.ranked import Frontier, RankedPlan
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import Cost, cost
-from fluxtrain.plan.facts import ModelFacts, Room, Wishes
+from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
-from fluxtrain.planning.placing import wishes_of
-from fluxtrain.units import bytes_text, count_text, duration_text
+from fluxtrain.planning.placing import request_of
+from fluxtrain.units import GIB, bytes_text, count_text, duration_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is asked: a placement of a model in a room."""
+    """What is asked: a placement of a model in a capacity."""
 
     facts: ModelFacts
-    room: Room
-    wishes: Wishes
-    placement: RunPlacement
+    capacity: Capacity
+    request: RunRequest
+    placement: Placement
     passes: int  # batches a step
-    exact: bool  # updates wait for the norm of all gradients
+    clips: bool  # updates wait for the norm of all gradients
     keep_checkpoints: int
     saved_bytes: int  # of the trained model on the disk
     constants: Constants
@@ -43,16 +44,16 @@ class Forecast:
         On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
         """
         rates = self._rates
-        if isinstance(rates, str) or (self.room.has_gpu and self.wishes.offload == "max"):
+        if isinstance(rates, str) or (self.capacity.has_gpu and self.request.offload == "max"):
             return ()
-        return tuple(self._option(plan, steps) for plan in self._dial(rates).plans())
+        return tuple(self._option(plan, steps) for plan in self._frontier(rates).plans())
 
     def time(self, steps: int) -> PlannedTime | None:
         """Predict how long the placement takes; None where rates are missing."""
         rates = self._rates
         if isinstance(rates, str):
             return None
-        found = cost(self.facts, self.layout, rates, exact=self.exact, passes=self.passes)
+        found = cost(self.facts, self.layout, rates, clips=self.clips, passes=self.passes)
         return _time(found, steps)
 
     @property
@@ -64,22 +65,22 @@ class Forecast:
     @property
     def layout(self) -> Layout:
         """What is predicted."""
-        return self.placement.layout(passes=self.wishes.passes, eager=self.wishes.eager)
+        return self.placement.layout
 
     @property
     def _rates(self) -> Rates | str:
-        return self.constants.rates(has_gpu=self.room.has_gpu)
+        return self.constants.rates(has_gpu=self.capacity.has_gpu)
 
-    def _dial(self, rates: Rates) -> Dial:
-        wishes = replace(self.wishes, batch_rows=self.placement.batch_rows)
-        search = Search(self.facts, self.room, wishes)
-        return Dial(search, rates, exact=self.exact, passes=self.passes)
+    def _frontier(self, rates: Rates) -> Frontier:
+        request = replace(self.request, batch_rows=self.placement.batch_rows)
+        search = Search(self.facts, self.capacity, request)
+        return Frontier(search, rates, clips=self.clips, passes=self.passes)
 
     def _option(self, plan: RankedPlan, steps: int) -> PlanOption:
         layout, need = plan.chosen.layout, plan.chosen.need
-        saving = saving_bytes(self.facts, layout) if self.room.has_gpu else 0
+        saving = saving_bytes(self.facts, layout) if self.capacity.has_gpu else 0
         settings: dict[str, Any] = {"train.batch_rows": layout.batch_rows}
-        if self.room.has_gpu:
+        if self.capacity.has_gpu:
             settings["placement.aggressiveness"] = plan.name
         else:
             settings["placement.chunk_rows"] = layout.chunk_rows
@@ -87,7 +88,7 @@ class Forecast:
             name=plan.name,
             share=plan.share,
             layout=planned_layout(self.facts, layout),
-            device_bytes=need.shown_device_bytes(has_gpu=self.room.has_gpu),
+            device_bytes=need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
             host_bytes=need.host_bytes + self.placement.process_bytes + saving,
             predicted=_time(plan.chosen.cost, steps),
             settings=settings,
@@ -122,19 +123,20 @@ def planned_layout(facts: ModelFacts, layout: Layout) -> PlannedLayout:
 def forecast_of(
     config: RunConfig,
     facts: ModelFacts,
-    placement: RunPlacement,
-    room: Room,
+    placement: Placement,
+    capacity: Capacity,
     constants: Constants,
 ) -> Forecast:
     """What is asked for a run as `config` says."""
-    wishes = wishes_of(config, facts, placement.batch_rows, None)
+    request = request_of(config, facts, placement.batch_rows, None)
+    budget = placement.budget_bytes
     return Forecast(
         facts=facts,
-        room=room,
-        wishes=replace(wishes, budget_bytes=placement.budget_bytes),
+        capacity=capacity,
+        request=request if budget is None else replace(request, budget_gib=budget / GIB),
         placement=placement,
         passes=config.train.accumulation,
-        exact=not wishes.eager,
+        clips=not request.optimizer_in_backward,
         keep_checkpoints=config.train.keep_checkpoints,
         saved_bytes=method_of(config).saved_bytes(facts),
         constants=constants,

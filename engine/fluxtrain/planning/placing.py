@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
@@ -22,12 +22,14 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.models.precision import Capability, Precision
 from fluxtrain.optimizer.third_party_packages import check_third_party
-from fluxtrain.plan.choices.placement import RunPlacement
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.choices.ranked import STOPS
+from fluxtrain.plan.choices.reasons import without_effect
 from fluxtrain.plan.choices.timed import Timing, place_timed
-from fluxtrain.plan.cost.moments import WISHES as MOMENTS_WISHES
-from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes, activation_estimate
+from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
+from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import saving_bytes
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat
 from fluxtrain.planning.device_budget import hold_to_budget
 from fluxtrain.telemetry.events import ChoiceMade
@@ -65,9 +67,9 @@ def dtype_choice(found: Precision) -> ChoiceMade:
     return ChoiceMade(name="model.dtype", value=found.dtype, because=found.because)
 
 
-def eager(config: RunConfig, facts: ModelFacts) -> bool:
+def optimizer_in_backward(config: RunConfig, facts: ModelFacts) -> bool:
     """Is each group updated as soon as its gradients arrive? Not where they may overflow."""
-    return config.train.updates_eagerly and not facts.scales_its_loss
+    return config.train.optimizer_in_backward and not facts.scales_its_loss
 
 
 def model_facts(
@@ -114,28 +116,29 @@ def decide(
     batch_rows: int | None,
     data_rows: int | None,
     loaded_bytes: int = 0,
-    room: Room | None = None,
+    capacity: Capacity | None = None,
     constants: Constants | None = None,
-) -> RunPlacement:
+) -> Placement:
     """Where the bytes go and how many rows a step takes.
 
     `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
-    this process are weights that move to where the plan puts them; `room` None is this machine's.
+    this process are weights that move to where the plan puts them; `capacity` None is that of this
+    machine.
     `constants` None, or too few of them, leaves the layout to the rule that knows no time.
 
     Raises:
         DoesNotFit: no layout does; says what it needs and what there is.
     """
     budget_bytes = None
-    if device == "cuda" and room is None:
+    if device == "cuda" and capacity is None:
         budget_bytes = hold_to_budget(config.placement.budget_gib)
-    wishes = wishes_of(config, facts, batch_rows, data_rows)
+    request = request_of(config, facts, batch_rows, data_rows)
     has_gpu = device == "cuda"
     timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
     placement = place_timed(
         facts,
-        room or room_of(machine, device),
-        wishes if budget_bytes is None else replace(wishes, budget_bytes=budget_bytes),
+        capacity or capacity_of(machine, device),
+        request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB),
         timing,
     )
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
@@ -143,7 +146,7 @@ def decide(
         placement,
         choices=(*placement.choices, *dial_choice(config, device, timed=timing is not None)),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
-        saving_bytes=saving_bytes(facts, placement.layout()) if device == "cuda" else 0,
+        saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
     )
 
 
@@ -180,40 +183,31 @@ def timing_of(
     wished = config.placement.aggressiveness
     return Timing(
         rates=rates,
-        exact=not eager(config, facts),
+        clips=not optimizer_in_backward(config, facts),
         passes=config.train.accumulation,
         share=STOPS.get(wished, STOPS["fast"]) if isinstance(wished, str) else wished,
     )
 
 
-def room_of(machine: Machine, device: str) -> Room:
+def capacity_of(machine: Machine, device: str) -> Capacity:
     """What this machine has now."""
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else None
-    return Room(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
+    return Capacity(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
 
 
-def wishes_of(
+def request_of(
     config: RunConfig, facts: ModelFacts, batch_rows: int | None, data_rows: int | None
-) -> Wishes:
+) -> RunRequest:
     """What a configuration asks of the placement."""
-    wished = config.placement
-    return Wishes(
-        offload=wished.offload if config.train.optimizer == "adamw" else "none",
-        boundaries=wished.boundaries,
-        embedding=wished.embedding,
-        head=wished.head,
+    own = config.train.optimizer == "adamw"
+    asked = config.placement if own else replace(config.placement, offload="none")
+    return RunRequest.of(
+        asked,
         batch_rows=batch_rows,
-        chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
-        device_groups=None if wished.device_groups == "auto" else wished.device_groups,
-        device_first=None if wished.device_first == "auto" else wished.device_first,
-        resident_blocks=None if wished.resident_blocks == "auto" else wished.resident_blocks,
-        kept_blocks=None if wished.kept_blocks == "auto" else wished.kept_blocks,
-        slots=None if wished.prefetch == "auto" else wished.prefetch + 1,
-        budget_bytes=None if wished.budget_gib is None else max(1, int(wished.budget_gib * GIB)),
         data_rows=data_rows,
         passes=config.train.accumulation,
-        eager=eager(config, facts),
-        deferred_moments=MOMENTS_WISHES[config.train.moments],
+        optimizer_in_backward=optimizer_in_backward(config, facts),
+        deferred_moments=DEFERS_MOMENTS[config.train.moments],
     )
 
 
@@ -226,47 +220,23 @@ def wrapped(
     config: RunConfig,
     model: nn.Module,
     device: str,
-    placement: RunPlacement,
+    placement: Placement,
     facts: ModelFacts,
 ) -> tuple[nn.Module, Engine]:
     """The model as `placement` says, and its engine."""
-    from fluxtrain.block.recompute_policy import leave_boundaries
     from fluxtrain.updates.loss_scale import LossScale
     from fluxtrain.wrapping.engine import engine_of
 
+    states = config.train.states
     streamed = fluxtrain.wrap(
-        model,
-        device=device,
-        offload=placement.offload,
-        chunk_rows=placement.chunk_rows,
-        overlap=True,
-        budget_bytes=placement.budget_bytes,
-        device_groups=placement.device_groups,
-        device_first=placement.device_first,
-        resident_blocks=placement.resident_blocks,
-        kept_blocks=placement.kept_blocks,
-        boundaries=placement.boundaries,
-        embedding=_asked_embedding(config, placement),
-        head=placement.head,
-        states=config.train.states,
-        eager=eager(config, facts),
-        deferred_moments=placement.deferred_moments,
-        slots=placement.slots or None,
+        model, device=device, placement=placement, states=states, overlap=True
     )
     engine = engine_of(streamed)
-    leave_boundaries(engine, placement.boundaries_on_device)
+    for text in without_effect(request_of(config, facts, None, None), placement.choices):
+        engine.say(text)
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)
     return streamed, engine
-
-
-def _asked_embedding(
-    config: RunConfig, placement: RunPlacement
-) -> Literal["auto", "whole", "rows"]:
-    """Rows that nobody asked for are `auto`, of which nothing is said where the embedding lives on
-    the device."""
-    chosen = config.placement.embedding == "auto" and placement.embedding == "rows"
-    return "auto" if chosen else placement.embedding
 
 
 def _usual_dtype_bytes(model: nn.Module) -> int:

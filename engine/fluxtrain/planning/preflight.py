@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.choices.page_locks import page_lock_choice, refused_before, wanted_bytes
-from fluxtrain.plan.choices.placement import RunPlacement
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.guard import (
     EVERY_CHECKPOINT,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 def refuse_what_does_not_fit(
     config: RunConfig,
     facts: ModelFacts,
-    placement: RunPlacement,
+    placement: Placement,
     copied: Copied,
     available_bytes: int | None,
     disk: DiskRoom,
@@ -65,7 +66,7 @@ def refuse_what_does_not_fit(
         home_bytes=placement.need.host_bytes,
         loading_bytes=loading_bytes(
             facts,
-            placement.layout(),
+            placement.layout,
             copied_bytes=copied.weights_bytes,
             sources_bytes=copied.sources_bytes,
         ),
@@ -101,12 +102,12 @@ def copied_now(loaded: LoadedModel) -> Copied:
 
 
 def page_locks_planned(
-    facts: ModelFacts, placement: RunPlacement, device: str, per_s: Mapping[str, float | None]
+    facts: ModelFacts, placement: Placement, device: str, per_s: Mapping[str, float | None]
 ) -> tuple[ChoiceMade, ...]:
     """Predict what a run on a GPU will page-lock, from the rates of the probe."""
     if device != "cuda":
         return ()
-    wanted = wanted_bytes(facts, placement.layout())
+    wanted = wanted_bytes(facts, replace(placement.layout, passes=1))
     return (page_lock_choice(wanted, refused_before(wanted, per_s), per_s),)
 
 
@@ -116,7 +117,7 @@ def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[Ch
         return ()
     wanted = refused = 0
     for group in engine.groups:
-        if group.home == "host":
+        if group.placement.weights == "host":
             size = group.wire_bytes + sum(segment.size_bytes for segment in group.trained)
             wanted += size
             refused += 0 if group.pinned_bytes else size

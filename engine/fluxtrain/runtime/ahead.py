@@ -38,7 +38,7 @@ class CopiesAhead:
         self._last = {"forward": None, "backward": None}
 
     def _copy(self, direction: str, unit: Unit | None, slots: int) -> None:
-        if all(group.home == "device" for group in self._groups):
+        if all(group.placement.weights == "device" for group in self._groups):
             return
         near = set(unit.groups) if unit is not None else set()
         seen: list[Unit] = [] if unit is None else [unit]
@@ -51,7 +51,7 @@ class CopiesAhead:
             if unit.in_slices and unit.slices is not None and direction == "forward":
                 unit.slices.prefetch(0)
                 unit.slices.prefetch(1)
-            copied = [group for group in unit.copied if group.home != "device"]
+            copied = [group for group in unit.copied if group.placement.weights != "device"]
             near.update(copied)
             started = [self._window.prefetch(group, near) for group in copied]
             if not all(started):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fluxtrain.device.device import Device
 from fluxtrain.gradients.gradients import Gradients
-from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
@@ -75,13 +75,13 @@ class Context:
         self.ahead = CopiesAhead(self.window, self.groups)
         self.gradients = Gradients(device, self.counters.downloaded, self.counters.sum_uploaded)
         self.updates = Updates(self.gradients, device, defers_moments=placement.deferred_moments)
-        self.park = BoundaryPark(device)
+        self.activation_offload = ActivationOffload(device)
         self.host_ids = HostIds()
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.graphs = Graphs()
         self.norm: GradNorm | None = None  # asked for since the last step
-        self.eager: UpdatesInBackward | None = None  # the step under way, if it is one
+        self.step_in_backward: UpdatesInBackward | None = None  # the step under way, if it is one
         self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
         self.thread = 0  # of the last forward
         self._said: set[str] = set()
@@ -96,25 +96,26 @@ class Context:
         """Wait for all updates under way; raises what made one fail."""
         self.updates.wait()
         if self.loss_scale is not None:
-            self.loss_scale.settle()
+            self.loss_scale.take_back_skipped()
 
     @property
     def partly_updated(self) -> bool:
-        """True while an eager step has updated some groups and not all."""
-        return self.eager is not None and bool(self.eager.updated)
+        """True while a step in backward has updated some groups and not all."""
+        return self.step_in_backward is not None and bool(self.step_in_backward.updated)
 
     def expect_gradients(self, groups: Iterable[Group]) -> None:
         """Gradients of these groups are about to come. Raises MisusedModel where they have been
-        updated; an eager step whose loss was given up is forgotten."""
+        updated; a step in backward whose loss was given up is forgotten."""
         self.forget_orphaned_step()
-        if self.eager is not None and not self.eager.is_of_this_pass():
-            self.eager = None
+        if self.step_in_backward is not None and not self.step_in_backward.is_of_this_pass():
+            self.step_in_backward = None
             self.say(
-                "an eager step is not made as one, for the loss that begin_eager_step was given is "
+                "a step in backward is not made as one, for the loss that begin_step_in_backward "
+                "was given is "
                 "not part of the backward pass: give it the loss that backward() is called on"
             )
-        if self.eager is not None:
-            self.eager.refuse_updated(groups)
+        if self.step_in_backward is not None:
+            self.step_in_backward.refuse_updated(groups)
 
     def forget_broken_pass(self) -> None:
         """Drop what the last backward pass left, if it raised."""
@@ -122,20 +123,20 @@ class Context:
             self.abandon_backward()
 
     def forget_orphaned_step(self) -> None:
-        """Drop the gradients of an eager step whose optimizer is gone."""
-        if self.eager is not None and self.eager.is_orphaned():
-            self.eager.drop()
-            self.eager = None
+        """Drop the gradients of a step in backward whose optimizer is gone."""
+        if self.step_in_backward is not None and self.step_in_backward.is_orphaned():
+            self.step_in_backward.drop()
+            self.step_in_backward = None
 
     def abandon_backward(self) -> None:
         """The last backward pass raised: its end was never called and its sums are incomplete."""
         self.ahead.end_pass()
         self.graphs.abandon_pass()
         self.gradients.discard()
-        if self.eager is not None:
+        if self.step_in_backward is not None:
             self.updates.forget_refused()
-            self.eager.end()
-            self.eager = None
+            self.step_in_backward.end()
+            self.step_in_backward = None
 
 
 class Owner:

@@ -118,7 +118,7 @@ def held_by_torch(device: torch.device) -> tuple[dict[str, int], dict[str, int]]
     return used, reserved
 
 
-class HeldBoundary:
+class HeldInputs:
     """Bytes held between a unit's forward and backward, for the counters."""
 
     def __init__(self, counters: Counters, size_bytes: int) -> None:

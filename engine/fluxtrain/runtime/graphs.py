@@ -1,6 +1,6 @@
 """Which groups the graph of a backward pass under way is not done with yet.
 
-An eager step changes weights while the pass still runs. It must not change those that a block
+A step in backward changes weights while the pass still runs. It must not change those that a block
 called twice, or an expression outside of the blocks, has still to be differentiated with.
 """
 

@@ -102,7 +102,8 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _end_what_is_over(context: Context) -> None:
-    """A backward pass that raised, an eager step whose optimizer is gone. Another thread than that
+    """A backward pass that raised, a step in backward whose optimizer is gone. Another thread than
+    that
     of the forward pass cannot tell whether a pass has ended."""
     if threading.get_ident() == context.thread:
         context.forget_broken_pass()
@@ -211,8 +212,8 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
     owners = [gradient._owner for gradient in ours]
     if any(owner.context.partly_updated for owner in owners):
         raise MisusedModel(
-            "an eager step has updated weights with gradients that a GradScaler was still to "
-            "unscale: leave begin_eager_step out, or the scaler (bf16 needs none)"
+            "a step in backward has updated weights with gradients that a GradScaler was still to "
+            "unscale: leave begin_step_in_backward out, or the scaler (bf16 needs none)"
         )
     device = owners[0].context.device.torch_device
     norms = torch.stack(

@@ -55,7 +55,8 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
     context.use.begin()
     try:
         for group in unit.groups:
-            views = context.window.take(group) if group.home == "host" else None
+            is_copied = group.placement.weights != "device"
+            views = context.window.take(group) if is_copied else None
             taken.append(group)
             for member in unit.members_of(group):
                 parameter = member.parameter
@@ -68,12 +69,13 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
     finally:
         context.use.end()
         for group in taken:
+            is_copied = group.placement.weights != "device"
             for member in unit.members_of(group):
-                if group.home == "host":
+                if is_copied:
                     member.parameter.data = group.home_views[member.index]
                 member.write_version = member.parameter._version
                 member.parameter.__class__ = HostParameter
-            if group.home == "host":
+            if is_copied:
                 context.window.release(group)
 
 
@@ -151,7 +153,7 @@ def _finish(context: Context, group: Group) -> None:
     """Send the group's gradients to where they are stored, and call the user's hooks."""
     if not context.gradients.is_open(group):
         return
-    passing = context.eager is not None and context.eager.uses_up_now(group)
+    passing = context.step_in_backward is not None and context.step_in_backward.uses_up_now(group)
     context.gradients.finish(group, passing=passing)
     with torch._C.DisableTorchFunctionSubclass():  # a look at hooks is no read of the weights
         hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
@@ -159,8 +161,8 @@ def _finish(context: Context, group: Group) -> None:
         for key, hook in list((hooks or {}).items()):
             if key != context.owners[group][member.index].hook_key and member.has_gradient:
                 hook(member.parameter)
-    if context.eager is not None:
-        context.eager.take(group)
+    if context.step_in_backward is not None:
+        context.step_in_backward.take(group)
 
 
 def _end_pass(context: Context) -> None:

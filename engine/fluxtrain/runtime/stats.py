@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from fluxtrain.device import page_locks
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowBuffers
+from fluxtrain.plan.group_placement import Tier
 from fluxtrain.runtime.block_runs import runs_of
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import held_by_torch
@@ -78,11 +80,11 @@ def residency(context: Context) -> Residency:
 def memory_use(context: Context) -> MemoryUse:
     """Add up what is held now, by what it is for."""
     counters = context.counters
-    at_device = [g for g in context.groups if g.home == "device"]
+    weights, gradients, states = _bytes_in("device", context.groups)
     by = {
-        "weights": _copied_bytes(context) + sum(g.wire_bytes for g in at_device),
-        "gradients": context.gradients.device_bytes + sum(g.gradient_bytes for g in at_device),
-        "optimizer": sum(g.state_bytes for g in at_device),
+        "weights": _copied_bytes(context) + weights,
+        "gradients": context.gradients.device_bytes + gradients,
+        "optimizer": states,
         "activations": max(0, counters.boundary_bytes),
         "workspace": 0,
         "cache": 0,
@@ -97,14 +99,13 @@ def memory_use(context: Context) -> MemoryUse:
         counters.peak_bytes = counters.device_peaks()[1]
     used = sum(by.values())
     counters.peak_bytes = max(counters.peak_bytes, used)
-    at_host = [g for g in context.groups if g.home == "host"]
     return MemoryUse(
         total,
         used,
         counters.peak_bytes,
         context.plan.budget_bytes,
         by,
-        sum(g.wire_bytes + g.state_bytes + g.gradient_bytes for g in at_host)
+        sum(_bytes_in("host", context.groups))
         + sum(rows.host_bytes for rows in _row_buffers(context)),
         page_locks.LOCKS.held_bytes,
     )
@@ -113,11 +114,7 @@ def memory_use(context: Context) -> MemoryUse:
 def sample_peak(context: Context) -> None:
     """Keep the peak of what is held (on CUDA the allocator keeps it)."""
     if context.device.torch_device.type != "cuda":
-        at_device = sum(
-            g.wire_bytes + g.state_bytes + g.gradient_bytes
-            for g in context.groups
-            if g.home == "device"
-        )
+        at_device = sum(_bytes_in("device", context.groups))
         held = _copied_bytes(context) + context.gradients.device_bytes + at_device
         counters = context.counters
         counters.peak_bytes = max(counters.peak_bytes, held + counters.boundary_bytes)
@@ -137,7 +134,7 @@ def _copied_bytes(context: Context) -> int:
 
 
 def _weights_letter(context: Context, group: Group) -> str:
-    if group.home == "device":
+    if group.placement.weights == "device":
         return "G"
     slot = context.window.holds(group)
     if slot is None or slot.transfer is None:
@@ -151,7 +148,7 @@ def _gradient_letter(context: Context, group: Group) -> str:
     if not group.has_gradient:
         return "."
     arrival = context.gradients.host.arrivals.get(group)
-    if group.home == "device":
+    if group.placement.gradients == "device":
         return "G"
     under_way = arrival is not None and not all(t.done() for t in arrival.transfers)
     return "<" if under_way else "C"
@@ -160,4 +157,14 @@ def _gradient_letter(context: Context, group: Group) -> str:
 def _state_letter(group: Group) -> str:
     if not group.has_state:
         return "."
-    return "G" if group.home == "device" else "C"
+    return "G" if group.placement.state == "device" else "C"
+
+
+def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
+    """Add up weights, gradients and optimizer states that live in a tier, in bytes."""
+    there = [(g, g.placement) for g in groups]
+    return (
+        sum(g.wire_bytes for g, placed in there if placed.weights == tier),
+        sum(g.gradient_bytes for g, placed in there if placed.gradients == tier),
+        sum(g.state_bytes for g, placed in there if placed.state == tier),
+    )

@@ -16,13 +16,14 @@ def lend(context: Context, group: Group, member: Member) -> Tensor:
     """Where the gradient is stored, and may still be on its way to: who only asks whether there is
     one, as `zero_grad` does for every parameter, must not wait for the whole backward pass.
 
-    Raises MisusedModel where an eager step used it up.
+    Raises MisusedModel where a step in backward used it up.
     """
     if group.rows is not None:  # those on their way would be given up with the gradient
         context.gradients.host.wait(group)
     if not group.holds_gradient_memory:
         raise MisusedModel(
-            f"the gradient of {member.name} in {group.name} was used up: in an eager step each "
+            f"the gradient of {member.name} in {group.name} was used up: in a step in backward "
+            f"each "
             "group is updated as its gradients arrive, and their memory serves the next group. "
             "optimizer.step() ends the step"
         )
@@ -56,8 +57,8 @@ def replace(context: Context, group: Group, member: Member, value: Tensor | None
         if not group.has_gradient:
             context.gradients.host.forget(group)
         return
-    if context.eager is not None:
-        context.eager.refuse_updated([group])
+    if context.step_in_backward is not None:
+        context.step_in_backward.refuse_updated([group])
     context.gradients.host.keep_memory(group)
     resolve(context, group, member)
     with torch.no_grad():

@@ -72,6 +72,20 @@ class ChoiceMade(msgspec.Struct, frozen=True, kw_only=True):
     because: str
 
 
+class PlacedAlike(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Groups of parameters with equal rows in the placement table, and what the rows say."""
+
+    groups: str  # their numbers in forward order, as 0,2-5
+    weights: str  # the tier where these live: device, host
+    state: str
+    gradients: str
+    storage: str  # format of the weights
+    card: int
+    activations: str  # kept, inputs_on_device, inputs_on_host
+    transfers: tuple[str, ...]  # whole, rows, vocabulary_chunks
+    resident: bool  # the device's copy of the weights stays there
+
+
 class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     """The plan that this run follows; the whole of it is in plan.json."""
 
@@ -86,13 +100,16 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     device_budget_bytes: int | None
     host_bytes: int | None  # predicted peak
     choices: tuple[ChoiceMade, ...] = ()
-    kept_blocks: int = 0  # blocks that keep their activations instead of computing them again
+    blocks_without_recompute: int = (
+        0  # blocks that keep their activations instead of computing them again
+    )
     device_groups: int = 0  # parts of the model that live on the device with their states
     device_first: str = "embedding"  # which of them do first: embedding (forward order), blocks
     step_s: float | None = None  # predicted, as the next three; None where rates are not known
     tokens_per_s: float | None = None
     eta_s: float | None = None  # of all steps, without evaluations and checkpoints
     disk_bytes: int | None = None
+    placement: tuple[PlacedAlike, ...] = ()  # the whole table, equal rows together
     binds: str = ""  # the resource that takes the most of a step, in words
     constants: str = ""  # where the numbers that time is computed from come from
 

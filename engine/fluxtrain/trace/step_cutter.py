@@ -53,7 +53,7 @@ class StepCutter:
             if self._waits(final=final):
                 return steps
             if self._end_s is None:
-                self._end_s = self._clock.settle(note)
+                self._end_s = self._clock.anchor_at(note)
                 if self._end_s is None:
                     return steps
                 self._take_what_began_before(self._end_s)

@@ -180,14 +180,14 @@ class TrainingLoop(Generic[B]):
         clock.ends("data")
         limit = self._settings.max_grad_norm
         scale = self._engine.loss_scale
-        eager = limit is None and len(batches) == 1 and scale is None
-        eager = eager and self._optimizer.updates_in_backward
+        in_backward = limit is None and len(batches) == 1 and scale is None
+        in_backward = in_backward and self._optimizer.updates_in_backward
         rate = self._set_learning_rate()
         losses = []
         for batch in batches:
             loss = objective.loss(self._model, batch, step_count)
             clock.ends("forward")
-            if eager:
+            if in_backward:
                 self._optimizer.begin_in_backward(loss)
             losses.append(loss.detach())
             try:
@@ -205,7 +205,7 @@ class TrainingLoop(Generic[B]):
             tokens=sum(objective.tokens(batch) for batch in batches),
             epoch=self._data.epoch,
             learning_rate=rate,
-            eager=eager,
+            in_backward=in_backward,
             norm=norm,
             clock=clock,
         )
@@ -321,7 +321,7 @@ class TrainingLoop(Generic[B]):
         return rate
 
     def _divergence_of(self, queued: QueuedStep, computed: Computed) -> str:
-        in_part = queued.eager and math.isfinite(computed.loss)
+        in_part = queued.in_backward and math.isfinite(computed.loss)
         text = self._divergence(
             f"the loss is {computed.loss:g} and the gradient norm {computed.norm:g} at step "
             f"{queued.number} (learning rate {queued.learning_rate:.3g})",

@@ -39,7 +39,7 @@ class QueuedStep:
     tokens: int
     epoch: float
     learning_rate: float
-    eager: bool  # updated in the backward pass
+    in_backward: bool  # updated in the backward pass
     norm: GradNorm  # read together with the losses
     clock: StepClock
 

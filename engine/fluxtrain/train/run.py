@@ -30,8 +30,8 @@ from fluxtrain.methods.optimizer import Optimizer, make_optimizer
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.models.sampling import sample_text
 from fluxtrain.plan.guard import DiskRoom
-from fluxtrain.plan.prediction import compared, steady_step_s
 from fluxtrain.planning.placing import card_capability, choose_device, dtype_choice, wrapped
+from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train.inputs import DEMO, Inputs, load_inputs
@@ -163,7 +163,7 @@ class Run:
             plan.placement,
             self.engine,
             session.announcer,
-            plan.constants.rates(has_gpu=plan.room.has_gpu),
+            plan.constants.rates(has_gpu=plan.capacity.has_gpu),
         )
         session.requests.changes_go_to(changes.ask)
         return changes

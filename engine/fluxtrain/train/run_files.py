@@ -14,7 +14,7 @@ from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.client.plan import PlannedTime
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.plan.choices.placement import RunPlacement
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.rundir.process import ProcessMark
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import Hello, Planned
@@ -49,7 +49,7 @@ def _version(name: str) -> str:
 def write_plan_file(
     run_dir: RunDir,
     planned: Planned,
-    placement: RunPlacement,
+    placement: Placement,
     time: PlannedTime | None,
     constants: Constants,
 ) -> None:
@@ -59,6 +59,7 @@ def write_plan_file(
     for stamp in ("seq", "t_s", "wall_s", "dropped", "event"):
         content.pop(stamp, None)
     content |= {
+        "placement": [msgspec.structs.asdict(rows) for rows in planned.placement],
         "need": asdict(placement.need),
         "process_bytes": placement.process_bytes,
         "saving_bytes": placement.saving_bytes,

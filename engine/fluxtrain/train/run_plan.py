@@ -13,18 +13,19 @@ from fluxtrain.data.batches import Batch, first_batch, fullest_batch
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.methods.objective import BoundBatch, Objective
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.plan.choices.placement import RunPlacement
-from fluxtrain.plan.facts import ModelFacts, Room
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.facts import Capacity, ModelFacts
+from fluxtrain.plan.group_placement import alike
 from fluxtrain.plan.guard import DiskRoom
 from fluxtrain.planning.device_budget import hold_to_budget
 from fluxtrain.planning.forecast import forecast_of
 from fluxtrain.planning.placing import (
     as_it_is_now,
+    capacity_of,
     decide,
-    eager,
     loaded_bytes,
     model_facts_for,
-    room_of,
+    optimizer_in_backward,
 )
 from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
 from fluxtrain.rundir.run_dir import RunDir
@@ -40,15 +41,15 @@ class RunPlan:
     config: RunConfig
     facts: ModelFacts
     constants: Constants
-    placement: RunPlacement
-    room: Room
+    placement: Placement
+    capacity: Capacity
 
     def write(
         self, run_dir: RunDir, engine: Engine, steps: int, choices: Sequence[ChoiceMade]
     ) -> Planned:
         """Write plan.json for a run of `steps` steps; return the event of the plan."""
         placement = self.placement
-        forecast = forecast_of(self.config, self.facts, placement, self.room, self.constants)
+        forecast = forecast_of(self.config, self.facts, placement, self.capacity, self.constants)
         time = forecast.time(steps)
         planned = Planned(
             offload=placement.offload,
@@ -56,12 +57,10 @@ class RunPlan:
             chunk_rows=engine.chunk_rows,
             accumulation=self.config.train.accumulation,
             sequence_length=self.config.data.sequence_length,
-            device_groups=placement.device_groups,
-            device_first=placement.device_first,
-            resident_blocks=placement.resident_blocks,
-            kept_blocks=placement.kept_blocks,
+            **vars(placement.totals),
+            placement=alike(placement.groups),
             slots=placement.slots,
-            device_bytes=placement.need.shown_device_bytes(has_gpu=self.room.has_gpu),
+            device_bytes=placement.need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
             device_budget_bytes=placement.budget_bytes,
             host_bytes=placement.host_bytes,
             choices=tuple(choices),
@@ -112,10 +111,10 @@ def plan_run(
         constants=constants,
     )
     placement = replace(placement, reached_bytes=host_peak_bytes())
-    room = room_of(machine, device)
-    refuse_what_does_not_fit(config, facts, placement, copied, room.host_available_bytes, disk)
+    capacity = capacity_of(machine, device)
+    refuse_what_does_not_fit(config, facts, placement, copied, capacity.host_available_bytes, disk)
     return RunPlan(
-        config=config, facts=measured, constants=constants, placement=placement, room=room
+        config=config, facts=measured, constants=constants, placement=placement, capacity=capacity
     )
 
 
@@ -139,5 +138,5 @@ def _calibrated(
         return None if batch is None else BoundBatch(objective, batch)
 
     heavier_of = heavier if rows.mixes else None
-    kind = eager(config, facts)
-    return measure_constants(facts, *where, loaded.model, usual, heavier_of, eager=kind)
+    kind = optimizer_in_backward(config, facts)
+    return measure_constants(facts, *where, loaded.model, usual, heavier_of, in_backward=kind)

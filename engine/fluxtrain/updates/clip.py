@@ -11,10 +11,10 @@ _EPS = c_float(1e-6).value
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
-    """What gradients of global `norm` are multiplied by: max_norm / (norm + 1e-6), at most 1.
+    """Return the factor of gradients of global `norm`: max_norm / (norm + 1e-6), at most 1.
 
-    In fp32 with torch's roundings (it multiplies max_norm by a reciprocal), so that a norm clips to
-    the same bits here and there. NaN stays NaN; max_norm None never clips.
+    In fp32 with torch's roundings (it multiplies max_norm by a reciprocal), so that clipping gives
+    torch's bits. NaN stays NaN; max_norm None never clips.
     """
     if max_norm is None:
         return 1.0
@@ -24,6 +24,6 @@ def clip_scale(norm: float, max_norm: float | None) -> float:
 
 
 def clip_scale_on_device(norm: Tensor, max_norm: float) -> Tensor:
-    """`clip_scale` of an fp32 scalar where it is, with the same roundings. To divide `max_norm` by
-    the norm would round once where this rounds twice: equal for powers of two alone."""
+    """Compute `clip_scale` of an fp32 scalar on its device, with the same roundings. Dividing
+    `max_norm` by the norm would round once instead of twice: equal for powers of two alone."""
     return torch.clamp(torch.reciprocal(norm + _EPS) * max_norm, max=1.0)

@@ -1,9 +1,9 @@
 """The dynamic loss scale of fp16 training, as torch.amp.GradScaler documents it.
 
-fp16 knows nothing below 6e-8, where many gradients are, so the loss is multiplied before the
-backward pass and the update divides again. The scale doubles after 2000 steps without an overflow
-and is halved by one, whose step is left out. It lives on the device and moves there: the next step
-is queued before anybody has read how this one went.
+fp16 has no numbers below 6e-8, where many gradients are, so the loss is multiplied before the
+backward pass and the update divides by the same factor. The scale doubles after 2000 steps without
+an overflow; an overflow halves it, and that step is skipped. The scale is kept and changed on the
+device, because the next step is queued before the host has read the outcome of this one.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _MOST = 2.0**40
 
 
 class LossScale:
-    """What losses are multiplied by; moved by every step."""
+    """The factor of the loss; every step may change it."""
 
     def __init__(
         self, device: torch.device, first: float = FIRST, growth_interval: int = GROWTH_INTERVAL
     ) -> None:
         self.value = torch.full((), first, dtype=torch.float32, device=device)
-        self._good = torch.zeros((), dtype=torch.int32, device=device)  # since it last moved
+        self._good = torch.zeros((), dtype=torch.int32, device=device)  # since the last change
         self._interval = growth_interval
-        self._stepped: tuple[GradNorm, Sequence[Member]] | None = None  # not known yet: left out?
+        self._stepped: tuple[GradNorm, Sequence[Member]] | None = None  # may have been skipped
 
     def of(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on."""
+        """Return the scaled loss to call `backward` on."""
         return loss * self.value
 
     def after(self, norm: GradNorm, stepped: Sequence[Member]) -> None:
-        """A step by `norm` was queued, which counted one up for the members `stepped`."""
+        """Adapt the scale after a step by `norm` was queued; it counted up members `stepped`."""
         fine = norm.all_finite()
         good = torch.where(fine, self._good + 1, 0)
         grows = good >= self._interval
@@ -52,20 +52,20 @@ class LossScale:
         self._good = torch.where(grows, 0, good).to(torch.int32)
         self._stepped = norm, stepped
 
-    def settle(self) -> None:
-        """Take back the count of a step that was left out. Waits until its norm is known: before
-        the next count, and before anybody reads one."""
+    def take_back_skipped(self) -> None:
+        """Take back the step count of a skipped step. Waits for its norm, so call it before the
+        next step counts and before a step count is read."""
         stepped, self._stepped = self._stepped, None
         if stepped is not None and stepped[0].overflowed():
             for member in stepped[1]:
                 member.step -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; waits for the device."""
+        """Return plain values; waits for the device."""
         return {"scale": float(self.value), "good_steps": int(self._good)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave. Raises BadInput for anything else."""
+        """Load the result of `state_dict`. Raises BadInput for anything else."""
         try:
             scale, good = float(state["scale"]), int(state["good_steps"])
         except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The global gradient norm, computed on the device and read without stopping it."""
+"""The global gradient norm, computed on the device and read without stopping the device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fluxtrain.updates.clip import clip_scale, clip_scale_on_device
 class GradNorm:
     """2-norm over all gradients of a step (before clipping), on its way to the host.
 
-    `losses` (scalars) travel with it. With a limit or losses it guards the update: where norm or
-    losses are not finite, the scale is NaN, and nothing is updated. `loss_scale` (0-d fp32 on the
-    device): what the losses were multiplied by before the backward pass; norm and scale take it
-    out again, so that no gradient is passed over for it.
+    `losses` (scalars) are downloaded with it. With a limit or losses it guards the update: if the
+    norm or a loss is not finite, the scale is NaN, and nothing is updated. `loss_scale` (0-d fp32
+    on the device): the factor of the losses in the backward pass; norm and scale divide by it, so
+    that no pass over the gradients is needed.
     """
 
     def __init__(
@@ -45,50 +45,50 @@ class GradNorm:
             told = torch.cat([told[:1] / loss_scale, told[1:], loss_scale.reshape(1)])
         self._on_device = told  # norm, losses, loss scale; fp32
         self._on_device_scale: Tensor | None = None
-        self._read_scale: float | None = None  # once the numbers were here; each group's job asks
+        self._read_scale: float | None = None  # kept, because each group's job asks
         self._host = host_empty(told.shape, torch.float32, pin=device.pins)
         self._transfer: Transfer = device.download(self._host, told)
 
     def value(self) -> float:
-        """The norm; waits until the backward pass has finished."""
+        """Return the norm; waits until the backward pass has finished."""
         self._transfer.wait_host()
         return float(self._host[0])
 
     def losses(self) -> list[float]:
-        """The losses, in nats a token; waits as `value` does."""
+        """Return the losses, in nats a token; waits as `value` does."""
         self._transfer.wait_host()
         return [float(loss) for loss in self._host[self._losses]]
 
     def loss_scale(self) -> float | None:
-        """What the losses were multiplied by, None without a loss scale; waits as `value` does."""
+        """Return the factor of the losses, None without a loss scale; waits as `value` does."""
         self._transfer.wait_host()
         return float(self._host[-1]) if self.scaled else None
 
     def overflowed(self) -> bool:
-        """Were gradients too large for fp16 at this loss scale, and nothing else wrong? Waits as
+        """Return whether gradients overflowed fp16 at this loss scale, with finite losses. Waits as
         `value` does."""
         return self.scaled and not math.isfinite(self.value()) and self.losses_are_finite()
 
     def losses_are_finite(self) -> bool:
-        """Waits as `value` does."""
+        """Return whether all losses are finite; waits as `value` does."""
         return all(math.isfinite(loss) for loss in self.losses())
 
     def is_known(self) -> bool:
-        """Would `value` not wait?"""
+        """Return whether the norm is on the host, so that `value` does not wait."""
         return self._transfer.done()
 
     def refuses(self) -> bool:
-        """Is the step not made, and not for an overflow that a smaller loss scale cures? Waits as
-        `value` does."""
+        """Return whether the step is refused for a reason that a smaller loss scale does not cure.
+        Waits as `value` does."""
         return math.isnan(self.scale()) and not self.overflowed()
 
     def all_finite(self) -> Tensor:
-        """Will the step be made? A truth value on the device."""
+        """Return, as a boolean on the device, whether norm and losses let the step be made."""
         return torch.isfinite(self._on_device).all()
 
     def scale(self) -> float:
-        """What gradients are multiplied by: 1 without clipping (the loss scale's inverse with one),
-        NaN where nothing may happen."""
+        """Return the factor of the gradients: 1 without clipping, divided by the loss scale if
+        there is one; NaN if the step is refused."""
         if self._read_scale is None:
             norm = self.value()
             if self.guards and not bool(torch.isfinite(self._host).all()):
@@ -98,7 +98,7 @@ class GradNorm:
         return self._read_scale
 
     def device_scale(self) -> Tensor:
-        """`scale()` as an fp32 scalar on the device, computed there with the same roundings."""
+        """Return `scale()` as an fp32 scalar on the device, computed with the same roundings."""
         if self._on_device_scale is None:
             norm = self._on_device[0]
             ratio = torch.ones_like(norm)

@@ -1,4 +1,4 @@
-"""Which elements of a group take the same optimizer step, and that step on the device."""
+"""Finds the elements of a group that take the same optimizer step, and steps them on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Range:
     """Neighbouring members of one segment that take the same step."""
 
     segment: Segment
-    gradient: Tensor  # the segment's; taken now: zero_grad may come before the update runs
+    gradient: Tensor  # the segment's, kept here because zero_grad may come before the update runs
     start: int  # elements
     stop: int
     hyper: Hyper
@@ -31,13 +31,14 @@ class Range:
     scale: float  # recorded by the caller (clip_grad_norm_, a manual mul_)
 
     def update(self, factor: float = 1.0, clip: Tensor | None = None) -> AdamWUpdate:
-        """The step, with gradients that count times `factor` and `clip` too."""
+        """Return the step, with gradients also multiplied by `factor` and `clip`."""
         return AdamWUpdate(hyper=self.hyper, step=self.step, scale=self.scale * factor, clip=clip)
 
 
 def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
     """Cut the group's members (index -> hyperparameters) into the fewest ranges that take the same
-    step. Matrices and vectors of a segment lie apart, so that no decay of vectors is two ranges."""
+    step. A segment stores matrices first and vectors last, so two ranges suffice when only the
+    matrices have weight decay."""
     found: list[Range] = []
     for segment in group.trained:
         how: tuple[Hyper, int, float] | None = None  # of the range that the member before ended
@@ -56,7 +57,7 @@ def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
 
 
 def flat_of(part: Range) -> Flat:
-    """The range's slices of its segment's tensors."""
+    """Return the range's slices of its segment's tensors."""
     s, cut = part.segment, slice(part.start, part.stop)
     blocks = slice(part.start // STATE_BLOCK, -(-part.stop // STATE_BLOCK))
     assert s.weights is not None and s.m is not None and s.v is not None
@@ -74,7 +75,7 @@ def flat_of(part: Range) -> Flat:
 
 
 def step_on_device(work: Sequence[Range], norm: GradNorm | None) -> None:
-    """Queued on the computation's stream; nothing is read back."""
+    """Queue the step on the compute stream; nothing is read back."""
     if not work:
         return
     weights = work[0].segment.weights

@@ -1,6 +1,6 @@
-"""Steps on the device that were left out because norm or losses are not finite.
+"""Steps on the device that were skipped because the norm or a loss is not finite.
 
-The kernels there see it themselves; the host has counted the step by then, and takes it back.
+The device's kernels skip such a step themselves; the host has counted it by then and takes it back.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from fluxtrain.updates.norm import GradNorm
 
 
 class RefusedSteps:
-    """Counted steps of which it is not known yet whether they were made."""
+    """Counted steps that the device may have skipped."""
 
     def __init__(self) -> None:
         self._counted: list[tuple[GradNorm, Sequence[Member]]] = []
 
     def note(self, norm: GradNorm | None, stepped: Sequence[Member]) -> None:
-        """A step by `norm` was queued on the device, which counted one up for `stepped`."""
+        """Note a step by `norm` that was queued on the device and counted up `stepped`."""
         if norm is not None and norm.guards:
             self._counted.append((norm, stepped))
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Take back the counts of those that were left out, as far as their norms are known; wait:
-        for all of them. Left out for an overflow: `LossScale.settle` does it."""
+    def take_back(self, *, wait: bool = False) -> None:
+        """Take back the counts of skipped steps whose norms are known; wait: of all steps.
+        `LossScale.take_back_skipped` does it for steps that overflowed."""
         unknown: list[tuple[GradNorm, Sequence[Member]]] = []
         for norm, stepped in self._counted:
             if not (wait or norm.is_known()):

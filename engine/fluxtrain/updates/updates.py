@@ -1,12 +1,12 @@
 """Optimizer updates: one job a group, in the order of the forward pass, on a thread of its own.
 
-With deferred moments these jobs write the weights alone, all that the next forward needs; a second
-one a group follows for m and v, the last group first: in that order the next backward overwrites
-the gradients, which both jobs read.
+With deferred moments these jobs write the weights alone, all that the next forward needs. A second
+job a group then writes m and v, the last group first, because both jobs read the gradients and the
+next backward overwrites those in that order.
 
 Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
 that group's first job; other readers and writers of the group on the host wait for both jobs
-(`Group.wait`), the next backward when it has computed the group's gradients. Nobody else waits.
+(`Group.wait`), the next backward when it has computed the group's gradients. Nothing else waits.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ from fluxtrain.updates.refused_steps import RefusedSteps
 class Updates:
     """Runs the updates; `submit` once a step, or `submit_one` once a group and step.
 
-    Where the model computes on the host's cores too, the threads that the kernels keep are ended
-    whenever no update waits: while OpenMP counts more threads than there are cores, all of them
-    sleep at each barrier instead of spinning. The computation's do too, and its small kernels take
-    up to twice as long.
+    If the model computes on the host too, the kernels' threads are ended whenever no update waits:
+    while OpenMP counts more threads than there are cores, all threads sleep at each barrier instead
+    of spinning. The model's threads would too, and its small kernels take up to twice as long.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Updates:
         self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
         self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
-        self.defers_moments = defers_moments  # of the steps that `submit` takes
+        self.defers_moments = defers_moments  # in steps that `submit` takes
         self.first_home: Group | None = None  # whose gradients come before those of groups after it
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
@@ -65,14 +64,13 @@ class Updates:
                 step = self._queue(group, hypers, norm, defers=self.defers_moments)
                 if step is not None and step.defers:
                     late[group] = step
-        finally:  # whose weights are on their way gets its moments too
+        finally:  # a group whose weights are queued gets its moments too
             order = [group for group in reversed(work) if group in late]
             for group in sorted(order, key=lambda group: group is not self.first_home):
                 group.moments = self._worker.submit(late[group].update_moments)
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
-        """Queue one step of the group's members, weights and moments at once, under the backward
-        pass."""
+        """Queue one step of the group's members, weights and moments at once, during backward."""
         self._queue(group, hypers, norm, defers=False)
 
     def _queue(
@@ -83,15 +81,15 @@ class Updates:
         *,
         defers: bool,
     ) -> _Step | None:
-        """Queue the group's first job; its weights count as changed from now on. None where the
-        device updates."""
-        self._refused.settle()
+        """Queue the group's first job; its weights count as changed from now on. None if the
+        device updates the group."""
+        self._refused.take_back()
         unwritten = group.ensure_state()
         work = ranges(group, hypers)
         group.version += 1
-        if group.home == "device":
+        if group.placement.state == "device":
             start = self._recorder.instant()
-            for flat in unwritten:  # where the processor is the device
+            for flat in unwritten:  # the processor is the device
                 zero_(flat, threads=self._threads)
             step_on_device(work, norm)
             self._refused.note(norm, [group.members[index] for index in hypers])
@@ -120,17 +118,17 @@ class Updates:
         for group in list(self._pending):
             try:
                 group.wait()
-            except Exception as error:  # noqa: BLE001  # raised below, when all have ended
+            except Exception as error:  # noqa: BLE001  # raised below, after all jobs
                 errors.append(error)
-                group.version += 1  # a copy that waited for it has failed, or is about to
+                group.version += 1  # an upload that waited for the job fails too
             self._pending.pop(group, None)
-        self._refused.settle(wait=True)
-        if errors:  # one that was refused is no news beside one that failed
+        self._refused.take_back(wait=True)
+        if errors:  # a failure matters more than a refused step
             raise next((e for e in errors if not isinstance(e, Diverged)), errors[0])
 
     def forget_refused(self) -> None:
-        """Wait; those that were refused have been told of, by who saw the first of them. Raises
-        what made others fail."""
+        """Wait without raising Diverged, because refused steps are reported already. Raises the
+        error of a job that failed."""
         with suppress(Diverged):
             self.wait()
 
@@ -140,7 +138,7 @@ class Updates:
 
 @dataclass(eq=False, kw_only=True)
 class _Step:
-    """One group's update: what its one or two jobs do."""
+    """One group's update, in one job or two."""
 
     recorder: Recorder
     name: str
@@ -148,15 +146,15 @@ class _Step:
     stepped: list[Member]
     arrival: Arrival | None
     norm: GradNorm | None
-    earlier: list[Future[None]]  # of the group's step before; done when the first job's turn comes
-    defers: bool  # are there two jobs?
+    earlier: list[Future[None]]  # of the group's previous step; on the same thread, so done before
+    defers: bool  # whether a second job writes the moments
     threads: int | None  # None: all
-    unwritten: list[Tensor]  # of the states
-    clip: float | None = None  # the weights were written with it
+    unwritten: list[Tensor]  # states that no step has written yet
+    clip: float | None = None  # set once the weights are written with it
 
     def update(self) -> None:
-        """Update everything, or the weights, once the gradients and the norm are there."""
-        for state in self.unwritten:  # while the gradients are on their way
+        """Update everything, or the weights alone, once the gradients and the norm are there."""
+        for state in self.unwritten:  # while the gradients are downloaded
             zero_(state, threads=self.threads)
         try:
             for job in self.earlier:
@@ -164,7 +162,7 @@ class _Step:
             if self.arrival is not None:
                 self.arrival.wait()
             if self.norm is not None and self.norm.overflowed():
-                return  # the step is left out; `LossScale.settle` takes back its count
+                return  # the step is skipped; `LossScale.take_back_skipped` takes back its count
             clip = _clip(self.norm)
         except BaseException:
             for member in self.stepped:  # nothing was written: this step did not happen
@@ -178,7 +176,7 @@ class _Step:
         self.clip = clip
 
     def update_moments(self) -> None:
-        """What `update` left; nothing where that left the step out or failed, which it tells."""
+        """Update the moments; do nothing if `update` skipped the step or failed."""
         if self.clip is None:
             return
         with self.recorder.working("cpu", "moments", self.name):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.optimizer.state_shards import load_state_shard, shard_bytes, state_shards
-from fluxtrain.optimizer.step_in_backward import EagerStep
+from fluxtrain.optimizer.step_in_backward import StepInBackward
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import Traffic
 from fluxtrain.runtime.stats import (
@@ -51,7 +51,7 @@ class Engine(Context):
         self.norm = GradNorm(self.device, parts, max_norm, losses, scale)
         return self.norm
 
-    def begin_eager_step(
+    def begin_step_in_backward(
         self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None
     ) -> None:
         """Before the only backward pass of a step without clipping: update each group as soon as
@@ -64,9 +64,9 @@ class Engine(Context):
             raise MisusedModel("with a loss scale no group is updated before the norm is known")
         self.forget_orphaned_step()
         if self.partly_updated:
-            raise MisusedModel("an eager step is under way: optimizer.step() ends it")
+            raise MisusedModel("a step in backward is under way: optimizer.step() ends it")
         self.norm = None
-        self.eager = EagerStep(optimizer, self, loss)
+        self.step_in_backward = StepInBackward(optimizer, self, loss)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

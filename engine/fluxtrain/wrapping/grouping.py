@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fluxtrain.device.arena import aligned
-from fluxtrain.edges.embedding import is_table
+from fluxtrain.edges.embedding import is_plain_embedding
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
@@ -49,7 +49,7 @@ def group_parameters(
             group.users += 1
     for name, module in parts.edges:
         group = groups[name]
-        group.by_rows = group.users == 1 and len(group.members) == 1 and is_table(module)
+        group.by_rows = group.users == 1 and len(group.members) == 1 and is_plain_embedding(module)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(groups.items(), key=lambda item: order.get(item[0], 0))), borrowed
 
@@ -74,14 +74,16 @@ def model_facts(
     heads = [m.weight for _, m in parts.edges if is_head(model, m) and isinstance(m, nn.Linear)]
     trained_heads = [weight for weight in heads if weight.requires_grad]
     modules = dict([*parts.edges, *parts.blocks])
-    tables = {name for name, m in parts.edges if is_table(m) and len(groups[name].members) == 1}
+    embeddings = {
+        name for name, m in parts.edges if is_plain_embedding(m) and len(groups[name].members) == 1
+    }
     for name, others in borrowed.items():
-        tables.discard(name)
+        embeddings.discard(name)
         if not is_head(model, modules[name]):
-            tables -= {group.name for group in others}
+            embeddings -= {group.name for group in others}
     return ModelFacts(
         groups=tuple(
-            _group_facts(group, is_one=name in tables)
+            _group_facts(group, is_one=name in embeddings)
             for name, group in groups.items()
             if group.members
         ),

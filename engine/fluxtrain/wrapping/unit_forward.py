@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.block.block import run_with_gradients, run_without_gradients
+from fluxtrain.edges.chunked_head import vocab_chunked_logits
 from fluxtrain.edges.embedding import look_up
 from fluxtrain.edges.head import LazyLogits
-from fluxtrain.edges.head_slices import sliced_logits
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.guards.arguments import to_device, write_back
 from fluxtrain.memory.unit import Unit
@@ -59,7 +59,7 @@ class UnitForward:
         unit = self.unit
         _refuse_nesting(unit)
         begin_forward(context, unit)
-        if unit.group.rows is not None and unit.group.home == "host":
+        if unit.group.rows is not None and unit.group.placement.weights != "device":
             found = look_up(context, unit, args, kwargs)
             if found is not None:
                 return found
@@ -68,7 +68,7 @@ class UnitForward:
             dtype = torch.promote_types(args[0].dtype, unit.module.weight.dtype)  # type: ignore[arg-type]
             return LazyLogits.of(self, args[0], dtype, unit.group_of_weight().version)
         if unit.in_slices:
-            logits = sliced_logits(context, unit, args, kwargs)
+            logits = vocab_chunked_logits(context, unit, args, kwargs)
             if logits is not None:
                 return logits
         run = run_with_gradients if torch.is_grad_enabled() else run_without_gradients

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.device.device import open_device
 from fluxtrain.device.heap import trim_heap
-from fluxtrain.edges.embedding import choose_rows, passes_in_parts
-from fluxtrain.edges.head_slices import choose_slices
+from fluxtrain.edges.chunked_head import choose_slices
+from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
 from fluxtrain.guards.refusals import refuse_unsupported
@@ -24,9 +25,11 @@ from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.memory.unit import Unit
 from fluxtrain.optimizer.hook import install as install_adoption
 from fluxtrain.optimizer.plain_state import let_go
-from fluxtrain.plan.choices.placement import place_for_any_rows
-from fluxtrain.plan.facts import Room, Wishes
-from fluxtrain.plan.spread import parted, spread_out
+from fluxtrain.plan.choices.placement import Placement, place_for_any_rows
+from fluxtrain.plan.choices.reasons import without_effect
+from fluxtrain.plan.facts import Capacity
+from fluxtrain.plan.group_placement import check_groups, refuse_unused
+from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
@@ -35,28 +38,22 @@ from fluxtrain.wrapping.block_discovery import Parts, take_apart
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.wrapping.module_patches import guard_module, release_module, replace_forward
+from fluxtrain.wrapping.slots import slots_for
 from fluxtrain.wrapping.unit_forward import UnitForward
 
 
-def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
+def wrap(
     model: nn.Module,
     *,
     device: str | torch.device | None = None,
-    offload: str = "auto",
+    offload: str | None = None,
     chunk_rows: int | None = None,
+    budget_gib: float | None = None,
+    placement: PlacementRequest | Placement | None = None,
     overlap: bool = False,
-    budget_bytes: int | None = None,
-    resident_blocks: int | None = None,
-    device_groups: int | None = None,
-    device_first: str = "embedding",
-    kept_blocks: int = 0,
     states: StateFormat = "fp32",
-    boundaries: str = "auto",
-    eager: bool = False,
-    embedding: str = "auto",
-    head: str = "auto",
+    optimizer_in_backward: bool = False,
     deferred_moments: bool = False,
-    slots: int | None = None,
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
 
@@ -69,32 +66,35 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream,
         with `max` through the fewest slots; `auto` chooses by free memory.
     chunk_rows: rows of a batch that a block computes at a time (None: by memory).
+    budget_gib: device memory to plan for (None: what is free).
+    placement: every knob of the placement in a `fluxtrain.PlacementRequest`, to which the arguments
+        above are added; or a made `Placement`, which is taken as it is.
     overlap: `optimizer.step()` returns at once and blocks wait for their own updates; call
         `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
-    budget_bytes: device memory to plan for (None: what is free).
-    resident_blocks: of so many blocks at home the weights stay on the device too.
-    device_groups: so many parts live there with gradients and states (None: by memory).
-    device_first: of those the `embedding` comes first, or `blocks` do.
-    kept_blocks: so many blocks with weights there keep activations, which saves their recompute.
     states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
-    boundaries: where blocks' inputs wait for backward: `device`, `host`, `auto` (host with `max`).
-    eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
-    embedding: one on the host is copied `whole`, or in `rows` of a batch (`auto`: a large one).
-    head: one on the host is copied `whole`, or in `slices` of words (`auto`: where only they fit).
+    optimizer_in_backward: every step will be one (`Engine.begin_step_in_backward`): plan less
+    memory for
+        gradients.
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
-    slots: so many blocks on the device share what streams through it (None: 3, with `max` 2).
     Raises UnsupportedModel, BadInput or DoesNotFit. What does not work: weights' gradients by
     `autograd.grad`, second derivatives, `torch.func`, a block's own random generator.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
     refuse_unsupported(model)
-    words: Any = {"offload": offload, "boundaries": boundaries, "embedding": embedding}
-    words |= {"head": head, "device_first": device_first}  # any other word is refused
-    words |= {"device_groups": device_groups, "resident_blocks": resident_blocks, "slots": slots}
-    words |= {"chunk_rows": chunk_rows, "kept_blocks": kept_blocks, "eager": eager}
-    wishes = Wishes(**words, budget_bytes=budget_bytes, deferred_moments=deferred_moments or None)
-    _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
+    asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    steps: dict[str, Any] = {"optimizer_in_backward": optimizer_in_backward}
+    steps["deferred_moments"] = deferred_moments or None
+    if isinstance(placement, Placement):
+        _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
+        _put_engine(model, _compute_device(device), placement, states, overlap=overlap)
+        return model
+    request = replace(placement or PlacementRequest(), **asked)
+    if device is None and request.device != "auto":
+        device = request.device
+    made = RunRequest.of(request, **steps)
+    _put_engine(model, _compute_device(device), made, states, overlap=overlap)
     return model
 
 
@@ -104,25 +104,27 @@ auto_wrap = wrap  # the same under another name
 def _put_engine(
     model: nn.Module,
     torch_device: torch.device,
-    wishes: Wishes,
+    asked: RunRequest | Placement,
     states: StateFormat,
     *,
     overlap: bool,
 ) -> None:
-    """Place the model's parts and give them an engine, which adopts optimizers."""
-    _refuse_fractions(wishes)
+    """Give the model's parts an engine, which adopts optimizers; plan only what is not placed."""
     parts = _parts_of(model)
     groups, borrowed = group_parameters(model, parts, states)
-    facts = model_facts(model, parts, groups, borrowed)
-    placement = place_for_any_rows(facts, _room(model, torch_device), wishes)
+    if isinstance(asked, Placement):
+        placement, told = asked, list[str]()
+        check_groups(placement.groups, [group for group in groups.values() if group.members])
+        refuse_unused(placement.groups)
+    else:
+        facts = model_facts(model, parts, groups, borrowed)
+        placement = place_for_any_rows(facts, _capacity(model, torch_device), asked)
+        told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
         _furnish(engine, model, parts, groups, borrowed)
-    for choice in placement.choices:
-        for name, part in (("embedding", "rows"), ("head", "slices")):
-            undone = (choice.name, choice.value) == (f"placement.{name}", "whole")
-            if undone and getattr(wishes, name) == part:
-                engine.say(f"{name}={part!r} has no effect: {choice.because}")
+    for text in told:
+        engine.say(text)
     install_adoption()
 
 
@@ -137,8 +139,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     fp32 masters is gone.
     """
     engine = engine_of(model)
-    if engine.eager is not None:
-        engine.eager.drop()
+    if engine.step_in_backward is not None:
+        engine.step_in_backward.drop()
     engine.close()
     let_go(owner for owners in engine.owners.values() for owner in owners.values())
     for hook in model.__dict__.pop("_fluxtrain_hooks"):
@@ -183,12 +185,13 @@ def _parts_of(model: nn.Module) -> Parts:
     return parts
 
 
-def _refuse_fractions(wishes: Wishes) -> None:
-    counts = ("chunk_rows", "budget_bytes", "resident_blocks", "device_groups", "kept_blocks")
-    for name in (*counts, "slots"):
-        value = getattr(wishes, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise BadInput(f"{name} is {value!r}: use a whole number, or leave it out")
+def _refuse_beside_a_placement(asked: Iterable[str]) -> None:
+    """A made placement has these already."""
+    for name in asked:
+        raise BadInput(
+            f"{name} is part of the placement that was made: leave it out, or give wrap a "
+            "PlacementRequest"
+        )
 
 
 def _compute_device(device: str | torch.device | None) -> torch.device:
@@ -211,7 +214,7 @@ def _compute_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _room(model: nn.Module, device: torch.device) -> Room:
+def _capacity(model: nn.Module, device: torch.device) -> Capacity:
     """What is free once the model's weights have left the places where they are now."""
     no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
     cool(model)
@@ -219,11 +222,11 @@ def _room(model: nn.Module, device: torch.device) -> Room:
     if available is not None:
         available += copied_bytes(model)  # pages of files count as available
     if device.type != "cuda":
-        return Room(device_free_bytes=None, host_available_bytes=available)
+        return Capacity(device_free_bytes=None, host_available_bytes=available)
     here = torch.empty(0, device=device).device  # with its index
     cached = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
     weights = sum(p.nbytes for p in model.parameters() if p.device == here)
-    return Room(
+    return Capacity(
         device_free_bytes=torch.cuda.mem_get_info(here)[0] + cached + weights,
         host_available_bytes=available,
     )
@@ -246,15 +249,9 @@ def _settle(engine: Engine, groups: dict[str, Group]) -> None:
     """Move every group's weights home, one group at a time, so that no second copy of the model
     ever exists."""
     engine.groups += [g for g in groups.values() if g.members]
-    plan = engine.plan
-    on_device = set(parted(engine.groups, plan.device_groups, plan.device_first)[0])
-    for group in engine.groups:
-        at_device = group in on_device
-        group.settle(
-            "device" if at_device else "host",
-            engine.device.torch_device,
-            pin=engine.device.pins and not at_device,
-        )
+    for group, row in zip(engine.groups, engine.plan.groups, strict=True):
+        pin = engine.device.pins and row.weights != "device"
+        group.settle(row, engine.device.torch_device, pin=pin)
         engine.owners[group] = {}
         for member in group.members:
             owner = Owner(engine, group, member)
@@ -302,13 +299,9 @@ def _make_units(
 
 def _make_slots(engine: Engine) -> None:
     """Edges and resident blocks get a slot of their own, the other blocks share."""
-    at_home = [g for g in engine.groups if g.home == "host"]
-    blocks = [g for g in at_home if g.kind == "block"]
-    resident, streamed = spread_out(blocks, engine.plan.resident_blocks)
-    for group in at_home:
-        slotless = passes_in_parts(engine, group)
-        if (group.kind == "edge" and not slotless) or group in resident:
-            engine.window.add_slot(group.wire_bytes, owner=group)
+    owners, streamed = slots_for(engine, [group.placement for group in engine.groups])
+    for group in owners:
+        engine.window.add_slot(group.wire_bytes, owner=group)
     largest = max((group.wire_bytes for group in streamed), default=0)
     for _ in range(engine.plan.slots):
         engine.window.add_slot(largest)

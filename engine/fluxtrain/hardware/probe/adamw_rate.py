@@ -55,8 +55,6 @@ def adamw_rate(
     if parameters < LEAST_PARAMETERS:
         return TOO_LITTLE
     sizes = _BYTES_8BIT if eight_bit else _BYTES
-    # Neither the values nor the coefficients change the time.
-    step = _native.AdamWStep(1.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-4, 1.0, 1e-8)
     with fresh(int(parameters * sum(sizes.values()))) as memory:
         start = ctypes.addressof(anchor := ctypes.c_char.from_buffer(memory))
         _native.kernel("zero")(start, len(memory), threads or 0)  # else all pages would be one
@@ -64,22 +62,7 @@ def adamw_rate(
         for name, size in sizes.items():
             at[name] = start + offset
             offset += int(size * parameters)
-        args = _native.AdamWArgs(
-            weight_format=_native.WeightFormat.SPLIT_BF16,
-            state_format=_native.StateFormat.EIGHT_BIT if eight_bit else _native.StateFormat.F32,
-            gradient_format=_native.GradientFormat.BF16,
-            pass_=_PASSES[part],
-            threads=threads or 0,
-            n=parameters,
-            weights=at["hi"],
-            lo=at["lo"],
-            m=at["m"],
-            v=at["v"],
-            m_scale=at.get("m_scale"),
-            v_scale=at.get("v_scale"),
-            gradient=at["grad"],
-            step=step,
-        )
+        args = _args(at, parameters, eight_bit=eight_bit, part=part, threads=threads or 0)
         up, down = (HostBytes(at[name], int(sizes[name] * parameters)) for name in ("hi", "grad"))
         with busy_bus(up=up if sends else None, down=down if receives else None) as begins:
 
@@ -92,3 +75,26 @@ def adamw_rate(
             )
         del anchor  # it keeps the mapping open
     return Rate(rate, f"{parameters >> 20} M parameters, {_native.isa()}")
+
+
+def _args(
+    at: dict[str, int], parameters: int, *, eight_bit: bool, part: Part, threads: int
+) -> _native.AdamWArgs:
+    """Describe one call on arrays at the addresses `at`."""
+    return _native.AdamWArgs(
+        weight_format=_native.WeightFormat.SPLIT_BF16,
+        state_format=_native.StateFormat.EIGHT_BIT if eight_bit else _native.StateFormat.F32,
+        gradient_format=_native.GradientFormat.BF16,
+        pass_=_PASSES[part],
+        threads=threads,
+        n=parameters,
+        weights=at["hi"],
+        lo=at["lo"],
+        m=at["m"],
+        v=at["v"],
+        m_scale=at.get("m_scale"),
+        v_scale=at.get("v_scale"),
+        gradient=at["grad"],
+        # neither the values nor the coefficients change the time
+        step=_native.AdamWStep(1.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-4, 1.0, 1e-8),
+    )

@@ -24,7 +24,7 @@ def left_on_device(
 ) -> Layout:
     """`layout` with the inputs of as many last blocks on the device, `most` at most, as it holds
     within `limit_bytes` of it; what stands behind the blocks leaves its input there too then."""
-    none = replace(layout, boundaries_on_device=0)
+    none = replace(layout, activations_on_device=0)
     waiting = parked_count(facts, none)
     most = waiting if most is None else min(most, waiting)
     if facts.row is None or most < 1:
@@ -32,7 +32,7 @@ def left_on_device(
     free = limit_bytes - footprint(facts, none, has_gpu=has_gpu).device_bytes
     each = max(1, layout.batch_rows * facts.row.boundary_bytes)
     for count in (most, min(most, free // each - 1)):  # few that leave take no more than all
-        some = replace(none, boundaries_on_device=count)
+        some = replace(none, activations_on_device=count)
         if count > 0 and footprint(facts, some, has_gpu=has_gpu).device_bytes <= limit_bytes:
             return some
     return none
@@ -42,7 +42,7 @@ def staying_words(facts: ModelFacts, layout: Layout) -> str:
     """What a plan says of them; "" where all go."""
     row, parked = facts.row, parked_count(facts, layout)
     stay = facts.layers - kept_count(facts, layout) - parked
-    if row is None or not layout.parks or not layout.boundaries_on_device or not stay:
+    if row is None or not layout.parks or not layout.activations_on_device or not stay:
         return ""
     stay_bytes = stay * layout.batch_rows * row.boundary_bytes
     return (

@@ -1,6 +1,7 @@
 """The placement rule: facts in, placement with reasons out. No torch, no device.
 
-    placement = place(facts, Room(device_free_bytes=..., host_available_bytes=...), Wishes())
+    capacity = Capacity(device_free_bytes=..., host_available_bytes=...)
+    placement = place(facts, capacity, RunRequest())
 
 The rule, in this order:
 
@@ -25,28 +26,33 @@ Nothing fits: `DoesNotFit` says what is needed, what there is and which setting 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.choices.boundaries import left_on_device
 from fluxtrain.plan.choices.reasons import choices_of, refusal
 from fluxtrain.plan.facts import (
-    OFFLOADS,
-    Boundaries,
-    Embedding,
-    Head,
+    Capacity,
     ModelFacts,
     Offload,
-    Room,
-    Wishes,
 )
-from fluxtrain.plan.footprint import Footprint, Layout, kept_count, slot_count
+from fluxtrain.plan.footprint import (
+    Footprint,
+    Layout,
+    footprint,
+    kept_count,
+    saving_bytes,
+    slot_count,
+)
+from fluxtrain.plan.group_placement import Activations, GroupPlacement, table_of
+from fluxtrain.plan.request import RunRequest, check, count_or
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.telemetry.events import ChoiceMade
 
-__all__ = ["ModelFacts", "Placement", "Room", "RunPlacement", "Wishes", "place",
-           "place_for_any_rows"]  # fmt: skip
+__all__ = ["Capacity", "ModelFacts", "Placement", "RunRequest", "place", "place_for_any_rows",
+           "placement_of"]  # fmt: skip
 
 SMALLEST_ACTIVATION_BYTES = 1 << 20
 ACTIVATION_BYTES = 1 << 30  # for a chunk, where there is no budget
@@ -54,31 +60,56 @@ ACTIVATION_BYTES = 1 << 30  # for a chunk, where there is no budget
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the bytes go, what that is predicted to take, and why."""
+    """Where the bytes of a model go, what that is predicted to take, and why."""
 
-    offload: Offload
-    device_groups: int  # so many groups with states and gradients on the device
-    boundaries: Boundaries  # where they wait between forward and backward
-    boundaries_on_device: int = 0  # of so many last blocks they stay there all the same
-    resident_blocks: int  # of so many of the other blocks the weights stay on the device
-    slots: int  # shared by the blocks that are left
-    kept_blocks: int  # first of the blocks with weights there, whose activations stay there too
-    budget_bytes: int | None  # None without a GPU and without a wish
+    groups: tuple[GroupPlacement, ...]  # the table: a row a group, in forward order
+    layout: Layout  # the same in the planner's counts: read in `plan` alone
     need: Footprint  # predicted peaks
-    chunk_rows: int | None  # None: chosen by `chunk_for` when a row is measured
-    choices: tuple[ChoiceMade, ...]
-    device_first: DeviceFirst = "embedding"  # which groups those are
-    embedding: Embedding = "whole"  # what of one at home is copied to the device
-    head: Head = "whole"  # how one at home is copied to the device
-    deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
+    budget_bytes: int | None = None  # None without a GPU and without a wish
+    choices: tuple[ChoiceMade, ...] = ()
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
     saving_bytes: int = 0  # weights of the device that are on the host while a file is written
     reached_bytes: int = 0  # what the process held at its fullest before this plan
 
     @property
-    def parks(self) -> bool:
-        """Do boundary activations wait on the host?"""
-        return self.boundaries == "host"
+    def offload(self) -> Offload:
+        """The strategy in one word."""
+        return self.layout.offload
+
+    @property
+    def slots(self) -> int:
+        """Device slots that the streamed blocks share."""
+        return self.layout.slots or 0
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a backward pass; 0: not known."""
+        return self.layout.batch_rows
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """Rows computed at once in a block; None: chosen by `chunk_for` when a row is measured."""
+        return self.layout.chunk_rows or None
+
+    @property
+    def deferred_moments(self) -> bool:
+        """Are AdamW's moments of groups on the host updated after all weights?"""
+        return self.layout.deferred_moments
+
+    @property
+    def optimizer_in_backward(self) -> bool:
+        """Is each group updated as soon as its gradients are there?"""
+        return self.layout.optimizer_in_backward
+
+    @property
+    def totals(self) -> PlacementTotals:
+        """The table in numbers."""
+        return PlacementTotals(
+            device_groups=sum(row.state == "device" for row in self.groups),
+            device_first=self.layout.device_first,
+            resident_blocks=sum(row.resident for row in self.groups if row.kind == "block"),
+            blocks_without_recompute=sum(row.activations == "kept" for row in self.groups),
+        )
 
     @property
     def device_bytes(self) -> int:
@@ -98,95 +129,86 @@ class Placement:
             left = int(self.budget_bytes * AUTO_SHARE - self.device_bytes) // 2
         return max(1, min(rows, max(left, SMALLEST_ACTIVATION_BYTES) // max(1, row_bytes)))
 
+    def with_activations(self, activations: Activations) -> Placement:
+        """The same with these activations in every row."""
+        rows = (replace(row, activations=activations) for row in self.groups)
+        return replace(self, groups=tuple(rows))
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlacement(Placement):
-    """A placement for known rows."""
-
-    batch_rows: int
-
-    def layout(self, *, passes: int = 1, eager: bool = False) -> Layout:
-        """What footprint and time are computed from; how the run steps is not the placement's."""
-        return Layout(
-            offload=self.offload,
-            device_groups=self.device_groups,
-            device_first=self.device_first,
-            resident_blocks=self.resident_blocks,
-            kept_blocks=self.kept_blocks,
-            boundaries=self.boundaries,
-            boundaries_on_device=self.boundaries_on_device,
-            embedding=self.embedding,
-            head=self.head,
-            batch_rows=self.batch_rows,
-            chunk_rows=self.chunk_rows or self.batch_rows,
-            passes=passes,
-            eager=eager,
-            deferred_moments=self.deferred_moments,
-            slots=self.slots,
+    def with_layout(self, facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Placement:
+        """The same run placed as `layout` says, with its predicted peaks."""
+        return replace(
+            self,
+            **_laid_out(facts, layout),
+            need=footprint(facts, layout, has_gpu=has_gpu),
+            saving_bytes=saving_bytes(facts, layout) if has_gpu else 0,
         )
 
 
-def place(facts: ModelFacts, room: Room, wishes: Wishes) -> RunPlacement:
+@dataclass(frozen=True, kw_only=True)
+class PlacementTotals:
+    """How many rows of a table say what."""
+
+    device_groups: int  # groups with weights, states and gradients on the device
+    device_first: DeviceFirst  # which groups those are
+    resident_blocks: int  # of the other blocks, those whose weights stay there too
+    blocks_without_recompute: int  # blocks whose activations stay there
+
+
+def placement_of(
+    facts: ModelFacts,
+    layout: Layout,
+    need: Footprint,
+    *,
+    budget_bytes: int | None = None,
+    choices: tuple[ChoiceMade, ...] = (),
+) -> Placement:
+    """Make the table of `layout`."""
+    rest: dict[str, Any] = {"need": need, "budget_bytes": budget_bytes, "choices": choices}
+    return Placement(**_laid_out(facts, layout), **rest)
+
+
+def _laid_out(facts: ModelFacts, layout: Layout) -> dict[str, Any]:
+    """The table, and the layout in the numbers that hold for this model."""
+    exact = replace(
+        layout,
+        activations="host" if layout.parks else "device",
+        blocks_without_recompute=kept_count(facts, layout),
+        slots=slot_count(facts, layout),
+    )
+    return {"groups": table_of(facts, layout), "layout": exact}
+
+
+def place(facts: ModelFacts, capacity: Capacity, request: RunRequest) -> Placement:
     """Decide for rows as `facts.row` says.
 
-    Raises `BadInput` for wishes that make no sense, `DoesNotFit` when nothing fits.
+    Raises `BadInput` for request that make no sense, `DoesNotFit` when nothing fits.
     """
     assert facts.row is not None, "without a row: place_for_any_rows"
-    search, layout = _found(facts, room, wishes)
-    rows = {"chunk_rows": layout.chunk_rows, "batch_rows": layout.batch_rows}
-    return RunPlacement(**{**vars(_placement(search, layout, None)), **rows})
+    return _placement(*_found(facts, capacity, request))
 
 
-def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placement:
-    """Decide without knowing rows; `wishes.chunk_rows` is handed on. Raises as `place` does."""
+def place_for_any_rows(facts: ModelFacts, capacity: Capacity, request: RunRequest) -> Placement:
+    """Decide without knowing rows; `request.chunk_rows` is handed on. Raises as `place` does."""
     assert facts.row is None, "with a row: place"
-    return _placement(*_found(facts, room, wishes), wishes.chunk_rows)
+    search, layout = _found(facts, capacity, request)
+    return _placement(search, replace(layout, chunk_rows=count_or(request.chunk_rows, 0)))
 
 
-def _placement(search: Search, layout: Layout, chunk_rows: int | None) -> Placement:
-    """What was found, without its rows."""
-    facts = search.facts
-    return Placement(
-        offload=layout.offload,
-        device_groups=layout.device_groups,
-        device_first=layout.device_first,
-        boundaries="host" if layout.parks else "device",
-        boundaries_on_device=layout.boundaries_on_device,
-        resident_blocks=layout.resident_blocks,
-        slots=slot_count(facts, layout),
-        kept_blocks=kept_count(facts, layout),
-        deferred_moments=layout.deferred_moments,
+def _placement(search: Search, layout: Layout) -> Placement:
+    return placement_of(
+        search.facts,
+        layout,
+        search.need(layout),
         budget_bytes=search.budget_bytes,
-        need=search.need(layout),
-        chunk_rows=chunk_rows,
-        embedding=layout.embedding,
-        head=layout.head,
         choices=choices_of(search, layout),
     )
 
 
-def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layout]:
-    if wishes.offload not in ("auto", *OFFLOADS):
-        raise BadInput(f"offload is {wishes.offload!r}: use one of auto, {', '.join(OFFLOADS)}")
-    counts = {"batch_rows": 1, "chunk_rows": 1, "budget_bytes": 1, "slots": 1}
-    for name, least in {
-        **counts,
-        "device_groups": 0,
-        "resident_blocks": 0,
-        "kept_blocks": 0,
-    }.items():
-        value = getattr(wishes, name)
-        if value is not None and value < least:
-            raise BadInput(f"{name} is {value}: use at least {least}, or leave it out")
-    if wishes.boundaries not in ("auto", "device", "host"):
-        raise BadInput(f"boundaries is {wishes.boundaries!r}: use auto, device or host")
-    if wishes.device_first not in (None, "embedding", "blocks"):
-        raise BadInput(f"device_first is {wishes.device_first!r}: use embedding or blocks")
-    if wishes.embedding not in ("auto", "whole", "rows"):
-        raise BadInput(f"embedding is {wishes.embedding!r}: use auto, whole or rows")
-    if wishes.head not in ("auto", "whole", "slices"):
-        raise BadInput(f"head is {wishes.head!r}: use auto, whole or slices")
-    search = Search(facts, room, wishes)
+def _found(facts: ModelFacts, capacity: Capacity, request: RunRequest) -> tuple[Search, Layout]:
+    check(request)
+    if request.batch_rows is not None and request.batch_rows < 1:
+        raise BadInput(f"batch_rows is {request.batch_rows}: use at least 1, or leave it out")
+    search = Search(facts, capacity, request)
     layout = search.find()
     if layout is None:
         raise DoesNotFit(refusal(search))

@@ -71,13 +71,13 @@ class RankedPlan:
 
 
 @dataclass(frozen=True)
-class Dial:
+class Frontier:
     """Every layout of a batch that fits, timed where it may be the fastest;
-    `search.wishes.batch_rows` must be set."""
+    `search.request.batch_rows` must be set."""
 
     search: Search
     rates: Rates
-    exact: bool = True
+    clips: bool = True
     passes: int = 1
 
     @cached_property
@@ -131,8 +131,8 @@ class Dial:
 
     @property
     def _chooses_moments(self) -> bool:
-        wished = self.search.wishes.deferred_moments
-        return wished is None and self.rates.has_gpu and self.exact
+        wished = self.search.request.deferred_moments
+        return wished is None and self.rates.has_gpu and self.clips
 
     def _least(self, one: FittingLayout) -> Preference:
         """What `_preference` says of it at least, with the moments at the better time."""
@@ -142,18 +142,18 @@ class Dial:
                 self.search.facts,
                 one.layout,
                 self.rates,
-                exact=self.exact,
+                clips=self.clips,
                 passes=self.passes,
                 moments_free=self._chooses_moments,
             )
         return self._preference(one, known)
 
     def _preference(self, one: FittingLayout, took: Cost | LeastCost) -> Preference:
-        """Boundaries that stay count where they make the step shorter, and else last: what is left
+        """InputsOn that stay count where they make the step shorter, and else last: what is left
         is theirs, and no slot of weights is given up for copies that are hidden."""
         layout, row = one.layout, self.search.facts.row
-        step_s = took.step_s * (SLICES_GAIN if layout.head == "slices" else 1.0)
-        staying = layout.boundaries_on_device
+        step_s = took.step_s * (SLICES_GAIN if layout.head == "chunks" else 1.0)
+        staying = layout.activations_on_device
         spared_s = 0.0
         if staying and row is not None and self.rates.has_gpu:
             spared_bytes = layout.passes * staying * layout.batch_rows * row.boundary_bytes
@@ -172,8 +172,8 @@ class Dial:
 
     def cost_of(self, layout: Layout) -> Cost:
         """What a step of `layout` takes."""
-        facts, exact, passes = self.search.facts, self.exact, self.passes
-        return cost(facts, layout, self.rates, exact=exact, passes=passes)
+        facts, clips, passes = self.search.facts, self.clips, self.passes
+        return cost(facts, layout, self.rates, clips=clips, passes=passes)
 
     def limit_bytes(self, share: float) -> int:
         """What the stop at `share` may take."""
@@ -212,24 +212,27 @@ class Dial:
         if not self.search.leaves_boundaries(one.layout):
             return
         facts = self.search.facts
-        most, counts = keeping.layout.kept_blocks, {one.layout.kept_blocks}
+        most, counts = (
+            keeping.layout.blocks_without_recompute,
+            {one.layout.blocks_without_recompute},
+        )
         if keeping is not one:
             every = keepable_count(facts, one.layout)
             counts |= {every * step // KEPT_STEPS for step in range(KEPT_STEPS + 1)}
         for count in sorted(count for count in counts if count <= most):
-            kept = replace(one.layout, kept_blocks=count)
+            kept = replace(one.layout, blocks_without_recompute=count)
             layout = left_on_device(facts, kept, limit)
-            if layout.boundaries_on_device:
+            if layout.activations_on_device:
                 yield self._fitting(layout, self.search.need(layout))
 
     def _keeping(self, one: FittingLayout, limit: int) -> FittingLayout:
         facts, tried = self.search.facts, self.rates.calibration
-        wished = self.search.wishes.kept_blocks is not None
+        wished = self.search.request.blocks_without_recompute != "auto"
         if wished or not self.rates.has_gpu or tried is None or tried.kept_backward is None:
             return one
         every, size = keepable_count(facts, one.layout), kept_block_bytes(facts, one.layout)
         for count in (every, min(every, (limit - one.size_bytes) // max(1, size))):
-            layout = replace(one.layout, kept_blocks=count)
+            layout = replace(one.layout, blocks_without_recompute=count)
             if count and (need := self.search.need(layout)).device_bytes <= limit:
                 return self._fitting(layout, need)
         return one
@@ -251,7 +254,7 @@ class Dial:
         for start in self._starts():
             for offload in self._offloads():
                 whole = replace(start, offload=offload, slots=self._fewest(offload))
-                if offload == "max" and start.boundaries == "host":
+                if offload == "max" and start.activations == "host":
                     continue  # as without saying so
                 if offload == "none":
                     yield from self._unrepeated(replace(whole, device_groups=every))
@@ -264,13 +267,13 @@ class Dial:
 
     def _fewest(self, offload: Offload) -> int | None:
         """Slots of a layout that may have more where that pays: `max` has the fewest alone."""
-        if self.search.wishes.slots is not None:
-            return self.search.wishes.slots
+        if self.search.request.slots is not None:
+            return self.search.request.slots
         return FEWEST_SLOTS if offload == "weights" and self.rates.has_gpu else None
 
     def _deeper(self, layout: Layout) -> Iterator[Layout]:
         """With more slots, up to those that hide its copies."""
-        if layout.slots is None or self.search.wishes.slots is not None:
+        if layout.slots is None or self.search.request.slots is not None:
             return
         forward_s, _, backward_s = passes_s(self.search.facts, layout, self.rates)
         wanted = slots_for(self.search.facts, layout, self.rates, forward_s, backward_s)
@@ -283,44 +286,48 @@ class Dial:
         heads = self.search.heads if self.rates.has_gpu else self.search.heads[:1]
         for start in chain.from_iterable(self.search.starts(head, tokens) for head in heads):
             yield start
-            if self.rates.has_gpu and self.search.wishes.boundaries == "auto":
-                yield replace(start, boundaries="host")
+            if self.rates.has_gpu and self.search.request.activations == "auto":
+                yield replace(start, activations="host")
 
     def _unrepeated(self, layout: Layout) -> Iterator[Layout]:
         """The layout, unless it is that of a whole head, which lives on the device."""
-        compared = "slices" in self.search.heads[1:] and layout.head == "slices"
-        if not compared or head_copied(self.search.facts, layout) == "slices":
+        compared = "chunks" in self.search.heads[1:] and layout.head == "chunks"
+        if not compared or head_copied(self.search.facts, layout) == "chunks":
             yield layout
 
     def _offloads(self) -> tuple[Offload, ...]:
-        wishes = self.search.wishes
-        if wishes.offload != "auto":
-            return (wishes.offload,)
-        placed = wishes.resident_blocks is not None or wishes.device_groups is not None
+        request = self.search.request
+        if request.offload != "auto":
+            return (request.offload,)
+        placed = request.resident_blocks != "auto" or request.device_groups != "auto"
         whole = self.rates.has_gpu and not placed
         return ("none", "weights", "max") if whole else ("weights", "max")
 
     def _group_counts(self, offload: Offload) -> Iterable[int]:
-        every, wished = len(self.search.facts.groups), self.search.wishes.device_groups
-        if wished is not None:
+        every, wished = len(self.search.facts.groups), self.search.request.device_groups
+        if wished != "auto":
             return (min(wished, every),)
         streams = self.rates.has_gpu and offload != "optimizer"
         return tried_counts(every - 1) if streams else (0,)
 
     def _device_groups(self, offload: Offload) -> Iterator[tuple[int, DeviceFirst]]:
-        wished: DeviceFirst | None = self.search.wishes.device_first
+        wished = self.search.request.device_first
         for count in self._group_counts(offload):
-            yield count, wished or "embedding"
-            if wished is None and self.rates.has_gpu and 0 < count < len(self.search.facts.groups):
+            yield count, "embedding" if wished == "auto" else wished
+            if (
+                wished == "auto"
+                and self.rates.has_gpu
+                and 0 < count < len(self.search.facts.groups)
+            ):
                 yield count, "blocks"
 
     def _residents(self, layout: Layout) -> list[int]:
         offload = layout.offload
         blocks = self.search.home_blocks(layout.device_groups, layout.device_first)
-        wished = self.search.wishes.resident_blocks
+        wished = self.search.request.resident_blocks
         if offload == "optimizer":
             return [blocks]
-        if wished is not None:
+        if wished != "auto":
             return [min(wished, blocks)]
         if not self.rates.has_gpu or offload == "max":
             return [0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxtrain.plan.choices.boundaries import staying_words
 from fluxtrain.plan.cost.moments import moments_choice
 from fluxtrain.plan.cost.prefetch import without_times
-from fluxtrain.plan.facts import Wishes
 from fluxtrain.plan.footprint import (
     Layout,
     embedding_copied,
@@ -20,6 +20,7 @@ from fluxtrain.plan.footprint import (
 )
 from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.heads import reason as head_reason
+from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
 from fluxtrain.plan.tables import reason as embedding_reason
 from fluxtrain.telemetry.choices import setting_name
@@ -36,11 +37,12 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
         "device_groups": (layout.device_groups, _device_groups(search, layout)),
         "resident_blocks": (layout.resident_blocks, _resident_blocks(search, layout)),
     }
-    if search.wishes.kept_blocks is not None:
-        because["kept_blocks"] = (kept_count(search.facts, layout), wished_to_keep(search, layout))
+    if search.request.blocks_without_recompute != "auto":
+        kept = kept_count(search.facts, layout)
+        because["blocks_without_recompute"] = (kept, wished_to_keep(search, layout))
     staying = staying_words(search.facts, layout)
     if staying:
-        because["boundaries"] = ("host", staying)
+        because["activations"] = ("host", staying)
     if search.facts.row is not None:
         because["batch_rows"] = (layout.batch_rows, _batch(search, layout))
         tokens = layout.chunk_rows * search.facts.row.sequence_length
@@ -54,32 +56,43 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
         *told,
         *embedding_choice(search, layout),
         *head_choice(search, layout),
-        *(moments if search.wishes.deferred_moments is not None else ()),
+        *(moments if search.request.deferred_moments is not None else ()),
         *without_times(search.facts, layout),
     )
 
 
 def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     """What of the embedding is copied, where that is a question."""
-    facts, wishes = search.facts, search.wishes
-    if facts.table is None and wishes.embedding == "auto":
+    facts, request = search.facts, search.request
+    if facts.table is None and request.embedding == "auto":
         return ()
     at_home = facts.table in homes(facts, layout)[1]
-    because = embedding_reason(facts, wishes, layout.batch_rows, at_home=at_home)
+    because = embedding_reason(facts, request, layout.batch_rows, at_home=at_home)
     copied = embedding_copied(facts, layout)
     return (ChoiceMade(name="placement.embedding", value=copied, because=because),)
 
 
 def head_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     """How the head is copied, where that is a question."""
-    facts, wishes = search.facts, search.wishes
-    if wishes.head == "auto" and not comes_apart(facts):
+    facts, request = search.facts, search.request
+    if request.head == "auto" and not comes_apart(facts):
         return ()
     names = {group.name for group in homes(facts, layout)[1]}
     at_home = facts.head is not None and facts.head.group in names
     by_rows = embedding_copied(facts, layout) == "rows"
-    because = head_reason(facts, wishes, layout.head, at_home=at_home, by_rows=by_rows)
+    because = head_reason(facts, request, layout.head, at_home=at_home, by_rows=by_rows)
     return (ChoiceMade(name="placement.head", value=head_copied(facts, layout), because=because),)
+
+
+def without_effect(request: RunRequest, choices: Iterable[ChoiceMade]) -> list[str]:
+    """Say which ways of copying were asked for and are not taken, and why."""
+    parts = {"placement.embedding": request.embedding, "placement.head": request.head}
+    return [
+        f"{choice.name.removeprefix('placement.')}={parts[choice.name]!r} has no effect: "
+        f"{choice.because}"
+        for choice in choices
+        if choice.value == "whole" and parts.get(choice.name, "auto") in ("rows", "chunks")
+    ]
 
 
 def refusal(search: Search) -> str:
@@ -116,27 +129,27 @@ class _Setting:
 
     in_run: str
     in_wrap: str
-    easier: Wishes
+    easier: RunRequest
     chosen: str | None = None  # the layout's field that says what would fit
 
 
 def _cure(search: Search) -> str:
-    wishes, row = search.wishes, search.facts.row
+    request, row = search.request, search.facts.row
     own = search.facts.has_masters
-    settings = _settings(wishes)
+    settings = _settings(request)
     if not own:  # another package's optimizer has no states at home
         settings = tuple(replace(s, easier=replace(s.easier, offload="none")) for s in settings)
     for setting in settings:
-        if setting.easier == wishes:
+        if setting.easier == request:
             continue
-        layout = replace(search, wishes=setting.easier).find()
+        layout = replace(search, request=setting.easier).find()
         if layout is not None:
             value = _named(search, setting, layout)
             found = " left out fits" if value is None else f"={value} fits"
             return (setting.in_wrap if row is None else setting.in_run) + found
     narrow = replace(search, facts=search.facts.with_states("8bit"))
     if not own:
-        narrow = replace(narrow, wishes=replace(wishes, offload="auto"))
+        narrow = replace(narrow, request=replace(request, offload="auto"))
     layout = narrow.find()
     if layout is not None:
         need = narrow.need(layout)
@@ -156,33 +169,28 @@ def _cure(search: Search) -> str:
     return "close other programs, or take a smaller model or a machine with more memory"
 
 
-def _settings(wishes: Wishes) -> tuple[_Setting, ...]:
+def _settings(request: RunRequest) -> tuple[_Setting, ...]:
     """What may be left out, one after another, those first that cost the least."""
-    unplaced = Wishes(
-        batch_rows=wishes.batch_rows,
-        data_rows=wishes.data_rows,
-        passes=wishes.passes,
-        eager=wishes.eager,
-        deferred_moments=wishes.deferred_moments,
-    )
+    unplaced = replace(request, **vars(PlacementRequest()))
     device, resident = "device_groups", "resident_blocks"
+    kept = "blocks_without_recompute"
     return (
         _Setting(
-            "placement.chunk_rows", "chunk_rows", replace(wishes, chunk_rows=None), "chunk_rows"
+            "placement.chunk_rows", "chunk_rows", replace(request, chunk_rows="auto"), "chunk_rows"
         ),
-        _Setting("placement.kept_blocks", "kept_blocks", replace(wishes, kept_blocks=None)),
-        _Setting("placement.prefetch", "slots", replace(wishes, slots=None)),
-        _Setting(f"placement.{resident}", resident, replace(wishes, resident_blocks=None)),
-        _Setting(f"placement.{device}", device, replace(wishes, device_groups=None)),
+        _Setting(f"placement.{kept}", kept, replace(request, blocks_without_recompute="auto")),
+        _Setting("placement.prefetch", "prefetch", replace(request, prefetch="auto")),
+        _Setting(f"placement.{resident}", resident, replace(request, resident_blocks="auto")),
+        _Setting(f"placement.{device}", device, replace(request, device_groups="auto")),
         _Setting(
             f"placement.{device} and placement.{resident}",
             f"{device} and {resident}",
-            replace(wishes, device_groups=None, resident_blocks=None),
+            replace(request, device_groups="auto", resident_blocks="auto"),
         ),
-        _Setting("placement.offload", "offload", replace(wishes, offload="auto"), "offload"),
-        _Setting("train.batch_rows", "batch_rows", replace(wishes, batch_rows=None), "batch_rows"),
-        _Setting("train.accumulation", "passes", replace(wishes, passes=1), "passes"),
-        _Setting("placement.budget_gib", "budget_bytes", replace(wishes, budget_bytes=None)),
+        _Setting("placement.offload", "offload", replace(request, offload="auto"), "offload"),
+        _Setting("train.batch_rows", "batch_rows", replace(request, batch_rows=None), "batch_rows"),
+        _Setting("train.accumulation", "passes", replace(request, passes=1), "passes"),
+        _Setting("placement.budget_gib", "budget_gib", replace(request, budget_gib=None)),
         _Setting("all of placement", "every argument", unplaced),
         _Setting(
             "train.batch_rows and all of placement",
@@ -199,12 +207,12 @@ def _named(search: Search, setting: _Setting, layout: Layout) -> Any:
         return None
     value = getattr(layout, setting.chosen)
     asked = replace(setting.easier, **{setting.chosen: value})
-    return None if replace(search, wishes=asked).find() is None else value
+    return None if replace(search, request=asked).find() is None else value
 
 
 def _offload(search: Search, layout: Layout) -> str:
     need = search.need(layout)
-    if search.wishes.offload != "auto":
+    if search.request.offload != "auto":
         return f"as set; takes {_room(search, layout)}"
     if layout.offload == "none":
         return f"takes {_room(search, layout, spare=True)}"
@@ -213,9 +221,9 @@ def _offload(search: Search, layout: Layout) -> str:
         f"{bytes_text(need.host_bytes)} of host memory"
     )
     if layout.offload == "max":
-        fewest = replace(search, wishes=replace(search.wishes, offload="weights")).nearest()
+        fewest = replace(search, request=replace(search.request, offload="weights")).nearest()
         return f"{_described(search, fewest)} would need {_room(search, fewest)}; {takes}"
-    if not search.room.has_gpu:
+    if not search.capacity.has_gpu:
         slots = slot_count(search.facts, layout)
         return f"without a GPU the blocks stream through {slots} buffers"
     everything = replace(layout, offload="none", resident_blocks=0)
@@ -226,9 +234,9 @@ def _device_groups(search: Search, layout: Layout) -> str:
     groups = search.facts.groups
     if layout.offload == "none":
         return f"none has all {len(groups)} on the device"
-    if search.wishes.device_groups is not None:
+    if search.request.device_groups != "auto":
         return "as set"
-    if not search.room.has_gpu:
+    if not search.capacity.has_gpu:
         return "without a GPU nothing is gained by updating a group elsewhere"
     if not search.fills(layout):
         return f"{layout.offload} has every group at home on the host"
@@ -249,9 +257,9 @@ def _resident_blocks(search: Search, layout: Layout) -> str:
         return "every block lives on the device"
     if layout.offload == "optimizer":
         return f"optimizer keeps the weights of all {at_home} blocks on the device"
-    if search.wishes.resident_blocks is not None:
+    if search.request.resident_blocks != "auto":
         return "as set"
-    if not search.room.has_gpu:
+    if not search.capacity.has_gpu:
         return "without a GPU nothing is gained by keeping a second copy"
     if not search.fills(layout):
         return f"{layout.offload} streams every block"
@@ -263,30 +271,30 @@ def _resident_blocks(search: Search, layout: Layout) -> str:
 
 def wished_to_keep(search: Search, layout: Layout) -> str:
     """The reason for `kept_count` where a count was asked for."""
-    wished, keepable = search.wishes.kept_blocks, keepable_count(search.facts, layout)
-    if wished is None or wished <= keepable:
+    wished, keepable = search.request.blocks_without_recompute, keepable_count(search.facts, layout)
+    if wished == "auto" or wished <= keepable:
         return "as set"
     return f"{wished} as set, and the weights of {keepable} blocks stay on the device"
 
 
 def _batch(search: Search, layout: Layout) -> str:
-    wishes = search.wishes
-    if wishes.batch_rows is not None:
+    request = search.request
+    if request.batch_rows is not None:
         return "as set"
     if layout.batch_rows == BATCH_LIMIT_ROWS:
         return f"{BATCH_LIMIT_ROWS} rows fit, the most that is chosen by itself"
-    if wishes.data_rows is not None and layout.batch_rows * 2 > wishes.data_rows:
-        share = f" for each of {wishes.passes} backward passes" if wishes.passes > 1 else ""
-        return f"the data has {wishes.data_rows} rows{share}, and each epoch needs a step"
-    doubled = replace(wishes, batch_rows=layout.batch_rows * 2)
-    if wishes.offload == "auto" and layout.offload != "max":
+    if request.data_rows is not None and layout.batch_rows * 2 > request.data_rows:
+        share = f" for each of {request.passes} backward passes" if request.passes > 1 else ""
+        return f"the data has {request.data_rows} rows{share}, and each epoch needs a step"
+    doubled = replace(request, batch_rows=layout.batch_rows * 2)
+    if request.offload == "auto" and layout.offload != "max":
         doubled = replace(doubled, offload="weights")
-    larger = replace(search, wishes=doubled)
+    larger = replace(search, request=doubled)
     return f"{layout.batch_rows * 2} rows would need {_room(search, larger.nearest())}"
 
 
 def _chunk(search: Search, layout: Layout, tokens: int) -> str:
-    if search.wishes.chunk_rows is not None:
+    if search.request.chunk_rows != "auto":
         return "as set"
     if tokens * 2 <= CHUNK_TOKENS and layout.chunk_rows < layout.batch_rows:
         return f"{tokens} tokens at once; a larger chunk does not fit"

@@ -1,8 +1,8 @@
-"""The layout by the time model: the fastest predicted one below a limit that a dial sets.
+"""The layout by the time model: the fastest predicted one below a limit that a frontier sets.
 
-    placement = place_timed(facts, room, wishes, Timing(rates=...))
+    placement = place_timed(facts, capacity, request, Timing(rates=...))
 
-Every layout that fits is compared (`ranked.Dial`), so that more memory never makes the choice
+Every layout that fits is compared (`ranked.Frontier`), so that more memory never makes the choice
 slower: the layouts that fit before still do. Where no GPU has memory of its own, or `max` is asked
 for by name, the rule of `placement` decides, and so it does what is refused and in which words.
 
@@ -16,16 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fluxtrain.plan.choices.boundaries import staying_words
-from fluxtrain.plan.choices.placement import RunPlacement, place
-from fluxtrain.plan.choices.ranked import Dial, TimedLayout
+from fluxtrain.plan.choices.placement import Placement, place, placement_of
+from fluxtrain.plan.choices.ranked import Frontier, TimedLayout
 from fluxtrain.plan.choices.reasons import embedding_choice, head_choice, wished_to_keep
 from fluxtrain.plan.cost.moments import moments_choice
 from fluxtrain.plan.cost.prefetch import prefetch_choice, without_times
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import passes_s
-from fluxtrain.plan.facts import ModelFacts, Room, Wishes
+from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
 from fluxtrain.plan.heads import SLICES_GAIN
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
 from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.telemetry.events import ChoiceMade
@@ -41,61 +42,55 @@ class Timing:
     """What layouts are timed with, and how much of the device they may take."""
 
     rates: Rates
-    exact: bool = True
+    clips: bool = True
     passes: int = 1
     share: float = 1.0  # 1: all that may be used; 0: the least that runs
 
 
 def place_timed(
-    facts: ModelFacts, room: Room, wishes: Wishes, timing: Timing | None
-) -> RunPlacement:
+    facts: ModelFacts, capacity: Capacity, request: RunRequest, timing: Timing | None
+) -> Placement:
     """Decide for rows as `facts.row` says; `timing` None leaves it to the rule.
 
     Raises as `place` does.
     """
-    ruled = place(facts, room, wishes)
-    if timing is None or not room.has_gpu or wishes.offload == "max":
+    ruled = place(facts, capacity, request)
+    if timing is None or not capacity.has_gpu or request.offload == "max":
         return ruled
     batches = [ruled.batch_rows]
-    if wishes.batch_rows is None:
+    if request.batch_rows is None:
         batches = [ruled.batch_rows >> shift for shift in range(ruled.batch_rows.bit_length())]
-    dials = {rows: _dial(facts, room, wishes, timing, rows) for rows in batches}
-    stops = {rows: dial.at(timing.share) for rows, dial in dials.items() if dial.candidates}
+    frontiers = {rows: _frontier(facts, capacity, request, timing, rows) for rows in batches}
+    stops = {
+        rows: frontier.at(timing.share)
+        for rows, frontier in frontiers.items()
+        if frontier.candidates
+    }
     if not stops:
         return ruled
     best = max(stop.cost.tokens_per_s for stop in stops.values())
     batch = min(
         rows for rows, stop in stops.items() if stop.cost.tokens_per_s >= HIDDEN_SHARE * best
     )
-    chosen, dial = stops[batch], dials[batch]
-    layout = chosen.layout
-    return replace(
-        ruled,
-        offload=layout.offload,
-        device_groups=layout.device_groups,
-        device_first=layout.device_first,
-        boundaries="host" if layout.parks else "device",
-        boundaries_on_device=layout.boundaries_on_device,
-        resident_blocks=layout.resident_blocks,
-        kept_blocks=kept_count(facts, layout),
-        embedding=layout.embedding,
-        head=layout.head,
-        deferred_moments=layout.deferred_moments,
-        slots=slot_count(facts, layout),
-        need=chosen.need,
-        chunk_rows=layout.chunk_rows,
-        batch_rows=batch,
-        choices=_choices(dial, chosen, timing.share, _batch_reason(wishes, stops, batch)),
+    chosen, frontier = stops[batch], frontiers[batch]
+    return placement_of(
+        facts,
+        chosen.layout,
+        chosen.need,
+        budget_bytes=ruled.budget_bytes,
+        choices=_choices(frontier, chosen, timing.share, _batch_reason(request, stops, batch)),
     )
 
 
-def _dial(facts: ModelFacts, room: Room, wishes: Wishes, timing: Timing, rows: int) -> Dial:
-    search = Search(facts, room, replace(wishes, batch_rows=rows))
-    return Dial(search, timing.rates, exact=timing.exact, passes=timing.passes)
+def _frontier(
+    facts: ModelFacts, capacity: Capacity, request: RunRequest, timing: Timing, rows: int
+) -> Frontier:
+    search = Search(facts, capacity, replace(request, batch_rows=rows))
+    return Frontier(search, timing.rates, clips=timing.clips, passes=timing.passes)
 
 
-def _batch_reason(wishes: Wishes, stops: dict[int, TimedLayout], batch: int) -> str:
-    if wishes.batch_rows is not None:
+def _batch_reason(request: RunRequest, stops: dict[int, TimedLayout], batch: int) -> str:
+    if request.batch_rows is not None:
         return "as set"
     told = count_text(round(stops[batch].cost.tokens_per_s))
     larger, smaller = stops.get(batch * 2), stops.get(batch // 2)
@@ -111,11 +106,11 @@ def _batch_reason(wishes: Wishes, stops: dict[int, TimedLayout], batch: int) -> 
 
 
 def _choices(
-    dial: Dial, chosen: TimedLayout, share: float, batch_because: str
+    frontier: Frontier, chosen: TimedLayout, share: float, batch_because: str
 ) -> tuple[ChoiceMade, ...]:
     """Every choice with what the best layout without it would take."""
-    limit = dial.limit_bytes(share)
-    within = dial.within(share)
+    limit = frontier.limit_bytes(share)
+    within = frontier.within(share)
     layout, seconds = chosen.layout, duration_text(chosen.cost.step_s)
     offload = (
         f"{seconds} a step, the fastest predicted of {len(within)} layouts within "
@@ -123,84 +118,89 @@ def _choices(
     )
 
     def because(name: str, value: object) -> str:
-        wished = getattr(dial.search.wishes, name)
+        wished = getattr(frontier.search.request, name)
         if wished is not None and wished != "auto":
-            return wished_to_keep(dial.search, layout) if name == "kept_blocks" else "as set"
-        if name == "kept_blocks" and not value:
-            tried = dial.rates.calibration
+            return (
+                wished_to_keep(frontier.search, layout)
+                if name == "blocks_without_recompute"
+                else "as set"
+            )
+        if name == "blocks_without_recompute" and not value:
+            tried = frontier.rates.calibration
             known = tried is not None and tried.kept_backward is not None
             return _KEEPS_NONE if known else _KEEPS_UNTRIED
         others = [one for one in within if getattr(one.layout, name) != value]
         if not others:
             return "nothing else fits"
         alike = [one for one in others if name == "head" or one.layout.head == layout.head]
-        other = dial.fastest(alike or others)
+        other = frontier.fastest(alike or others)
         with_it = duration_text(other.cost.step_s)
         return f"{seconds} a step is predicted, and {with_it} with {getattr(other.layout, name)}"
 
     told = {
-        "offload": (layout.offload, "as set" if _is_set(dial) else offload),
+        "offload": (layout.offload, "as set" if _is_set(frontier) else offload),
         "device_groups": (layout.device_groups, because("device_groups", layout.device_groups)),
         "device_first": (layout.device_first, because("device_first", layout.device_first)),
         "resident_blocks": (
             layout.resident_blocks,
             because("resident_blocks", layout.resident_blocks),
         ),
-        "kept_blocks": (
-            kept_count(dial.search.facts, layout),
-            because("kept_blocks", layout.kept_blocks),
+        "blocks_without_recompute": (
+            kept_count(frontier.search.facts, layout),
+            because("blocks_without_recompute", layout.blocks_without_recompute),
         ),
-        "boundaries": _boundaries(dial, layout, because("boundaries", layout.boundaries)),
+        "activations": _boundaries(frontier, layout, because("activations", layout.activations)),
         "batch_rows": (layout.batch_rows, batch_because),
         "chunk_rows": (layout.chunk_rows, because("chunk_rows", layout.chunk_rows)),
     }
-    moments_set = dial.search.wishes.deferred_moments is not None
+    moments_set = frontier.search.request.deferred_moments is not None
     return (
         *(
             ChoiceMade(name=setting_name(name), value=str(value), because=why)
             for name, (value, why) in told.items()
         ),
-        *embedding_choice(dial.search, layout),
-        *_head_choice(dial, layout, because),
-        moments_choice(dial.search.facts, layout, dial.cost_of, is_set=moments_set),
-        *_prefetch_choice(dial, layout),
+        *embedding_choice(frontier.search, layout),
+        *_head_choice(frontier, layout, because),
+        moments_choice(frontier.search.facts, layout, frontier.cost_of, is_set=moments_set),
+        *_prefetch_choice(frontier, layout),
     )
 
 
-def _prefetch_choice(dial: Dial, layout: Layout) -> tuple[ChoiceMade, ...]:
-    facts, slots = dial.search.facts, slot_count(dial.search.facts, layout)
-    if not slots or dial.search.wishes.slots is not None:
+def _prefetch_choice(frontier: Frontier, layout: Layout) -> tuple[ChoiceMade, ...]:
+    facts, slots = frontier.search.facts, slot_count(frontier.search.facts, layout)
+    if not slots or frontier.search.request.slots is not None:
         return without_times(facts, layout)
-    forward_s, _, backward_s = passes_s(facts, layout, dial.rates)
+    forward_s, _, backward_s = passes_s(facts, layout, frontier.rates)
     fewer_s, step_s, more_s = (
-        dial.cost_of(replace(layout, slots=some)).step_s for some in (slots - 1, slots, slots + 1)
+        frontier.cost_of(replace(layout, slots=some)).step_s
+        for some in (slots - 1, slots, slots + 1)
     )
     seconds, steps_s = (forward_s, backward_s), (fewer_s, step_s, more_s)
-    return prefetch_choice(facts, layout, dial.rates, seconds, steps_s)
+    return prefetch_choice(facts, layout, frontier.rates, seconds, steps_s)
 
 
-def _boundaries(dial: Dial, layout: Layout, because: str) -> tuple[str, str]:
+def _boundaries(frontier: Frontier, layout: Layout, because: str) -> tuple[str, str]:
     """Where they wait and why, with how many stay on the device all the same."""
     if layout.offload == "max":
         because = "max has them on the host"
-    staying = staying_words(dial.search.facts, layout)
+    staying = staying_words(frontier.search.facts, layout)
     return "host" if layout.parks else "device", "; ".join(filter(None, (because, staying)))
 
 
 def _head_choice(
-    dial: Dial, layout: Layout, because: Callable[[str, object], str]
+    frontier: Frontier, layout: Layout, because: Callable[[str, object], str]
 ) -> tuple[ChoiceMade, ...]:
     """With the time that the other way takes, where the head is at home and it was compared."""
-    told = head_choice(dial.search, layout)
-    compared = len(dial.search.heads) > 1 and dial.rates.has_gpu
-    at_home = head_copied(dial.search.facts, replace(layout, head="slices")) == "slices"
+    told = head_choice(frontier.search, layout)
+    compared = len(frontier.search.heads) > 1 and frontier.rates.has_gpu
+    at_home = head_copied(frontier.search.facts, replace(layout, head="chunks")) == "chunks"
     if not (compared and at_home):
         return told
     why = because("head", layout.head)
     if layout.head == "whole":
-        why += f"; slices are taken where they are predicted to be {SLICES_GAIN - 1:.0%} faster"
+        why += f"; chunks are taken where they are predicted to be {SLICES_GAIN - 1:.0%} faster"
     return tuple(ChoiceMade(name=one.name, value=one.value, because=why) for one in told)
 
 
-def _is_set(dial: Dial) -> bool:
-    return dial.search.wishes.offload != "auto"
+def _is_set(frontier: Frontier) -> bool:
+    return frontier.search.request.offload != "auto"

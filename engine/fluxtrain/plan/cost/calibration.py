@@ -59,7 +59,7 @@ class Streamed:
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
     """Seconds that a GPU's host needs to queue work, less what it waits for, in whole steps of one
-    kind: eager ones, or those of a run that clips.
+    kind: those with updates in backward, or those of a run that clips.
 
     Those of a block are of one chunk, or of a step's end of one group.
     """
@@ -67,7 +67,7 @@ class HostTimes:
     forward_s: float
     backward_s: float
     forward_beside_s: float  # while AdamW runs
-    backward_beside_s: float  # while moments are updated, or blocks of an eager step
+    backward_beside_s: float  # while moments are updated, or blocks of a step in backward
     park_forward_s: float  # what a boundary that goes to the host, and comes back, adds
     park_backward_s: float
     outside_s: float  # of a batch: all but the blocks, both ways
@@ -124,7 +124,9 @@ class Calibration:
     adamw_8bit_per_s: float | None = None  # with 8-bit states, where the run has them
     adamw_weights_per_s: float | None = None  # the weights' pass alone, on a GPU's host
     adamw_moments_per_s: float | None = None  # the moments' pass alone, there
-    adamw_beside_per_s: float | None = None  # with the threads and copies of an eager step, there
+    adamw_beside_per_s: float | None = (
+        None  # with the threads and copies of a step in backward, there
+    )
     adamw_8bit_beside_per_s: float | None = None  # the same with 8-bit states
     runtime_bytes: int = 0  # what the process grew by when it first computed
     rows: tuple[int, int]  # of the two chunks

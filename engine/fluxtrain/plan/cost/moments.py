@@ -18,7 +18,7 @@ from fluxtrain.units import duration_text
 
 DEFERRED, WITH_WEIGHTS = "deferred", "with_weights"
 CLEARLY = 0.99  # of the time otherwise, at most
-WISHES: dict[str, bool | None] = {"auto": None, WITH_WEIGHTS: False, DEFERRED: True}
+DEFERS: dict[str, bool | None] = {"auto": None, WITH_WEIGHTS: False, DEFERRED: True}
 
 
 def faster_of_both(layout: Layout, cost_of: Callable[[Layout], Cost]) -> tuple[Layout, Cost]:
@@ -45,7 +45,7 @@ def moments_choice(
 def _because(
     facts: ModelFacts, layout: Layout, cost_of: Callable[[Layout], Cost] | None, is_set: bool
 ) -> str:
-    if layout.eager:
+    if layout.optimizer_in_backward:
         return "each group is updated at once, as its gradients arrive"
     alone = _nothing_waits(facts, layout)
     if is_set or cost_of is None:

@@ -56,7 +56,7 @@ def _partly(blocks: int, alone_s: float, beside_s: float, lasting_s: float) -> f
 
 
 def queueing_of(
-    facts: ModelFacts, layout: Layout, rates: Rates, head_s: float, *, exact: bool
+    facts: ModelFacts, layout: Layout, rates: Rates, head_s: float, *, clips: bool
 ) -> Queueing:
     """Of a layout; nothing takes time where no block was tried."""
     tried = rates.calibration
@@ -75,7 +75,7 @@ def queueing_of(
     here, at_home = (len([g for g in groups if g.trained]) for groups in homes(facts, layout))
     optimizer_s = here * host.device_update_s + at_home * host.home_update_s
     beside_s = host.backward_beside_s
-    if not exact:  # each group is stepped in the backward pass
+    if not clips:  # each group is stepped in the backward pass
         beside_s += here * host.device_update_s / max(1, facts.layers)
     parked = parked_count(facts, layout) / max(1, facts.layers)
     there_s = parked * host.park_forward_s  # once a batch
@@ -88,5 +88,5 @@ def queueing_of(
         backward_beside_s=chunks * beside_s + back_s,
         lead_s=max(0.0, head_s - host.outside_s),
         outside_s=host.outside_s,
-        optimizer_s=optimizer_s if exact else 0.0,
+        optimizer_s=optimizer_s if clips else 0.0,
     )

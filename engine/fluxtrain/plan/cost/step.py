@@ -2,16 +2,18 @@
 
     exact    step = max(forward, uploads, host update) + loss + backward
     deferred step = max(forward, uploads, weights' pass) + loss + backward behind the moments
-    eager    step = max(forward, uploads) after the last update + loss + backward behind the updates
+    in_backward    step = max(forward, uploads) after the last update + loss + backward behind the
+    updates
 
 Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
 before the last block's update, so nothing of that overlaps with the loss. With deferred moments
 that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
 pass, which follows at once and is hidden under loss and backward. A group's new gradients go home
 when its moments are done, and the blocks before it (in forward order) are computed when those have
-left: blocks on the device, which the backward pass comes to last, hide no moments of others. In an
-eager step the same holds for updates, of which three may be waiting. The forward begins when the
-embedding is updated, and copied or the rows of it that are looked up. In an eager step updates
+left: blocks on the device, which the backward pass comes to last, hide no moments of others. In a
+step in backward the same holds for updates, of which three may be waiting. The forward begins when
+the
+embedding is updated, and copied or the rows of it that are looked up. In a step in backward updates
 follow the backward pass: each begins when its group's gradients are at home and the one before is
 done (`plan/cost/updates.py`), that of the embedding last of all. What the next forward needs first
 is then what it gets last: only blocks that live on the device are computed meanwhile, and copies
@@ -52,13 +54,13 @@ from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import (
     BF16_UPDATE_BYTES,
     computing,
-    eager_forward,
-    eager_waits,
-    eager_work,
+    forward_after_backward_updates,
     forward_after_updates,
     host_updates,
     moments_end,
     start_of,
+    waits_in_backward,
+    work_in_backward,
 )
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import (
@@ -131,10 +133,10 @@ class _Work:
 
 
 def cost(
-    facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool = True, passes: int = 1
+    facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool = True, passes: int = 1
 ) -> Cost:
     """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
-    work = _work_of(facts, layout, rates, exact=exact, passes=passes)
+    work = _work_of(facts, layout, rates, clips=clips, passes=passes)
     rates, blocks_s = work.rates, (work.forward_s, work.backward_s)
     phases = held_up(facts, layout, rates, blocks_s, work.phases)
     updates_s = work.update_s + work.moments_s
@@ -144,7 +146,7 @@ def cost(
         more = [{"update": work.update_s}, {"moments": work.moments_s}]
         binding = binding_of([*phases, *more], together=False)
     else:
-        beside = _exact_phases if exact else _eager_phases
+        beside = _exact_phases if clips else _phases_in_backward
         phases, deciding = beside(facts, layout, work, phases, passes)
         lasting_s = [max(phase.values()) for phase in phases]
         seconds = sum(lasting_s)
@@ -189,14 +191,14 @@ def least_cost(
     layout: Layout,
     rates: Rates,
     *,
-    exact: bool = True,
+    clips: bool = True,
     passes: int = 1,
     moments_free: bool = False,
 ) -> LeastCost:
     """What `cost` says at least, known without going through the groups one by one: what waits for
     updates waits as little as it can. `moments_free`: whether they are deferred or not, whatever
     `layout` says of it."""
-    work = _work_of(facts, layout, rates, exact=exact, passes=passes)
+    work = _work_of(facts, layout, rates, clips=clips, passes=passes)
     updates = {layout: (work.update_s, work.moments_s)}
     if moments_free:
         otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
@@ -207,7 +209,7 @@ def least_cost(
     else:
         lasting_s = [max(phase.values()) for phase in work.phases]
         seconds = sum(lasting_s)
-        if exact:
+        if clips:
             awaited_s = min(update_s for update_s, _ in updates.values())
             seconds += max(0.0, awaited_s - lasting_s[0])
     seconds += work.device_update_s
@@ -215,16 +217,16 @@ def least_cost(
     return LeastCost(max(seconds, updates_s, work.queueing.step(passes)), updates_s + copies_s)
 
 
-def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, passes: int) -> _Work:
+def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool, passes: int) -> _Work:
     forward_s, head_s, backward_s = passes_s(facts, layout, rates)
     sliced = sliced_head(facts, layout, homes(facts, layout)[1])
     head_s *= 1.0 if sliced is None else sliced.compute_share
     slices = 0 if sliced is None else sliced.copied_bytes
     device_update_s = _device_update(facts, layout, rates)
-    queueing = queueing_of(facts, layout, rates, head_s, exact=exact)
+    queueing = queueing_of(facts, layout, rates, head_s, clips=clips)
     if rates.has_gpu and homes(facts, layout)[1].trained:
         forward_s = max(forward_s, facts.layers * queueing.forward_s)
-    if rates.has_gpu and not exact:
+    if rates.has_gpu and not clips:
         rates = rates.beside_backward()
     update_s, moments_s = host_updates(facts, layout, rates)
     once, twice, home = _traffic(facts, layout)
@@ -284,16 +286,16 @@ def _exact_phases(
     return found, found
 
 
-def _eager_phases(
+def _phases_in_backward(
     facts: ModelFacts, layout: Layout, work: _Work, phases: Phases, passes: int
 ) -> tuple[Phases, Phases]:
     """The same with the updates beside the last backward."""
     rates, forward = work.rates, phases[0]
     backward = {**phases[-1], "queueing": work.queueing.backward(float("inf"))}
-    waits = eager_waits(facts, layout, rates, backward)
+    waits = waits_in_backward(facts, layout, rates, backward)
     held_up_s = _if_longer(waits.backward_s, max(backward.values()))
-    begins = eager_forward(facts, layout, rates, forward, waits)
-    work_s = eager_work(facts, layout, rates, forward["compute"])
+    begins = forward_after_backward_updates(facts, layout, rates, forward, waits)
+    work_s = work_in_backward(facts, layout, rates, forward["compute"])
     found = [begins, *phases[1:-1], {**backward, "update": held_up_s}]
     return found, [forward, *phases[1:-1], {**backward, "update": max(work_s, held_up_s)}]
 

@@ -106,8 +106,8 @@ def computing(backward: Mapping[str, float]) -> float:
 
 
 @dataclass(frozen=True)
-class EagerWaits:
-    """An eager step's backward phase, and seconds from its end until what the forward needs is
+class BackwardUpdateWaits:
+    """A step in backward's backward phase, and seconds from its end until what the forward needs is
     updated."""
 
     backward_s: float
@@ -115,9 +115,9 @@ class EagerWaits:
     others_s: float  # every other group at home
 
 
-def eager_waits(
+def waits_in_backward(
     facts: ModelFacts, layout: Layout, rates: Rates, backward: Mapping[str, float]
-) -> EagerWaits:
+) -> BackwardUpdateWaits:
     """Gradients are there from the loss on for what comes after the blocks, then evenly over the
     blocks in reverse, and the embedding's last. Each group's come home after those before, and are
     then used as soon as the update before has ended. They pass through a few buffers
@@ -144,7 +144,7 @@ def eager_waits(
         else:
             others_s = updated_s
     ended_s = max(computed_s, *backward.values())
-    return EagerWaits(ended_s, *(max(0.0, s - ended_s) for s in (start_s, others_s)))
+    return BackwardUpdateWaits(ended_s, *(max(0.0, s - ended_s) for s in (start_s, others_s)))
 
 
 class _Lent:
@@ -167,14 +167,15 @@ class _Lent:
         return self._ends_s.setdefault(alike, [])
 
 
-def eager_forward(
+def forward_after_backward_updates(
     facts: ModelFacts,
     layout: Layout,
     rates: Rates,
     forward: Mapping[str, float],
-    waits: EagerWaits,
+    waits: BackwardUpdateWaits,
 ) -> dict[str, float]:
-    """Seconds of an eager step's forward phase after its backward phase, by what takes them."""
+    """Seconds of a step in backward's forward phase after its backward phase, by what takes
+    them."""
     start = start_of(facts, layout, rates)
     others_s = waits.others_s - _before_home(facts, layout, forward["compute"])
     later_s = max(0.0, waits.start_s + start.copy_s, others_s)
@@ -186,8 +187,9 @@ def eager_forward(
     }
 
 
-def eager_work(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float) -> float:
-    """Seconds of an eager step's AdamW that only its backward phase can hide: not what blocks on
+def work_in_backward(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float) -> float:
+    """Seconds of a step in backward's AdamW that only its backward phase can hide: not what blocks
+    on
     the device hide."""
     at_home = homes(facts, layout)[1]
     update_s = sum(host_update(group, layout, rates)[0] for group in at_home)

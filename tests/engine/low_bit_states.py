@@ -41,7 +41,7 @@ def same_bits(got: Tensor, expected: Tensor) -> bool:
 
 
 class Held:
-    """Weights and narrow states of `n` elements, updated in place by whatever is under test."""
+    """Weights and low-bit states of `n` elements, updated in place by whatever is under test."""
 
     def __init__(self, kind: str, layout: str, n: int, seed: int, wild: bool = False) -> None:
         self.kind, self.n = kind, n

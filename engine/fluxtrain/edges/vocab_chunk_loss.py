@@ -1,5 +1,5 @@
-"""Logits over one slice of the words, for one chunk of tokens: the logarithm of a softmax's sum is
-collected slice by slice in a first pass, and slopes are computed with it in a second one.
+"""Logits of one vocabulary chunk for some tokens: a first pass over the chunks collects the
+logarithm of the softmax's sum, and a second pass computes the slopes from it.
 
 As in Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (arXiv:2411.09009),
 after the online softmax of Milakov and Gimelshein, 2018 (arXiv:1805.02867).
@@ -69,113 +69,114 @@ if triton is not None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
-    """One slice of a head on the device."""
+class VocabChunk:
+    """One vocabulary chunk of a head on the device."""
 
     weight: Tensor  # (w, H)
     bias: Tensor | None  # (w,)
-    first: int  # word
+    first: int  # token id of its first row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What is known of tokens: all of a loss, or the chunk of it that `cut` gives."""
+    """What is known of the tokens of a loss, or of those that `cut` takes."""
 
     target: Tensor  # (n,) int64, -1 where a token does not count
-    log_sums: Tensor  # (n,) fp32: log of the sum of exp(logits) over the slices so far
-    chosen: Tensor  # (n,) fp32: the target's logit, 0 before its slice
+    log_sums: Tensor  # (n,) fp32: log of the sum of exp(logits) over the chunks so far
+    chosen: Tensor  # (n,) fp32: the target's logit, 0 before its chunk
 
     @staticmethod
     def of(target: Tensor) -> Tokens:
-        """Before the first slice."""
+        """Start before the first vocabulary chunk."""
         unseen = torch.full(target.shape, -torch.inf, dtype=torch.float32, device=target.device)
         return Tokens(target=target, log_sums=unseen, chosen=torch.zeros_like(unseen))
 
     def cut(self, rows: slice) -> Tokens:
+        """Take some of the tokens; both share memory."""
         return Tokens(
             target=self.target[rows], log_sums=self.log_sums[rows], chosen=self.chosen[rows]
         )
 
 
-class PlainSlices:
-    """By torch operations on any device."""
+class PlainVocabChunks:
+    """Vocabulary chunks by torch operations on any device."""
 
-    def __init__(self, dtype: torch.dtype, words: int, tokens: int | None) -> None:
+    def __init__(self, dtype: torch.dtype, rows: int, tokens: int | None) -> None:
         self._dtype = dtype  # of the logits as the caller asked for them
-        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * words))
+        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * rows))
 
-    def collect(self, hidden: Tensor, words: Words, tokens: Tokens) -> None:
-        """Take the slice's logits of hidden (n, H) into `tokens`."""
-        logits = self._logits(hidden, words)
+    def collect(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens) -> None:
+        """Add the chunk's logits of hidden (n, H) to what `tokens` know."""
+        logits = self._logits(hidden, chunk)
         tokens.log_sums.copy_(torch.logaddexp(tokens.log_sums, torch.logsumexp(logits, dim=1)))
-        here, wanted = _within(tokens.target, words)
+        here, wanted = _within(tokens.target, chunk)
         tokens.chosen.add_(torch.where(here, logits.gather(1, wanted).squeeze(1), 0.0))
 
-    def slope(self, hidden: Tensor, words: Words, tokens: Tokens, scale: Tensor) -> Tensor:
-        """The slope of the sum of all losses times the scale (0-d fp32), (n, w) in the weights'
-        dtype, valid until the next call."""
-        slope = self._logits(hidden, words).sub_(tokens.log_sums.unsqueeze(1)).exp_()
-        here, wanted = _within(tokens.target, words)
+    def slope(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens, scale: Tensor) -> Tensor:
+        """Return the slope of the sum of all losses times the scale (0-d fp32), (n, w) in the
+        weights' dtype, valid until the next call."""
+        slope = self._logits(hidden, chunk).sub_(tokens.log_sums.unsqueeze(1)).exp_()
+        here, wanted = _within(tokens.target, chunk)
         slope.scatter_add_(1, wanted, -here.to(slope.dtype).unsqueeze(1))
         kept = (tokens.target >= 0).unsqueeze(1)
-        return slope.mul_(torch.where(kept, scale, 0.0)).to(words.weight.dtype)
+        return slope.mul_(torch.where(kept, scale, 0.0)).to(chunk.weight.dtype)
 
-    def _logits(self, hidden: Tensor, words: Words) -> Tensor:
-        return nn.functional.linear(hidden, words.weight, words.bias).to(self._dtype).float()
+    def _logits(self, hidden: Tensor, chunk: VocabChunk) -> Tensor:
+        return nn.functional.linear(hidden, chunk.weight, chunk.bias).to(self._dtype).float()
 
 
-class FusedSlices:
-    """By the kernels above, which read logits in their own dtype; see `slices_of`."""
+class FusedVocabChunks:
+    """Vocabulary chunks by the kernels above, which read logits in their own dtype."""
 
     def __init__(
-        self, weights: torch.dtype, device: torch.device, words: int, tokens: int | None, most: int
+        self, weights: torch.dtype, device: torch.device, rows: int, tokens: int | None, most: int
     ) -> None:
-        limit = max(1, FUSED_LOGITS_BYTES // (weights.itemsize * words))
+        limit = max(1, FUSED_LOGITS_BYTES // (weights.itemsize * rows))
         self.tokens = min(tokens or limit, most)
-        self._flat = torch.empty(self.tokens * words, dtype=weights, device=device)
+        self._flat = torch.empty(self.tokens * rows, dtype=weights, device=device)
 
-    def collect(self, hidden: Tensor, words: Words, tokens: Tokens) -> None:
-        """As `PlainSlices.collect`."""
-        logits = self._logits(hidden, words)
+    def collect(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens) -> None:
+        """As `PlainVocabChunks.collect`."""
+        logits = self._logits(hidden, chunk)
         kernel: Any = _collect
         with launching_on(logits):
             kernel[(len(logits),)](
-                logits, tokens.target, tokens.log_sums, tokens.chosen, words.first, logits.shape[1],
+                logits, tokens.target, tokens.log_sums, tokens.chosen, chunk.first, logits.shape[1],
                 COLUMNS=_COLUMNS, num_warps=16,
             )  # fmt: skip
 
-    def slope(self, hidden: Tensor, words: Words, tokens: Tokens, scale: Tensor) -> Tensor:
-        """As `PlainSlices.slope`."""
-        logits = self._logits(hidden, words)
+    def slope(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens, scale: Tensor) -> Tensor:
+        """As `PlainVocabChunks.slope`."""
+        logits = self._logits(hidden, chunk)
         kernel: Any = _slope
         with launching_on(logits):
             kernel[(len(logits),)](
-                logits, tokens.target, tokens.log_sums, scale, words.first, logits.shape[1],
+                logits, tokens.target, tokens.log_sums, scale, chunk.first, logits.shape[1],
                 COLUMNS=_COLUMNS, num_warps=16,
             )  # fmt: skip
         return logits
 
-    def _logits(self, hidden: Tensor, words: Words) -> Tensor:
-        shape = len(hidden), len(words.weight)
+    def _logits(self, hidden: Tensor, chunk: VocabChunk) -> Tensor:
+        shape = len(hidden), len(chunk.weight)
         logits = self._flat[: shape[0] * shape[1]].view(shape)
-        if words.bias is None:
-            return torch.mm(hidden, words.weight.t(), out=logits)
-        return torch.addmm(words.bias, hidden, words.weight.t(), out=logits)
+        if chunk.bias is None:
+            return torch.mm(hidden, chunk.weight.t(), out=logits)
+        return torch.addmm(chunk.bias, hidden, chunk.weight.t(), out=logits)
 
 
-def slices_of(
-    weights: torch.dtype, hidden: Tensor, dtype: torch.dtype, words: int, tokens: int | None
-) -> PlainSlices | FusedSlices:
-    """The fastest way there is for hidden (N, H) and slices of so many words, with weights in
-    `weights` and logits asked for in `dtype`; `tokens` a chunk, None by memory."""
+def vocab_chunks_of(
+    weights: torch.dtype, hidden: Tensor, dtype: torch.dtype, rows: int, tokens: int | None
+) -> PlainVocabChunks | FusedVocabChunks:
+    """Return the fastest way for hidden (N, H) and vocabulary chunks of `rows`, with weights in
+    `weights` and logits asked for in `dtype`; `tokens` at a time, None: by memory."""
     exact = dtype in (weights, torch.float32)
     if triton is not None and hidden.is_cuda and exact and len(hidden):
-        return FusedSlices(weights, hidden.device, words, tokens, len(hidden))
-    return PlainSlices(dtype, words, tokens)
+        return FusedVocabChunks(weights, hidden.device, rows, tokens, len(hidden))
+    return PlainVocabChunks(dtype, rows, tokens)
 
 
-def _within(target: Tensor, words: Words) -> tuple[Tensor, Tensor]:
-    """Which targets (n,) are words of the slice, and where each is there (n, 1); 0 for others."""
-    place = target - words.first
-    here = (place >= 0) & (place < len(words.weight)) & (target >= 0)
+def _within(target: Tensor, chunk: VocabChunk) -> tuple[Tensor, Tensor]:
+    """Tell which targets (n,) are in the chunk, and the row (n, 1) of each there; 0 for others."""
+    place = target - chunk.first
+    here = (place >= 0) & (place < len(chunk.weight)) & (target >= 0)
     return here, torch.where(here, place, 0).unsqueeze(1)

@@ -1,4 +1,5 @@
-"""Eager steps of graphs that need weights more than once: they equal exact ones, or say so."""
+"""Steps in backward of graphs that need weights more than once: they equal exact ones, or say
+so."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import fluxtrain
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.plain_models import Net, adamw
+from tests.wrap_with import wrap_with
 
 Loss = Callable[[nn.Module, int], Tensor]
 Weights = dict[str, Tensor]
@@ -70,16 +72,16 @@ def now_and_then(model: nn.Module, step: int) -> Tensor:
     )
 
 
-def trained(loss_of: Loss, *, eager: bool, steps: int = 6, **options: Any) -> Weights:
+def trained(loss_of: Loss, *, in_backward: bool, steps: int = 6, **options: Any) -> Weights:
     torch.manual_seed(3)
     dtype = options.pop("dtype", torch.float32)
     wrapping = {"offload": "weights", "overlap": True, **options}
-    model = fluxtrain.wrap(Deep().to(dtype), device="cpu", **wrapping)
+    model = wrap_with(Deep().to(dtype), device="cpu", **wrapping)
     engine, optimizer = engine_of(model), adamw(model)
     for step in range(steps):
         loss = loss_of(model, step)
-        if eager:
-            engine.begin_eager_step(optimizer, loss)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
         engine.clip_grad_norm(None, [loss.detach()])
         optimizer.step()
@@ -94,13 +96,13 @@ def trained(loss_of: Loss, *, eager: bool, steps: int = 6, **options: Any) -> We
     "loss_of",
     [plain, block_called_twice, model_called_twice, penalty_behind, penalty_before, now_and_then],
 )
-def test_eager_steps_equal_exact_ones_where_weights_are_needed_twice(
+def test_steps_in_backward_equal_exact_ones_where_weights_are_needed_twice(
     loss_of: Loss, device_groups: int
 ) -> None:
-    exact, eager = (
-        trained(loss_of, eager=which, device_groups=device_groups) for which in (False, True)
+    exact, in_backward = (
+        trained(loss_of, in_backward=which, device_groups=device_groups) for which in (False, True)
     )
-    assert [name for name in exact if not torch.equal(exact[name], eager[name])] == []
+    assert [name for name in exact if not torch.equal(exact[name], in_backward[name])] == []
 
 
 def small_llama(**options: Any) -> nn.Module:
@@ -115,14 +117,14 @@ def small_llama(**options: Any) -> nn.Module:
         tie_word_embeddings=options.pop("tied"),
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
-    return fluxtrain.wrap(model, device="cpu", offload="weights", overlap=True, **options)
+    return wrap_with(model, device="cpu", offload="weights", overlap=True, **options)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("places", [{}, {"head": "slices"}, {"embedding": "rows"}])
+@pytest.mark.parametrize("places", [{}, {"head": "chunks"}, {"embedding": "rows"}])
 def test_two_losses_over_one_head(tied: bool, places: dict[str, str]) -> None:
     found = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model = small_llama(tied=tied, **places)
         engine, optimizer = engine_of(model), adamw(model)
         torch.manual_seed(1)
@@ -131,8 +133,8 @@ def test_two_losses_over_one_head(tied: bool, places: dict[str, str]) -> None:
             ids = torch.randint(0, 96, (2, 16))
             one, two = model(input_ids=ids, labels=ids), model(input_ids=ids.flip(1))
             loss = one.loss + two.logits.float().logsumexp(-1).mean()
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             engine.clip_grad_norm(None)
             optimizer.step()
@@ -148,9 +150,11 @@ def test_a_block_that_is_needed_once_is_updated_while_the_pass_runs() -> None:
     model = fluxtrain.wrap(Deep(), device="cpu", offload="weights")
     engine, optimizer = engine_of(model), adamw(model)
     loss = block_called_twice(model, 0)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
-    assert engine.eager is not None and len(engine.eager.updated) == len(engine.groups)
+    assert engine.step_in_backward is not None and len(engine.step_in_backward.updated) == len(
+        engine.groups
+    )
     optimizer.step()
 
 
@@ -160,9 +164,11 @@ def test_what_nobody_differentiates_keeps_no_update_waiting() -> None:
     engine, optimizer = engine_of(model), adamw(model)
     kept = [plain(model, 1)]
     loss = plain(model, 0)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
-    assert engine.eager is not None and len(engine.eager.updated) == len(engine.groups)
+    assert engine.step_in_backward is not None and len(engine.step_in_backward.updated) == len(
+        engine.groups
+    )
     optimizer.step()
     assert kept
     with pytest.raises(MisusedModel, match="changed between forward and backward"):
@@ -184,7 +190,7 @@ def broken(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, a
     for index, block in enumerate(model.blocks):
         out = Breaks.apply(block(out)) if index == at else block(out)
     loss = distance(out, batch(0))
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     with pytest.raises(RuntimeError, match="it breaks here"):
         loss.backward()
 
@@ -207,17 +213,17 @@ def test_a_step_whose_backward_pass_broke_off_is_not_made_to_the_end(
     assert {m.step for m in engine.groups[0].members} == {0}
     optimizer.zero_grad()
     loss = plain(model, 1)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
     optimizer.step()
     engine.flush()
     assert {m.step for m in engine.groups[0].members} == {1}
 
 
-def test_a_second_backward_pass_in_an_eager_step_is_refused() -> None:
+def test_a_second_backward_pass_in_a_step_in_backward_is_refused() -> None:
     model = fluxtrain.wrap(Deep(), device="cpu", offload="weights")
     engine, optimizer = engine_of(model), adamw(model)
-    engine.begin_eager_step(optimizer)
+    engine.begin_step_in_backward(optimizer)
     plain(model, 0).backward()
     with pytest.raises(MisusedModel, match=r"blocks\.7 come after its update"):
         plain(model, 1).backward()
@@ -228,20 +234,20 @@ def test_a_second_backward_pass_in_an_eager_step_is_refused() -> None:
     }
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("device_groups", [0, 2, 8])
-def test_a_refused_step_counts_nowhere(device_groups: int, eager: bool) -> None:
-    model = fluxtrain.wrap(
+def test_a_refused_step_counts_nowhere(device_groups: int, in_backward: bool) -> None:
+    model = wrap_with(
         Deep(), device="cpu", offload="weights", overlap=True, device_groups=device_groups
     )
     engine, optimizer = engine_of(model), adamw(model)
     before = [p.detach().clone() for p in model.parameters()]
     loss = plain(model, 0) * torch.nan
     with pytest.raises(Diverged, match="the loss is nan") if device_groups < 8 else nullcontext():
-        if eager:
-            engine.begin_eager_step(optimizer, loss)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
-        engine.clip_grad_norm(None if eager else 1.0, [loss.detach()])
+        engine.clip_grad_norm(None if in_backward else 1.0, [loss.detach()])
         optimizer.step()
         engine.flush()
     with suppress(Diverged):  # each group tells once

@@ -1,4 +1,4 @@
-"""Boundaries wait in page-locked memory of their exact size on a real GPU, with the same bits."""
+"""Block inputs wait in page-locked buffers of their exact size on a real GPU, same bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.device.cuda_device import CudaDevice
 from fluxtrain.device.page_locks import LOCKS
-from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 SIZE = (24 << 20) + 4096  # no power of two
@@ -41,9 +42,9 @@ def deterministic() -> Iterator[None]:
 def test_a_training_takes_exact_sizes_in_its_first_step_alone() -> None:
     plain, losses = model(), []
     for boundaries in ("device", "host"):
-        wrapped = fluxtrain.wrap(
+        wrapped = wrap_with(
             copy.deepcopy(plain), device="cuda", offload="weights", device_groups=0,
-            resident_blocks=0, boundaries=boundaries, overlap=True,
+            resident_blocks=0, activations=boundaries, overlap=True,
         )  # fmt: skip
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         torch.manual_seed(1)
@@ -56,8 +57,8 @@ def test_a_training_takes_exact_sizes_in_its_first_step_alone() -> None:
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
             del loss
-            free = engine_of(wrapped).park._homes._free
-            sizes = {size: len(homes) for size, homes in free.items()}
+            free = engine_of(wrapped).activation_offload._pool._free
+            sizes = {size: len(buffers) for size, buffers in free.items()}
             assert sizes == ({6 * 384 * 768 * 2: 7} if boundaries == "host" else {})
             if step == 0:
                 first = LOCKS.locked_bytes
@@ -68,46 +69,46 @@ def test_a_training_takes_exact_sizes_in_its_first_step_alone() -> None:
     assert losses[:4] == losses[4:]
 
 
-def test_a_home_serves_again_while_a_copy_that_nobody_waited_for_is_late() -> None:
+def test_a_buffer_serves_again_while_a_copy_that_nobody_waited_for_is_late() -> None:
     device = CudaDevice(torch.device("cuda"))
-    park = BoundaryPark(device)
+    offload = ActivationOffload(device)
     ones = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
-    gone = [park.park([ones.clone()], [True])[0] for _ in range(4)]
+    gone = [offload.offload([ones.clone()], [True])[0] for _ in range(4)]
     torch.cuda.synchronize()
-    park.park([], [])  # copies that were made are let go of
+    offload.offload([], [])  # copies that were made are let go of
     with torch.cuda.stream(device._up):
         torch.cuda._sleep(LATE)
-    park.fetch(gone[1])  # and the one before it is on its way back, and never fetched
-    back = gone[0].back
+    offload.fetch(gone[1])  # and the one before it is being uploaded, and never fetched
+    back = gone[0].on_device
     assert back is not None
-    homes = [one.home for one in gone]
+    buffers = [one.buffer for one in gone]
     gone.clear()
     twos = torch.full_like(ones, 2)
-    again = [park.park([twos.clone()], [True])[0] for _ in range(4)]
-    assert {id(one.home) for one in again} <= {id(home) for home in homes}
+    again = [offload.offload([twos.clone()], [True])[0] for _ in range(4)]
+    assert {id(one.buffer) for one in again} <= {id(buffer) for buffer in buffers}
     torch.cuda.synchronize()
     assert int(back.min()) == int(back.max()) == 1
     assert all(int(one.host.min()) == 2 for one in again)
     device.close()
 
 
-def test_a_home_is_not_written_while_a_late_copy_that_nobody_waited_for_reads_it() -> None:
-    """The computation that leaves the next boundary has waited for no copy of this home."""
+def test_a_buffer_is_not_written_while_a_late_copy_that_nobody_waited_for_reads_it() -> None:
+    """The computation that offloads the next input has waited for no copy of this buffer."""
     device = CudaDevice(torch.device("cuda"))
-    park = BoundaryPark(device)
+    offload = ActivationOffload(device)
     ones = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
-    gone = [park.park([ones.clone()], [True])[0] for _ in range(3)]
+    gone = [offload.offload([ones.clone()], [True])[0] for _ in range(3)]
     torch.cuda.synchronize()
-    park.park([], [])  # copies that were made are let go of
+    offload.offload([], [])  # copies that were made are let go of
     with torch.cuda.stream(device._up):
         torch.cuda._sleep(LATE)
     with torch.cuda.stream(torch.cuda.Stream()):
-        park.fetch(gone[1])  # which starts to bring back the one before it
-    back, home = gone[0].back, gone[0].home
-    assert back is not None and home is not None
-    del gone[0]  # the others keep their homes
-    again = park.park([torch.full_like(ones, 2)], [True])[0]
-    assert again.home is home
+        offload.fetch(gone[1])  # which starts to upload the one before it
+    back, buffer = gone[0].on_device, gone[0].buffer
+    assert back is not None and buffer is not None
+    del gone[0]  # the others keep their buffers
+    again = offload.offload([torch.full_like(ones, 2)], [True])[0]
+    assert again.buffer is buffer
     torch.cuda.synchronize()
     assert int(back.min()) == int(back.max()) == 1
     assert int(again.host.min()) == 2

@@ -1,4 +1,4 @@
-"""Boundaries wait in page-locked host memory of their exact size, which every step uses again."""
+"""Block inputs wait in page-locked host buffers of their exact size, used again every step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor
 import fluxtrain
 from fluxtrain.device import cpu_device as devices
 from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.live.resettle import resettle
-from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.memory.boundary_homes import BoundaryHomes
+from fluxtrain.memory.activation_offload import ActivationOffload
+from fluxtrain.memory.pinned_pool import PinnedPool
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.granted import Granted, granting
+from tests.engine.placing_anew import turn_to
+from tests.wrap_with import wrap_with
 
 
 @pytest.fixture
@@ -37,14 +38,14 @@ def numbers(count: int, value: float) -> Tensor:
     return torch.full((count,), value)
 
 
-def test_a_home_has_the_exact_size_and_serves_again(device: CpuDevice, locks: Granted) -> None:
-    park, others, attempts = BoundaryPark(device), locks.locked_bytes, locks.attempts
+def test_a_buffer_has_the_exact_size_and_serves_again(device: CpuDevice, locks: Granted) -> None:
+    offload, others, attempts = ActivationOffload(device), locks.locked_bytes, locks.attempts
     for step in range(3):
         count = 3000  # 12,000 bytes, no power of two
-        gone = [park.park([numbers(count, 10.0 * step + at)], [True])[0] for at in range(5)]
+        gone = [offload.offload([numbers(count, 10.0 * step + at)], [True])[0] for at in range(5)]
         assert locks.locked_bytes - others == 5 * 12_000
         for at in reversed(range(5)):
-            assert bool((park.fetch(gone[at]) == 10.0 * step + at).all())
+            assert bool((offload.fetch(gone[at]) == 10.0 * step + at).all())
         gone.clear()
     assert locks.attempts - attempts == 5
 
@@ -59,12 +60,12 @@ def test_what_was_never_fetched_is_waited_for_before_its_memory_serves_again(
             self.waited = True
             raise RuntimeError("the copy was never made")
 
-    homes, copy = BoundaryHomes(), Late()
-    home = homes.take(64)
-    home.unordered = copy
-    homes.give_back(home)
-    assert homes.take(64) is home
-    assert copy.waited and home.unordered is None
+    pool, copy = PinnedPool(), Late()
+    buffer = pool.take(64)
+    buffer.unawaited = copy
+    pool.give_back(buffer)
+    assert pool.take(64) is buffer
+    assert copy.waited and buffer.unawaited is None
 
 
 def test_memory_is_freed_after_its_copies(locks: Granted) -> None:
@@ -74,9 +75,9 @@ def test_memory_is_freed_after_its_copies(locks: Granted) -> None:
         def wait_host(self) -> None:
             order.append(f"waited with {locks.locked_bytes} bytes locked")
 
-    home = BoundaryHomes().take(4096)
-    home.under_way["d2h"] = Late().wait_host
-    del home
+    buffer = PinnedPool().take(4096)
+    buffer.under_way["d2h"] = Late().wait_host
+    del buffer
     gc.collect()
     assert order == ["waited with 4096 bytes locked"]
     assert locks.locked_bytes == 0
@@ -92,11 +93,11 @@ def test_memory_is_freed_after_its_copies_when_a_collection_finds_all_at_once(
     device._down.submit(starts.wait)
     gc.disable()
     try:
-        park = BoundaryPark(device)
-        everything: list[Any] = [park, park.park([numbers(1000, 1.0)], [True])]
+        offload = ActivationOffload(device)
+        everything: list[Any] = [offload, offload.offload([numbers(1000, 1.0)], [True])]
         everything.append(everything)  # only a collection frees it
         device._down.submit(made.set)
-        del park, everything
+        del offload, everything
         threading.Timer(0.3, starts.set).start()
         gc.collect()
     finally:
@@ -108,23 +109,23 @@ def test_a_thread_that_copies_may_give_memory_back_while_its_copy_is_waited_for(
     locks: Granted,
 ) -> None:
     """The collector frees what it finds on any thread, on that of the copies too."""
-    homes = BoundaryHomes()
-    small, other = homes.take(1000), homes.take(1000)
+    pool = PinnedPool()
+    small, other = pool.take(1000), pool.take(1000)
 
     class Late:
         in_time = False
 
         def wait_host(self) -> None:
-            thread = threading.Thread(target=homes.give_back, args=(other,), daemon=True)
+            thread = threading.Thread(target=pool.give_back, args=(other,), daemon=True)
             thread.start()
             thread.join(5)
             self.in_time = not thread.is_alive()
 
     copy = Late()
     small.under_way["d2h"] = copy.wait_host
-    homes.give_back(small)
+    pool.give_back(small)
     del small
-    homes.take(2000)
+    pool.take(2000)
     assert copy.in_time
 
 
@@ -138,38 +139,38 @@ def test_memory_that_is_not_locked_is_let_go_at_once(locks: Granted) -> None:
             self.waited = True
 
     locks.limit_bytes = 0
-    home, copy = BoundaryHomes().take(4096), Late()
-    home.under_way["d2h"] = copy.wait_host
-    del home
+    buffer, copy = PinnedPool().take(4096), Late()
+    buffer.under_way["d2h"] = copy.wait_host
+    del buffer
     gc.collect()
     assert not copy.waited
 
 
-def test_a_home_may_come_back_while_another_is_looked_for(locks: Granted) -> None:
+def test_a_buffer_may_come_back_while_another_is_looked_for(locks: Granted) -> None:
     """From Python 3.12 on the collector may begin between any two sizes."""
-    homes = BoundaryHomes()
-    first, other = homes.take(1000), homes.take(500)
-    homes.give_back(first)
+    pool = PinnedPool()
+    first, other = pool.take(1000), pool.take(500)
+    pool.give_back(first)
 
     class Collecting(int):
         def __gt__(self, size: int) -> bool:
-            if other.size_bytes not in homes._free:
-                homes.give_back(other)
+            if other.size_bytes not in pool._free:
+                pool.give_back(other)
             return int(self) > size
 
-    assert homes.take(Collecting(2000)).size_bytes == 2000
-    assert homes.take(500) is other
+    assert pool.take(Collecting(2000)).size_bytes == 2000
+    assert pool.take(500) is other
 
 
 def test_sizes_that_differ_do_not_pile_up(locks: Granted) -> None:
-    """Batches as long as their longest row: never more homes than boundaries at a time."""
-    homes = BoundaryHomes()
+    """Batches as long as their longest row: never more buffers than offloaded inputs at a time."""
+    pool = PinnedPool()
     for size in (1000, 900, 1100, 1300, 700, 1376, 1900):
-        held = [homes.take(size) for _ in range(4)]
-        assert all(home.size_bytes >= size for home in held)
-        for home in held:
-            homes.give_back(home)
-        del held, home
+        held = [pool.take(size) for _ in range(4)]
+        assert all(buffer.size_bytes >= size for buffer in held)
+        for buffer in held:
+            pool.give_back(buffer)
+        del held, buffer
     assert locks.locked_bytes <= 4 * 2150  # a quarter more than what was too small, each time
     assert locks.attempts == 4 * 4  # 1000, 1250, 1562 and 1953 bytes
 
@@ -177,12 +178,12 @@ def test_sizes_that_differ_do_not_pile_up(locks: Granted) -> None:
 def test_small_ones_whose_size_differs_do_not_take_the_memory_of_large_ones(
     locks: Granted,
 ) -> None:
-    homes = BoundaryHomes()
+    pool = PinnedPool()
     for small in (1000, 1100, 900, 1300, 2500):
-        held = [homes.take(size) for _ in range(4) for size in (small, 1_000_000)]
-        for home in held:
-            homes.give_back(home)
-        del held, home
+        held = [pool.take(size) for _ in range(4) for size in (small, 1_000_000)]
+        for buffer in held:
+            pool.give_back(buffer)
+        del held, buffer
     assert locks.locked_bytes <= 4 * (1_000_000 + 2500)
 
 
@@ -192,7 +193,7 @@ def test_a_training_takes_memory_in_its_first_step_alone(
     weights: list[dict[str, Tensor]] = []
     for boundaries in ("device", "host"):
         model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-        fluxtrain.wrap(model, offload="weights", boundaries=boundaries, chunk_rows=2)
+        wrap_with(model, offload="weights", activations=boundaries, chunk_rows=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         seen: list[tuple[int, int]] = []
         for seed in range(3):
@@ -214,17 +215,19 @@ def test_the_gauge_counts_every_locked_byte_wherever_boundaries_wait(
     by_torch = 12_345
     monkeypatch.setattr(locks, "_torch_bytes", lambda: by_torch)
     model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-    fluxtrain.wrap(model, offload="weights", boundaries="host", device_groups=0)
+    wrap_with(model, offload="weights", activations="host", device_groups=0)
     engine = engine_of(model)
     loss = model(**batch()).loss
     counted = [engine.memory().host_pinned_bytes]
     assert counted == [by_torch + sum(locks._sizes.values())]
     loss.backward()
-    del loss  # homes of boundaries are free, and stay; gradients have memory now
+    del loss  # buffers of offloaded inputs are free, and stay; gradients have memory now
     counted.append(engine.memory().host_pinned_bytes)
     assert counted[1] == by_torch + sum(locks._sizes.values())
-    boundaries = sum(size * len(homes) for size, homes in engine.park._homes._free.items())
-    engine.park.give_back()
+    boundaries = sum(
+        size * len(free) for size, free in engine.activation_offload._pool._free.items()
+    )
+    engine.activation_offload.give_back()
     assert boundaries > 0
     assert engine.memory().host_pinned_bytes == counted[1] - boundaries
 
@@ -233,7 +236,7 @@ def test_boundaries_give_their_locks_back_with_the_engine(
     tiny: Any, batch: Any, locks: Granted
 ) -> None:
     model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-    fluxtrain.wrap(model, offload="weights", boundaries="host")
+    wrap_with(model, offload="weights", activations="host")
     model(**batch(seed=0)).loss.backward()
     fluxtrain.unwrap(model)
     del model
@@ -245,17 +248,14 @@ def test_blocks_that_keep_activations_from_now_on_leave_no_memory_behind(
     tiny: Any, batch: Any, locks: Granted
 ) -> None:
     model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-    fluxtrain.wrap(model, offload="weights", boundaries="host", resident_blocks=4)
+    wrap_with(model, offload="weights", activations="host", resident_blocks=4)
     engine = engine_of(model)
     model(**batch()).loss.backward()
     engine.forget_gradients()
     before, attempts = locks.locked_bytes, locks.attempts
     for kept in (0, 3):
         assert (locks.attempts, locks.locked_bytes) == (attempts, before)
-        resettle(
-            engine, device_groups=engine.plan.device_groups, resident_blocks=4, kept_blocks=kept,
-            slots=engine.plan.slots, chunk_rows=engine.chunk_rows, need=engine.plan.need,
-        )  # fmt: skip
+        turn_to(engine, resident_blocks=4, blocks_without_recompute=kept)
         model(**batch()).loss.backward()
         engine.forget_gradients()
     assert [unit.recomputes for unit in engine.units].count(False) == 3

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.fp32 import quiet
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
 from fluxtrain.adamw.reference import encode, rounding
 from fluxtrain.adamw.step import backend_for, step_
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 HYPER = Hyper(lr=1e-2, weight_decay=0.1)
@@ -103,7 +103,7 @@ def test_every_placement_trains_to_the_same_bits(states: Any, dtype: torch.dtype
         ):
             torch.manual_seed(0)
             model = LlamaForCausalLM(config).to(dtype)
-            fluxtrain.wrap(model, device="cuda", chunk_rows=2, states=states, **options)  # type: ignore[arg-type]
+            wrap_with(model, device="cuda", chunk_rows=2, states=states, **options)  # type: ignore[arg-type]
             formats = {s.format for g in engine_of(model).groups for s in g.trained}
             assert formats == {states, "fp32"}
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -67,7 +67,7 @@ class MyAdamW(torch.optim.AdamW):
     """A subclass may compute something else, so it is left alone."""
 
 
-ADOPTED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+TAKEN_OVER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-5),
     "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-5, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-5, fused=True),
@@ -86,16 +86,16 @@ LEFT_ALONE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("loop", [plain_loop, train], ids=["loop", "closure"])
-@pytest.mark.parametrize("kind", [*ADOPTED, *LEFT_ALONE])
+@pytest.mark.parametrize("kind", [*TAKEN_OVER, *LEFT_ALONE])
 def test_each_optimizer_follows_the_plain_model(
     pair: Make, kind: str, loop: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, wrapped = pair()
-    make = (ADOPTED | LEFT_ALONE)[kind]
+    make = (TAKEN_OVER | LEFT_ALONE)[kind]
     optimizer = make(wrapped.parameters())
     got, expected = loop(wrapped, optimizer, 3), loop(plain, make(plain.parameters()), 3)
     assert got == pytest.approx(expected, rel=1e-4)
-    assert ("fluxtrain" in optimizer.state) == (kind in ADOPTED)
+    assert ("fluxtrain" in optimizer.state) == (kind in TAKEN_OVER)
     said = [r for r in caplog.records if "runs on the host" in r.message]
     assert len(said) == (kind in LEFT_ALONE)
 

@@ -1,4 +1,4 @@
-"""Eager steps beside other optimizers, threads, checkpoints, scalers and curious blocks."""
+"""Steps in backward beside other optimizers, threads, checkpoints, scalers and curious blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.updates import updates
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.plain_models import adamw
-from tests.engine.test_eager_faults import (
+from tests.engine.test_in_backward_faults import (
     data_of,
     detached,
     differing,
@@ -28,7 +28,7 @@ from tests.engine.test_eager_faults import (
     weights,
     wrapped,
 )
-from tests.engine.test_eager_graphs import Deep, batch, distance, plain
+from tests.engine.test_in_backward_graphs import Deep, batch, distance, plain
 
 
 @pytest.mark.parametrize("device_groups", [0, 8])
@@ -40,7 +40,7 @@ def test_reentrant_checkpointing_keeps_the_guard_of_the_loss(device_groups: int)
         hidden = checkpoint(block, hidden, use_reentrant=True)
     loss = distance(hidden, batch(0)) * torch.nan
     with suppress(Diverged):
-        engine.begin_eager_step(optimizer, loss)
+        engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
         optimizer.step()
         engine.flush()
@@ -66,7 +66,7 @@ def test_a_block_that_looks_at_the_weight_of_another_one(
     how: Callable[[Tensor], Tensor], who: int, whom: int
 ) -> None:
     found = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         torch.manual_seed(3)
         model = Deep()
         model.blocks[1].unused = nn.Identity()
@@ -75,8 +75,8 @@ def test_a_block_that_looks_at_the_weight_of_another_one(
         engine, optimizer = engine_of(model), adamw(model)
         for step in range(5):
             loss = plain(model, step)
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -85,11 +85,11 @@ def test_a_block_that_looks_at_the_weight_of_another_one(
 
 
 @pytest.mark.parametrize("device_groups", [0, 8])
-def test_an_optimizer_that_is_dropped_takes_its_eager_step_along(device_groups: int) -> None:
+def test_an_optimizer_that_is_dropped_takes_its_in_backward_step_along(device_groups: int) -> None:
     model, engine = wrapped(device_groups=device_groups)
     optimizer = adamw(model)
     loss = plain(model, 0)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
     del optimizer
     gc.collect()
@@ -100,7 +100,7 @@ def test_an_optimizer_that_is_dropped_takes_its_eager_step_along(device_groups: 
     optimizer.step()
     assert differing(before, weights(model)) == []
     loss = plain(model, 1)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
     optimizer.step()
     assert set(steps(engine)) == {1}
@@ -123,10 +123,10 @@ def test_a_look_from_another_thread_does_not_end_a_pass() -> None:
 
     loss = distance(hidden, batch(0))
     model.blocks[3].b.weight.register_post_accumulate_grad_hook(look)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
     assert looked == [None]
-    assert engine.eager is not None and len(engine.eager.updated) == 8
+    assert engine.step_in_backward is not None and len(engine.step_in_backward.updated) == 8
     optimizer.step()
     assert set(steps(engine)) == {1}
 
@@ -140,19 +140,19 @@ def test_the_guard_of_the_loss_holds_for_both_optimizers(begins: str, order: str
         name: torch.optim.AdamW(part) for name, part in zip("ab", in_halves(model), strict=True)
     }
     loss = plain(model, 0) * torch.nan
-    engine.begin_eager_step(optimizers[begins], loss)
+    engine.begin_step_in_backward(optimizers[begins], loss)
     loss.backward()
     for name in order:
         optimizers[name].step()
     assert differing(before, weights(model)) == []
 
 
-def test_a_scaler_and_an_eager_step_are_refused_together() -> None:
+def test_a_scaler_and_a_step_in_backward_are_refused_together() -> None:
     model, engine = wrapped(device_groups=8)
     optimizer = adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     loss = plain(model, 0)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     scaler.scale(loss).backward()
     with pytest.raises(MisusedModel, match="GradScaler"):
         scaler.step(optimizer)

@@ -1,4 +1,4 @@
-"""Eager steps of graphs that need weights more than once, and refused steps, on a GPU."""
+"""Steps in backward of graphs that need weights more than once, and refused steps, on a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.errors import Diverged
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def penalty_before(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def wrapped(device_groups: int) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
-    model = fluxtrain.wrap(
+    model = wrap_with(
         Net().bfloat16(),
         device="cuda",
         offload="weights",
@@ -74,14 +74,14 @@ def batch(seed: int) -> Tensor:
 
 @pytest.mark.parametrize("device_groups", [0, 3])
 @pytest.mark.parametrize("loss_of", [block_called_twice, model_called_twice, penalty_before])
-def test_eager_steps_equal_exact_ones(loss_of: Loss, device_groups: int) -> None:
+def test_steps_in_backward_equal_exact_ones(loss_of: Loss, device_groups: int) -> None:
     found = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model, engine, optimizer = wrapped(device_groups)
         for step in range(6):
             loss = loss_of(model, batch(step))
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             engine.clip_grad_norm(None, [loss.detach()])
             optimizer.step()

@@ -1,4 +1,5 @@
-"""Eager steps by hand: updates follow the backward pass, and what the forward needs comes last."""
+"""Steps in backward by hand: updates follow the backward pass, and what the forward needs comes
+last."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ TRIED = Calibration(
     measured_at_s=0.0,
     measuring_s=1.0,
 )
-LAYOUT = Layout(offload="weights", batch_rows=1, chunk_rows=1, eager=True)
+LAYOUT = Layout(offload="weights", batch_rows=1, chunk_rows=1, optimizer_in_backward=True)
 ENDLESS = 1e30  # bytes a second
 
 
@@ -58,7 +59,7 @@ def found(
         d2h_bytes_per_s=bytes_per_s,
         calibration=TRIED,
     )
-    return cost(facts, layout, rates, exact=False)
+    return cost(facts, layout, rates, clips=False)
 
 
 COMPUTED_S = FORWARD_S + HEAD_S + BACKWARD_S
@@ -131,7 +132,7 @@ def with_table(users: int) -> ModelFacts:
 BY_ROWS = replace(LAYOUT, embedding="rows")
 
 
-def test_an_eager_forward_waits_for_the_update_of_a_table_by_rows_as_of_a_whole_one() -> None:
+def test_an_in_backward_forward_waits_for_the_update_of_a_table_by_rows_as_of_a_whole_one() -> None:
     """Its update is the last one: of block 0's and its own nothing is hidden."""
     step = found(0.01, BY_ROWS, facts=with_table(users=1))
     whole = found(0.01, facts=with_table(users=1))
@@ -155,14 +156,14 @@ layouts = st.builds(
     embedding=st.sampled_from(["whole", "rows"]),
     batch_rows=st.integers(1, 8),
     chunk_rows=st.integers(1, 8),
-    eager=st.just(True),
+    optimizer_in_backward=st.just(True),
 )
 seconds = st.floats(1e-4, 1.0)
 models = st.sampled_from([FACTS, with_table(users=1), with_table(users=2)])
 
 
 @given(layouts, models, seconds, seconds)
-def test_one_more_group_on_the_device_never_makes_an_eager_step_slower(
+def test_one_more_group_on_the_device_never_makes_a_step_in_backward_slower(
     layout: Layout, facts: ModelFacts, update_s: float, copy_s: float
 ) -> None:
     layout = replace(layout, resident_blocks=0, offload="weights")
@@ -174,7 +175,7 @@ def test_one_more_group_on_the_device_never_makes_an_eager_step_slower(
 
 
 @given(layouts, models, seconds, seconds, st.sampled_from([0.5, 0.99]))
-def test_a_faster_host_or_bus_never_makes_an_eager_step_slower(
+def test_a_faster_host_or_bus_never_makes_a_step_in_backward_slower(
     layout: Layout, facts: ModelFacts, update_s: float, copy_s: float, share: float
 ) -> None:
     before = found(update_s, layout, copy_s=copy_s, facts=facts).step_s
@@ -192,7 +193,7 @@ WITH_ROWS = replace(FACTS, groups=(replace(FACTS.groups[0], table_rows=1000), *F
 
 @given(layouts, models, seconds, seconds)
 @example(AHEAD, WITH_ROWS, 1.0, 0.125)  # the table's update goes on under the next backward pass
-def test_no_eager_step_is_shorter_than_its_computation_or_its_updates(
+def test_no_in_backward_step_is_shorter_than_its_computation_or_its_updates(
     layout: Layout, facts: ModelFacts, update_s: float, copy_s: float
 ) -> None:
     step = found(update_s, layout, copy_s=copy_s, facts=facts)

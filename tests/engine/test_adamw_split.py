@@ -21,7 +21,7 @@ from fluxtrain.adamw.native_adamw import accumulate_, sum_squares
 from fluxtrain.adamw.reference import decode, encode
 from fluxtrain.adamw.step import Part, step_
 from fluxtrain.adamw.torch_adamw import step_by_torch_
-from tests.engine.narrow_states import any_floats
+from tests.engine.low_bit_states import any_floats
 
 pytestmark = pytest.mark.usefixtures("isa_put_back")
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)

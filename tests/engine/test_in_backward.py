@@ -1,4 +1,5 @@
-"""Eager steps: without clipping each group is updated as soon as its gradients are complete."""
+"""Steps in backward: without clipping each group is updated as soon as its gradients are
+complete."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.errors import MisusedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -29,7 +31,7 @@ def build(dtype: torch.dtype) -> nn.Module:
     return LlamaForCausalLM(CONFIG).to(dtype)
 
 
-def losses_of(model: nn.Module, *, eager: bool, steps: int = 5) -> list[float]:
+def losses_of(model: nn.Module, *, in_backward: bool, steps: int = 5) -> list[float]:
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1)
@@ -38,10 +40,10 @@ def losses_of(model: nn.Module, *, eager: bool, steps: int = 5) -> list[float]:
         optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
         ids = torch.randint(0, 256, (4, 16))
         loss = model(input_ids=ids, labels=ids).loss
-        if eager:
-            engine.begin_eager_step(optimizer)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer)
         loss.backward()
-        if eager:
+        if in_backward:
             assert engine.partly_updated
         norm = engine.clip_grad_norm(None)
         optimizer.step()
@@ -54,12 +56,12 @@ def losses_of(model: nn.Module, *, eager: bool, steps: int = 5) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device_groups", [0, 2])
-def test_eager_steps_equal_exact_ones_without_clipping(
+def test_steps_in_backward_equal_exact_ones_without_clipping(
     dtype: torch.dtype, device_groups: int
 ) -> None:
     results = []
-    for eager in (False, True):
-        model = fluxtrain.wrap(
+    for in_backward in (False, True):
+        model = wrap_with(
             build(dtype),
             device="cpu",
             offload="weights",
@@ -67,7 +69,7 @@ def test_eager_steps_equal_exact_ones_without_clipping(
             chunk_rows=2,
             device_groups=device_groups,
         )
-        losses = losses_of(model, eager=eager)
+        losses = losses_of(model, in_backward=in_backward)
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
         results.append((losses, weights))
     assert results[0][0] == results[1][0]
@@ -76,9 +78,9 @@ def test_eager_steps_equal_exact_ones_without_clipping(
 
 def test_the_optimizers_state_and_step_counts_are_those_of_exact_steps() -> None:
     states = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model = fluxtrain.wrap(build(torch.bfloat16), device="cpu", overlap=True)
-        losses_of(model, eager=eager)
+        losses_of(model, in_backward=in_backward)
         shards = {
             f"{shard}.{name}": tensor.clone()
             for shard, tensors in engine_of(model).state_shards()
@@ -89,15 +91,15 @@ def test_the_optimizers_state_and_step_counts_are_those_of_exact_steps() -> None
     assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
 
 
-def test_an_optimizer_that_is_not_adopted_has_no_eager_step() -> None:
+def test_an_optimizer_that_is_not_taken_over_has_no_step_in_backward() -> None:
     model = fluxtrain.wrap(build(torch.float32), device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(MisusedModel, match="SGD"):
-        engine_of(model).begin_eager_step(optimizer)
+        engine_of(model).begin_step_in_backward(optimizer)
 
 
-def test_a_copy_of_the_model_has_no_eager_step_under_way() -> None:
+def test_a_copy_of_the_model_has_no_in_backward_step_under_way() -> None:
     model = fluxtrain.wrap(build(torch.float32), device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
-    engine_of(model).begin_eager_step(optimizer)
+    engine_of(model).begin_step_in_backward(optimizer)
     assert "_fluxtrain_engine" not in copy.deepcopy(model).__dict__

@@ -1,4 +1,5 @@
-"""Eager steps that are given up, refused, begun by one of two optimizers, or used in odd ways."""
+"""Steps in backward that are given up, refused, begun by one of two optimizers, or used in odd
+ways."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import fluxtrain
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.plain_models import adamw
-from tests.engine.test_eager_graphs import Deep, batch, distance, plain
+from tests.engine.test_in_backward_graphs import Deep, batch, distance, plain
+from tests.wrap_with import wrap_with
 
 Weights = dict[str, Tensor]
 
@@ -23,7 +25,7 @@ def wrapped(**options: Any) -> tuple[Deep, Engine]:
     torch.manual_seed(3)
     model = Deep()
     model.blocks[1].unused = nn.Identity()
-    fluxtrain.wrap(model, device="cpu", **{"offload": "weights", "overlap": True, **options})
+    wrap_with(model, device="cpu", **{"offload": "weights", "overlap": True, **options})
     return model, engine_of(model)
 
 
@@ -46,7 +48,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_that_is_updated_late(device_g
     optimizer, before = adamw(model), weights(model)
     loss = (plain(model, 0) + model.blocks[2].a.weight.square().sum()) * torch.nan
     try:
-        engine.begin_eager_step(optimizer, loss)
+        engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
         optimizer.step()
         engine.flush()
@@ -77,7 +79,7 @@ def test_a_weight_that_is_used_outside_without_gradients(
     alias: Callable[[Tensor], Tensor], device_groups: int
 ) -> None:
     found = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model, engine = wrapped(device_groups=device_groups)
         optimizer = adamw(model)
         for step in range(3):
@@ -87,8 +89,8 @@ def test_a_weight_that_is_used_outside_without_gradients(
             for block in model.blocks[1:]:
                 hidden = block(hidden)
             loss = distance(hidden, x)
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -102,9 +104,11 @@ def test_an_alias_that_is_gone_keeps_nothing_waiting() -> None:
     model.state_dict()
     assert model.blocks[3].a.weight.detach().norm() > 0
     loss = plain(model, 0)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
-    assert engine.eager is not None and len(engine.eager.updated) == len(engine.groups)
+    assert engine.step_in_backward is not None and len(engine.step_in_backward.updated) == len(
+        engine.groups
+    )
     optimizer.step()
 
 
@@ -125,7 +129,7 @@ def test_two_optimizers_over_one_model(
     split: Callable[[Deep], list[list[nn.Parameter]]], device_groups: int, begins: str, order: str
 ) -> None:
     found = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model, engine = wrapped(device_groups=device_groups)
         optimizers = {
             name: torch.optim.AdamW(part, lr=1e-3)
@@ -133,8 +137,8 @@ def test_two_optimizers_over_one_model(
         }
         for step in range(3):
             loss = plain(model, step)
-            for name in begins if eager else "":
-                engine.begin_eager_step(optimizers[name], loss)
+            for name in begins if in_backward else "":
+                engine.begin_step_in_backward(optimizers[name], loss)
             loss.backward()
             for name in order:
                 optimizers[name].step()
@@ -145,26 +149,26 @@ def test_two_optimizers_over_one_model(
     assert differing(*found) == []
 
 
-def test_a_second_eager_step_before_the_end_of_the_first_is_refused() -> None:
+def test_a_second_in_backward_step_before_the_end_of_the_first_is_refused() -> None:
     model, engine = wrapped(device_groups=8)
     optimizer = adamw(model)
     loss = plain(model, 0)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
     loss = plain(model, 1)
     with pytest.raises(MisusedModel, match=r"optimizer\.step\(\) ends it"):
-        engine.begin_eager_step(optimizer, loss)
+        engine.begin_step_in_backward(optimizer, loss)
     optimizer.step()
     assert set(steps(engine)) == {1}
 
 
-def test_an_eager_step_whose_loss_was_given_up_does_not_go_on_in_the_next() -> None:
+def test_a_step_in_backward_whose_loss_was_given_up_does_not_go_on_in_the_next() -> None:
     found = []
     for gives_up in (False, True):
         model, engine = wrapped()
         optimizer = adamw(model)
         if gives_up:
-            engine.begin_eager_step(optimizer, plain(model, 9))
+            engine.begin_step_in_backward(optimizer, plain(model, 9))
             optimizer.zero_grad()
         plain(model, 0).backward()
         engine.clip_grad_norm(1e-3)
@@ -180,7 +184,7 @@ def test_unwrapping_before_the_step_leaves_what_was_updated_alone() -> None:
         model, engine = wrapped()
         optimizer = adamw(model)
         loss = plain(model, 0)
-        engine.begin_eager_step(optimizer, loss)
+        engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
         engine.clip_grad_norm(None)
         if unwraps:
@@ -197,7 +201,7 @@ def test_a_gradient_that_is_set_after_its_update_is_refused(device_groups: int) 
     model, engine = wrapped(device_groups=device_groups)
     optimizer = adamw(model)
     loss = plain(model, 0)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
     with pytest.raises(MisusedModel, match="after its update"):
         model.blocks[0].a.weight.grad = torch.zeros(96, 96)
@@ -206,7 +210,7 @@ def test_a_gradient_that_is_set_after_its_update_is_refused(device_groups: int) 
 def test_a_gradient_that_is_set_in_lent_memory_stays() -> None:
     """Of blocks that are not called in the second step, and had the last buffers of the first."""
     found = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model, engine = wrapped()
         optimizer = adamw(model)
         for step in range(2):
@@ -217,8 +221,8 @@ def test_a_gradient_that_is_set_in_lent_memory_stays() -> None:
             for block in model.blocks[step:]:
                 hidden = block(hidden)
             loss = distance(hidden, x)
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -243,7 +247,7 @@ def test_a_loop_goes_on_after_a_backward_pass_that_raised(behind: int, *, steps_
                 hidden = hidden.clone()
                 hidden.register_hook(raises)
         loss = distance(hidden, x)
-        engine.begin_eager_step(optimizer, loss)
+        engine.begin_step_in_backward(optimizer, loss)
         if step == 1:
             with pytest.raises(ValueError, match="user's"):
                 loss.backward()
@@ -269,8 +273,8 @@ def test_one_broken_model_of_two_under_an_optimizer() -> None:
             hidden = hidden.clone()
             hidden.register_hook(raises)
     broken, fine = distance(hidden, batch(0)), plain(b, 0)
-    first.begin_eager_step(optimizer, broken)
-    second.begin_eager_step(optimizer, fine)
+    first.begin_step_in_backward(optimizer, broken)
+    second.begin_step_in_backward(optimizer, fine)
     fine.backward()
     with pytest.raises(ValueError, match="user's"):
         broken.backward()
@@ -280,32 +284,32 @@ def test_one_broken_model_of_two_under_an_optimizer() -> None:
     assert all(p.grad is None for p in [*a.parameters(), *b.parameters()])
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps_too", [False, True])
 def test_a_loop_goes_on_after_a_loss_that_is_not_finite(
-    *, eager: bool, overlap: bool, steps_too: bool
+    *, in_backward: bool, overlap: bool, steps_too: bool
 ) -> None:
     model, engine = wrapped(overlap=overlap)
     optimizer, raised = adamw(model), []
     for step in range(6):
         try:
             loss = plain(model, step) * (torch.nan if step == 1 else 1.0)
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
-            if not eager:
+            if not in_backward:
                 engine.clip_grad_norm(None, [loss.detach()])
             optimizer.step()
         except Diverged as error:
             raised.append(str(error))
-            if steps_too and eager and engine.graphs.broke_off:
+            if steps_too and in_backward and engine.graphs.broke_off:
                 with pytest.raises(MisusedModel, match="0 of 8 parts .* compute it again"):
                     optimizer.step()
         optimizer.zero_grad()
     engine.flush()
     assert len(raised) == 1 and "the loss is nan" in raised[0]
-    lost = 1 if eager or not overlap else 2  # the refusal is seen in the next forward pass
+    lost = 1 if in_backward or not overlap else 2  # the refusal is seen in the next forward pass
     assert set(steps(engine)) == {6 - lost}
 
 
@@ -318,32 +322,32 @@ class WithLoose(Deep):
         return super().forward(x) * self.gain
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 def test_parameters_outside_of_all_parts_keep_their_values_where_the_loss_is_not_finite(
-    *, eager: bool
+    *, in_backward: bool
 ) -> None:
     torch.manual_seed(3)
-    model = fluxtrain.wrap(WithLoose(), device="cpu", offload="weights", device_groups=8)
+    model = wrap_with(WithLoose(), device="cpu", offload="weights", device_groups=8)
     engine, optimizer = engine_of(model), adamw(model)
     loss = plain(model, 0) * torch.nan
-    if eager:
-        engine.begin_eager_step(optimizer, loss)
+    if in_backward:
+        engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
-    engine.clip_grad_norm(None if eager else 1.0, [loss.detach()])
+    engine.clip_grad_norm(None if in_backward else 1.0, [loss.detach()])
     optimizer.step()
     assert torch.equal(model.gain, torch.ones(96))
 
 
-def test_a_graph_that_is_kept_for_an_eager_pass() -> None:
+def test_a_graph_that_is_kept_for_an_in_backward_pass() -> None:
     found = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model, engine = wrapped()
         optimizer = adamw(model)
         x = batch(0)
         loss = distance(model.blocks[1](model(x)), x)
         loss.backward(retain_graph=True)
-        if eager:
-            engine.begin_eager_step(optimizer, loss)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
         optimizer.step()
         found.append(weights(model))
@@ -356,7 +360,7 @@ def test_gradients_that_a_hook_has_read_have_no_norm_any_more() -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: p.grad.abs().max())
     loss = plain(model, 0)
-    engine.begin_eager_step(optimizer, loss)
+    engine.begin_step_in_backward(optimizer, loss)
     loss.backward()
     with pytest.raises(MisusedModel, match="was used up"):
         engine.clip_grad_norm(None)

@@ -20,7 +20,7 @@ from fluxtrain.adamw.fp32 import quiet
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
 from fluxtrain.adamw.reference import Rounding, States8, decode, encode, rounding
 from fluxtrain.adamw.step import step_
-from tests.engine.narrow_states import (
+from tests.engine.low_bit_states import (
     HYPER,
     ISAS,
     KINDS,
@@ -172,15 +172,15 @@ def test_a_gradient_that_is_not_finite_leaves_its_neighbours_alone(bad: float) -
 
 
 def test_a_block_of_denormal_gradients_is_updated_as_with_fp32_states() -> None:
-    narrow = Held("8bit", "fp32", BLOCK, seed=6)
+    low_bit = Held("8bit", "fp32", BLOCK, seed=6)
     grad = torch.full((BLOCK,), 1e-30)
-    before = narrow.weights.clone()
+    before = low_bit.weights.clone()
     for step in (1, 2, 3):
-        narrow.step(grad, step)
+        low_bit.step(grad, step)
     c = coefficients(HYPER, 1)
     plain = reference.adamw(before, torch.zeros(BLOCK), torch.zeros(BLOCK), grad, c)[0]
-    assert torch.isfinite(narrow.weights).all()
-    assert (narrow.weights - before).abs().max() < 10 * (plain - before).abs().max() + 1e-4
+    assert torch.isfinite(low_bit.weights).all()
+    assert (low_bit.weights - before).abs().max() < 10 * (plain - before).abs().max() + 1e-4
 
 
 def test_v_never_becomes_zero_while_gradients_come() -> None:
@@ -294,7 +294,7 @@ def test_eight_bit_training_stays_near_fp32_states() -> None:
     curvature = 10.0 ** (torch.rand(n, generator=generator) * 3 - 3)
     hyper = Hyper(lr=2e-2, weight_decay=0.0)
     losses = []
-    for narrow in (False, True):
+    for low_bit in (False, True):
         weights, lo = encode(torch.zeros(n))
         m, v = torch.zeros(n), torch.zeros(n)
         states = States8(
@@ -304,7 +304,7 @@ def test_eight_bit_training_stays_near_fp32_states() -> None:
         for step in range(1, 401):
             grad = ((decode(weights, lo) - target) * curvature).bfloat16()
             flat = Flat(weights=weights, lo=lo, m=m, v=v, gradient=grad)
-            if narrow:
+            if low_bit:
                 flat = replace(flat, **states._asdict())
             step_(flat, AdamWUpdate(hyper=hyper, step=step))
         losses.append((curvature * (decode(weights, lo) - target).square()).mean().item())

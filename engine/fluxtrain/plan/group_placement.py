@@ -1,0 +1,176 @@
+"""The placement table: a row for each group of parameters says where its bytes live.
+
+`table_of` makes the rows from the planner's counts; everybody else reads rows. A tier says where
+bytes live between their uses. Weights that live on the host are copied to the device before their
+block computes: through slots that the streamed blocks share, or (`resident`) into a slot of their
+own, where the copy stays.
+
+The disk tier, packed weights and more than one card have names here and are not used yet: the
+planner makes no such row, and `refuse_unused` refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from fluxtrain.errors import BadInput
+from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.footprint import Layout, homes, kept_count, streamed
+from fluxtrain.plan.heads import comes_apart
+from fluxtrain.telemetry.events import PlacedAlike
+
+Tier = Literal["device", "host", "disk"]
+StorageFormat = Literal["plain", "nf4", "int8"]  # plain: in the parameters' own dtypes
+Activations = Literal["kept", "inputs_on_device", "inputs_on_host"]
+Transfer = Literal["whole", "rows", "vocabulary_chunks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlacement:
+    """Where one group's bytes live, and how they move."""
+
+    name: str = ""
+    kind: Literal["block", "edge"] = "block"
+    weights: Tier = "host"
+    state: Tier = "host"  # optimizer state: what completes the masters, and the moments
+    gradients: Tier = "host"
+    storage: StorageFormat = "plain"  # of the weights
+    card: int = 0  # the GPU that computes with the group
+    # kept: nothing is recomputed; else the inputs wait there for backward, which recomputes
+    activations: Activations = "inputs_on_device"
+    # how weights reach the device where they do not live there; a tied embedding has two ways
+    transfers: tuple[Transfer, ...] = ("whole",)
+    resident: bool = False  # the device's copy of the weights stays there, in a slot of its own
+
+    @staticmethod
+    def on(tier: Tier, **rest: Any) -> GroupPlacement:
+        """Make a row with weights, state and gradients in one tier."""
+        return GroupPlacement(weights=tier, state=tier, gradients=tier, **rest)
+
+
+class Named(Protocol):
+    """A group of the model."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
+    """Make a row for each group of the model, in forward order."""
+    at_device, at_home = homes(facts, layout)
+    passing = streamed(layout, at_home)
+    rows: list[GroupPlacement] = []
+    for group in facts.groups:
+        tier: Tier = "device" if group in at_device else "host"
+        transfers = _transfers(facts, layout, group)
+        rows.append(
+            GroupPlacement.on(
+                tier,
+                name=group.name,
+                kind=group.kind,
+                transfers=transfers,
+                resident=tier == "host" and group not in passing and "whole" in transfers,
+            )
+        )
+    return _with_activations(rows, layout, kept_count(facts, layout))
+
+
+def _transfers(facts: ModelFacts, layout: Layout, group: GroupFacts) -> tuple[Transfer, ...]:
+    head = facts.head
+    by_rows = layout.embedding == "rows" and group is facts.table
+    is_head = head is not None and head.group == group.name
+    in_chunks = is_head and layout.head == "chunks" and comes_apart(facts)
+    in_chunks = in_chunks and (by_rows or not (head is not None and head.tied))
+    found: list[Transfer] = ["rows"] if by_rows else []
+    if in_chunks:
+        found.append("vocabulary_chunks")
+    elif not by_rows or group.users > 1:
+        found.append("whole")
+    return tuple(found)
+
+
+def _with_activations(
+    rows: Sequence[GroupPlacement], layout: Layout, kept: int
+) -> tuple[GroupPlacement, ...]:
+    """The first `kept` blocks whose weights stay on the device keep their activations. Of the
+    other inputs those of the last `activations_on_device` blocks, and of what follows them, stay on
+    the device where the others wait on the host."""
+    blocks = [at for at, row in enumerate(rows) if row.kind == "block"]
+    keeping = [at for at in blocks if rows[at].resident or rows[at].weights == "device"][:kept]
+    staying = layout.activations_on_device
+    others = [at for at in blocks if at not in keeping]
+    first = others[-staying:][0] if staying and others else len(rows)
+
+    def of(at: int) -> Activations:
+        if at in keeping:
+            return "kept"
+        return "inputs_on_host" if layout.parks and at < first else "inputs_on_device"
+
+    return tuple(replace(row, activations=of(at)) for at, row in enumerate(rows))
+
+
+def check_groups(rows: Sequence[GroupPlacement], groups: Sequence[Named]) -> None:
+    """Raise BadInput where the table's rows are not those of the model's groups, in their order."""
+    planned, there = [row.name for row in rows], [group.name for group in groups]
+    if planned == there:
+        return
+    pairs = zip(planned, there, strict=False)
+    at = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(planned), len(there)))
+    row, group = ((*names, "nothing")[min(at, len(names))] for names in (planned, there))
+    raise BadInput(
+        f"the placement has {len(planned)} groups and the model has {len(there)}; the first that "
+        f"differs is number {at + 1}: {row} in the placement, {group} in the model. Plan this "
+        "very model, or call fluxtrain.wrap without a placement"
+    )
+
+
+def refuse_unused(rows: Iterable[GroupPlacement]) -> None:
+    """Raise BadInput for a row that asks for what the engine cannot do yet."""
+    for row in rows:
+        tiers = {"weights": row.weights, "state": row.state, "gradients": row.gradients}
+        for what, tier in tiers.items():
+            if tier == "disk":
+                raise BadInput(f"{row.name}: {what} cannot live on disk yet: use device or host")
+        if len(set(tiers.values())) > 1:
+            raise BadInput(
+                f"{row.name}: weights on {row.weights}, state on {row.state} and gradients on "
+                f"{row.gradients} cannot be apart yet: use one tier for all three"
+            )
+        if row.storage != "plain":
+            raise BadInput(f"{row.name}: weights stored as {row.storage} cannot be used yet")
+        if row.card:
+            raise BadInput(f"{row.name}: card {row.card} cannot be used yet: use card 0")
+
+
+def alike(rows: Sequence[GroupPlacement]) -> tuple[PlacedAlike, ...]:
+    """Tell the table compactly: equal rows together, in the order of their first groups."""
+    found: dict[GroupPlacement, list[int]] = {}
+    for at, row in enumerate(rows):
+        found.setdefault(replace(row, name="", kind="block"), []).append(at)
+    return tuple(
+        PlacedAlike(
+            groups=_numbers(numbers),
+            weights=row.weights,
+            state=row.state,
+            gradients=row.gradients,
+            storage=row.storage,
+            card=row.card,
+            activations=row.activations,
+            transfers=row.transfers,
+            resident=row.resident,
+        )
+        for row, numbers in found.items()
+    )
+
+
+def _numbers(ascending: Iterable[int]) -> str:
+    """0, 2, 3, 4 as 0,2-4."""
+    spans: list[list[int]] = []
+    for number in ascending:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)

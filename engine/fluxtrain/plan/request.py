@@ -1,0 +1,185 @@
+"""What a user may ask of the placement: each knob is declared here, once.
+
+The `placement` section of a configuration is a `PlacementRequest`, and so is what `wrap` is given;
+the planner adds to it how a run steps (`RunRequest`). Words and bounds stand in the types:
+pydantic checks a configuration by them, `check` a request that was made in Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from fluxtrain.errors import BadInput
+from fluxtrain.units import GIB
+
+LARGEST_INT = 2**63 - 1  # of 64 bits, which journals and random generators hold
+LARGEST_FLOAT = 1e15
+
+Auto = Literal["auto"]
+
+
+def refuse_boolean(value: Any) -> Any:
+    """Raise ValueError for true and false, which Python would take for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("must not be true or false")
+    return value
+
+
+def refuse_uncountable(value: Any) -> Any:
+    """Raise ValueError for a number beyond what journals hold."""
+    limit = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
+    if isinstance(value, int | float) and value > limit:
+        raise ValueError(f"must be at most {limit:g}")
+    return value
+
+
+_NUMBER = (BeforeValidator(refuse_boolean), AfterValidator(refuse_uncountable))
+Count = Annotated[int, Field(ge=0), *_NUMBER]
+Positive = Annotated[int, Field(ge=1), *_NUMBER]
+Share = Annotated[float, Field(ge=0, le=1), *_NUMBER]
+Size = Annotated[float, Field(gt=0, allow_inf_nan=False), *_NUMBER]
+
+
+def _knob(description: str, default: Any = "auto") -> Any:
+    return field(default=default, metadata={"description": description})  # as pydantic reads it
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementRequest:
+    """Where the bytes live; `auto` leaves it to the planner."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic, as of its models
+
+    offload: Literal["auto", "none", "optimizer", "weights", "max"] = _knob(
+        "what lives in host memory instead of on the device"
+    )
+    activations: Literal["auto", "device", "host"] = _knob(
+        "where the blocks' inputs wait for the backward pass; auto decides by the time that each "
+        "way costs"
+    )
+    device: Literal["auto", "cpu", "cuda"] = _knob(
+        "where blocks are computed; auto takes the GPU when torch can use it"
+    )
+    chunk_rows: Positive | Auto = _knob(
+        "rows computed at once inside a block; auto chooses from free memory"
+    )
+    aggressiveness: Literal["auto", "fast", "balanced", "fit"] | Share = _knob(
+        "how much of the GPU's memory the layout may take: fast (1, as auto) all that may be used, "
+        "fit (0) the least that runs, balanced (0.5) halfway; the fastest predicted layout within "
+        "it is taken"
+    )
+    device_groups: Count | Auto = _knob(
+        "so many parts of the model (embedding, then blocks here and there; see device_first) live "
+        "on the device with their gradients and optimizer states; auto chooses from free memory"
+    )
+    device_first: Literal["auto", "embedding", "blocks"] = _knob(
+        "which parts live on the device first: embedding, then blocks, or blocks, then what stands "
+        "outside of them; auto takes what is predicted to be faster"
+    )
+    resident_blocks: Count | Auto = _knob(
+        "of so many other blocks the weights stay on the device; auto: by free memory"
+    )
+    blocks_without_recompute: Count | Auto = _knob(
+        "so many blocks whose weights stay on the device keep their activations there and are not "
+        "computed again; auto fills what is left of a GPU"
+    )
+    prefetch: Positive | Auto = _knob(
+        "so many streamed blocks are copied ahead of the one that computes; auto: as few as hide "
+        "the copies, by measured times"
+    )
+    embedding: Literal["auto", "whole", "rows"] = _knob(
+        "what of an embedding in host memory is copied to the device: the whole of it, or the rows "
+        "that a batch looks up (a tied one in addition, for the head); auto takes rows of a large "
+        "one"
+    )
+    head: Literal["auto", "whole", "chunks"] = _knob(
+        "how the weight of the output layer, where it is in host memory, is copied to the device: "
+        "the whole of it, or in chunks of its vocabulary, two of which are there at a time (it is "
+        "copied twice then, and its logits are computed twice; a tied one, where its embedding is "
+        "looked up by rows); auto takes chunks where that is predicted faster by 2 %, or nothing "
+        "fits otherwise"
+    )
+    budget_gib: Size | None = _knob(
+        "device memory that may be used, in GiB; all of it when left out", None
+    )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Device memory that may be used."""
+        return None if self.budget_gib is None else max(1, int(self.budget_gib * GIB))
+
+    @property
+    def slots(self) -> int | None:
+        """Slots that streamed blocks share: one computes, the others are copied ahead."""
+        return None if self.prefetch == "auto" else self.prefetch + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest(PlacementRequest):
+    """The same for a run that steps in a known way; None is left to the planner."""
+
+    batch_rows: int | None = None
+    data_rows: int | None = None  # rows of one epoch
+    passes: int = 1  # backward passes a step
+    optimizer_in_backward: bool = False  # groups are updated as their gradients arrive
+    deferred_moments: bool | None = None  # updated after all weights; None: as time says
+
+    @staticmethod
+    def of(request: PlacementRequest, **stepping: Any) -> RunRequest:
+        """Add how the run steps to what a user asked."""
+        asked = {knob.name: getattr(request, knob.name) for knob in fields(PlacementRequest)}
+        return RunRequest(**{**asked, **stepping})
+
+
+def count_or(value: int | Auto, otherwise: int) -> int:
+    """The number that was asked for, or another one where it is left to the planner."""
+    return otherwise if value == "auto" else value
+
+
+def check(request: PlacementRequest) -> None:
+    """Raise BadInput for a value that is out of its bounds, or that its knob does not take."""
+    hints = get_type_hints(PlacementRequest, include_extras=True)
+    for knob in fields(PlacementRequest):
+        problem = _problem(getattr(request, knob.name), hints[knob.name])
+        if problem:
+            raise BadInput(f"{knob.name} is {getattr(request, knob.name)!r}: {problem}")
+
+
+def _problem(value: Any, hint: Any) -> str:
+    """What a knob of this type takes in place of the value; "" where the value is right."""
+    words = _words_of(hint)
+    if (value is None or isinstance(value, str)) and value in words:
+        return ""
+    number = next((part for part in get_args(hint) if hasattr(part, "__metadata__")), None)
+    if number is None:
+        told = [str(word) for word in words]
+        return f"use {', '.join(told[:-1])} or {told[-1]}"
+    whole = number.__origin__ is int
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return f"use {'a whole number' if whole else 'a number'}, or leave it out"
+    bounds = [bound for part in number.__metadata__ for bound in getattr(part, "metadata", ())]
+    least, above, most = (
+        next((getattr(b, name) for b in bounds if hasattr(b, name)), None)
+        for name in ("ge", "gt", "le")
+    )
+    if least is not None and value < least:
+        return f"use at least {least}, or leave it out"
+    if above is not None and not value > above:
+        return f"use more than {above}, or leave it out"
+    return f"use at most {most}, or leave it out" if most is not None and value > most else ""
+
+
+def _words_of(hint: Any) -> list[Any]:
+    """The words that a knob takes, and None where it takes that."""
+    found: list[Any] = []
+    for part in get_args(hint):
+        if part is type(None):
+            found.append(None)
+        elif isinstance(part, str):  # of a Literal by itself
+            found.append(part)
+        elif not hasattr(part, "__metadata__"):
+            found += get_args(part)
+    return found

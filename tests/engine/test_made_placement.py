@@ -1,0 +1,80 @@
+"""`wrap` takes a made placement as it is: nothing is planned again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fluxtrain
+from fluxtrain.errors import BadInput
+from fluxtrain.plan.choices.placement import Placement, placement_of
+from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.wrapping import wrap as wrapping
+from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.wrapping.grouping import facts_of
+
+ENGINE = Path(fluxtrain.__file__).parent
+
+
+def placed(model: nn.Module, **counts: Any) -> Placement:
+    facts = facts_of(model)
+    layout = Layout(**{"offload": "weights", "chunk_rows": 2, **counts})
+    return placement_of(facts, layout, footprint(facts, layout, has_gpu=False))
+
+
+def test_the_engine_follows_every_row_and_nothing_is_planned(
+    tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrapping, "place_for_any_rows", None)
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=6)
+    counts = {"device_groups": 2, "resident_blocks": 2, "blocks_without_recompute": 2}
+    plan = placed(model, **counts, activations="host", activations_on_device=1)
+    engine = engine_of(fluxtrain.wrap(model, device="cpu", placement=plan))
+    assert engine.plan is plan
+    assert [group.placement for group in engine.groups] == list(plan.groups)
+    owned = {slot.owner.name for slot in engine.window.slots if slot.owner is not None}
+    assert owned == {row.name for row in plan.groups if row.resident}
+    kept = [unit.name for unit in engine.units if not unit.recomputes]
+    assert kept == [row.name for row in plan.groups if row.activations == "kept"]
+    waits = [unit.name for unit in engine.units if unit.offloads_inputs]
+    assert waits == [row.name for row in plan.groups if row.activations == "inputs_on_host"]
+    model(**batch()).loss.backward()
+
+
+def test_what_a_made_placement_has_already_cannot_be_asked_beside_it(tiny: Any) -> None:
+    model = tiny("llama")
+    for beside in ({"offload": "max"}, {"budget_gib": 2.0}, {"optimizer_in_backward": True}):
+        with pytest.raises(BadInput, match=f"{next(iter(beside))} is part of the placement"):
+            fluxtrain.wrap(model, device="cpu", placement=placed(model), **beside)
+
+
+def test_a_placement_of_another_model_or_for_what_is_not_there_yet_is_refused(tiny: Any) -> None:
+    model = tiny("llama", num_hidden_layers=4)
+    other = placed(tiny("llama", num_hidden_layers=3))
+    with pytest.raises(BadInput, match="has 6 groups and the model has 7"):
+        fluxtrain.wrap(model, device="cpu", placement=other)
+    plan = placed(model)
+    on_disk = replace(plan.groups[1], weights="disk")
+    assert isinstance(on_disk, GroupPlacement)
+    with pytest.raises(BadInput, match="cannot live on disk yet"):
+        rows = (plan.groups[0], on_disk, *plan.groups[2:])
+        fluxtrain.wrap(model, device="cpu", placement=replace(plan, groups=rows))
+    fluxtrain.wrap(model, device="cpu", placement=plan)  # nothing is left behind
+
+
+def test_the_engine_reads_rows_and_no_counts() -> None:
+    counts = re.compile(
+        r"device_groups|resident_blocks|blocks_without_recompute|activations_on_device|plan\.layout\b"
+    )
+    packages = ("memory", "gradients", "runtime", "block", "edges", "updates", "wrapping")
+    files = [path for package in packages for path in (ENGINE / package).glob("*.py")]
+    assert len(files) > len(packages)
+    found = [p.name for p in (*files, ENGINE / "live/resettle.py") if counts.search(p.read_text())]
+    assert found == []
