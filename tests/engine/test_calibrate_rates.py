@@ -20,7 +20,7 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import adamw_rate as adamw_rate_module
 from fluxtrain.hardware.probe.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.probe.rate import TOO_LITTLE
-from fluxtrain.plan.cost.calibration import NotRehearsed
+from fluxtrain.plan.cost.calibration import StepsNotTimed
 from fluxtrain.plan.cost.rates import rates_from
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.planning.placing import model_facts
@@ -141,7 +141,7 @@ def test_steps_that_could_not_be_timed_are_told_and_timed_again_once_it_may_succ
 ) -> None:
     model = tiny("llama", torch.bfloat16)
     facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
-    missed = NotRehearsed(why="3 blocks take 9 GiB", host_bytes=36 << 30)
+    missed = StepsNotTimed(why="3 blocks take 9 GiB", host_bytes=36 << 30)
     answers = [replace(timed, not_rehearsed=missed), timed]
     monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
@@ -211,7 +211,7 @@ def test_a_model_whose_steps_cannot_be_timed_says_so_in_its_plan_and_is_not_time
 ) -> None:
     model = tiny("llama", torch.bfloat16)
     facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
-    missed = NotRehearsed(why="no parameter of its blocks is trained", lasts=True)
+    missed = StepsNotTimed(why="no parameter of its blocks is trained", lasts=True)
     answers = [replace(timed, not_rehearsed=missed)]
     monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})

@@ -19,7 +19,7 @@ from fluxtrain.calibration.timed_steps import Kind, StepTimes, _between, _one_to
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.window import Window
-from fluxtrain.plan.cost.calibration import NotRehearsed
+from fluxtrain.plan.cost.calibration import StepsNotTimed
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import host_update, rate_of_update
 from fluxtrain.plan.facts import GroupFacts
@@ -37,7 +37,7 @@ def timed(
     model: PreTrainedModel, states: StateFormat = "fp32", *, in_backward: bool = False
 ) -> tuple[dict[Kind, StepTimes], GroupFacts]:
     found = time_steps(model, batch_of(2), CPU, states, None, in_backward=in_backward)
-    assert not isinstance(found, NotRehearsed)
+    assert not isinstance(found, StepsNotTimed)
     return found
 
 
@@ -132,9 +132,9 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
     assert moments_s is not None and moments_s >= pause_s
 
 
-def missed(model: PreTrainedModel, available_bytes: int | None = None) -> NotRehearsed:
+def missed(model: PreTrainedModel, available_bytes: int | None = None) -> StepsNotTimed:
     found = time_steps(model, batch_of(2), CPU, "fp32", available_bytes, in_backward=False)
-    assert isinstance(found, NotRehearsed)
+    assert isinstance(found, StepsNotTimed)
     assert found.why in found.text
     assert "may be predicted 25 to 40 % too short" in found.text
     return found
@@ -147,7 +147,7 @@ def test_too_little_host_memory_is_said_with_what_it_takes(tiny: Tiny) -> None:
     assert found.host_bytes is not None and not found.may_succeed(found.host_bytes - 1)
     assert found.may_succeed(found.host_bytes)
     enough = time_steps(model, batch_of(2), CPU, "fp32", found.host_bytes, in_backward=False)
-    assert not isinstance(enough, NotRehearsed)
+    assert not isinstance(enough, StepsNotTimed)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, DoesNotFit])
@@ -202,7 +202,7 @@ def test_a_loss_that_is_not_finite_ends_the_steps_and_the_threads(
         model.get_output_embeddings().weight.fill_(torch.nan)
     threads = set(threading.enumerate())
     found = time_steps(model, batch_of(2), CPU, "fp32", None, in_backward=in_backward)
-    assert isinstance(found, NotRehearsed) and "nan" in found.why
+    assert isinstance(found, StepsNotTimed) and "nan" in found.why
     assert set(threading.enumerate()) == threads
 
 
@@ -223,7 +223,7 @@ def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:
     assert blocks_for(47_000_000, 16 * 47_000_000 * 4 * 4) == 4
     least_bytes = 16 * 47_000_000 * 4 * 3
     refused = blocks_for(47_000_000, least_bytes - 1)
-    assert isinstance(refused, NotRehearsed) and refused.host_bytes == least_bytes
+    assert isinstance(refused, StepsNotTimed) and refused.host_bytes == least_bytes
 
 
 def test_why_no_steps_were_timed_is_among_the_constants_with_the_blocks_times(
@@ -232,7 +232,7 @@ def test_why_no_steps_were_timed_is_among_the_constants_with_the_blocks_times(
     alone = BlockTimes(rows=4)
     alone.seconds |= {"host": [0.2, 0.1], "host_forward": [0.05]}
     timed: Any = SimpleNamespace(few=alone, many=alone)
-    why = NotRehearsed(why="no room")
+    why = StepsNotTimed(why="no room")
     found = calibrate_module._of_host(timed, why)
     assert found == {"host_block_s": 0.1, "host_forward_s": 0.05, "not_rehearsed": why}
     assert calibrate_module._of_host(timed, None)["not_rehearsed"] is None

@@ -48,7 +48,7 @@ from fluxtrain.plan.cost.calibration import (
     Calibration,
     HostTimes,
     Line,
-    NotRehearsed,
+    StepsNotTimed,
     Streamed,
     line_of_chunks,
     line_through,
@@ -100,7 +100,7 @@ def calibrate(
         with randomness_kept(device):
             setups = [_Setup(rows, states=states), *edges_on_host]
             timed = _first_that_fits(setups, model, _Batches(batch_of, heavier_of), device)
-            steps: _TimedSteps | NotRehearsed | None = None
+            steps: _TimedSteps | StepsNotTimed | None = None
             if device.type == "cuda":
                 batch, limit = batch_of(timed.few.rows), host_available_bytes
                 steps = time_steps(model, batch, device, states, limit, in_backward=in_backward)
@@ -146,10 +146,10 @@ def _lines(timed: _Timed) -> dict[str, Any]:
     }
 
 
-def _of_host(timed: _Timed, steps: _TimedSteps | NotRehearsed | None) -> dict[str, Any]:
+def _of_host(timed: _Timed, steps: _TimedSteps | StepsNotTimed | None) -> dict[str, Any]:
     """Return the fields of a calibration that are the host's: from whole steps, if these were
     timed."""
-    if steps is None or isinstance(steps, NotRehearsed):
+    if steps is None or isinstance(steps, StepsNotTimed):
         return {**_host_alone(timed.many), "not_rehearsed": steps}
     return _host_in_steps(timed.few, *steps)
 

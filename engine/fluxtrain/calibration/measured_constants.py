@@ -27,7 +27,7 @@ from fluxtrain.hardware.probe.bandwidth import bus_rates, host_copy_rate, sample
 from fluxtrain.hardware.probe.probe import known_rates, sustained_threads
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.choices.ranked import GPU_CHUNK_TOKENS
-from fluxtrain.plan.cost.calibration import Calibration, trial_rows
+from fluxtrain.plan.cost.calibration import Calibration, timed_rows
 from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.search import CHUNK_TOKENS
@@ -144,8 +144,8 @@ def measure_constants(
         )
         return _warned(known)
     assert facts.row is not None
-    rows = trial_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
-    fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
+    rows = timed_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
+    fewer = timed_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
     try:
         on, states = torch.device(device), _states(facts)
         memory = machine.memory_available_bytes
@@ -332,7 +332,7 @@ def _place(
     trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32, middle.states)
     shape = (middle.weight_bytes, trained, edges, facts.layers)
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
-    timed = trial_rows(row.sequence_length, batch_rows, _timed_tokens(device))
+    timed = timed_rows(row.sequence_length, batch_rows, _timed_tokens(device))
     threads = torch.get_num_threads()
     kind = (mixed, in_backward and device == "cuda")
     how = (rows, timed, *kind, threads, str(torch.__version__))

@@ -35,7 +35,7 @@ from fluxtrain.calibration.small_model import (
 from fluxtrain.device.recorder import Note
 from fluxtrain.errors import Diverged
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.plan.cost.calibration import NotRehearsed, median
+from fluxtrain.plan.cost.calibration import StepsNotTimed, median
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
@@ -85,7 +85,7 @@ def time_steps(
     host_available_bytes: int | None,
     *,
     in_backward: bool,
-) -> tuple[dict[Kind, StepTimes], GroupFacts] | NotRehearsed:
+) -> tuple[dict[Kind, StepTimes], GroupFacts] | StepsNotTimed:
     """Time the kinds of steps that an `in_backward` run, or one that clips, can make.
 
     Returns their times with the facts of the timed block, or the reason why there are none: device
@@ -95,14 +95,14 @@ def time_steps(
     block = middle_block(model)
     parameters = sum(p.numel() for p in block.parameters())
     if not any(p.requires_grad for p in block.parameters()):
-        return NotRehearsed(why="no parameter of its blocks is trained", lasts=True)
+        return StepsNotTimed(why="no parameter of its blocks is trained", lasts=True)
     count = _blocks_for(parameters, host_available_bytes)
-    if isinstance(count, NotRehearsed):
+    if isinstance(count, StepsNotTimed):
         return count
     try:
         return _timed(model, count, batch, device, states, in_backward=in_backward)
     except (torch.OutOfMemoryError, MemoryError, Diverged) as error:
-        return NotRehearsed(why=f"{count} copies of a block failed: {_why(error)}")
+        return StepsNotTimed(why=f"{count} copies of a block failed: {_why(error)}")
     finally:
         free_memory(device)
 
@@ -134,7 +134,7 @@ def _timed(
         return {kind: timer.measure(kind) for kind in kinds}, facts
 
 
-def _blocks_for(parameters: int, available_bytes: int | None) -> int | NotRehearsed:
+def _blocks_for(parameters: int, available_bytes: int | None) -> int | StepsNotTimed:
     """Choose how many blocks of `parameters` parameters to time, or say why too few fit."""
     count = max(LEAST_BLOCKS, min(MOST_BLOCKS, -(-PARAMETERS // max(1, parameters))))
     if available_bytes is None:
@@ -148,7 +148,7 @@ def _blocks_for(parameters: int, available_bytes: int | None) -> int | NotRehear
         f"{LEAST_BLOCKS} blocks take {bytes_text(least_bytes)} and may take 1/{HOST_SHARE} of the "
         f"{bytes_text(available_bytes)} of host memory that is free"
     )
-    return NotRehearsed(why=why, host_bytes=HOST_SHARE * least_bytes)
+    return StepsNotTimed(why=why, host_bytes=HOST_SHARE * least_bytes)
 
 
 def _why(error: Exception) -> str:
