@@ -31,7 +31,7 @@ from random_model import random_model
 from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fluxtrain.calibration.constants import measured_constants
+from fluxtrain.calibration.measured_constants import measure_constants
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.causal_lm import CausalLM
@@ -118,7 +118,8 @@ def wrapped(
     model: Qwen2ForCausalLM, options: argparse.Namespace
 ) -> tuple[Any, Placement, dict[str, Any]]:
     """Wrap the model as a run with these rows would be; its engine, the plan for the rows, and what
-    is to be said of it. The model is on the host as a loaded one: the trial has the card alone."""
+    is to be said of it. The model is on the host, as after loading, and block timing has the GPU
+    alone."""
     import fluxtrain
     from fluxtrain.wrapping.engine import engine_of
 
@@ -136,8 +137,8 @@ def planned(
 ) -> tuple[Placement, dict[str, Any]]:
     """The plan for the rows, and what it rests on."""
     facts = model_facts(model, model.config, options.sequence, options.states)
-    constants = measured_constants(
-        facts, read_machine(), "cuda", options.batch, model, partial(trial_batch, options),
+    constants = measure_constants(
+        facts, read_machine(), "cuda", options.batch, model, partial(timing_batch, options),
         in_backward=options.in_backward,
     )  # fmt: skip
     rates = constants.rates(has_gpu=True)
@@ -188,8 +189,8 @@ def _available(model: Qwen2ForCausalLM) -> int | None:
     return None if free is None else free + there
 
 
-def trial_batch(options: argparse.Namespace, rows: int) -> BoundBatch[Batch]:
-    """Rows for the block that is tried before the plan."""
+def timing_batch(options: argparse.Namespace, rows: int) -> BoundBatch[Batch]:
+    """Make rows for timing a block before the plan."""
     ids = batch(corpus(SHAPES[options.shape]["vocab_size"]), 0, rows, options.sequence)
     return BoundBatch(CausalLM(), Batch(
         input_ids=ids, labels=ids, position_ids=torch.zeros_like(ids), packed=False,

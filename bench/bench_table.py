@@ -52,10 +52,10 @@ HEAD = (
 )
 LEGEND = (
     "Host memory is the process's peak less what it had with all imported, the GPU opened and one "
-    "kernel run; where it was taken before the engine stood (trial and rehearsal), the peak since "
-    "then stands beside it. Bytes of it a parameter, boundaries apart: by all trained parameters, "
-    "which is what is judged, and (by those at home there). In `wanted`, shares and multiples are "
-    "of throughput."
+    "kernel run; where it was taken before the engine stood (block timing and timed steps), the "
+    "peak since then stands beside it. Bytes of it a parameter, boundaries apart: by all trained "
+    "parameters, which is what is judged, and (by those at home there). In `wanted`, shares and "
+    "multiples are of throughput."
 )
 
 

@@ -56,7 +56,7 @@ def result_of(path: Path) -> dict[str, Any]:
 
 
 def facts_of_result(row: dict[str, Any]) -> ModelFacts:
-    """Of the model of a result, with the activations that its block was tried with."""
+    """Return the facts of the model of a result, with the measured activations of its block."""
     config = Qwen2Config(**SHAPES[row["shape"]])
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16)

@@ -16,9 +16,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "resident": {"offload": "none"},
     "kept": {"offload": "none", "blocks_without_recompute": 3},
-    "parked": {"offload": "max"},
+    "offloaded": {"offload": "max"},
     "rows": {"chunk_rows": 2},
-    "parked rows": {"offload": "max", "chunk_rows": 2},
+    "offloaded rows": {"offload": "max", "chunk_rows": 2},
 }
 Inside = Callable[[nn.Module, Tensor], Any]  # what a block computes
 Around = Callable[[nn.Module, Tensor], Tensor]  # what the model does with it

@@ -137,10 +137,11 @@ def _folder_of_forked_processes() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)  # gone before a test of another folder runs
-def _short_trials() -> Iterator[None]:
-    """Before a run one block is tried for seconds, and before a plan the machine is measured; both
-    again where other programs disturbed that. Here each worker is the other one's other program,
-    and few tests look at what was found. Processes that tests start measure as they always do."""
+def _short_calibrations() -> Iterator[None]:
+    """Shorten calibration before a run, and leave out measuring the machine before a plan.
+
+    Both are repeated where other programs disturbed them, as the test workers do each other, and
+    few tests look at the results. Processes that tests start measure as they always do."""
 
     def measured(
         elsewhere: preview.PlannedMachine | None, report: object
@@ -148,8 +149,8 @@ def _short_trials() -> Iterator[None]:
         return read_machine(), RATES if elsewhere is None else elsewhere.per_s
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fluxtrain.calibration.constants.is_calm_after", lambda _: False)
-        patch.setattr("fluxtrain.calibration.repeats.MOST_ROUNDS", 1)
+        patch.setattr("fluxtrain.calibration.measured_constants.is_calm_after", lambda _: False)
+        patch.setattr("fluxtrain.calibration.repeats.MOST_REPEATS", 1)
         patch.setattr(preview, "_measured", measured)
         yield
 

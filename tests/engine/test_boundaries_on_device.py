@@ -11,7 +11,7 @@ import torch
 
 import fluxtrain
 from fluxtrain.plan.facts import RowFacts
-from fluxtrain.plan.footprint import Layout, boundaries_on_host, parked_count
+from fluxtrain.plan.footprint import Layout, boundaries_on_host, offloading_blocks
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.placing_anew import turn_to
@@ -96,7 +96,7 @@ def test_losses_and_weights_keep_their_bits_and_what_stays_is_what_is_planned(
         assert sent * BOUNDARY == boundaries_on_host(every.facts, every.layout)
         assert held == (LAYERS + 1 - sent) * BOUNDARY
         sent, held = some.step()
-        assert sent == parked_count(some.facts, some.layout) == max(0, LAYERS - kept - staying)
+        assert sent == offloading_blocks(some.facts, some.layout) == max(0, LAYERS - kept - staying)
         assert sent * BOUNDARY == boundaries_on_host(some.facts, some.layout)
         assert held == (LAYERS + 1 - sent) * BOUNDARY
     assert same(every, some)

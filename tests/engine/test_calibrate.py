@@ -1,4 +1,4 @@
-"""One block is tried before a training: nothing of the model changes, and what is kept is used."""
+"""Timing a block before a training leaves the model as it was; the result is kept and used."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import fluxtrain
-from fluxtrain.calibration import constants as constants_module
-from fluxtrain.calibration.block_timing import COPIES, NotCalibrated
+from fluxtrain.calibration import measured_constants as constants_module
+from fluxtrain.calibration.block_timing import COPIES
 from fluxtrain.calibration.calibrate import calibrate
-from fluxtrain.calibration.constants import known_constants, measured_constants
+from fluxtrain.calibration.measured_constants import known_constants, measure_constants
 from fluxtrain.calibration.peaks import (
     host_peak_bytes,
     measure_host_peak_anew,
     recent_host_peak_bytes,
 )
+from fluxtrain.calibration.small_model import NotCalibrated
 from fluxtrain.client.machine import Machine
 from fluxtrain.commands import preview as preview_module
 from fluxtrain.commands.preview import preview
@@ -39,7 +40,7 @@ from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.planning.placing import model_facts
 from fluxtrain.wrapping.engine import engine_of
-from tests.engine.trial_rows import LENGTH, batch_of, plain_batch
+from tests.engine.calibration_rows import LENGTH, batch_of, plain_batch
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -62,16 +63,16 @@ def test_the_model_and_the_random_state_are_as_before(tiny: Tiny, family: str) -
     before = {name: value.clone() for name, value in model.state_dict().items()}
     classes = [type(parameter) for parameter in model.parameters()]
     state = torch.get_rng_state()
-    tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    timed = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
     assert torch.equal(torch.get_rng_state(), state)
     assert [type(parameter) for parameter in model.parameters()] == classes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert tried.rows == (1, 4)
-    for line in (tried.forward, tried.backward, tried.outside_forward):
+    assert timed.rows == (1, 4)
+    for line in (timed.forward, timed.backward, timed.outside_forward):
         assert line.at(4) > 0
-    assert tried.backward.at(4) < tried.measuring_s
-    assert tried.device_update_s > 0
+    assert timed.backward.at(4) < timed.measuring_s
+    assert timed.device_update_s > 0
 
 
 def test_what_a_chunk_costs_beside_its_rows_is_found(
@@ -88,13 +89,13 @@ def test_what_a_chunk_costs_beside_its_rows_is_found(
 
     monkeypatch.setattr(layer, "forward", slow_to_start)
     monkeypatch.setattr("fluxtrain.calibration.block_timing.time.perf_counter", lambda: now_s[0])
-    tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
-    for line in (tried.forward, tried.backward):  # which runs it once more
+    timed = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    for line in (timed.forward, timed.backward):  # which runs it once more
         assert line.base == pytest.approx(pause_s, rel=1e-3)
         assert line.slope == pytest.approx(row_s, rel=1e-3)
 
 
-def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(
+def test_without_a_gpu_the_small_model_streams_too_and_moves_what_a_step_moves(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fluxtrain.calibration.repeats.others_share", lambda _: None)
@@ -111,30 +112,30 @@ def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(
     assert 0.9 * least < streamed.copied_bytes < 1.6 * least
 
 
-def test_a_miniature_that_the_device_cannot_hold_is_tried_with_its_edges_at_home(
+def test_a_small_model_beyond_the_device_is_timed_with_its_edges_on_the_host(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", torch.float32)
     tries: list[tuple[str, int]] = []
 
-    def of_a_small_card(mini: nn.Module, **wishes: Any) -> nn.Module:
+    def of_a_small_card(small: nn.Module, **wishes: Any) -> nn.Module:
         tries.append((wishes["offload"], wishes["chunk_rows"]))
         if tries[-1] in (("none", 8), ("weights", 8)):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        wrapped = wrap(mini, **wishes)
+        wrapped = wrap(small, **wishes)
         if "placement" in wishes:
-            homes = {group.kind: group.placement.weights for group in engine_of(mini).groups}
+            homes = {group.kind: group.placement.weights for group in engine_of(small).groups}
             assert homes == {"edge": "host", "block": "device"}
         return wrapped
 
     wrap = fluxtrain.wrap
     monkeypatch.setattr(fluxtrain, "wrap", of_a_small_card)
-    tried = calibrate(model, batch_of, torch.device("cpu"), (2, 8), (1, 4))
+    timed = calibrate(model, batch_of, torch.device("cpu"), (2, 8), (1, 4))
     assert tries[:3] == [("none", 8), ("weights", 8), ("weights", 4)]
-    assert tried.rows == (1, 4)
-    for line in (tried.forward, tried.backward, tried.outside_forward):
+    assert timed.rows == (1, 4)
+    for line in (timed.forward, timed.backward, timed.outside_forward):
         assert line.at(4) > 0
-    assert tried.device_update_s > 0
+    assert timed.device_update_s > 0
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, DoesNotFit])
@@ -168,44 +169,44 @@ def test_blocks_in_several_lists_are_told_not_guessed() -> None:
         calibrate(TwoLists(), batch_of, torch.device("cpu"), (1, 2))
 
 
-def test_what_was_tried_is_kept_and_used_by_plan_and_train(tiny: Tiny, machine: Machine) -> None:
+def test_what_was_timed_is_kept_and_used_by_plan_and_train(tiny: Tiny, machine: Machine) -> None:
     model = tiny("llama", torch.float32)
     facts = facts_of(model)
     unknown = known_constants(facts, machine, "cpu", 4)
     assert unknown.calibration is None
-    assert "no block of this model was tried" in unknown.source
-    tried = measured_constants(facts, machine, "cpu", 4, model, batch_of)
-    assert tried.is_new
-    assert tried.calibration is not None
-    assert tried.calibration.adamw_per_s
+    assert "no block of this model was timed" in unknown.source
+    timed = measure_constants(facts, machine, "cpu", 4, model, batch_of)
+    assert timed.is_new
+    assert timed.calibration is not None
+    assert timed.calibration.adamw_per_s
     again = known_constants(facts, machine, "cpu", 4)
-    assert again.calibration == tried.calibration
-    assert again.still_to_come_bytes == tried.calibration.runtime_bytes
-    assert "one block, tried with 1 and 4 rows" in again.source
-    assert measured_constants(facts, machine, "cpu", 4, model, _never).calibration is not None
+    assert again.calibration == timed.calibration
+    assert again.still_to_come_bytes == timed.calibration.runtime_bytes
+    assert "one block, timed with 1 and 4 rows" in again.source
+    assert measure_constants(facts, machine, "cpu", 4, model, _never).calibration is not None
     assert known_constants(facts_of(tiny("qwen2", torch.float32)), machine, "cpu", 4) == unknown
-    assert known_constants(facts, machine, "cpu", 2).calibration is None  # other rows, not tried
+    assert known_constants(facts, machine, "cpu", 2).calibration is None  # other rows, not timed
 
 
-def test_a_block_tried_beside_other_programs_is_tried_again_when_those_are_gone(
+def test_a_block_timed_beside_other_programs_is_timed_again_when_those_are_gone(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", torch.float32)
     facts = facts_of(model)
     monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: 0.5)
-    tried = measured_constants(facts, machine, "cpu", 4, model, batch_of)
-    assert "while other programs used 50% of the processors" in tried.source
+    timed = measure_constants(facts, machine, "cpu", 4, model, batch_of)
+    assert "while other programs used 50% of the processors" in timed.source
     monkeypatch.setattr(constants_module, "is_calm_after", lambda share: False)
-    assert measured_constants(facts, machine, "cpu", 4, model, _never).source == tried.source
+    assert measure_constants(facts, machine, "cpu", 4, model, _never).source == timed.source
     monkeypatch.setattr(constants_module, "is_calm_after", lambda share: share == 0.5)
     monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: 0.0)
-    again = measured_constants(facts, machine, "cpu", 4, model, batch_of)
+    again = measure_constants(facts, machine, "cpu", 4, model, batch_of)
     assert again.is_new
     assert "other programs" not in again.source
 
 
 def _never(_: int) -> BoundBatch[Batch]:
-    raise AssertionError("a block was tried a second time")
+    raise AssertionError("a block was timed a second time")
 
 
 def test_an_old_or_damaged_file_is_measured_again(
@@ -213,7 +214,7 @@ def test_an_old_or_damaged_file_is_measured_again(
 ) -> None:
     model = tiny("llama", torch.float32)
     facts = facts_of(model)
-    measured_constants(facts, machine, "cpu", 4, model, batch_of)
+    measure_constants(facts, machine, "cpu", 4, model, batch_of)
     (file,) = (tmp_path / "cache" / "fluxtrain").glob("block-*.json")
     kept = json.loads(file.read_text())
     kept["calibration"]["measured_at_s"] = time.time() - 8 * 86_400
@@ -223,7 +224,7 @@ def test_an_old_or_damaged_file_is_measured_again(
     assert known_constants(facts, machine, "cpu", 4).calibration is None
 
 
-def test_a_block_that_cannot_be_tried_leaves_the_class_constants(
+def test_a_block_that_cannot_be_timed_leaves_the_class_constants(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -231,7 +232,7 @@ def test_a_block_that_cannot_be_tried_leaves_the_class_constants(
 
     monkeypatch.setattr(constants_module, "calibrate", refuse)
     model = tiny("llama", torch.float32)
-    found = measured_constants(facts_of(model), machine, "cpu", 4, model, batch_of)
+    found = measure_constants(facts_of(model), machine, "cpu", 4, model, batch_of)
     assert found.calibration is None
     assert "does not fit on the device" in found.source
 
@@ -277,10 +278,10 @@ def test_what_a_block_holds_is_weighed_without_a_gpu(tiny: Tiny) -> None:
             position_ids=torch.arange(length).expand(count, length),
         ))  # fmt: skip
 
-    tried = calibrate(model, long_rows, torch.device("cpu"), (8, 128))
+    timed = calibrate(model, long_rows, torch.device("cpu"), (8, 128))
     row = model_facts(model, model.config, length).row
     assert row is not None
-    assert 0.3 < tried.activation_bytes / row.activation_bytes < 3
+    assert 0.3 < timed.activation_bytes / row.activation_bytes < 3
 
 
 def test_a_sustained_rate_counts_all_calls_and_stops_in_time() -> None:
@@ -305,11 +306,11 @@ def test_where_nothing_is_copied_no_bus_is_kept_busy() -> None:
 def test_measured_activations_replace_the_estimate(tiny: Tiny, machine: Machine) -> None:
     model = tiny("llama", torch.float32)
     facts = facts_of(model)
-    tried = measured_constants(facts, machine, "cpu", 4, model, batch_of)
-    assert tried.calibration is not None
-    unknown = replace(tried, calibration=replace(tried.calibration, activation_bytes=0))
+    timed = measure_constants(facts, machine, "cpu", 4, model, batch_of)
+    assert timed.calibration is not None
+    unknown = replace(timed, calibration=replace(timed.calibration, activation_bytes=0))
     assert unknown.applied(facts) == facts
-    known = replace(tried, calibration=replace(tried.calibration, activation_bytes=777))
+    known = replace(timed, calibration=replace(timed.calibration, activation_bytes=777))
     row = known.applied(facts).row
     assert row is not None
     assert row.activation_bytes == 777
@@ -323,4 +324,4 @@ def test_plan_says_where_its_constants_come_from(
     monkeypatch.setattr(preview_module, "_measured", lambda *_: (machine, per_s))
     plan = preview(demo_config())
     assert plan.predicted.step_s > 0
-    assert "no block of this model was tried" in plan.predicted_because
+    assert "no block of this model was timed" in plan.predicted_because

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from fluxtrain.calibration.constants import Constants
+from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import RunConfig, demo_config
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit

@@ -1,4 +1,4 @@
-"""One block is tried on a GPU: every constant is there, and its memory is given back."""
+"""Timing one block on a GPU gives every constant, and frees its memory."""
 
 from __future__ import annotations
 
@@ -30,37 +30,39 @@ def batch_of(rows: int) -> BoundBatch[Batch]:
     ))  # fmt: skip
 
 
-def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:
+def test_a_block_is_timed_on_the_gpu_and_leaves_nothing_there() -> None:
     model = demo_model(256, dtype=torch.bfloat16)
     calibrate(model, batch_of, torch.device("cuda"), (2, 8))  # what libraries keep is there now
     before = torch.cuda.memory_allocated()
-    tried = calibrate(model, batch_of, torch.device("cuda"), (2, 8))
+    timed = calibrate(model, batch_of, torch.device("cuda"), (2, 8))
     assert torch.cuda.memory_allocated() == before
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    for line in (tried.forward, tried.backward, tried.outside_forward):
+    for line in (timed.forward, timed.backward, timed.outside_forward):
         assert line.at(8) > 0
-    assert tried.activation_bytes > 0
-    assert tried.device_update_s > 0
-    assert 0 < tried.host_forward_s < tried.host_block_s
-    assert tried.host is not None  # whole steps were made with blocks at home
-    assert 0 < tried.host.forward_s < 2 * tried.host.forward_beside_s
-    assert tried.host.home_update_s > 0 and tried.host.device_update_s > 0
+    assert timed.activation_bytes > 0
+    assert timed.device_update_s > 0
+    assert 0 < timed.host_forward_s < timed.host_block_s
+    assert timed.host is not None  # whole steps were timed with blocks on the host
+    assert 0 < timed.host.forward_s < 2 * timed.host.forward_beside_s
+    assert timed.host.home_update_s > 0 and timed.host.device_update_s > 0
     for rate in ("adamw_per_s", "adamw_weights_per_s", "adamw_moments_per_s"):
-        assert getattr(tried, rate)
-    assert tried.edge_bytes > 0
-    assert tried.kept_backward is not None
-    assert 0 < tried.kept_backward.at(8) < tried.backward.at(8)
-    assert tried.kept_bytes is not None
-    assert 0 < tried.kept_bytes <= 1.2 * tried.activation_bytes
+        assert getattr(timed, rate)
+    assert timed.edge_bytes > 0
+    assert timed.kept_backward is not None
+    assert 0 < timed.kept_backward.at(8) < timed.backward.at(8)
+    assert timed.kept_bytes is not None
+    assert 0 < timed.kept_bytes <= 1.2 * timed.activation_bytes
 
 
-def test_without_host_memory_for_whole_steps_the_trial_says_so_and_keeps_its_own_times() -> None:
+def test_without_host_memory_for_whole_steps_calibration_says_so_and_keeps_the_blocks_times() -> (
+    None
+):
     model = demo_model(256, dtype=torch.bfloat16)
-    tried = calibrate(model, batch_of, torch.device("cuda"), (2, 8), host_available_bytes=1 << 20)
-    assert tried.host is None
-    assert 0 < tried.host_forward_s < tried.host_block_s
-    assert tried.not_rehearsed is not None
-    assert "of the 1.00 MiB of host memory" in tried.not_rehearsed.why
+    timed = calibrate(model, batch_of, torch.device("cuda"), (2, 8), host_available_bytes=1 << 20)
+    assert timed.host is None
+    assert 0 < timed.host_forward_s < timed.host_block_s
+    assert timed.not_rehearsed is not None
+    assert "of the 1.00 MiB of host memory" in timed.not_rehearsed.why
 
 
 def test_what_is_updated_is_copied_both_ways_and_is_unlocked_afterwards() -> None:

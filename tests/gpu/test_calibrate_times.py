@@ -1,6 +1,6 @@
-"""What the trial of a block says beside what steps take, and beside itself with edges at home.
+"""Block timing agrees with whole steps, and with itself where the edges are on the host.
 
-Times say nothing beside other programs: then these are skipped.
+Other programs falsify times: the tests are skipped beside them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def calm() -> None:
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_steps_take_what_the_trial_of_their_block_said(states: StateFormat) -> None:
+def test_steps_take_what_block_timing_said(states: StateFormat) -> None:
     """Of a model that lives on the GPU, in a loop that keeps it as busy as a training does."""
     config = Qwen2Config(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=10, num_attention_heads=16,
@@ -58,9 +58,9 @@ def test_steps_take_what_the_trial_of_their_block_said(states: StateFormat) -> N
             predicted=ids.numel(), tokens=ids.numel(), packed=False,
         ))  # fmt: skip
 
-    tried = calibrate(model, rows_of, torch.device("cuda"), (4, 16), states=states)
+    timed = calibrate(model, rows_of, torch.device("cuda"), (4, 16), states=states)
     facts = model_facts(model, config, 1024, states)
-    found = rates_from(PER_S, has_gpu=True, calibration=tried)
+    found = rates_from(PER_S, has_gpu=True, calibration=timed)
     assert isinstance(found, Rates)
     layout = Layout(offload="none", batch_rows=16, chunk_rows=16)
     predicted_s = cost(facts, layout, found).step_s
@@ -91,11 +91,11 @@ class Fastest:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def take(self, tried: Calibration) -> None:
+    def take(self, timed: Calibration) -> None:
         found = {
-            line: getattr(tried, line).at(64) for line in ("forward", "backward", "outside_forward")
+            line: getattr(timed, line).at(64) for line in ("forward", "backward", "outside_forward")
         }
-        found["update"] = tried.device_update_s
+        found["update"] = timed.device_update_s
         self.seconds = {what: min(s, self.seconds.get(what, s)) for what, s in found.items()}
 
 
@@ -120,7 +120,7 @@ def test_with_its_edges_at_home_a_block_takes_as_long(monkeypatch: pytest.Monkey
         with monkeypatch.context() as small:
             small.setattr(fluxtrain, "wrap", of_a_small_card)
             at_home.take(calibrate(model, batch_of, torch.device("cuda"), (16, 64)))
-        assert homes[0] == {"edge": "host", "block": "device"}  # then it may be rehearsed
+        assert homes[0] == {"edge": "host", "block": "device"}  # then whole steps may be timed
         homes.clear()
         ratios = {what: at_home.seconds[what] / here.seconds[what] for what in here.seconds}
         update = ratios.pop("update")

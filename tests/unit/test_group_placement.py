@@ -63,7 +63,9 @@ def test_rows_add_up_to_the_counts_that_they_are_made_of(layout: Layout, tied: b
     assert len(kept) == kept_count(model, layout) <= keepable_count(model, layout)
     assert all(row.resident or row.weights == "device" for row in kept)
     waiting = [r for r in rows if r.kind == "block" and r.activations == "inputs_on_host"]
-    expected = BLOCKS - len(kept) - layout.activations_on_device if layout.parks else 0
+    expected = (
+        BLOCKS - len(kept) - layout.activations_on_device if layout.offloads_activations else 0
+    )
     assert len(waiting) == max(0, expected)
 
 

@@ -21,7 +21,7 @@ from fluxtrain.plan.footprint import (
     Layout,
     boundaries_on_host,
     footprint,
-    parked_count,
+    offloading_blocks,
 )
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
@@ -38,7 +38,7 @@ from tests.unit.test_plan_timed import (
     step_s,
 )
 
-PARKED = Layout(offload="weights", activations="host", batch_rows=8, chunk_rows=4)
+OFFLOADED = Layout(offload="weights", activations="host", batch_rows=8, chunk_rows=4)
 BOUNDARY = 8 * 1024 * 1536 * 2
 SLOW_BUS = replace(
     TIMING, rates=replace(RATES, h2d_bytes_per_s=3e9, d2h_bytes_per_s=3e9)
@@ -47,24 +47,24 @@ SLOW_BUS = replace(
 
 def test_those_that_stay_move_from_the_host_to_the_device_with_what_follows_the_blocks() -> None:
     facts = model(8)
-    before = footprint(facts, PARKED, has_gpu=True)
+    before = footprint(facts, OFFLOADED, has_gpu=True)
     for count in range(1, 9):
-        some = replace(PARKED, activations_on_device=count)
+        some = replace(OFFLOADED, activations_on_device=count)
         found = footprint(facts, some, has_gpu=True)
-        assert parked_count(facts, some) == 8 - count
+        assert offloading_blocks(facts, some) == 8 - count
         assert before.host_bytes - found.host_bytes == (count + 1) * BOUNDARY
         on_device = min(9, count + 1 + BOUNDARIES_IN_FLIGHT)
         assert found.boundaries_bytes == on_device * BOUNDARY
-    nowhere = replace(PARKED, activations="device", activations_on_device=3)
+    nowhere = replace(OFFLOADED, activations="device", activations_on_device=3)
     assert footprint(facts, nowhere, has_gpu=True) == footprint(
-        facts, replace(PARKED, activations="device"), has_gpu=True
+        facts, replace(OFFLOADED, activations="device"), has_gpu=True
     )
 
 
 def test_one_that_stays_takes_its_copies_from_the_bus() -> None:
     facts, rates = model(8), SLOW_BUS.rates
     found = [
-        cost(facts, replace(PARKED, batch_rows=64, activations_on_device=count), rates)
+        cost(facts, replace(OFFLOADED, batch_rows=64, activations_on_device=count), rates)
         for count in range(9)
     ]
     saved_s = found[0].upload_backward_s - found[8].upload_backward_s
@@ -86,7 +86,7 @@ def test_what_stays_is_all_that_fits_and_no_more(
         blocks_without_recompute=kept, batch_rows=rows, chunk_rows=1,
     )  # fmt: skip
     found = left_on_device(facts, least, limit)
-    count, waiting = found.activations_on_device, parked_count(facts, least)
+    count, waiting = found.activations_on_device, offloading_blocks(facts, least)
     assert replace(found, activations_on_device=0) == least
     assert 0 <= count <= waiting
     if count:
@@ -212,8 +212,8 @@ def test_when_memory_runs_out_they_go_first_and_come_back_by_no_other_change() -
 
 
 def test_nothing_is_said_of_none() -> None:
-    assert staying_words(model(8), PARKED) == ""
-    on_device = replace(PARKED, activations="device", activations_on_device=2)
+    assert staying_words(model(8), OFFLOADED) == ""
+    on_device = replace(OFFLOADED, activations="device", activations_on_device=2)
     assert staying_words(model(8), on_device) == ""
     assert LiveSettings(prefetch=1, resident_blocks=0, chunk_rows=1).activations_on_device == 0
     assert BLOCKS == 8

@@ -15,7 +15,7 @@ from fluxtrain.plan.cost.calibration import (
     chunked,
     line_of_chunks,
     line_through,
-    trial_rows,
+    timed_rows,
 )
 from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.cost.step import cost
@@ -91,7 +91,7 @@ def test_larger_chunks_never_take_longer(batch: int, chunk: int, base: float, sl
 def test_trials_have_two_sizes_of_which_the_larger_is_what_a_run_takes(
     length: int, batch: int | None
 ) -> None:
-    few, many = trial_rows(length, batch, 4096)
+    few, many = timed_rows(length, batch, 4096)
     assert 1 <= few < many
     assert many == 2 or many * length <= 4096
     assert batch is None or many <= max(2, batch)
@@ -184,7 +184,7 @@ def test_an_error_is_a_share_of_what_was_measured() -> None:
     ]
 
 
-def test_what_streaming_cost_a_miniature_beside_its_bytes_counts_for_every_group_at_home() -> None:
+def test_what_streaming_cost_a_small_model_beside_its_bytes_counts_for_every_host_group() -> None:
     streamed = Streamed(longer_s=0.5, updated_bytes=26_000_000, copied_bytes=5_000_000, groups=4)
     per_s = {**PER_S, "host_copy": 1e8}  # of the half second AdamW took 1 ms, copies took 50
     without = rates_from(per_s, has_gpu=False, calibration=replace(TRIED, adamw_per_s=1e9))

@@ -59,12 +59,12 @@ def test_a_layout_is_queued_by_hand() -> None:
 
 def test_boundaries_that_go_home_are_queued_too() -> None:
     here = queueing_of(FACTS, AT_HOME, rates_of(HOST), 0.05, clips=True)
-    parked = replace(AT_HOME, activations="host")
-    there = queueing_of(FACTS, parked, rates_of(HOST), 0.05, clips=True)
+    offloaded = replace(AT_HOME, activations="host")
+    there = queueing_of(FACTS, offloaded, rates_of(HOST), 0.05, clips=True)
     assert there.forward_s - here.forward_s == pytest.approx(0.0001)
     assert there.backward_beside_s - here.backward_beside_s == pytest.approx(0.0003)
     kept = replace(
-        parked, resident_blocks=4, blocks_without_recompute=4
+        offloaded, resident_blocks=4, blocks_without_recompute=4
     )  # of ten, which have nothing to send
     some = queueing_of(FACTS, kept, rates_of(HOST), 0.05, clips=True)
     assert some.backward_s - here.backward_s == pytest.approx(0.6 * 0.0003)

@@ -1,1 +1,1 @@
-"""Constants of a plan, measured before the run on this machine."""
+"""Measure the constants of a plan on this machine, before the run."""

@@ -1,8 +1,7 @@
-"""Steps of a miniature of a model, timed between the borders of its blocks."""
+"""Time steps of the small model, apart for its blocks and for what stands outside them."""
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.calibration.peaks import measure_host_peak_anew, recent_host_peak_bytes
+from fluxtrain.calibration.small_model import NotCalibrated
 from fluxtrain.device.heap import trim_heap
-from fluxtrain.errors import FluxTrainError
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import median
 
@@ -20,78 +19,79 @@ if TYPE_CHECKING:
     from fluxtrain.wrapping.engine import Engine
 
 COPIES = 2  # of the block: the second starts as every block but the first does
-REPEATS = 8
-HEAT_S = 0.3  # of steps on a GPU that are not counted: a cool one clocks up to a sixth higher
-LIMIT_S = 0.4  # for the repeats at one size; the last may end later
-ROUND_LIMIT_S = 0.25  # the same in one of the rounds that are made without a GPU
-
-
-class NotCalibrated(FluxTrainError):
-    """Why a block could not be tried; the planner goes on with what it knew."""
+STEPS = 8  # at one size, at most
+HEAT_S = 0.3  # of steps on a GPU that are not counted: a cool GPU clocks up to a sixth higher
+LIMIT_S = 0.4  # for the steps at one size on a GPU; the last may end later
+CPU_LIMIT_S = 0.25  # for the steps at one size in one repeat without a GPU
 
 
 @dataclass
-class Trial:
-    """What the repeats at one size took, by what took it."""
+class BlockTimes:
+    """Seconds and bytes of the steps at one size, by what took them."""
 
     rows: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     activation_bytes: int = 0
-    edge_bytes: int = 0  # from the loss to the blocks
-    held_bytes: int = 0  # by the device after both copies' forward
-    keeps: bool = False  # the copies were also run with their activations kept
-    kept_bytes: int = 0  # of both copies
+    edge_bytes: int = 0  # taken between the loss and the last block
+    held_bytes: int = 0  # by the device after the forward pass of both copies
+    keeps: bool = False  # the copies were also run without recompute
+    kept_bytes: int = 0  # activations of both copies, without recompute
 
-    def took(self, **parts: float) -> None:
+    def add_step(self, **parts: float) -> None:
+        """Add the seconds of one step, by what took them."""
         for name, seconds in parts.items():
             self.seconds.setdefault(name, []).append(seconds)
 
-    def add(self, other: Trial) -> None:
-        """The repeats of another trial at the same size."""
+    def add(self, other: BlockTimes) -> None:
+        """Add the steps of another repeat at the same size."""
         for name, seconds in other.seconds.items():
             self.seconds.setdefault(name, []).extend(seconds)
         self.activation_bytes = max(self.activation_bytes, other.activation_bytes)
 
-    def weighs_as(self, other: Trial) -> None:
-        """What is held is the more of both."""
+    def take_larger_memory(self, other: BlockTimes) -> None:
+        """Raise each number of bytes to that of `other`, where that is larger."""
         for name in ("activation_bytes", "edge_bytes", "kept_bytes"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
     def median(self, name: str) -> float:
+        """Return the median seconds of what is called `name`."""
         return median(self.seconds[name])
 
 
 @dataclass
 class _Marks:
-    """When a step passed its borders, by their names: on the device's stream (on CPU: the host),
-    and when the host had queued it."""
+    """Times at which a step passed its marks, by their names.
+
+    `passed` are those of the device's stream (of the host without a GPU), `queued_s` those at which
+    the host had queued the work before the mark.
+    """
 
     passed: dict[str, list[Any]] = field(default_factory=dict)
     queued_s: dict[str, list[float]] = field(default_factory=dict)
 
     def host_between(self, start: str, end: str) -> float:
-        """Seconds that the host took from each mark `start` to its mark `end`, added up."""
+        """Sum the host's seconds from each mark `start` to its mark `end`."""
         pairs = zip(self.queued_s[start], self.queued_s[end], strict=True)
         return sum(after - before for before, after in pairs)
 
 
-class Bench:
-    """Steps of the miniature, taken apart at the borders of its blocks.
+class BlockTimer:
+    """Runs steps of the small model and times them by marks where its blocks begin and end.
 
-    On a GPU they follow each other as in a training: the host queues one while the one before is
-    computed, so that no time is the host's, and the clocks are those that a card keeps up under
-    load.
+    On a GPU the steps follow each other as in a training: the host queues one step while the GPU
+    computes the step before. So the GPU never waits for the host, and runs at the clock rate that
+    it keeps under load.
     """
 
     def __init__(
-        self, mini: nn.Module, engine: Engine, blocks: list[nn.Module], device: torch.device
+        self, small: nn.Module, engine: Engine, blocks: list[nn.Module], device: torch.device
     ) -> None:
-        self._mini, self._engine, self._device = mini, engine, device
+        self._small, self._engine, self._device = small, engine, device
         self._on_gpu = device.type == "cuda"
         self._marks = _Marks()
         self._held_bytes = 0
-        self._weighs = self._at_the_loss = False
-        self._trial = Trial(0)
+        self._measures_memory = self._at_the_loss = False
+        self._times = BlockTimes(0)
         trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
         self._updated = sum(p.numel() for p in trained)
         self._optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
@@ -105,112 +105,122 @@ class Bench:
         ]
 
     def close(self) -> None:
-        """Let go of the blocks."""
+        """Remove the hooks from the blocks."""
         for handle in self._hooks:
             handle.remove()
 
-    def trial(
-        self, batch: BoundBatch[Any], *, chunk_rows: int | None = None, weighs: bool = True
-    ) -> Trial:
-        """Repeats with the rows of `batch` (None: as one chunk), after one that warms up and, where
-        memory is the host's, one that `weighs` what a block holds and takes time for that."""
-        trial = self._trial = Trial(batch.rows)
-        self._engine.chunk_rows = chunk_rows or trial.rows
-        # the host must not wait in a step for a copy behind what is still computed
+    def measure(
+        self, batch: BoundBatch[Any], *, chunk_rows: int | None = None, memory: bool = True
+    ) -> BlockTimes:
+        """Time steps of `batch` in chunks of `chunk_rows` rows; None: as one chunk.
+
+        A step that warms up comes first. Without a GPU, and for a batch that is one chunk, a step
+        that measures the block's `memory` follows; its time does not count.
+        """
+        times = self._times = BlockTimes(batch.rows)
+        self._engine.chunk_rows = chunk_rows or times.rows
+        # a copy within a step would make the host wait for all work queued before it
         batch = batch.to(self._device)
         self._step(batch)
-        if weighs and not self._on_gpu and chunk_rows is None:
-            self._weighs = True
-            self._step(batch)
-            self._weighs = False
-        trial.seconds.clear()
+        if memory and not self._on_gpu and chunk_rows is None:
+            self._step_for_memory(batch)
+        times.seconds.clear()
         if self._on_gpu:
-            self._repeat(batch, HEAT_S, LIMIT_S)
-            self._keep(batch, trial)
-            return trial
+            self._run_steps(batch, HEAT_S, LIMIT_S)
+            self._run_without_recompute(batch, times)
+            return times
         started_s = time.perf_counter()
-        for _ in range(REPEATS):
+        for _ in range(STEPS):
             self._step(batch)
-            if time.perf_counter() - started_s > ROUND_LIMIT_S:
+            if time.perf_counter() - started_s > CPU_LIMIT_S:
                 break
-        return trial
+        return times
 
-    def weighed(self, batch: BoundBatch[Any], trial: Trial) -> None:
-        """What `batch` holds counts for `trial`, of other rows, where it is more: rows of several
-        documents need a mask, with which attention keeps more, and may come late in a run."""
-        other = self._trial = Trial(trial.rows)
-        self._engine.chunk_rows = trial.rows
-        # the host must not wait in a step for a copy behind what is still computed
+    def measure_memory(self, batch: BoundBatch[Any], times: BlockTimes) -> None:
+        """Raise the bytes in `times`, which are those of other rows, to what `batch` takes.
+
+        Rows of several documents need a mask, with which attention keeps more, and may come late in
+        a run.
+        """
+        other = self._times = BlockTimes(times.rows)
+        self._engine.chunk_rows = times.rows
+        # a copy within a step would make the host wait for all work queued before it
         batch = batch.to(self._device)
         self._step(batch)
         if not self._on_gpu:
-            self._weighs = True
-            self._step(batch)
-            self._weighs = False
-        elif trial.keeps:
-            self._keep(batch, other)
-        trial.weighs_as(other)
+            self._step_for_memory(batch)
+        elif times.keeps:
+            self._run_without_recompute(batch, other)
+        times.take_larger_memory(other)
 
-    def _keep(self, batch: BoundBatch[Any], trial: Trial) -> None:
-        """The same with the activations kept: only the backward pass differs, and what is held."""
-        kept = self._trial = Trial(trial.rows)
+    def _run_without_recompute(self, batch: BoundBatch[Any], times: BlockTimes) -> None:
+        """Run the steps again with the blocks' activations kept, and add to `times` what differs:
+        the backward pass and the memory held."""
+        kept = self._times = BlockTimes(times.rows)
         for unit in self._engine.units:
             unit.recomputes = unit.group.kind != "block"
         try:
-            self._repeat(batch, 0.0, LIMIT_S / 2)
+            self._run_steps(batch, 0.0, LIMIT_S / 2)
         except torch.OutOfMemoryError:
             return
         finally:
             for unit in self._engine.units:
                 unit.recomputes = True
-        trial.seconds["kept_backward"] = kept.seconds["backward"]
-        trial.keeps, trial.kept_bytes = True, max(0, kept.held_bytes - trial.held_bytes)
+        times.seconds["kept_backward"] = kept.seconds["backward"]
+        times.keeps, times.kept_bytes = True, max(0, kept.held_bytes - times.held_bytes)
 
-    def _repeat(self, batch: BoundBatch[Any], heat_s: float, limit_s: float) -> None:
-        """Steps one behind the other without a pause; those that the device begins after `heat_s`
-        count, but never the first."""
+    def _run_steps(self, batch: BoundBatch[Any], heat_s: float, limit_s: float) -> None:
+        """Run steps without a pause between them. Steps that the device begins after `heat_s`
+        count, but never the first step."""
         counted: list[_Marks] = []
         before: _Marks | None = None
         started_s, past_s = time.perf_counter(), 0.0
-        while len(counted) < REPEATS and not (counted and past_s > limit_s):
+        while len(counted) < STEPS and not (counted and past_s > limit_s):
             step = self._queue(batch)
             if before is not None:
                 before.passed["updated"][0].synchronize()
-                past_s = time.perf_counter() - started_s - heat_s  # it begins now
+                past_s = time.perf_counter() - started_s - heat_s  # `step` begins on the GPU now
                 counted += [step] if past_s >= 0 else []
             before = step
         self._wait()
         for step in counted:
-            self._tell(step)
+            self._add_to_times(step)
 
     def _step(self, batch: BoundBatch[Any]) -> None:
-        """One step, waited for."""
+        """Run one step and wait for its end."""
         step = self._queue(batch)
         self._wait()
-        self._tell(step)
+        self._add_to_times(step)
+
+    def _step_for_memory(self, batch: BoundBatch[Any]) -> None:
+        """Run one step that measures the host memory of a block's backward pass."""
+        self._measures_memory = True
+        self._step(batch)
+        self._measures_memory = False
 
     def _queue(self, batch: BoundBatch[Any]) -> _Marks:
+        """Queue one step on the device and return its marks."""
         step = self._marks = _Marks()
         self._mark("start")
-        loss = batch.loss(self._mini)
+        loss = batch.loss(self._small)
         self._mark("loss")
         if self._on_gpu:
             self._at_the_loss = True
-            self._hold()
+            self._begin_peak()
         loss.backward()
         self._mark("backward")
         self._update()
-        for parameter in self._mini.parameters():
+        for parameter in self._small.parameters():
             parameter.grad = None
         return step
 
-    def _tell(self, step: _Marks) -> None:
-        """What a step took that is over."""
+    def _add_to_times(self, step: _Marks) -> None:
+        """Add what a finished step took to the times of its size."""
         forward_s = self._between(step, "enters", "leaves")
         backward_s = self._between(step, "backward enters", "backward leaves")
         host_s = step.host_between("enters", "leaves") if self._on_gpu else 0.0
         host_backward_s = step.host_between("backward enters", "backward leaves")
-        self._trial.took(
+        self._times.add_step(
             forward=forward_s / COPIES,
             backward=backward_s / COPIES,
             host_forward=host_s / COPIES,
@@ -224,7 +234,7 @@ class Bench:
         )
 
     def _update(self) -> None:
-        """The norm and the optimizer, of weights that live on the device."""
+        """Clip the norm and update the weights, which stay on the device."""
         if self._optimizer is not None:
             self._engine.clip_grad_norm(1.0)
         self._mark("clipped")
@@ -241,7 +251,7 @@ class Bench:
     def _leaves(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self._mark("leaves")
         if self._on_gpu:
-            self._trial.held_bytes = torch.cuda.memory_allocated(self._device)
+            self._times.held_bytes = torch.cuda.memory_allocated(self._device)
         hidden = _first_tensor(out if isinstance(out, tuple) else (out,))
         hidden.register_hook(lambda _: self._backward_enters())
 
@@ -250,32 +260,32 @@ class Bench:
         if self._on_gpu:
             if self._at_the_loss:
                 self._at_the_loss = False
-                self._trial.edge_bytes = max(self._trial.edge_bytes, self._taken_bytes())
-            self._hold()
-        elif self._weighs:
+                self._times.edge_bytes = max(self._times.edge_bytes, self._taken_bytes())
+            self._begin_peak()
+        elif self._measures_memory:
             trim_heap()
             self._held_bytes = measure_host_peak_anew() or 0
 
-    def _hold(self) -> None:
-        """What the device holds now; what is taken beside it from now on is to be told."""
+    def _begin_peak(self) -> None:
+        """Note the memory that the device holds now and begin a new peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
         self._held_bytes = torch.cuda.memory_allocated(self._device)
 
     def _taken_bytes(self) -> int:
-        """The most that was taken since `_hold`."""
+        """Return the most bytes that were taken since `_begin_peak`."""
         return max(0, torch.cuda.max_memory_allocated(self._device) - self._held_bytes)
 
     def _backward_left(self) -> None:
         self._mark("backward leaves")
         if self._on_gpu:
             taken = self._taken_bytes()
-            self._trial.activation_bytes = max(self._trial.activation_bytes, taken)
-        elif self._weighs and self._held_bytes:
+            self._times.activation_bytes = max(self._times.activation_bytes, taken)
+        elif self._measures_memory and self._held_bytes:
             peak = (recent_host_peak_bytes() or 0) - self._held_bytes
-            self._trial.activation_bytes = max(self._trial.activation_bytes, peak)
+            self._times.activation_bytes = max(self._times.activation_bytes, peak)
 
     def _mark(self, name: str) -> None:
-        """The time now: the host's, or that of the device's stream."""
+        """Mark this point of the step: on the host's clock, and in the stream of a GPU."""
         now: Any = time.perf_counter()
         self._marks.queued_s.setdefault(name, []).append(now)
         if self._on_gpu:
@@ -284,7 +294,7 @@ class Bench:
         self._marks.passed.setdefault(name, []).append(now)
 
     def _between(self, step: _Marks, start: str, end: str) -> float:
-        """Seconds from each mark `start` to its mark `end`, added up."""
+        """Sum the seconds from each mark `start` to its mark `end`."""
         pairs = zip(step.passed[start], step.passed[end], strict=True)
         if self._on_gpu:
             return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3
@@ -296,20 +306,8 @@ class Bench:
 
 
 def _first_tensor(values: tuple[Any, ...]) -> Tensor:
-    """The hidden states: the first input (or output) that a gradient reaches."""
+    """Return the hidden states: the first input (or output) that a gradient reaches."""
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad:
             return value
     raise NotCalibrated("no gradient reaches the input of its first block")
-
-
-def give_back(device: torch.device) -> None:
-    """Free what the miniature held: the plan counts what is free."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        release = getattr(torch._C, "_host_emptyCache", None)  # not of every build
-        if release is not None:  # boundaries that waited on the host were page-locked
-            release()
-    trim_heap()

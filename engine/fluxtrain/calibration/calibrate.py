@@ -1,13 +1,17 @@
-"""Run one block for real before training: what it takes on this machine, for the planner.
+"""Time one block of a model for the planner, with real rows, before a training.
 
-A miniature of the model (its edges, and one of its blocks twice) goes through the engine as the run
-will, all of it on the device so that no copy is in the times; where that is too much (embedding and
-head can be larger than many blocks) the edges stream, and their copies are hidden. Tried are some
-rows, more rows at once, and those in chunks of some. The latter two are the same work, so their
-difference is what a chunk costs beside its rows: gradients are added up once for each, and small
-products are slow. Without a GPU, where copies and updates take time from the cores that compute, it
-streams for some steps too, in turn with the others (`calibration/repeats.py`). Weights are the
-model's own; nothing of the model itself is touched, and the random state is as it was afterwards.
+A small model (the edges of the model and two copies of one block) runs through the engine as the
+run will. All of it is on the device, so that no copy is in the times. Where that is too much
+(embedding and head can be larger than many blocks) the edges stream, and their copies are hidden.
+
+Three sizes are timed: few rows, many rows at once, and the many rows in chunks of the few. The last
+two are the same work, so their difference is what a chunk costs beside its rows: gradients are
+added up once for each chunk, and small products are slow. Without a GPU, where copies and updates
+take time from the cores that compute, streamed steps are timed too, in turn with the others
+(`calibration/repeats.py`). With a GPU, `calibration/timed_steps.py` times what its host does.
+
+The small model has copies of the model's own weights; the model itself and the random state are
+left as they were.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
@@ -27,16 +30,17 @@ from torch import nn
 from fluxtrain.block.rng import randomness_kept
 from fluxtrain.calibration.block_timing import (
     COPIES,
-    REPEATS,
-    ROUND_LIMIT_S,
-    Bench,
-    NotCalibrated,
-    Trial,
-    give_back,
+    BlockTimer,
+    BlockTimes,
 )
-from fluxtrain.calibration.repeats import Round, until_agreed
-from fluxtrain.calibration.small_model import miniature, wrapped
-from fluxtrain.calibration.timed_steps import Kind, Rehearsed, rehearse
+from fluxtrain.calibration.repeats import Repeat, streamed_steps, until_agreed
+from fluxtrain.calibration.small_model import (
+    NotCalibrated,
+    free_memory,
+    make_small_model,
+    wrapped,
+)
+from fluxtrain.calibration.timed_steps import Kind, StepTimes, time_steps
 from fluxtrain.errors import Diverged, UnsupportedModel
 from fluxtrain.hardware.others import others_share, read_use
 from fluxtrain.methods.objective import BoundBatch
@@ -44,7 +48,7 @@ from fluxtrain.plan.cost.calibration import (
     Calibration,
     HostTimes,
     Line,
-    NotRehearsed,
+    StepsNotTimed,
     Streamed,
     line_of_chunks,
     line_through,
@@ -59,9 +63,8 @@ from fluxtrain.wrapping.grouping import facts_of
 if TYPE_CHECKING:
     from fluxtrain.wrapping.engine import Engine
 
-WARMING = 2  # streamed steps: the first touches weights and gradients, the second the moments
-TRIALS = ("few", "many", "cut")
-_OfSteps = tuple[dict[Kind, Rehearsed], GroupFacts]
+SIZES = ("few", "many", "cut")  # "cut" is the many rows in chunks of the few
+_TimedSteps = tuple[dict[Kind, StepTimes], GroupFacts]
 
 
 def calibrate(
@@ -76,104 +79,109 @@ def calibrate(
     *,
     in_backward: bool = False,
 ) -> Calibration:
-    """Time a block, and what stands outside the blocks, at chunks of `rows` rows. Where the
-    miniature does not fit on a GPU, with its edges at home on the host; or else with `fewer` rows.
-    `states` are those of AdamW, whose update on the device is timed too.
+    """Time a block, and what stands outside the blocks, in chunks of `rows` rows, (few, many).
 
-    `batch_of` gives real rows; `heavier_of` gives rows whose activations may take more memory, None
-    where the usual ones do already: their memory counts, but not their time, for they may be few.
-    Raises
-    NotCalibrated with the reason: blocks in several lists, too little memory for the miniature, or
-    a loss that is not finite.
+    Where the small model does not fit on a GPU, its edges wait on the host; where that does not fit
+    either, `fewer` rows are timed. `states` are those of AdamW, whose update on the device is timed
+    too. `in_backward` times steps that update in the backward pass.
+
+    `batch_of` gives real rows. `heavier_of` gives rows whose activations may take more memory, None
+    where the usual rows do already. Their memory counts but not their time, as they may be few.
+
+    Raises NotCalibrated with the reason: blocks in several lists, too little memory for the small
+    model, or a loss that is not finite.
     """
     started_s, before = time.monotonic(), read_use()
     process = psutil.Process()
     before_bytes = process.memory_info().rss
     sizes = dict.fromkeys((rows, fewer or rows))
-    at_home = [_Way(count, edges="host", states=states) for count in sizes]
+    edges_on_host = [_Setup(count, edges="host", states=states) for count in sizes]
     try:
         with randomness_kept(device):
-            ways = [_Way(rows, states=states), *at_home]
-            tried = _first_that_fits(ways, model, _Batches(batch_of, heavier_of), device)
-            rehearsed: _OfSteps | NotRehearsed | None = None
+            setups = [_Setup(rows, states=states), *edges_on_host]
+            timed = _first_that_fits(setups, model, _Batches(batch_of, heavier_of), device)
+            steps: _TimedSteps | StepsNotTimed | None = None
             if device.type == "cuda":
-                batch = batch_of(tried.few.rows)
-                rehearsed = rehearse(
-                    model, batch, device, states, host_available_bytes, in_backward=in_backward
-                )
+                batch, limit = batch_of(timed.few.rows), host_available_bytes
+                steps = time_steps(model, batch, device, states, limit, in_backward=in_backward)
     except (UnsupportedModel, Diverged) as error:
         raise NotCalibrated(str(error)) from error
     finally:
-        give_back(device)
+        free_memory(device)
 
     return Calibration(
-        **_lines(tried),
-        **_of_host(tried, rehearsed),
-        device_update_s=tried.many.median("update"),
-        streamed=tried.streamed,
+        **_lines(timed),
+        **_of_host(timed, steps),
+        device_update_s=timed.many.median("update"),
+        streamed=timed.streamed,
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
-        rows=(tried.few.rows, tried.many.rows),
+        rows=(timed.few.rows, timed.many.rows),
         measured_at_s=time.time(),
         measuring_s=time.monotonic() - started_s,
         others_share=others_share(before),
     )
 
 
-def _lines(tried: _Tried) -> dict[str, Any]:
-    """Fields of a calibration: seconds and bytes over rows."""
-    few, many, cut = tried.few, tried.many, tried.cut
+def _lines(timed: _Timed) -> dict[str, Any]:
+    """Return the fields of a calibration that are seconds and bytes over rows."""
+    few, many, cut = timed.few, timed.many, timed.cut
     chunks = -(-many.rows // few.rows)
 
     def of_chunks(name: str) -> Line:
         return line_of_chunks(many.rows, many.median(name), chunks, cut.median(name))
 
-    def of_batches(of: Callable[[Trial], float]) -> Line:
+    def of_batches(of: Callable[[BlockTimes], float]) -> Line:
         return line_through((few.rows, of(few)), (many.rows, of(many)))
 
     keeps = many.keeps and cut.keeps
     return {
         "forward": of_chunks("forward"),
         "backward": of_chunks("backward"),
-        "outside_forward": of_batches(lambda trial: trial.median("outside_forward")),
-        "outside_backward": of_batches(lambda trial: trial.median("outside_backward")),
-        "activation_bytes": round(of_batches(lambda trial: float(trial.activation_bytes)).slope),
-        "edge_bytes": round(of_batches(lambda trial: float(trial.edge_bytes)).slope),
+        "outside_forward": of_batches(lambda times: times.median("outside_forward")),
+        "outside_backward": of_batches(lambda times: times.median("outside_backward")),
+        "activation_bytes": round(of_batches(lambda times: float(times.activation_bytes)).slope),
+        "edge_bytes": round(of_batches(lambda times: float(times.edge_bytes)).slope),
         "kept_backward": of_chunks("kept_backward") if keeps else None,
         "kept_bytes": many.kept_bytes // (COPIES * many.rows) if keeps else None,
     }
 
 
-def _of_host(tried: _Tried, rehearsed: _OfSteps | NotRehearsed | None) -> dict[str, Any]:
-    """Fields of a calibration: what the host takes, in whole steps where these were made."""
-    if rehearsed is None or isinstance(rehearsed, NotRehearsed):
-        return {**_host_alone(tried.many), "not_rehearsed": rehearsed}
-    return _rehearsed(tried.few, *rehearsed)
+def _of_host(timed: _Timed, steps: _TimedSteps | StepsNotTimed | None) -> dict[str, Any]:
+    """Return the fields of a calibration that are the host's: from whole steps, if these were
+    timed."""
+    if steps is None or isinstance(steps, StepsNotTimed):
+        return {**_host_alone(timed.many), "not_rehearsed": steps}
+    return _host_in_steps(timed.few, *steps)
 
 
-def _host_alone(many: Trial) -> dict[str, Any]:
-    """The host's times where no whole steps were made; a full queue of the device is none of its
-    own."""
+def _host_alone(many: BlockTimes) -> dict[str, Any]:
+    """Return the host's least times without whole steps: waiting for the device's full queue, which
+    makes others longer, is no time of the host."""
     return {
         "host_block_s": min(many.seconds["host"]),
         "host_forward_s": min(many.seconds["host_forward"]),
     }
 
 
-def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) -> dict[str, Any]:
-    """Fields of a calibration: the host's times, and AdamW's rates as its steps have them. What
-    was `tried` on the device, with few rows, counts at its least: a full queue makes it longer."""
-    alone, parked, passes = of["alone"], of["parked"], of.get("passes")
+def _host_in_steps(
+    few: BlockTimes, of: Mapping[Kind, StepTimes], block: GroupFacts
+) -> dict[str, Any]:
+    """Return the host's times and AdamW's rates in whole steps.
+
+    Of the times of `few` rows on the device the least count: a full queue makes others longer.
+    """
+    alone, offloaded, passes = of["alone"], of["offloaded"], of.get("passes")
     whole = of.get("whole") or of["in_backward"]
     host = HostTimes(
         forward_s=alone.forward_s,
         backward_s=alone.backward_s,
         forward_beside_s=(passes or whole).forward_s,
         backward_beside_s=(passes or whole).backward_s,
-        park_forward_s=max(0.0, parked.forward_s - alone.forward_s),
-        park_backward_s=max(0.0, parked.backward_s - alone.backward_s),
-        outside_s=min(tried.seconds["host_outside"]),
+        park_forward_s=max(0.0, offloaded.forward_s - alone.forward_s),
+        park_backward_s=max(0.0, offloaded.backward_s - alone.backward_s),
+        outside_s=min(few.seconds["host_outside"]),
         home_update_s=(passes or whole).optimizer_s,
-        device_update_s=min(tried.seconds["host_update"]),
+        device_update_s=min(few.seconds["host_update"]),
     )
     found: dict[str, Any] = {
         "host": host,
@@ -194,7 +202,7 @@ def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) ->
 
 @dataclass(frozen=True)
 class _Batches:
-    """Rows to try, by how many."""
+    """The rows to time, by how many."""
 
     usual: Callable[[int], BoundBatch[Any]]
     heavier_of: Callable[[int], BoundBatch[Any] | None] | None
@@ -205,123 +213,106 @@ class _Batches:
 
 
 @dataclass(frozen=True)
-class _Tried:
-    few: Trial
-    many: Trial
-    cut: Trial  # the many rows in chunks of the few
+class _Timed:
+    few: BlockTimes
+    many: BlockTimes
+    cut: BlockTimes  # the many rows in chunks of the few
     streamed: Streamed | None
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How the miniature is tried."""
+class _Setup:
+    """The rows (few, many) of the small model, and where its edges are."""
 
     rows: tuple[int, int]
     edges: Literal["device", "host"] = "device"
     states: StateFormat = "fp32"
 
-    def wrapped(self, mini: nn.Module, device: torch.device) -> AbstractContextManager[Engine]:
+    def wrapped(self, small: nn.Module, device: torch.device) -> AbstractContextManager[Engine]:
+        """Wrap `small` with its blocks on the device and its edges as set."""
         how: dict[str, Any] = {"states": self.states}
         if self.edges == "device":
-            return wrapped(mini, device, "none", max(self.rows), **how)
+            return wrapped(small, device, "none", max(self.rows), **how)
         how["placement"] = PlacementRequest(
             device_groups=COPIES, device_first="blocks", embedding="whole", head="whole"
         )
-        return wrapped(mini, device, "weights", max(self.rows), **how)
+        return wrapped(small, device, "weights", max(self.rows), **how)
 
 
 def _first_that_fits(
-    ways: Iterable[_Way],
+    setups: Iterable[_Setup],
     model: nn.Module,
     batches: _Batches,
     device: torch.device,
-) -> _Tried:
-    for way in ways:
+) -> _Timed:
+    for setup in setups:
         try:
-            return _tried(model, batches, device, way)
+            return _timed(model, batches, device, setup)
         except (torch.OutOfMemoryError, MemoryError):
-            pass  # the error holds the miniature until here
-        give_back(device)
+            pass  # the error holds the small model until here
+        free_memory(device)
     raise NotCalibrated("two blocks do not fit on the device with their states")
 
 
-def _tried(model: nn.Module, batches: _Batches, device: torch.device, way: _Way) -> _Tried:
-    edges = device if way.edges == "device" else torch.device("cpu")
-    mini = miniature(model, COPIES, blocks=device, edges=edges)
-    mini.train()
-    facts = facts_of(mini)
+def _timed(model: nn.Module, batches: _Batches, device: torch.device, setup: _Setup) -> _Timed:
+    edges = device if setup.edges == "device" else torch.device("cpu")
+    small = make_small_model(model, COPIES, blocks=device, edges=edges)
+    small.train()
+    facts = facts_of(small)
     if device.type == "cuda":
-        return _Tried(**_trials(mini, batches, device, way), streamed=None)
-    rounds = until_agreed(partial(_round, mini, batches, device, way))
-    longer_s = rounds.longer_s()
+        return _Timed(**_time_sizes(small, batches, device, setup), streamed=None)
+    found = until_agreed(partial(_repeat, small, batches, device, setup))
+    longer_s = found.longer_s()
     streamed = (
         None
         if longer_s is None
         else Streamed(
             longer_s=longer_s,
             updated_bytes=sum(group.update_bytes for group in facts.groups),
-            copied_bytes=rounds.rounds[0].copied_bytes,
+            copied_bytes=found.repeats[0].copied_bytes,
             groups=len(facts.groups),
         )
     )
-    return _Tried(**rounds.trials(), streamed=streamed)
+    return _Timed(**found.sizes(), streamed=streamed)
 
 
-def _round(
-    mini: nn.Module,
+def _repeat(
+    small: nn.Module,
     batches: _Batches,
     device: torch.device,
-    way: _Way,
+    setup: _Setup,
     is_first: bool,
-) -> Round:
-    trials = _trials(mini, batches, device, way, TRIALS if is_first else TRIALS[1:])
-    give_back(device)  # the trials after each other take no more than one of them
-    with wrapped(mini, device, "weights", max(way.rows)) as engine:
-        streamed_s, copied_bytes = _streamed_steps(mini, engine, batches.usual(max(way.rows)))
-    give_back(device)
-    return Round(trials=trials, streamed_s=streamed_s, copied_bytes=copied_bytes)
+) -> Repeat:
+    """Time the sizes and the streamed steps once; few rows are timed in the first repeat alone."""
+    sizes = _time_sizes(small, batches, device, setup, SIZES if is_first else SIZES[1:])
+    free_memory(device)  # or the two wrapped models would take memory beside each other
+    with wrapped(small, device, "weights", max(setup.rows)) as engine:
+        streamed_s, copied_bytes = streamed_steps(small, engine, batches.usual(max(setup.rows)))
+    free_memory(device)
+    return Repeat(sizes=sizes, streamed_s=streamed_s, copied_bytes=copied_bytes)
 
 
-def _trials(
-    mini: nn.Module,
+def _time_sizes(
+    small: nn.Module,
     batches: _Batches,
     device: torch.device,
-    way: _Way,
-    names: Sequence[str] = TRIALS,
-) -> dict[str, Trial]:
-    """Those of `names`; what a block holds is weighed where all are made."""
-    few, many = way.rows
+    setup: _Setup,
+    names: Sequence[str] = SIZES,
+) -> dict[str, BlockTimes]:
+    """Time the sizes called `names`; memory is measured where these are all sizes."""
+    few, many = setup.rows
     sizes = {"few": (few, None), "many": (many, None), "cut": (many, few)}
-    with way.wrapped(mini, device) as engine:
-        bench = Bench(mini, engine, [module for _, module in take_apart(mini).blocks], device)
+    with setup.wrapped(small, device) as engine:
+        blocks = [module for _, module in take_apart(small).blocks]
+        timer = BlockTimer(small, engine, blocks, device)
         found = {
-            name: bench.trial(batches.usual(rows), chunk_rows=chunk_rows, weighs=names == TRIALS)
+            name: timer.measure(batches.usual(rows), chunk_rows=chunk_rows, memory=names == SIZES)
             for name, (rows, chunk_rows) in sizes.items()
             if name in names
         }
-        for name in ("few", "many") if names == TRIALS else ():
+        for name in ("few", "many") if names == SIZES else ():
             heavier = batches.heavier(found[name].rows)
             if heavier is not None:
-                bench.weighed(heavier, found[name])
-        bench.close()
+                timer.measure_memory(heavier, found[name])
+        timer.close()
     return found
-
-
-def _streamed_steps(
-    mini: nn.Module, engine: Engine, batch: BoundBatch[Any]
-) -> tuple[Sequence[float], int]:
-    """Seconds of whole steps with the update of all that is trained, and bytes that one copies."""
-    optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], lr=1e-5)
-    ends_s = [time.perf_counter()]
-    while len(ends_s) <= WARMING + REPEATS:
-        batch.loss(mini).backward()
-        engine.clip_grad_norm(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        ends_s.append(time.perf_counter())
-        if len(ends_s) > 1 + WARMING and ends_s[-1] - ends_s[WARMING] > 2 * ROUND_LIMIT_S:
-            break
-    engine.flush()
-    traffic = engine.traffic()
-    steps_s = [after - before for before, after in pairwise(ends_s)]
-    return steps_s[WARMING:], (traffic.h2d_bytes + traffic.d2h_bytes) // len(steps_s)

@@ -1,4 +1,4 @@
-"""The most memory that this process ever held, as the plan's peaks mean it."""
+"""Measure the most memory that this process ever held, as the plan counts its peaks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _earlier_peaks = [0]
 
 
 def measured_peaks(engine: Engine) -> dict[str, float | None]:
-    """Bytes: the host's by the kernel, the device's by torch's allocator.
+    """Return the peaks in bytes: the host's from the kernel, the device's from torch's allocator.
 
-    `device_peak_bytes` is what the plan predicts: memory in use by tensors. What the allocator has
-    reserved beside that (free pieces between them) and CUDA's own share are told as well. All three
-    are None without a GPU, whose memory is then the host's.
+    `device_peak_bytes` is what the plan predicts: memory in use by tensors.
+    `device_reserved_peak_bytes` is what the allocator had reserved, which includes free ranges
+    between tensors. Both are None without a GPU, as all memory is then the host's.
     """
     on_gpu = engine.device.torch_device.type == "cuda"
     used, reserved = engine.counters.device_peaks() if on_gpu else (None, None)
@@ -32,7 +32,7 @@ def measured_peaks(engine: Engine) -> dict[str, float | None]:
 
 
 def host_peak_bytes(process: Path = PROCESS) -> int:
-    """The peak of this process's resident memory since it began."""
+    """Return the peak of this process's resident memory since its start."""
     found = _resident(process, "VmHWM")
     if found is None:
         found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -40,13 +40,13 @@ def host_peak_bytes(process: Path = PROCESS) -> int:
 
 
 def recent_host_peak_bytes(process: Path = PROCESS) -> int | None:
-    """The peak since `measure_host_peak_anew`; None where the kernel does not tell."""
+    """Return the peak since `measure_host_peak_anew`; None where the kernel does not tell."""
     return _resident(process, "VmHWM")
 
 
 def measure_host_peak_anew(process: Path = PROCESS) -> int | None:
-    """Begin another peak, and give what is resident now; `host_peak_bytes` stays that of the whole
-    process. None, and nothing begins, where the kernel does not let it (Linux, proc(5))."""
+    """Begin a new peak and return the bytes resident now; `host_peak_bytes` stays that of the whole
+    process. None where the kernel does not allow it (Linux, proc(5)); no peak begins then."""
     before = host_peak_bytes(process)
     try:
         (process / "clear_refs").write_text(RESET_PEAK)

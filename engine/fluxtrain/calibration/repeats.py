@@ -1,10 +1,11 @@
-"""A miniature that computes resident and streams in turn, until two rounds found the same.
+"""Repeat the timing of resident and streamed steps in turn, until two repeats agree.
 
-What streaming costs beside its bytes is a small difference between two steps, and counts once for
-every group of the model. Other programs, and fresh pages that the system has to find first (a
-virtual machine's host too), can make all steps of one kind slow for a second. Only slower: so the
-fastest step of each kind counts, once another round comes near to it. Of what else is timed the
-median over all rounds counts.
+This is done without a GPU. What streaming costs beside its bytes is there a small difference
+between two steps, and counts once for every group of the model. Other programs, and fresh pages
+that the operating system (or the host of a virtual machine) has to find first, can slow down all
+steps of one kind for a second. They never make a step faster. So the fastest step of each kind
+counts, once another repeat comes close to it. Of everything else that is timed, the median over all
+repeats counts.
 """
 
 from __future__ import annotations
@@ -12,48 +13,61 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from fluxtrain.calibration.block_timing import Trial
+import torch
+from torch import nn
+
+from fluxtrain.calibration.block_timing import CPU_LIMIT_S, STEPS, BlockTimes
 from fluxtrain.hardware.others import BUSY_SHARE, others_share, read_use
+from fluxtrain.methods.objective import BoundBatch
+
+if TYPE_CHECKING:
+    from fluxtrain.wrapping.engine import Engine
 
 SAME = 0.05  # steps that differ by less agree
-ROUNDS_S = 6.5  # no further round begins later
-MOST_ROUNDS = 4
+REPEATS_S = 6.5  # no further repeat begins later
+MOST_REPEATS = 4
+WARMING = 2  # streamed steps: the first touches weights and gradients, the second the moments
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """Seconds of steps of the miniature."""
+class Repeat:
+    """Times of resident and of streamed steps of the small model."""
 
-    trials: Mapping[str, Trial]  # by name; of "many" rows in every round
+    sizes: Mapping[str, BlockTimes]  # by name; "many" rows in every repeat
     streamed_s: Sequence[float]  # steps with the many rows, streamed, with their updates
     copied_bytes: int  # of one such step
 
     @property
     def fastest(self) -> tuple[float, float]:
-        """The resident step of the many rows, and the streamed one."""
-        return min(self.trials["many"].seconds["whole"]), min(self.streamed_s)
+        """Return the seconds of the fastest resident step of many rows, and of the streamed one."""
+        return min(self.sizes["many"].seconds["whole"]), min(self.streamed_s)
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """What was found until two agreed, or time was up."""
+class Repeats:
+    """All repeats until two agreed, or the time was up."""
 
-    rounds: Sequence[Round]
+    repeats: Sequence[Repeat]
     others_share: float | None  # of all processors, used by other programs meanwhile
 
-    def trials(self) -> dict[str, Trial]:
-        """By name, with the steps of all rounds."""
-        found: dict[str, Trial] = {}
-        for one in self.rounds:
-            for name, trial in one.trials.items():
-                found.setdefault(name, Trial(trial.rows)).add(trial)
+    def sizes(self) -> dict[str, BlockTimes]:
+        """Return the times by the name of their size, with the steps of all repeats."""
+        found: dict[str, BlockTimes] = {}
+        for repeat in self.repeats:
+            for name, times in repeat.sizes.items():
+                found.setdefault(name, BlockTimes(times.rows)).add(times)
         return found
 
     def longer_s(self) -> float | None:
-        """What the fastest streamed step took beyond the fastest resident one. None where other
-        programs disturbed the rounds and no two agree: then it says more about those."""
-        found = [one.fastest for one in self.rounds]
+        """Return the seconds of the fastest streamed step less those of the fastest resident one.
+
+        None when no two repeats agree while other programs were busy: the difference then says
+        more about those programs.
+        """
+        found = [repeat.fastest for repeat in self.repeats]
         if not agree(found) and (self.others_share or 0.0) >= BUSY_SHARE:
             return None
         resident_s = min(resident for resident, _ in found)
@@ -61,22 +75,44 @@ class Rounds:
 
 
 def until_agreed(
-    one_round: Callable[[bool], Round], clock: Callable[[], float] = time.monotonic
-) -> Rounds:
-    """Rounds until two agree, no more than there is time for; `one_round` is told whether it makes
-    the first."""
+    repeat: Callable[[bool], Repeat], clock: Callable[[], float] = time.monotonic
+) -> Repeats:
+    """Call `repeat` until two repeats agree, `MOST_REPEATS` are made or `REPEATS_S` are over; its
+    argument says whether this is the first."""
     before, started_s = read_use(), clock()
-    rounds: list[Round] = []
+    repeats: list[Repeat] = []
     while True:
-        rounds.append(one_round(not rounds))
-        late = clock() - started_s > ROUNDS_S
-        if late or len(rounds) == MOST_ROUNDS or agree([one.fastest for one in rounds]):
-            return Rounds(rounds, others_share(before))
+        repeats.append(repeat(not repeats))
+        late = clock() - started_s > REPEATS_S
+        if late or len(repeats) == MOST_REPEATS or agree([one.fastest for one in repeats]):
+            return Repeats(repeats, others_share(before))
 
 
 def agree(fastest: Sequence[tuple[float, float]]) -> bool:
-    """Was the fastest step of each kind (resident, streamed) nearly reached in a second round?"""
+    """Return whether, for both kinds (resident, streamed), a second repeat came close to the
+    fastest step."""
     if len(fastest) < 2:
         return False
     pairs = (sorted(seconds)[:2] for seconds in zip(*fastest, strict=True))
     return all(second <= first * (1 + SAME) for first, second in pairs)
+
+
+def streamed_steps(
+    small: nn.Module, engine: Engine, batch: BoundBatch[Any]
+) -> tuple[Sequence[float], int]:
+    """Return the seconds of whole steps that update all trained weights, and the bytes that one
+    step copies."""
+    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], lr=1e-5)
+    ends_s = [time.perf_counter()]
+    while len(ends_s) <= WARMING + STEPS:
+        batch.loss(small).backward()
+        engine.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends_s.append(time.perf_counter())
+        if len(ends_s) > 1 + WARMING and ends_s[-1] - ends_s[WARMING] > 2 * CPU_LIMIT_S:
+            break
+    engine.flush()
+    traffic = engine.traffic()
+    steps_s = [after - before for before, after in pairwise(ends_s)]
+    return steps_s[WARMING:], (traffic.h2d_bytes + traffic.d2h_bytes) // len(steps_s)

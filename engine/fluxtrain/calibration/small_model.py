@@ -1,8 +1,9 @@
-"""A small model of the same blocks and edges, to try on a machine what a training will do there."""
+"""Build and wrap a small model: the edges of a model and some copies of its middle block."""
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,28 +12,35 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.calibration.block_timing import NotCalibrated
+from fluxtrain.device.heap import trim_heap
+from fluxtrain.errors import FluxTrainError
 from fluxtrain.plan.facts import Offload
 from fluxtrain.wrapping.block_discovery import take_apart
 
 if TYPE_CHECKING:
     from fluxtrain.wrapping.engine import Engine
 
-ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
+ALL_CHECKED = 3  # recomputes after which the engine stops comparing them with the forward pass
+
+
+class NotCalibrated(FluxTrainError):
+    """Raised with the reason when a block cannot be timed; the planner then uses what it knew."""
 
 
 def middle_block(model: nn.Module) -> nn.Module:
-    """The block that stands for all: the first and the last of some models are others."""
+    """Return the block that is timed for all: in some models the first and the last differ."""
     blocks = take_apart(model).blocks
     return blocks[len(blocks) // 2][1]
 
 
-def miniature(
+def make_small_model(
     model: nn.Module, copies: int, *, blocks: torch.device, edges: torch.device
 ) -> nn.Module:
-    """A copy of `model` with `copies` of its middle block on the device `blocks` in place of all of
-    them, and what stands outside the blocks on `edges`. Raises NotCalibrated where it has blocks in
-    several lists."""
+    """Copy `model` with only `copies` copies of its middle block as its blocks.
+
+    The blocks are placed on the device `blocks`, all other modules on the device `edges`.
+    Raises NotCalibrated when the blocks of `model` stand in several lists.
+    """
     parts = take_apart(model)
     lists = {name.rpartition(".")[0] for name, _ in parts.blocks}
     if len(lists) != 1:
@@ -47,7 +55,8 @@ def miniature(
 
 
 def _on(device: torch.device, parameters: Iterable[nn.Parameter]) -> dict[int, Any]:
-    """What `deepcopy` takes for these parameters: copies that never exist twice on the host."""
+    """Make the memo with which `deepcopy` copies `parameters` to `device`, never twice in host
+    memory."""
     return {
         id(p): nn.Parameter(p.detach().to(device, copy=True), requires_grad=p.requires_grad)
         for p in parameters
@@ -56,21 +65,34 @@ def _on(device: torch.device, parameters: Iterable[nn.Parameter]) -> dict[int, A
 
 @contextmanager
 def wrapped(
-    mini: nn.Module, device: torch.device, offload: Offload, chunk_rows: int, **rest: Any
+    small: nn.Module, device: torch.device, offload: Offload, chunk_rows: int, **rest: Any
 ) -> Iterator[Engine]:
-    """The engine of `mini` inside, past the checks of its first steps; unwrapped afterwards.
+    """Wrap `small` for the length of the context and give its engine, which skips the checks of
+    the first steps.
 
     rest: more arguments of `wrap`.
     """
     from fluxtrain.wrapping.engine import engine_of
 
     fluxtrain.wrap(
-        mini, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **rest
+        small, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **rest
     )
-    engine = engine_of(mini)
+    engine = engine_of(small)
     try:
         for unit in engine.units:
             unit.checked_recomputes = ALL_CHECKED
         yield engine
     finally:
-        fluxtrain.unwrap(mini)
+        fluxtrain.unwrap(small)
+
+
+def free_memory(device: torch.device) -> None:
+    """Free what a dropped small model held in caches: the plan counts free memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        release = getattr(torch._C, "_host_emptyCache", None)  # not every build has it
+        if release is not None:  # activations offloaded to the host were page-locked
+            release()
+    trim_heap()

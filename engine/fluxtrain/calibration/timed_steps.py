@@ -1,15 +1,15 @@
-"""Some blocks at home on the host take a few whole steps, as a training's do, on a GPU's machine.
+"""Time whole steps of some blocks on the host, to learn what a GPU's host takes in a training.
 
-What is timed by itself is faster than in a training. There AdamW shares the host's memory with
-copies and its cores with the threads that queue the GPU's work; those wait for a core, for memory
-and for Python's lock; and between two blocks' updates a thread has to be woken. So a miniature with
-all its blocks at home is trained: without an optimizer, its boundaries on the device and on the
-host, and as the run will, with each block's
-update at once and in two passes, or in steps in backward. Each takes a few steps of few rows, for
-neither
-AdamW nor the queueing depends on how many there are, and the GPU is then never what they wait for.
-There are as many blocks as it takes for what comes home, and is updated soon, to be no large part
-of the processor's cache.
+What is timed by itself is faster than in a training. There, AdamW shares the host's memory with
+copies, and its cores with the threads that queue the GPU's work. Those threads wait for a core, for
+memory and for Python's lock, and a thread has to be woken between the updates of two blocks. So a
+small model with all its blocks on the host is trained in several kinds of steps: without an
+optimizer, with activations on the device and on the host; and as the run will, with the update of
+each block at once and in two passes, or within the backward pass.
+
+Each kind takes a few steps of few rows: neither AdamW nor the queueing depends on the rows, and the
+GPU is then never what they wait for. There are so many blocks that a gradient, which is updated
+soon after its download, is no large part of the processor's cache.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.block.recompute_policy import choose_recompute
-from fluxtrain.calibration.block_timing import give_back
-from fluxtrain.calibration.small_model import middle_block, miniature, wrapped
+from fluxtrain.calibration.small_model import (
+    free_memory,
+    make_small_model,
+    middle_block,
+    wrapped,
+)
 from fluxtrain.device.recorder import Note
 from fluxtrain.errors import Diverged
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.plan.cost.calibration import NotRehearsed, median
+from fluxtrain.plan.cost.calibration import StepsNotTimed, median
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
@@ -44,28 +48,36 @@ if TYPE_CHECKING:
 
 PARAMETERS = 480 << 20  # of all blocks: the gradients of few would still be in a large cache
 LEAST_BLOCKS, MOST_BLOCKS = 3, 12
-BYTES_A_PARAMETER = 16  # at home: weight, masters, moments and gradient
-HOST_SHARE = 4  # no more than this part of what is available
+BYTES_A_PARAMETER = 16  # on the host: weight, masters, moments and gradient
+HOST_SHARE = 4  # the blocks take at most one part in so many of the available host memory
 WARMING = 2  # steps: the first touches weights and gradients, the second the moments
-REPEATS = 4
-LIMIT_S = 0.8  # for the repeats of one kind; the last may end later
+STEPS = 4  # of one kind, at most
+LIMIT_S = 0.8  # for the steps of one kind; the last may end later
 
 _SIZE = r"[\d.]+ (?:[KMGT]iB|bytes)"
-Kind = Literal["alone", "parked", "whole", "passes", "in_backward"]
+Kind = Literal[
+    "alone",  # no update, activations on the device
+    "offloaded",  # no update, activations on the host
+    "whole",  # each block's update at once
+    "passes",  # its weights first, its moments later
+    "in_backward",  # its update in the backward pass
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsed:
+class StepTimes:
     """What one kind of steps takes for each block."""
 
     forward_s: float  # the host queues one block's forward pass, less what it waits for
     backward_s: float
-    optimizer_s: float  # the host, for each block: `step()` and forgetting its gradients
-    update_s: float | None  # AdamW from one block's beginning to the next one's; None: none ran
+    optimizer_s: float  # the host, for each block: `step()` and dropping its gradients
+    update_s: (
+        float | None
+    )  # AdamW, from the start of a block to the start of the next; None: none ran
     moments_s: float | None
 
 
-def rehearse(
+def time_steps(
     model: nn.Module,
     batch: BoundBatch[Any],
     device: torch.device,
@@ -73,27 +85,29 @@ def rehearse(
     host_available_bytes: int | None,
     *,
     in_backward: bool,
-) -> tuple[dict[Kind, Rehearsed], GroupFacts] | NotRehearsed:
-    """What each kind of steps takes that an `in_backward` run, or one that clips, can make, and
-    the facts
-    of the block that took it; or why there are none: device or host have too little memory, no
-    block is trained, or copies of one give a loss or gradients that are not finite."""
-    tried = middle_block(model)
-    parameters = sum(p.numel() for p in tried.parameters())
-    if not any(p.requires_grad for p in tried.parameters()):
-        return NotRehearsed(why="no parameter of its blocks is trained", lasts=True)
+) -> tuple[dict[Kind, StepTimes], GroupFacts] | StepsNotTimed:
+    """Time the kinds of steps that an `in_backward` run, or one that clips, can make.
+
+    Returns their times with the facts of the timed block, or the reason why there are none: device
+    or host have too little memory, no block is trained, or copies of one block give a loss or
+    gradients that are not finite.
+    """
+    block = middle_block(model)
+    parameters = sum(p.numel() for p in block.parameters())
+    if not any(p.requires_grad for p in block.parameters()):
+        return StepsNotTimed(why="no parameter of its blocks is trained", lasts=True)
     count = _blocks_for(parameters, host_available_bytes)
-    if isinstance(count, NotRehearsed):
+    if isinstance(count, StepsNotTimed):
         return count
     try:
-        return _rehearsed(model, count, batch, device, states, in_backward=in_backward)
+        return _timed(model, count, batch, device, states, in_backward=in_backward)
     except (torch.OutOfMemoryError, MemoryError, Diverged) as error:
-        return NotRehearsed(why=f"{count} copies of a block failed: {_why(error)}")
+        return StepsNotTimed(why=f"{count} copies of a block failed: {_why(error)}")
     finally:
-        give_back(device)
+        free_memory(device)
 
 
-def _rehearsed(
+def _timed(
     model: nn.Module,
     count: int,
     batch: BoundBatch[Any],
@@ -101,27 +115,27 @@ def _rehearsed(
     states: StateFormat,
     *,
     in_backward: bool,
-) -> tuple[dict[Kind, Rehearsed], GroupFacts]:
-    home = torch.device("cpu")
-    mini = miniature(model, count, blocks=home, edges=home).train()
-    blocks = [module for _, module in take_apart(mini).blocks]
+) -> tuple[dict[Kind, StepTimes], GroupFacts]:
+    host = torch.device("cpu")
+    small = make_small_model(model, count, blocks=host, edges=host).train()
+    blocks = [module for _, module in take_apart(small).blocks]
     within = {id(p) for module in blocks for p in module.parameters()}
-    for parameter in mini.parameters():
+    for parameter in small.parameters():
         if id(parameter) not in within:
-            parameter.requires_grad_(False)  # edges have their own part in a plan
-    facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
+            parameter.requires_grad_(False)  # a plan counts the edges by themselves
+    facts = next(group for group in facts_of(small, states).groups if group.kind == "block")
     rows = batch.rows
-    at_home = PlacementRequest(device_groups=0, resident_blocks=0, embedding="whole")
-    how: dict[str, Any] = {"placement": at_home, "states": states, "deferred_moments": True}
-    with wrapped(mini, device, "weights", rows, **how) as engine:
-        stage = _Stage(mini, engine, blocks, batch, device)
-        kinds: list[Kind] = ["alone", "parked", "in_backward" if in_backward else "whole"]
+    on_host = PlacementRequest(device_groups=0, resident_blocks=0, embedding="whole")
+    how: dict[str, Any] = {"placement": on_host, "states": states, "deferred_moments": True}
+    with wrapped(small, device, "weights", rows, **how) as engine:
+        timer = _StepTimer(small, engine, blocks, batch, device)
+        kinds: list[Kind] = ["alone", "offloaded", "in_backward" if in_backward else "whole"]
         kinds += ["passes"] if facts.pass_bytes and not in_backward else []
-        return {kind: stage.play(kind) for kind in kinds}, facts
+        return {kind: timer.measure(kind) for kind in kinds}, facts
 
 
-def _blocks_for(parameters: int, available_bytes: int | None) -> int | NotRehearsed:
-    """How many blocks of so many parameters."""
+def _blocks_for(parameters: int, available_bytes: int | None) -> int | StepsNotTimed:
+    """Choose how many blocks of `parameters` parameters to time, or say why too few fit."""
     count = max(LEAST_BLOCKS, min(MOST_BLOCKS, -(-PARAMETERS // max(1, parameters))))
     if available_bytes is None:
         return count
@@ -134,11 +148,11 @@ def _blocks_for(parameters: int, available_bytes: int | None) -> int | NotRehear
         f"{LEAST_BLOCKS} blocks take {bytes_text(least_bytes)} and may take 1/{HOST_SHARE} of the "
         f"{bytes_text(available_bytes)} of host memory that is free"
     )
-    return NotRehearsed(why=why, host_bytes=HOST_SHARE * least_bytes)
+    return StepsNotTimed(why=why, host_bytes=HOST_SHARE * least_bytes)
 
 
 def _why(error: Exception) -> str:
-    """What failed, with the numbers of torch's long message where there was no memory."""
+    """Say what failed; of torch's long message about memory only the numbers."""
     text = str(error).partition("\n")[0] or type(error).__name__
     asked = re.search(rf"Tried to allocate ({_SIZE})", text)
     if asked is None:
@@ -151,28 +165,30 @@ def _why(error: Exception) -> str:
 
 @dataclass
 class _Seen:
-    """One kind's steps: host times, in the order of their occurrence."""
+    """The host's times in the steps of one kind, a list for each step."""
 
     forwards: list[list[float]] = field(default_factory=list)  # when each block was entered
     backwards: list[list[float]] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
 
 
-class _Stage:
-    """Where the steps of every kind are made."""
+class _StepTimer:
+    """Runs and times the steps of every kind."""
 
     def __init__(
         self,
-        mini: nn.Module,
+        small: nn.Module,
         engine: Engine,
         blocks: Sequence[nn.Module],
         batch: BoundBatch[Any],
         device: torch.device,
     ) -> None:
-        self._mini, self._engine, self._blocks = mini, engine, blocks
+        self._small, self._engine, self._blocks = small, engine, blocks
         self._batch = batch.to(device)
         self._recorder = engine.device.recorder
-        self._optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], 1e-6)
+        self._optimizer = torch.optim.AdamW(
+            [p for p in small.parameters() if p.requires_grad], 1e-6
+        )
         self._seen = _Seen()
         for block in blocks:
             block.register_forward_pre_hook(self._enters)
@@ -180,21 +196,20 @@ class _Stage:
         for _ in range(WARMING):
             self._step("whole")
 
-    def play(self, kind: Kind) -> Rehearsed:
-        """Some steps of a kind behind one that does not count."""
+    def measure(self, kind: Kind) -> StepTimes:
+        """Time some steps of a kind, after one that does not count."""
         engine = self._engine
         engine.updates.defers_moments = kind == "passes"
-        parked = kind == "parked"
         engine.plan = engine.plan.with_activations(
-            "inputs_on_host" if parked else "inputs_on_device"
+            "inputs_on_host" if kind == "offloaded" else "inputs_on_device"
         )
-        choose_recompute(engine)
+        choose_recompute(engine)  # it decides from the plan which inputs are offloaded
         self._step(kind)
         self._engine.flush()
         self._seen = _Seen()
         self._recorder.notes.clear()
         started_s = time.perf_counter()
-        for number in range(REPEATS):
+        for number in range(STEPS):
             self._recorder.begin_step(number + 1)
             self._step(kind)
             if number and time.perf_counter() - started_s > LIMIT_S:
@@ -205,16 +220,16 @@ class _Stage:
         self._recorder.end_step()
         notes = [note for note in self._recorder.notes if isinstance(note, Note)]
         self._recorder.notes.clear()
-        return self._told(kind, notes)
+        return self._times_of(kind, notes)
 
     def _step(self, kind: Kind) -> None:
         self._seen.forwards.append([])
         self._seen.backwards.append([])
-        loss = self._batch.loss(self._mini)
+        loss = self._batch.loss(self._small)
         if kind == "in_backward":
             self._engine.begin_step_in_backward(self._optimizer, loss)
         loss.backward()
-        updates = kind not in ("alone", "parked")
+        updates = kind not in ("alone", "offloaded")
         if updates:
             self._engine.clip_grad_norm(None if kind == "in_backward" else 1.0, [loss.detach()])
         started_s = time.perf_counter()
@@ -223,14 +238,15 @@ class _Stage:
         self._engine.forget_gradients()
         self._seen.optimizer_s.append(time.perf_counter() - started_s)
 
-    def _told(self, kind: Kind, notes: Iterable[Note]) -> Rehearsed:
+    def _times_of(self, kind: Kind, notes: Iterable[Note]) -> StepTimes:
+        """Compute a kind's times from its hooks and from the recorder's notes."""
         by_kind: dict[str, list[tuple[float, float]]] = {}
         for note in notes:
             if isinstance(note.start, float) and isinstance(note.stop, float):
                 name = note.kind if note.lane == "cpu" else note.lane
                 by_kind.setdefault(name, []).append((note.start, note.stop))
         waits, count = [*by_kind.get("host", []), *by_kind.get("stall", [])], len(self._blocks)
-        return Rehearsed(
+        return StepTimes(
             forward_s=_between(self._seen.forwards, waits),
             backward_s=_between(self._seen.backwards, waits),
             optimizer_s=median(self._seen.optimizer_s) / count,
@@ -251,7 +267,7 @@ class _Stage:
 
 
 def _between(steps: Iterable[Sequence[float]], waits: Sequence[tuple[float, float]]) -> float:
-    """The median from one mark to the next of its step, less the waiting in between."""
+    """Return the median seconds from one mark to the next of its step, less the waits between."""
     found = [
         after - before - sum(max(0.0, min(after, b) - max(before, a)) for a, b in waits)
         for marks in steps
@@ -263,8 +279,11 @@ def _between(steps: Iterable[Sequence[float]], waits: Sequence[tuple[float, floa
 def _one_to_next(
     intervals: Iterable[tuple[float, float]], blocks: int, *, waits: bool
 ) -> float | None:
-    """Seconds of one interval and of what follows it until the next, of `blocks` a step. `waits`:
-    also for gradients, which is no part of it; then the shorter half of the pauses counts."""
+    """Return the mean seconds from the start of an interval to that of the next one in its step.
+
+    A step has `blocks` intervals. `waits`: the pauses between them include waits for gradients,
+    which are no part of the update, so only the shorter half of the pauses counts.
+    """
     ordered = sorted(intervals)
     if not ordered:
         return None

@@ -1,1 +1,1 @@
-"""The commands of the command line beside `train`."""
+"""The commands beside `train`: plan, inspect, dry-run, doctor."""

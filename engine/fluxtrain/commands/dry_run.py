@@ -1,7 +1,7 @@
-"""`fluxtrain dry-run`: three real steps of a run, and what the plan had predicted of them.
+"""`fluxtrain dry-run`: train three real steps and compare them with the plan's prediction.
 
-The trainer itself runs in a temporary run directory: the weights are read, the batch is the run's,
-and the optimizer updates. No checkpoint is written, nothing is evaluated and no model is saved.
+The trainer runs in a temporary run directory: it reads the weights, takes the batch size of the
+run, and updates. No checkpoint is written, nothing is evaluated and no model is saved.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ _LEFT_NOTHING = "the dry run was stopped and left nothing"
 
 
 class NoCheckpoints(CheckpointWriter):
-    """Writes no checkpoint, whoever asks."""
+    """A checkpoint writer that never writes."""
 
     def is_due(self, step: int) -> bool:
-        """Never."""
+        """Return False always."""
         return False
 
     def write(self, state: RunState, engine: Engine, data: Cursor) -> NoReturn:
-        """A dry run that is stopped leaves nothing behind."""
+        """Raise Interrupted: a stop asks for a checkpoint, and a dry run leaves nothing behind."""
         raise Interrupted(_LEFT_NOTHING, EXIT_INTERRUPTED)
 
 
 class DryRun(Run):
-    """A run that ends with its last step."""
+    """A run without checkpoints, evaluations and an exported model."""
 
     @staticmethod
     def files(session: Session) -> DiskRoom:
-        """None are written."""
+        """Name no disk to check, as no files are kept."""
         return UNKNOWN_DISK
 
     def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
-        """One that keeps nothing."""
+        """Make a writer that writes no checkpoint."""
         return NoCheckpoints(
             self._session.run_dir.checkpoints,
             Cadence(every="end", total_steps=STEPS, share=1.0),
@@ -76,11 +76,11 @@ class DryRun(Run):
         )
 
     def held_out(self) -> Iterable[Batch]:
-        """Nothing is evaluated."""
+        """Return no batches: nothing is evaluated."""
         return ()
 
     def finish(self) -> None:
-        """Keep the measurements alone."""
+        """Keep only the measurements."""
         self.measure()
         self._session.measured["steps_per_epoch"] = self.data.steps_per_epoch
 
@@ -89,7 +89,7 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
     """Train `STEPS` steps as `config` says and compare; progress goes to standard error.
 
     Raises:
-        FluxTrainError: whatever the run itself would raise in its first steps.
+        FluxTrainError: as the run itself would in its first steps.
     """
     host_limit_bytes = read_machine().memory_available_bytes
     started_s = time.monotonic()
@@ -98,7 +98,7 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 train(_shortened(config), Target(run_dir=run, resumes=False), kind=DryRun)
-        except Interrupted as stopped:  # told of a folder that goes now
+        except Interrupted as stopped:  # its message names the folder, which is deleted now
             raise Interrupted(_LEFT_NOTHING, stopped.exit_code) from None
         events = list(read_events(run.journal))
         ending = read_json(run.result) or {}
@@ -124,11 +124,10 @@ def compared(
     host_limit_bytes: int | None,
     seconds: float,
 ) -> DryRunAnswer:
-    """Put what was measured beside what the plan predicted.
+    """Compare the measured values with the predictions of the run's own plan.
 
-    What is predicted is what the run itself plans. The first step also warms up caches and
-    kernels, so a step's seconds are the median of the others, and the run's are between the
-    fastest and the slowest of them.
+    The first step also warms up caches and kernels. So the seconds of a step are the median of the
+    other steps, and those of the run lie between the fastest and the slowest of them.
     """
     steps = [event for event in events if isinstance(event, StepFinished)]
     later_s = [step.step_s for step in steps[1:]]
@@ -161,7 +160,7 @@ def compared(
 
 
 def table(found: DryRunAnswer) -> str:
-    """What a dry run found, for people."""
+    """Format the answer of a dry run for people."""
     lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
     lines += [f"{row.name:<16} {row.predicted:>12} {row.measured:>12}" for row in found.rows()]
     lines.append(f"{found.eta_text()} (predicted {duration_text(found.eta_s.predicted)})")
@@ -170,7 +169,7 @@ def table(found: DryRunAnswer) -> str:
 
 
 def _shortened(config: RunConfig) -> RunConfig:
-    """The same run with three steps and nothing between them."""
+    """Return the configuration with three steps and nothing between them."""
     raw = config.model_dump(mode="json")
     raw["train"] |= {
         "steps": STEPS, "warmup_steps": STEPS, "evaluate_every": "end", "checkpoint_every": "end"
@@ -179,7 +178,7 @@ def _shortened(config: RunConfig) -> RunConfig:
 
 
 def _loading_s(events: list[AnyEvent]) -> float | None:
-    """From the first word to the first step."""
+    """Return the seconds from the first event to the start of training."""
     begun = [
         event.t_s
         for event in events

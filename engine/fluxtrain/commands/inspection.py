@@ -1,7 +1,7 @@
-"""`fluxtrain inspect`: the data as the model will see it, from its first documents.
+"""`fluxtrain inspect`: show the first documents of the data as the model will see them.
 
-The trainer's own code reads, tokenizes and packs them, so what is shown as learnt is what gets a
-label. Weights are not needed. Sizes beyond the sample are estimates and are named so.
+The trainer's own code reads, tokenizes and packs them, so exactly the tokens shown as learnt get a
+label. Weights are not needed. Sizes beyond the sample are estimates and are marked so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHOWN_TOKENS = 2048  # of a sample; longer rows are shown in part
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The first documents of a file, and how much of it they are."""
+    """The first documents of a file, and their share of it."""
 
     documents: list[Document]
     share: float  # of the file's bytes; 1 is all
@@ -42,7 +42,7 @@ def inspect(config: RunConfig) -> InspectionAnswer:
     """Read, tokenize and pack the first documents, and estimate the rest.
 
     Raises:
-        BadInput: what the run would refuse in the model's tokenizer and in these documents.
+        BadInput: as the run would for the tokenizer and these documents.
     """
     tokenizer, shape = load_tokenizer(
         ModelSource(
@@ -86,7 +86,7 @@ def inspect(config: RunConfig) -> InspectionAnswer:
 
 
 def first_documents(path: Path, reader: Iterator[Document]) -> Sampled:
-    """Documents until there are `DOCUMENTS` or `CHARACTERS`, and the share of the file they are."""
+    """Read documents up to `DOCUMENTS` or `CHARACTERS`; with the share of the file they are."""
     taken: list[Document] = []
     characters = 0
     for document in islice(reader, DOCUMENTS):
@@ -105,7 +105,7 @@ def first_documents(path: Path, reader: Iterator[Document]) -> Sampled:
 
 
 def _sample(tokens: Tokens, index: int, row_tokens: int, tokenizer: Any) -> InspectedSample:
-    """A document alone in its rows: the first of them, in stretches that are learnt or not."""
+    """Pack one document alone and return its first row, in stretches that are learnt or not."""
     start, end = int(tokens.starts[index]), int(tokens.starts[index + 1])
     span = Spans(np.asarray([start]), np.asarray([end - start]))
     rows = PackedRows(tokens, span, row_tokens, pack=False)
@@ -125,16 +125,16 @@ def _sample(tokens: Tokens, index: int, row_tokens: int, tokenizer: Any) -> Insp
 
 
 def stretches(ids: list[int], learnt: list[bool], tokenizer: Any) -> list[TextPiece]:
-    """The text in stretches that are learnt or not.
+    """Split the text into stretches that are learnt or not.
 
-    Each is what it adds to the text before it, as tokenizers leave out a space at the beginning.
+    A stretch is decoded behind the text before it: tokenizers drop a space at the beginning.
     """
     borders = [0, *(i for i in range(1, len(ids)) if learnt[i] != learnt[i - 1]), len(ids)]
     pieces: list[TextPiece] = []
     before = ""
     for first, last in pairwise(borders):
         whole = tokenizer.decode(ids[:last], clean_up_tokenization_spaces=False)
-        alone = not whole.startswith(before)  # a character in two parts
+        alone = not whole.startswith(before)  # a character is cut in two
         text = tokenizer.decode(ids[first:last]) if alone else whole[len(before) :]
         pieces.append(TextPiece(text, learnt[first]))
         before = whole
@@ -142,7 +142,7 @@ def stretches(ids: list[int], learnt: list[bool], tokenizer: Any) -> list[TextPi
 
 
 def page(found: InspectionAnswer) -> str:
-    """What was found, for people: words mark what is learnt."""
+    """Format the answer for people; words mark what is learnt."""
     lines = [
         f"{found.path}: {found.format}, {found.because}",
         _extent(found),

@@ -1,4 +1,4 @@
-"""`fluxtrain plan`: what a run would do and need, without reading weights or training."""
+"""`fluxtrain plan`: plan a run without reading weights or training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fluxtrain.calibration.constants import Constants, known_constants
+from fluxtrain.calibration.measured_constants import Constants, known_constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.client.plan import PlanAnswer, PlannedModel
 from fluxtrain.config.choices import choose_schedule
@@ -53,7 +53,7 @@ from fluxtrain.train.inputs import DEMO
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
-DEMO_TOKENS = 510_000  # about what the standard library's docstrings come to
+DEMO_TOKENS = 510_000  # about the docstrings of the standard library
 
 
 def preview(
@@ -62,11 +62,11 @@ def preview(
     report: Report | None = None,
     run_dir: Path | None = None,
 ) -> PlanAnswer:
-    """Plan a run; the data's size is estimated from a glance at it.
+    """Plan a run; the size of the data is estimated from its first part.
 
-    `elsewhere` is the machine to plan for, None this one; then a model folder needs no weights.
-    `report` is told what is being measured when this machine's rates are not known yet.
-    `run_dir` is where the run will live, None where runs usually do.
+    `elsewhere` is another machine to plan for, for which a model folder needs no weights; None:
+    this machine. `report` is told what is measured where the rates of this machine are not known
+    yet. `run_dir` is the directory of the run; None: in the usual place.
 
     Raises:
         BadInput, DoesNotFit: as the run would.
@@ -171,7 +171,7 @@ def _known(
 
 
 def _rows_within(config: RunConfig) -> int:
-    """About how many rows an epoch has: an estimate, so a batch of twice as many is refused."""
+    """Estimate the rows of an epoch; a batch is refused only from twice as many on."""
     tokens = _tokens(config) * (1 - config.data.held_out)
     rows = max(1, round(tokens / config.data.sequence_length))
     batch, parts = config.train.batch_rows, config.train.accumulation
@@ -184,7 +184,7 @@ def _rows_within(config: RunConfig) -> int:
 
 
 def table(plan: PlanAnswer) -> str:
-    """The plan for people: what is needed, every choice with its reason, every setting."""
+    """Format the plan for people: what it needs, every choice with its reason, every setting."""
     model = plan.model
     lines = [
         f"{model.name}: {count_text(model.parameters)} parameters in {model.blocks} blocks, "
@@ -207,7 +207,7 @@ def table(plan: PlanAnswer) -> str:
 def _measured(
     elsewhere: PlannedMachine | None, report: Report | None
 ) -> tuple[Machine, Mapping[str, float | None]]:
-    """This machine, and the rates of the one that is planned for."""
+    """Return this machine, and the rates of the machine that is planned for."""
     if elsewhere is not None:
         return read_machine(), elsewhere.per_s
     found = probe(runs_root(), report=report)
@@ -215,7 +215,7 @@ def _measured(
 
 
 def _device_of(config: RunConfig, elsewhere: PlannedMachine) -> ChoiceMade:
-    """What would compute on a machine that is not here."""
+    """Choose the device on another machine."""
     wished = config.placement.device
     if wished != "cpu" and elsewhere.capacity.has_gpu:
         return ChoiceMade(name="placement.device", value="cuda", because="the machine has a GPU")
@@ -225,7 +225,7 @@ def _device_of(config: RunConfig, elsewhere: PlannedMachine) -> ChoiceMade:
 
 
 def _capacity(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> Capacity | None:
-    """Another machine's capacity; None is this machine's."""
+    """Return the capacity of another machine; None: this machine's counts."""
     if elsewhere is None:
         return None
     return (
@@ -238,8 +238,8 @@ def _capacity(config: RunConfig, elsewhere: PlannedMachine | None, device: str) 
 def _empty_model(
     config: RunConfig, elsewhere: PlannedMachine | None, device: str
 ) -> tuple[PreTrainedModel, ChoiceMade, Copied]:
-    """The model without its weights, in the dtype that it would be trained in; what of it will be
-    copied while it is loaded."""
+    """Make the model without weights, in the dtype that it would be trained in; return with it
+    which of its tensors loading would copy."""
     wished, files = config.model.dtype, None
     if config.model.path == DEMO:
         shape, dtype, stored = demo_shape(VOCABULARY), demo_dtype(wished), ""
@@ -257,7 +257,7 @@ def _empty_model(
                 dtype=getattr(torch, dtype.dtype),
                 trust_remote_code=config.model.trust_remote_code,
             )
-    except Exception as error:  # whatever a damaged configuration makes the library raise
+    except Exception as error:  # a damaged configuration may raise anything
         raise unloadable(config.model.path, error) from error
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
     check_sequence_length(config.data.sequence_length, positions)
@@ -267,8 +267,8 @@ def _empty_model(
 
 
 def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles | None]:
-    """A folder's or a hub model's configuration, the dtype its weights are stored in, and its files
-    where they are looked at."""
+    """Return the configuration of a folder or hub model, the dtype of its stored weights, and its
+    files if they are examined."""
     source, trusted = config.model, config.model.trust_remote_code
     folder = Path(source.path).expanduser()
     if weightless and (folder / "config.json").exists():
@@ -296,7 +296,7 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles
 def _local_shape(folder: Path, trusted: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
-    except Exception as error:  # whatever a damaged configuration makes the library raise
+    except Exception as error:  # a damaged configuration may raise anything
         raise unloadable(folder, error) from error
 
 
@@ -308,7 +308,7 @@ def _tokens(config: RunConfig) -> int:
 
 
 def _host_limit(capacity: Capacity, placement: Placement, here: Machine | None) -> int | None:
-    """What the whole process may take; on this machine it holds a part of that already."""
+    """Return the bytes that the whole process may take; here it holds a part of them already."""
     available = capacity.host_available_bytes
     if here is None or available is None:
         return available

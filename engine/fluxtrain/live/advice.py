@@ -275,7 +275,7 @@ def _memory(facts: RunFacts) -> Advice | None:
     layout, share = facts.context.layout, facts.pressure_share
     if share is None:
         return None
-    holds_rows = not facts.context.has_gpu or layout.parks
+    holds_rows = not facts.context.has_gpu or layout.offloads_activations
     less = layout.batch_rows // 2
     setting = "close other programs, or add host memory"
     if holds_rows and less:

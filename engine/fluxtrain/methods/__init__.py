@@ -1,1 +1,1 @@
-"""What is trained, and by which loss: method, objective, optimizer."""
+"""What is trained, and with which loss: method, objective, optimizer."""

@@ -1,4 +1,4 @@
-"""Methods: what is trained of a model, and what is saved of it.
+"""Methods: which weights of a model are trained, and what is saved.
 
 `method.name` of a configuration is looked up here and nowhere else. To add a method, write a class
 with the members of `Method`, list it in `METHODS`, and name it in `MethodSettings`.
@@ -20,13 +20,13 @@ from fluxtrain.plan.facts import ModelFacts
 
 
 class Method(Protocol):
-    """What a run asks of its method."""
+    """What a run calls of its method."""
 
     def prepare(self, model: PreTrainedModel, settings: MethodSettings) -> None:
-        """Attach what is added to `model`, and set `requires_grad` of every parameter.
+        """Add the modules of the method to `model`, and set `requires_grad` of every parameter.
 
         Called before `model` is measured, planned and wrapped. For a plan it is called with a model
-        on the meta device, so it must not read weights; the facts of the plan are counted then.
+        on the meta device, so it must not read weights; the plan counts its facts afterwards.
         """
 
     def saved_bytes(self, facts: ModelFacts) -> int:

@@ -1,6 +1,6 @@
-"""The seam between the training loop and what is learned: batches, their loss, their metrics.
+"""The interface between the training loop and what is learned: batches, their loss, their metrics.
 
-The loop, the evaluation and the calibration never look into a batch. They ask the objective.
+The loop, evaluation and calibration never look into a batch. They ask the objective.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Cursor(Protocol):
         """Return the position as plain JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position; raises BadInput for one in other data."""
+        """Continue from a position; raises BadInput for a position in other data."""
 
 
 class TrainingData(Cursor, Protocol[B_co]):
-    """Batches without end, in an order that its cursor determines."""
+    """Endless batches, in an order that the cursor determines."""
 
     @property
     def epoch(self) -> float:
@@ -83,7 +83,7 @@ class Task(Generic[B]):
 
 @dataclass(frozen=True)
 class BoundBatch(Generic[B]):
-    """A batch with its objective: what calibration times, whatever it holds."""
+    """A batch with its objective, which calibration times without looking into it."""
 
     objective: Objective[B]
     batch: B

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """What the training loop and its checkpoints ask of an optimizer."""
+    """What the training loop and its checkpoints call of an optimizer."""
 
     updates_in_backward: bool  # whether `begin_in_backward` may be called
 
@@ -74,7 +74,7 @@ class EngineAdamW:
         self._adamw.zero_grad()
 
     def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield nothing: the engine has it."""
+        """Yield nothing: the engine holds all state."""
         return iter(())
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Which parameters are decayed: the usual split for AdamW, by the module that owns each."""
+"""Split parameters into decayed and undecayed groups for AdamW, by the module that owns each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 def parameter_groups(
     model: nn.Module, *, learning_rate: float, weight_decay: float, no_decay: Collection[str]
 ) -> list[dict[str, Any]]:
-    """AdamW groups of the trained parameters: the decayed ones, then the others.
+    """Return AdamW's groups of the trained parameters: the decayed ones, then the others.
 
     `no_decay` names kinds: norms, biases, embeddings. A tied output layer is an embedding. Empty
     groups are left out; each parameter is in exactly one.

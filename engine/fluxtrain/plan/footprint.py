@@ -86,8 +86,8 @@ class Layout:
         return self.passes > 1
 
     @property
-    def parks(self) -> bool:
-        """Do boundary activations wait on the host?"""
+    def offloads_activations(self) -> bool:
+        """Return whether the inputs of blocks wait on the host."""
         return self.offload == "max" or self.activations == "host"
 
 
@@ -313,17 +313,17 @@ def _boundaries_on_device(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -
 
 def boundaries_on_host(facts: ModelFacts, layout: Layout) -> int:
     """Bytes of those that wait there."""
-    if facts.row is None or not layout.parks:
+    if facts.row is None or not layout.offloads_activations:
         return 0
     norms = int(not layout.activations_on_device)
-    return (parked_count(facts, layout) + norms) * layout.batch_rows * facts.row.boundary_bytes
+    return (offloading_blocks(facts, layout) + norms) * layout.batch_rows * facts.row.boundary_bytes
 
 
-def parked_count(facts: ModelFacts, layout: Layout) -> int:
-    """Blocks whose inputs wait on the host: not those that keep their activations, and inputs with
-    them, nor the last ones that leave theirs on the device."""
+def offloading_blocks(facts: ModelFacts, layout: Layout) -> int:
+    """Count the blocks whose inputs wait on the host: not the blocks without recompute, which keep
+    their inputs too, nor the last ones, whose inputs stay on the device."""
     here = kept_count(facts, layout) + layout.activations_on_device
-    return max(0, facts.layers - here) if layout.parks else 0
+    return max(0, facts.layers - here) if layout.offloads_activations else 0
 
 
 def _workspace(

@@ -106,7 +106,9 @@ def _with_activations(
     def of(at: int) -> Activations:
         if at in keeping:
             return "kept"
-        return "inputs_on_host" if layout.parks and at < first else "inputs_on_device"
+        return (
+            "inputs_on_host" if layout.offloads_activations and at < first else "inputs_on_device"
+        )
 
     return tuple(replace(row, activations=of(at)) for at, row in enumerate(rows))
 

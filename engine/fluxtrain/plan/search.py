@@ -118,7 +118,7 @@ class Search:
         """May those of the last blocks stay on the device where the others' go? Not where all of
         them go by wish, as with an explicit `max`, nor where the device is host memory."""
         asked = self.request.activations != "auto" or self.request.offload == "max"
-        return layout.parks and not asked and self.capacity.has_gpu
+        return layout.offloads_activations and not asked and self.capacity.has_gpu
 
     def one_more_group(self, layout: Layout) -> Layout:
         """The same with the next group on the device, and no optional resident."""

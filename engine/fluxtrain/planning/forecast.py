@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from fluxtrain.calibration.constants import Constants
+from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.client.plan import PlanAnswer, PlannedLayout, PlannedTime, PlanOption
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.methods.method import method_of

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.calibration.constants import Constants
+from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.device.heap import trim_heap

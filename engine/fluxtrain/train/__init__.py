@@ -1,0 +1,1 @@
+"""The life of a run: inputs, plan, session, steps, requests, evaluation."""

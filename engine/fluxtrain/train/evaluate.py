@@ -12,7 +12,7 @@ from torch import nn
 from fluxtrain.checkpoint.randomness import randomness_of
 from fluxtrain.methods.objective import B, Objective
 
-SEED = 0  # of what an evaluation draws (noise, timesteps): every evaluation draws the same
+SEED = 0  # for what an evaluation draws (noise, timesteps), so that all draw the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate `model` as it is now; pending updates must be flushed before.
 
-    The model's training mode and the random state are put back. None when there is nothing to
-    evaluate, or when `stop` said so between two batches.
+    Restores the model's training mode and the random state. Returns None when there is nothing to
+    evaluate, or when `stop` returned True between two batches.
     """
     started_s = time.perf_counter()
     was_training = model.training

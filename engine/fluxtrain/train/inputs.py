@@ -23,11 +23,11 @@ PROMPT_CHARACTERS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything that is read from files before training starts."""
+    """What is read from files before training starts."""
 
     loaded: LoadedModel
     data: PreparedData
-    prompt: str  # what the sample at the end continues
+    prompt: str  # the sample at the end continues it
 
 
 def load_inputs(
@@ -43,7 +43,7 @@ def load_inputs(
 
     Raises:
         DoesNotFit: from `fits`.
-        BadInput: for what a user can repair in the files, with the cure.
+        BadInput: the files need a repair, which the message names.
     """
     loaded = load_model(
         ModelSource(
@@ -77,7 +77,7 @@ def load_inputs(
 
 
 def _prompt(path: str, data: PreparedData) -> str:
-    """The first words of the data, which the model should know how to go on from."""
+    """Return the first words of the data, which the model should know how to continue."""
     if path == DEMO:
         return PROMPT
     first = next(islice(documents(local_file(path), data.format), 1))

@@ -1,4 +1,4 @@
-"""The training loop: the sentence that describes a run, and what happens between two steps."""
+"""Run the training loop: the steps, and what happens between two of them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fluxtrain.reporting.progress import Progress
 from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
 from fluxtrain.trace.step_clock import StepClock
 from fluxtrain.train.evaluate import evaluate
-from fluxtrain.train.queued import Computed, QueuedStep
+from fluxtrain.train.queued_step import Computed, QueuedStep
 from fluxtrain.train.requests import Requests
 from fluxtrain.wrapping.engine import engine_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """The numbers of the loop, all of them resolved."""
+    """The settings of the loop, with nothing left automatic."""
 
     total_steps: int
     max_grad_norm: float | None
@@ -40,7 +40,7 @@ class LoopSettings:
 
 
 class TrainingLoop(Generic[B]):
-    """Runs steps until the last, a stop, a divergence or an error that the user must act on."""
+    """Runs steps until the last one, a stop, a divergence or an error that the user must act on."""
 
     def __init__(
         self,
@@ -70,24 +70,24 @@ class TrainingLoop(Generic[B]):
         self._requests = requests
         self._changes = changes
         self._progress = Progress()
-        self._queued: QueuedStep | None = None  # its numbers are read after the next is queued
-        self._clock_before: StepClock | None = None  # of the step just before the queued one
+        self._queued: QueuedStep | None = None  # its numbers are read once the next step is queued
+        self._clock_before: StepClock | None = None  # of the step before the queued one
         self.state = state
         self.steps_s: list[float] = []  # of this process
 
     def run(self) -> None:
-        """Train to the last step; its checkpoint and evaluation are done when this returns.
+        """Train to the last step, including its checkpoint and evaluation.
 
         Raises:
-            Interrupted: a stop was asked for; the checkpoint is written.
-            Diverged: before the update that would have spread it.
+            Interrupted: a stop was requested; the checkpoint is written.
+            Diverged: loss or norm is not finite; the update was refused.
             NoSpace: a checkpoint or the journal could not be written.
-            DoesNotFit: memory ran out, and there was nothing left to give up.
+            DoesNotFit: device memory ran out, and no setting is left that would take less.
         """
         self._model.train()
         self._announcer.phase("training")
         if self.state.step > 0 and self._evaluations.is_due(self.state.step):
-            self.evaluate()  # a stop cut it short before the checkpoint that this run resumed from
+            self.evaluate()  # a stop cut it short before the checkpoint was written
         try:
             while self._step_number < self._settings.total_steps:
                 self._attend_requests()
@@ -98,7 +98,7 @@ class TrainingLoop(Generic[B]):
                 self._progress.step_took(time.perf_counter() - started_s)
             self._report_queued()
         except FluxTrainError:
-            self._report_queued()  # a step that was made, or why it was refused
+            self._report_queued()  # the last step that was made, or why it was refused
             raise
         self._changes.finish(self.state.step)
         self._engine.flush()
@@ -107,20 +107,20 @@ class TrainingLoop(Generic[B]):
 
     @property
     def _step_number(self) -> int:
-        """Steps that were done or queued."""
+        """Return the number of steps that are done or queued."""
         return self.state.step if self._queued is None else self._queued.number
 
     def evaluate(self) -> None:
-        """Evaluate the model as it is, unless this step was evaluated before."""
+        """Evaluate the model, unless it was evaluated after this step already."""
         if self.state.evaluated_step == self.state.step:
             return
         started_s = time.perf_counter()
         self._disturbed()
         self._announcer.phase("evaluating")
-        # the loss in chunks, or logits would not fit
+        # in chunks, or the logits would not fit
         with self._engine.evaluating(), self._recorder.as_one("evaluation"):
             result = evaluate(self._objective, self._model, self._held_out(), self._stopping)
-        self._engine.take_stalls()  # they are not the next step's
+        self._engine.take_stalls()  # the stalls of the evaluation are not the next step's
         if result is not None:
             self.state.evaluated(result.loss)
             self._announcer.emit(
@@ -137,8 +137,8 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase("training")
 
     def _step(self) -> None:
-        """Queue one optimizer step, and read the numbers of the one before, which came meanwhile:
-        the device never waits for the host to look at them."""
+        """Queue one optimizer step, then read the numbers of the step before, so that the device
+        need not wait while the host reads."""
         queued = self._compute_until_it_fits()
         self._optimizer.step()  # in the background; the next forward waits block by block
         self._forget_gradients()
@@ -150,14 +150,14 @@ class TrainingLoop(Generic[B]):
 
     def _forget_gradients(self) -> None:
         self._engine.forget_gradients()
-        self._optimizer.zero_grad()  # of parameters that stand outside all groups
+        self._optimizer.zero_grad()  # of parameters outside all groups
 
     def _reads_at_once(self) -> bool:
-        """On the CPU the numbers are here already."""
+        """Return whether a step's numbers are ready at once, as on the CPU."""
         return self._device.type == "cpu"
 
     def _compute_until_it_fits(self) -> QueuedStep:
-        """Forward and backward, again with smaller chunks when device memory runs out."""
+        """Run forward and backward, again with smaller chunks when device memory runs out."""
         random, cursor = random_state(), self._data.state_dict()
         while True:
             started_s = time.perf_counter()
@@ -174,7 +174,7 @@ class TrainingLoop(Generic[B]):
                 restore_random_state(random)
 
     def _compute(self, clock: StepClock) -> QueuedStep:
-        """Forward and backward over the whole step; the update will wait for the norm."""
+        """Run forward and backward for all batches of a step; the update waits for the norm."""
         objective, batches = self._objective, self._data.next_step()
         step_count = sum(objective.count(batch) for batch in batches)
         clock.ends("data")
@@ -192,11 +192,11 @@ class TrainingLoop(Generic[B]):
             losses.append(loss.detach())
             try:
                 (loss if scale is None else scale.of(loss)).backward()
-            except Diverged as error:  # an update under the pass has refused the loss
+            except Diverged as error:  # an update in the backward pass refused the loss
                 seen = f"the loss is {losses[-1]:g} at step {self._step_number + 1}"
                 seen += f" (learning rate {rate:.3g})"
                 raise Diverged(self._divergence(seen, "was not applied")) from error
-            del loss  # its graph would wait for the end of the next forward pass
+            del loss  # or its graph would live until the end of the next forward pass
             clock.ends("backward")
         norm = self._engine.clip_grad_norm(limit, losses)
         clock.ends("backward")
@@ -211,10 +211,10 @@ class TrainingLoop(Generic[B]):
         )
 
     def _report_queued(self) -> None:
-        """Read the numbers of the queued step and tell them.
+        """Read and report the numbers of the queued step.
 
         Raises:
-            Diverged: they are not finite; the update refused them too.
+            Diverged: they are not finite; the update was refused too.
         """
         queued, self._queued = self._queued, None
         if queued is None:
@@ -277,7 +277,7 @@ class TrainingLoop(Generic[B]):
         self._stop_if_asked()
         if self._requests.take_checkpoint():
             self._checkpoint()
-        if self._queued is None:  # else it came just now: after the next step
+        if self._queued is None:  # or the change came just now, and waits for the next step
             self._changes.carry_out(self.state.step)
 
     def _wait_while_paused(self) -> None:
@@ -293,7 +293,7 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase("training")
 
     def _disturbed(self) -> None:
-        """Something else than steps happens: the next step begins by itself."""
+        """Note that something other than a step happens: the next step is timed by itself."""
         self._changes.disturbed()
         self._clock_before = None
 
@@ -315,7 +315,7 @@ class TrainingLoop(Generic[B]):
         rate = self._settings.learning_rate_at(self._step_number)
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # what compiled steps read
+                group["lr"].fill_(rate)  # compiled steps read this tensor
             else:
                 group["lr"] = rate
         return rate

@@ -1,7 +1,7 @@
-"""What the outside asks of a running trainer: control commands and signals, answered between steps.
+"""Requests to a running trainer, control commands and signals, which the loop serves between steps.
 
-The control socket's thread and the signal handlers only note a wish here; the loop looks at it
-between two steps, so a step is never cut in two.
+The thread of the control socket and the signal handlers only note a request here. The loop looks at
+it between two steps, so no step is cut in two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXIT_CODES = {
 
 
 class Requests:
-    """The wishes that wait for the next gap between two steps."""
+    """The requests that wait for the end of the current step."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -37,7 +37,7 @@ class Requests:
         self._ask_change: Ask | None = None
 
     def changes_go_to(self, ask: Ask) -> None:
-        """The run is loaded: who answers `apply` and `undo`."""
+        """Let `ask` answer `apply` and `undo` from now on, as the run is loaded."""
         self._ask_change = ask
 
     def handle(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
@@ -74,38 +74,40 @@ class Requests:
 
     @property
     def stop_code(self) -> int | None:
-        """The exit code of a stop that was asked for, None while the run goes on."""
+        """Return the exit code of a requested stop; None while the run continues."""
         return self._stop_code
 
     @property
     def waiting(self) -> bool:
-        """Whether anything was asked for that the loop has to look at."""
+        """Return whether a request waits for the loop."""
         return self._paused or self._checkpoint or self._stop_code is not None
 
     @property
     def paused(self) -> bool:
+        """Return whether the run is to pause; a requested stop ends a pause."""
         return self._paused and self._stop_code is None
 
     def take_checkpoint(self) -> bool:
-        """Whether a checkpoint was asked for since the last look."""
+        """Return whether a checkpoint was requested since the last call."""
         with self._changed:
             wanted, self._checkpoint = self._checkpoint, False
         return wanted
 
     def wait_for_change(self, timeout_s: float = 0.2) -> None:
-        """Sleep until a command comes, or `timeout_s` for a signal, which cannot notify."""
+        """Sleep until a command comes, at most `timeout_s`, as signals cannot wake the loop."""
         with self._changed:
             self._changed.wait(timeout_s)
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP while a run lives; previous handlers are put back on exit.
+    """Handle SIGINT, SIGTERM and SIGHUP during a run; the previous handlers return on exit.
 
     The first signal is noted in `requests`, and the loop ends the run with a checkpoint. Outside
-    `deferred` sections nothing can be lost, so it raises `Interrupted` at once as well; a library
-    may swallow that (a finaliser does always), and then the loop ends the run before its next step.
-    A Ctrl-C after any first signal ends the process on the spot, and says what `last_words` has.
-    What the process was started to ignore (`nohup`, a script's job in the background) it ignores.
+    `deferred` sections nothing can be lost, so the handler raises `Interrupted` at once as well. A
+    library may swallow that exception (a finaliser always does); the loop then ends the run before
+    its next step. A Ctrl-C after any first signal ends the process at once and prints
+    `last_words()`. Signals that the process was started to ignore (`nohup`, a background job of a
+    script) stay ignored.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Signals:
 
 
 def _say(text: str) -> None:
-    """Straight to the descriptor: a handler may run inside a buffered write of the same stream."""
+    """Write to the descriptor: a handler may run within a buffered write to the same stream."""
     try:
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
     except (OSError, ValueError):

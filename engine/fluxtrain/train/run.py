@@ -40,7 +40,7 @@ from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.session import Session
 
-EVALUATION_SHARE = 0.1  # of the time, at most, goes into evaluations that nobody set
+EVALUATION_SHARE = 0.1  # of the time, at most, for evaluations whose interval is automatic
 
 
 def train(
@@ -52,7 +52,7 @@ def train(
     kind: type[Run] | None = None,
     opened: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """Train as `config` says in the directory of `target`; returns when the model is exported.
+    """Train as `config` says in the directory of `target`; return when the model is exported.
 
     `kind` is another class of run, such as one that writes no checkpoint. `opened` is called with
     the run directory once this process holds its lock.
@@ -80,7 +80,7 @@ def train(
         method_of(config).prepare(inputs.loaded.model, config.method)
         run = made(config, inputs, session, checkpoint, machine, device)
         run.announce(hello)
-        if configured:  # only now: a resume that is refused changes nothing of the run
+        if configured:  # only now: a refused resume changes nothing of the run
             write_run_file(target.run_dir, config, machine)
         session.begin_training()
         run.loop.run()
@@ -89,7 +89,7 @@ def train(
 
 
 class Run:
-    """A run that is loaded, wrapped and, after a resume, restored."""
+    """A run whose model is loaded, wrapped and, on a resume, restored."""
 
     @staticmethod
     def files(session: Session) -> DiskRoom:
@@ -141,7 +141,7 @@ class Run:
         self.loop = self._training_loop(optimizer)
 
     def _planned_for(self, machine: Machine, device: str, rows: int | None) -> RunPlan:
-        """Plan the run for a device; `rows` None: the plan chooses how many a batch takes."""
+        """Plan the run for a device with `rows` a micro-batch; None: the plan chooses."""
         self._session.announcer.phase("loading", "timing one block")
         return plan_run(
             self._config,
@@ -183,7 +183,7 @@ class Run:
         )
 
     def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
-        """Make what writes this run's checkpoints."""
+        """Make the writer of this run's checkpoints."""
         config, session = self._config, self._session
         cadence = Cadence(
             every=config.train.checkpoint_every,
@@ -235,9 +235,9 @@ class Run:
         self.measure()
 
     def measure(self) -> None:
-        """Report predicted beside measured values: journal, console and result.json.
+        """Report predicted and measured values to journal, console and result.json.
 
-        After a live change the prediction is that of the new settings, and the steps since count.
+        After a live change, the prediction for the new settings and the steps since then count.
         """
         session, changes = self._session, self._changes
         plan = changes.promise or self._planned
@@ -293,7 +293,7 @@ class Run:
 
 
 def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
-    """Find the checkpoint to resume from; None starts at the first step."""
+    """Find the checkpoint to resume from; None: start at the first step."""
     if not target.resumes:
         return None
     remove_unfinished(target.run_dir.checkpoints)
@@ -306,7 +306,7 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
 
 
 def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
-    """Return the rows of a micro-batch: as set, or as in the checkpoint; None: the plan chooses."""
+    """Return the rows of a micro-batch as set or as in the checkpoint; None: the plan chooses."""
     if config.train.batch_rows != "auto":
         return config.train.batch_rows
     if checkpoint is None:

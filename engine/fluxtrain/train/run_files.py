@@ -1,4 +1,4 @@
-"""What a run writes about itself beside its journal: run.json, plan.json, and its greeting."""
+"""Write run.json and plan.json, and make the Hello events of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import fluxtrain
-from fluxtrain.calibration.constants import Constants
+from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.client.plan import PlannedTime
 from fluxtrain.config.schema import RunConfig
@@ -27,7 +27,7 @@ _REPORTED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "pyd
 
 
 def write_run_file(run_dir: RunDir, config: RunConfig, machine: Machine) -> None:
-    """run.json: what was asked for, with which versions, on which machine."""
+    """Write run.json: the configuration, the versions and the machine."""
     versions = {"python": platform.python_version(), "fluxtrain": fluxtrain.__version__}
     versions |= {name: _version(name) for name in _REPORTED}
     content = {
@@ -39,7 +39,7 @@ def write_run_file(run_dir: RunDir, config: RunConfig, machine: Machine) -> None
 
 
 def _version(name: str) -> str:
-    """Of a package that is in use; some are put beside a program without saying what they are."""
+    """Return the version of a package; some are bundled with a program without their metadata."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -53,8 +53,8 @@ def write_plan_file(
     time: PlannedTime | None,
     constants: Constants,
 ) -> None:
-    """plan.json: the whole plan, also where the event had to be shortened, frozen before the first
-    step with what it was computed from."""
+    """Write plan.json before the first step: the whole plan, even if its event was shortened, with
+    the numbers that it was computed from."""
     content: dict[str, Any] = msgspec.to_builtins(planned)
     for stamp in ("seq", "t_s", "wall_s", "dropped", "event"):
         content.pop(stamp, None)
@@ -71,7 +71,7 @@ def write_plan_file(
 
 
 def first_hello(config: RunConfig, run_dir: RunDir, machine: str) -> Hello:
-    """The greeting before anything is loaded; a second one tells what the model is."""
+    """Make the Hello event before anything is loaded; a second one describes the model."""
     mark = ProcessMark.mine()
     return Hello(
         run_id=run_dir.run_id,
@@ -95,13 +95,13 @@ def first_hello(config: RunConfig, run_dir: RunDir, machine: str) -> Hello:
 def full_hello(
     hello: Hello, engine: Engine, *, model: str, dtype: str, total_steps: int, first_step: int
 ) -> Hello:
-    """The greeting once the model is placed."""
+    """Make the Hello event once the model is placed."""
     return msgspec.structs.replace(
         hello,
         model=model,
         dtype=dtype,
         device=device_name(engine),
-        blocks=len(engine.residency().weights),  # one letter a block, as the map shows them
+        blocks=len(engine.residency().weights),  # one letter a block
         parameters=sum(block.parameters for block in engine.blocks),
         trained_parameters=sum(block.trained_parameters for block in engine.blocks),
         total_steps=total_steps,
@@ -110,7 +110,7 @@ def full_hello(
 
 
 def device_name(engine: Engine) -> str:
-    """What computes: the GPU's own name, or cpu."""
+    """Return the name of the GPU that computes, or cpu."""
     import torch
 
     if engine.device.torch_device.type == "cuda":

@@ -1,11 +1,11 @@
-"""The plan of a run: calibrate one block, decide the placement, refuse what does not fit."""
+"""Plan a run: time one block, decide the placement, refuse what does not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fluxtrain.calibration.constants import Constants, measured_constants
+from fluxtrain.calibration.measured_constants import Constants, measure_constants
 from fluxtrain.calibration.peaks import host_peak_bytes
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
@@ -36,7 +36,7 @@ from fluxtrain.wrapping.engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Where the bytes of a run go, and what that was decided from."""
+    """Where the bytes of a run go, and the facts that decided it."""
 
     config: RunConfig
     facts: ModelFacts
@@ -47,7 +47,7 @@ class RunPlan:
     def write(
         self, run_dir: RunDir, engine: Engine, steps: int, choices: Sequence[ChoiceMade]
     ) -> Planned:
-        """Write plan.json of a run of `steps` steps; returns its event."""
+        """Write plan.json for a run of `steps` steps; return the event of the plan."""
         placement = self.placement
         forecast = forecast_of(self.config, self.facts, placement, self.capacity, self.constants)
         time = forecast.time(steps)
@@ -86,9 +86,9 @@ def plan_run(
     batch_rows: int | None,
     disk: DiskRoom,
 ) -> RunPlan:
-    """Decide where the bytes go, from what a block and the machine are measured to do.
+    """Decide where the bytes go, from measurements of a block and of the machine.
 
-    `rows` are trained on, `batch_rows` of them at a time; None: the plan chooses.
+    `rows` are the training data, and `batch_rows` of them a micro-batch; None: the plan chooses.
 
     Raises:
         DoesNotFit: host memory, the device or the disk cannot hold the run.
@@ -97,7 +97,7 @@ def plan_run(
     constants = _calibrated(config, facts, loaded, rows, objective, (machine, device, batch_rows))
     measured = constants.applied(facts)
     to_come = constants.still_to_come_bytes
-    # libraries and data are there by now; pages of the model's files count as available
+    # libraries and data are in memory by now; pages of the model's files count as available
     copied = copied_now(loaded)
     machine = as_it_is_now(machine, copied.weights_bytes - to_come)
     placement = decide(
@@ -126,7 +126,7 @@ def _calibrated(
     objective: Objective[Batch],
     where: tuple[Machine, str, int | None],
 ) -> Constants:
-    """Return the constants of the plan; a block is timed now unless that was done before."""
+    """Return the constants of the plan; a block is timed now unless it was timed before."""
     if where[1] == "cuda":
         hold_to_budget(config.placement.budget_gib)
 
@@ -139,4 +139,4 @@ def _calibrated(
 
     heavier_of = heavier if rows.mixes else None
     kind = optimizer_in_backward(config, facts)
-    return measured_constants(facts, *where, loaded.model, usual, heavier_of, in_backward=kind)
+    return measure_constants(facts, *where, loaded.model, usual, heavier_of, in_backward=kind)

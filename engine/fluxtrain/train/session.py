@@ -1,4 +1,4 @@
-"""A process's hold on a run directory: lock, journal, log, control, gauges and the last word."""
+"""Hold a run directory for this process: lock, journal, log, control, gauges, and how it ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fluxtrain.train.requests import Requests, Signals
 
 
 class Session:
-    """Opened before anything is loaded, closed with the record of how the process ended."""
+    """Opens before anything is loaded, and records at its close how the process ended."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Session:
     ) -> None:
         self.run_dir = run_dir
         self._started_s = time.monotonic()
-        with ExitStack() as taken:  # given back where the next one cannot be had
+        with ExitStack() as taken:  # released where a later one fails
             self._lock = run_dir.lock()
             taken.callback(self._lock.release)
             self._had_trained = run_dir.has_trained
@@ -81,7 +81,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.signals.deferred = True  # the last words are not cut short
+        self.signals.deferred = True  # no signal interrupts the record
         try:
             self.gauges.close()
             self.timeline.close()
@@ -94,12 +94,15 @@ class Session:
             self._lock.release()
 
     def listen(self) -> None:
-        """Answer commands and show signs of life; after the first event was written."""
+        """Start to answer commands and to report gauges; called after the first event."""
         self._control.start()
         self.gauges.start()
 
     def configured(self) -> None:
-        """What is kept when a signal ends the run now, before a step; again once there is more."""
+        """Note what the run directory holds, for the message of a stop before the first step.
+
+        Called again when it holds more.
+        """
         held = "its log alone"
         if self.run_dir.checkpoints.exists():
             held = "what it held before"
@@ -108,24 +111,24 @@ class Session:
         self.signals.words = f"stopped before a step was made: {self.run_dir.path} holds {held}"
 
     def begin_training(self) -> None:
-        """From here on a signal ends the run after a step, with a checkpoint. How an earlier
-        process ended no longer counts."""
+        """Let a signal end the run after a step with a checkpoint, and drop the record of how an
+        earlier process ended."""
         self.signals.deferred, self.signals.words = True, self._afterwards
         self._forget_earlier_end()
         self._began = True
 
     @property
     def seconds(self) -> float:
-        """Since this process took the run."""
+        """Return the seconds since this process took the run."""
         return time.monotonic() - self._started_s
 
     @property
     def resume_command(self) -> str:
-        """What continues this run."""
+        """Return the command that continues this run."""
         return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}"
 
     def _at_once(self) -> str:
-        """What stands when the process ends on the spot, before which its socket is removed."""
+        """Remove the socket and name the newest checkpoint, as the process ends at once."""
         self._control.abandon()
         names = [path.name for path in self.run_dir.checkpoints.glob("step-*")]
         return f"checkpoint {max(names)} stands" if names else "no checkpoint was written yet"
@@ -139,7 +142,7 @@ class Session:
 
     def _answer(self, command: str, arguments: dict[str, Any]) -> tuple[bool, str]:
         ok, message = self.requests.handle(command, arguments)
-        told = arguments if ok else {}  # what was refused may be anything
+        told = arguments if ok else {}  # arguments of refused commands are not checked
         self.announcer.emit(
             CommandAnswered(command=command, ok=ok, message=message, arguments=told)
         )
@@ -151,8 +154,10 @@ class Session:
 
     @property
     def _is_the_runs_end(self) -> bool:
-        """Whether this process's end is the run's. One that was to go on with a run and made no
-        step leaves the run as it was, but for its journal and its log."""
+        """Return whether the end of this process is the end of the run.
+
+        A process that resumed a run and made no step changes only its journal and its log.
+        """
         return self._began or not self._had_trained
 
     def _record_end(self, error: BaseException | None) -> None:
@@ -217,7 +222,7 @@ class Session:
         )
 
     def _say(self, write: Callable[..., object], *arguments: object) -> None:
-        """One of several last words: a full disk must not keep the others from being said."""
+        """Write one part of the record; a full disk must not prevent the other parts."""
         try:
             write(*arguments)
         except FluxTrainError as error:

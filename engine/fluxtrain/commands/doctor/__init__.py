@@ -1,1 +1,1 @@
-"""`fluxtrain doctor`: what it looks at, and what it says."""
+"""`fluxtrain doctor`: probe the machine, judge it, and test the engine on it."""

@@ -1,4 +1,4 @@
-"""What holds back the cards and their slots. Pure functions of a probe."""
+"""Find what holds back the cards and their slots. Pure functions of a probe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLE_PARAMETERS, EXAMPLE_TOKENS = 0.5e9, 2048  # a small model and a small ba
 
 
 def card_findings(probe: ProbeAnswer) -> Iterator[Finding]:
-    """All about the cards, in no order."""
+    """Yield all findings about the cards, in no order."""
     if not probe.machine.gpus:
         yield _no_card(probe)
         return
@@ -63,7 +63,8 @@ def _unusable(probe: ProbeAnswer) -> Finding:
 
 
 def _page_locks(probe: ProbeAnswer) -> Iterator[Finding]:
-    """Copies from memory that is not page-locked pass through a small buffer of the driver's."""
+    """Find a limit of page-locked memory: without page locks copies pass through a small buffer of
+    the driver."""
     machine, pageable = probe.machine, probe.rate("h2d_pageable")
     limit, total = machine.memlock_limit_bytes, machine.memory_total_bytes
     cure = "allow it: `ulimit -l unlimited`, memlock in /etc/security/limits.conf, or `docker run "
@@ -129,7 +130,7 @@ def _card(gpu: Gpu) -> Iterator[Finding]:
 
 
 def _slot(probe: ProbeAnswer) -> Iterator[Finding]:
-    """The bus is measured for the first card.
+    """Find a slow bus; it is measured for the first card.
 
     A link saves power while idle, so a narrow one counts only when the measured rate agrees.
     """

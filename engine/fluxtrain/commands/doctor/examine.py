@@ -16,7 +16,7 @@ from fluxtrain.hardware.probe.probe import probe
 def examine(
     run_dir: Path, *, fresh: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> DoctorAnswer:
-    """The report on this machine and on the disk that holds `run_dir`; `say` hears the progress."""
+    """Report on this machine and on the disk that holds `run_dir`; `say` is told the progress."""
     with _one_order_of_sums():
         measured = probe(run_dir, fresh=fresh, report=say)
         say("starting the engine")
@@ -38,7 +38,10 @@ def examine(
 
 @contextmanager
 def _one_order_of_sums() -> Iterator[None]:
-    """cuBLAS reads this where it first computes; without it two equal runs on a GPU may differ."""
+    """Make cuBLAS add in one order, or two equal runs on a GPU may differ.
+
+    cuBLAS reads the variable when it first computes.
+    """
     name = "CUBLAS_WORKSPACE_CONFIG"
     before = os.environ.get(name)
     os.environ.setdefault(name, ":4096:8")

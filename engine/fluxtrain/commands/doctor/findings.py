@@ -1,4 +1,4 @@
-"""What a probe says about this machine, the most useful first. No torch."""
+"""List what a probe found on this machine, the most useful first. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 def findings(probe: ProbeAnswer) -> tuple[Finding, ...]:
-    """What is slow for a machine of this class and what to change, the most useful first."""
+    """Return what is slow for a machine of this class and what to change, the most useful first."""
     return ranked([*card_findings(probe), *host_findings(probe)])
 
 
 def ranked(found: list[Finding]) -> tuple[Finding, ...]:
-    """What does not work first, then by what there is to gain."""
+    """Sort by level, what does not work first, then by how much there is to gain."""
     return tuple(sorted(found, key=lambda one: (LEVELS.index(one.level), -one.factor)))

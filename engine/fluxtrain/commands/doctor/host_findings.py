@@ -1,4 +1,4 @@
-"""What holds back the processor, the memory and the disk. Pure functions of a probe."""
+"""Find what holds back the processor, memory and disk. Pure functions of a probe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKPOINT_BYTES = 12e9  # of a model with 1 B parameters, and two are kept
 
 
 def host_findings(probe: ProbeAnswer) -> Iterator[Finding]:
-    """All about the host, in no order."""
+    """Yield all findings about the host, in no order."""
     yield from _cores(probe)
     yield from _kernels(probe)
     yield from _system(probe)
@@ -176,7 +176,7 @@ def _disk(probe: ProbeAnswer) -> Iterator[Finding]:
 
 
 def _adamw_text(probe: ProbeAnswer) -> str:
-    """What the optimizer reaches, and what that means for a step."""
+    """Say how fast the optimizer is, and what that means for a step."""
     rate = probe.rate("adamw")
     if rate is None:
         return "AdamW was not measured"

@@ -1,4 +1,4 @@
-"""Every instruction set of the native kernels against the scalar one, and that against torch."""
+"""Test the native kernels of each instruction set against scalar ones, and that against torch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _flat(weights: Tensor, m: Tensor, v: Tensor, states: StateFormat, *, split: 
 
 def _sums() -> dict[str, Tensor]:
     weights, grad, _, _ = _values()
-    grad = torch.nan_to_num(grad, posinf=1.0, neginf=-1.0)  # one NaN would be the whole sum
+    grad = torch.nan_to_num(grad, posinf=1.0, neginf=-1.0)  # one NaN would make the whole sum NaN
     halves = grad.bfloat16()
     for x in (grad, halves):
         accumulate_(weights, x)
@@ -92,7 +92,7 @@ def _sums() -> dict[str, Tensor]:
 
 
 def _values() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(weights, gradients, m, v), fp32, the same each time."""
+    """Make fp32 weights, gradients, m and v, the same each time."""
     generator = torch.Generator().manual_seed(0)
     weights, grad, m = (torch.randn(ELEMENTS, generator=generator) for _ in range(3))
     odd = torch.tensor(_ODD)
@@ -103,7 +103,8 @@ def _values() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @contextmanager
 def _any_isa() -> Iterator[list[str]]:
-    """The sets that the processor and FLUXTRAIN_ISA allow; the one in use comes back after."""
+    """Give the instruction sets that the processor and FLUXTRAIN_ISA allow; restore the set in use
+    afterwards."""
     before = _native.isa()
     try:
         yield [name for name in _native.ISA_NAMES if _native.set_isa(name) == name]

@@ -1,4 +1,4 @@
-"""Are two sets of tensors the same, bit for bit?"""
+"""Compare two sets of tensors bit for bit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Mismatch(Exception):
-    """Two results that must be equal are not; the message says by how much."""
+    """Raised when two results that must be equal differ; the message says by how much."""
 
 
 def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> int:
-    """The number of values compared. Raises Mismatch; every NaN and both zeros count as written."""
+    """Compare the bits of all values, also of NaNs and of both zeros, and return their number.
+
+    Raises Mismatch at the first difference.
+    """
     if one.keys() != other.keys():
         lacking = sorted(one.keys() ^ other.keys())
         raise Mismatch(f"only one side has {lacking[0]!r} ({len(lacking)} such)")

@@ -1,4 +1,4 @@
-"""A report as one screen of text, 80 columns wide. No torch."""
+"""Show a report as one screen of text, 80 columns wide. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VERDICTS = {True: "pass", False: "FAIL", None: "none"}
 
 
 def screen(report: DoctorAnswer) -> str:
-    """The verdict, what was measured, what to change, the self-tests and the versions."""
+    """Return the verdict, the measurements, what to change, the self-tests and the versions."""
     lines = [_verdict(report), *_measured(report.probe)]
     if report.findings:
         lines.append("findings, the most useful first:")
@@ -29,7 +29,7 @@ def screen(report: DoctorAnswer) -> str:
     told = ", ".join(
         version if name == "os" else f"{name} {version}"
         for name, version in report.versions.items()
-        if name != "cpu"  # it stands above
+        if name != "cpu"  # its line is above
     )
     return "\n".join([*lines, *_wrapped("versions", told)])
 
@@ -95,7 +95,7 @@ def _gpu_text(gpu: Gpu) -> str:
 
 
 def _bus_text(probe: ProbeAnswer) -> str:
-    """Each rate as it was measured, for the first card."""
+    """Return each rate as it was measured, for the first card."""
     return (
         f"pinned {_rate(probe, 'h2d_pinned')} up and {_rate(probe, 'd2h_pinned')} down, both at "
         f"once {_rate(probe, 'h2d_both_ways')} and {_rate(probe, 'd2h_both_ways')}, pageable "
@@ -130,7 +130,7 @@ def _count(count: int, what: str) -> str:
 
 
 def _wrapped(label: str, text: str, indent: int = _LABEL) -> list[str]:
-    """`label`, then the text; what does not fit goes on below the text's beginning."""
+    """Wrap `text` behind `label`; further lines are indented to the start of the text."""
     return textwrap.wrap(
         text,
         COLUMNS,

@@ -1,6 +1,6 @@
-"""The engine against itself on this machine: every comparison is bit for bit.
+"""Test the engine against itself on this machine: every comparison is bit for bit.
 
-A tiny model of Llama's shape is trained a few steps; each check tells how much it compared.
+A tiny Llama model is trained for a few steps; each check says how much it compared.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno
 
 
 class Unwritable(Exception):
-    """The disk of the runs cannot be tested: that is no fault of the engine."""
+    """Raised when the disk of the runs cannot be written, which is no fault of the engine."""
 
 
 def self_tests(folder: Path, say: Callable[[str], None]) -> tuple[SelfTest, ...]:
-    """Run all; `folder` is on the disk of the runs. A check that breaks has failed."""
+    """Run all self-tests; `folder` is on the disk of the runs. A check that raises has failed."""
     checks: dict[str, Check] = {
         "native kernels": check_kernels,
         "streaming on cpu": lambda: check_streaming("cpu"),
@@ -56,7 +56,8 @@ def self_tests(folder: Path, say: Callable[[str], None]) -> tuple[SelfTest, ...]
 
 
 def run_check(name: str, check: Check) -> SelfTest:
-    """Passed, or failed with what differed or what broke; neither where nothing can be written."""
+    """Run one check: it passes, fails with what differed or broke, or is left out where the disk
+    cannot be written."""
     try:
         return SelfTest(name=name, passed=True, detail=check())
     except Mismatch as mismatch:
@@ -69,7 +70,7 @@ def run_check(name: str, check: Check) -> SelfTest:
 
 
 def check_streaming(device: str) -> str:
-    """Streamed training gives the losses, weights and states of resident training."""
+    """Check that streamed training gives the losses, weights and states of resident training."""
     with _deterministic():
         ends = []
         for offload in ("none", "max"):
@@ -79,7 +80,8 @@ def check_streaming(device: str) -> str:
 
 
 def check_checkpoint(folder: Path) -> str:
-    """A state that went through files on the run's disk goes on as the one that did not."""
+    """Check that a run restored from files on the disk of the runs continues as one that never
+    stopped."""
     with _deterministic(), _temporary(folder) as place:
         saved, restored = (Trainee(seed=seed, device="cpu", offload="max") for seed in (1, 2))
         saved.train(range(STEPS))
@@ -98,7 +100,7 @@ def check_checkpoint(folder: Path) -> str:
 
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
-    """A folder inside of `folder`, for as long as the context lasts. Raises Unwritable."""
+    """Make a temporary folder in `folder` for the length of the context. Raises Unwritable."""
     try:
         with tempfile.TemporaryDirectory(prefix=".fluxtrain-", dir=folder) as place:
             yield Path(place)
@@ -115,7 +117,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def tiny_model(seed: int) -> nn.Module:
-    """Three blocks of Llama's shape in bf16; the global random state is left alone."""
+    """Make a bf16 Llama of three blocks without touching the global random state."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -143,7 +145,7 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1)
 
     def train(self, steps: Iterable[int]) -> dict[str, Tensor]:
-        """Clipped steps on tokens that depend on the step alone; returns the losses."""
+        """Train steps with clipping on tokens that depend on the step alone; return the losses."""
         losses = {}
         for step in steps:
             tokens = torch.Generator().manual_seed(step)
@@ -157,7 +159,7 @@ class Trainee:
         return losses
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all weights, lower halves and moments."""
+        """Copy all weights, lower halves and moments."""
         return {
             f"{shard} {name}": tensor.detach().cpu().clone()
             for shard, tensors in self.engine.state_shards()
@@ -167,7 +169,7 @@ class Trainee:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Sums in one order, without which no two runs on a GPU are comparable."""
+    """Make sums deterministic, without which no two runs on a GPU are comparable."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The versions that a bug report needs. No torch."""
+"""Collect the versions that a bug report needs. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "text
 
 
 def versions(machine: Machine, cuda: str | None) -> dict[str, str]:
-    """Name -> version; `cuda` is what torch was built for (None: a CPU build)."""
+    """Return versions by name; `cuda` is what torch was built for (None: a CPU build)."""
     found = {"fluxtrain": fluxtrain.__version__, "python": platform.python_version()}
     found |= {name: _package(name) for name in _PACKAGES}
     found["cuda"] = cuda or "none"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, footprint, kept_count, parked_count
+from fluxtrain.plan.footprint import Layout, footprint, kept_count, offloading_blocks
 from fluxtrain.units import bytes_text
 
 
@@ -25,7 +25,7 @@ def left_on_device(
     """`layout` with the inputs of as many last blocks on the device, `most` at most, as it holds
     within `limit_bytes` of it; what stands behind the blocks leaves its input there too then."""
     none = replace(layout, activations_on_device=0)
-    waiting = parked_count(facts, none)
+    waiting = offloading_blocks(facts, none)
     most = waiting if most is None else min(most, waiting)
     if facts.row is None or most < 1:
         return none
@@ -40,12 +40,17 @@ def left_on_device(
 
 def staying_words(facts: ModelFacts, layout: Layout) -> str:
     """What a plan says of them; "" where all go."""
-    row, parked = facts.row, parked_count(facts, layout)
-    stay = facts.layers - kept_count(facts, layout) - parked
-    if row is None or not layout.parks or not layout.activations_on_device or not stay:
+    row, offloaded = facts.row, offloading_blocks(facts, layout)
+    stay = facts.layers - kept_count(facts, layout) - offloaded
+    if (
+        row is None
+        or not layout.offloads_activations
+        or not layout.activations_on_device
+        or not stay
+    ):
         return ""
     stay_bytes = stay * layout.batch_rows * row.boundary_bytes
     return (
-        f"inputs of the last {stay} of {stay + parked} blocks stay on the device, in "
+        f"inputs of the last {stay} of {stay + offloaded} blocks stay on the device, in "
         f"{bytes_text(stay_bytes)} that were left"
     )

@@ -171,7 +171,7 @@ def _laid_out(facts: ModelFacts, layout: Layout) -> dict[str, Any]:
     """The table, and the layout in the numbers that hold for this model."""
     exact = replace(
         layout,
-        activations="host" if layout.parks else "device",
+        activations="host" if layout.offloads_activations else "device",
         blocks_without_recompute=kept_count(facts, layout),
         slots=slot_count(facts, layout),
     )

@@ -184,7 +184,8 @@ def _boundaries(frontier: Frontier, layout: Layout, because: str) -> tuple[str, 
     if layout.offload == "max":
         because = "max has them on the host"
     staying = staying_words(frontier.search.facts, layout)
-    return "host" if layout.parks else "device", "; ".join(filter(None, (because, staying)))
+    where = "host" if layout.offloads_activations else "device"
+    return where, "; ".join(filter(None, (because, staying)))
 
 
 def _head_choice(

@@ -68,7 +68,7 @@ class HostTimes:
     backward_s: float
     forward_beside_s: float  # while AdamW runs
     backward_beside_s: float  # while moments are updated, or blocks of a step in backward
-    park_forward_s: float  # what a boundary that goes to the host, and comes back, adds
+    park_forward_s: float  # what offloading the input of a block adds
     park_backward_s: float
     outside_s: float  # of a batch: all but the blocks, both ways
     home_update_s: float  # `step()`, of a group at home
@@ -76,24 +76,24 @@ class HostTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotRehearsed:
-    """Why a GPU's host made no whole steps before a training (`calibration/timed_steps.py`)."""
+class StepsNotTimed:
+    """Why whole steps were not timed before a training (`calibration/timed_steps.py`)."""
 
     why: str  # with numbers, as a part of a sentence
     host_bytes: int | None = None  # that have to be available for it, where they were not
     lasts: bool = False  # with every model of this shape
 
     def may_succeed(self, host_available_bytes: int | None) -> bool:
-        """Is it worth another try?"""
+        """Return whether another try may succeed."""
         if self.lasts or self.host_bytes is None or host_available_bytes is None:
             return not self.lasts
         return host_available_bytes >= self.host_bytes
 
     @property
     def text(self) -> str:
-        """For people, with what it means for what is predicted."""
+        """Say it to people, with what it means for predicted times."""
         return (  # so much as four such cases were on an H200 (docs/planner.md)
-            f"whole steps were not rehearsed ({self.why}), so AdamW and the queueing of the GPU's "
+            f"whole steps were not timed ({self.why}), so AdamW and the queueing of the GPU's "
             "work count as fast as each is alone, and a step that waits for the host may be "
             "predicted 25 to 40 % too short"
         )
@@ -112,12 +112,12 @@ class Calibration:
     outside_backward: Line  # gradients of head and embedding on their way to their sums
     activation_bytes: int  # of one block and row, at the peak of its backward pass
     edge_bytes: int = 0  # a row: of what stands behind the blocks, at its peak there, on a GPU
-    kept_backward: Line | None = None  # one block that keeps its activations; None: not tried
+    kept_backward: Line | None = None  # one block that keeps its activations; None: not timed
     kept_bytes: int | None = None  # of one block and row, beside its input
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     host_forward_s: float = 0.0  # of the forward alone
     host: HostTimes | None = None  # the same in whole steps, with a GPU
-    not_rehearsed: NotRehearsed | None = None  # why there are none, with a GPU
+    not_rehearsed: StepsNotTimed | None = None  # why there are none, with a GPU
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
     streamed: Streamed | None = None  # without a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed
@@ -141,8 +141,8 @@ def chunked(line: Line, batch_rows: int, chunk_rows: int) -> float:
     return whole * line.at(min(chunk_rows, batch_rows)) + line.at(left)
 
 
-def trial_rows(sequence_length: int, batch_rows: int | None, chunk_tokens: int) -> tuple[int, int]:
-    """Rows of the two chunks that are tried: about what a run takes, and a quarter of it."""
+def timed_rows(sequence_length: int, batch_rows: int | None, chunk_tokens: int) -> tuple[int, int]:
+    """Return the rows of the two chunks to time: a quarter of what a run takes, and about that."""
     many = 1 << (max(1, chunk_tokens // sequence_length).bit_length() - 1)
     if batch_rows is not None:
         many = min(many, batch_rows)

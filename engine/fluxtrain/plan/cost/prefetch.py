@@ -25,7 +25,7 @@ from fluxtrain.plan.footprint import (
     Layout,
     homes,
     kept_count,
-    parked_count,
+    offloading_blocks,
     slot_count,
     streamed,
     streamed_count,
@@ -109,7 +109,7 @@ def _waiting(facts: ModelFacts, layout: Layout, shared: Sequence[bool]) -> list[
             order.append(at)
         else:
             keeping -= 1
-    waiting = set(order[: parked_count(facts, layout)])
+    waiting = set(order[: offloading_blocks(facts, layout)])
     return [at in waiting for at in range(len(shared))]
 
 
@@ -154,7 +154,7 @@ def _hidden(facts: ModelFacts, layout: Layout, rates: Rates, blocks_s: tuple[flo
 
 def _input_bytes(facts: ModelFacts, layout: Layout) -> int:
     """That come back with a streamed block in the backward pass, where they waited on the host."""
-    if facts.row is None or not parked_count(facts, layout):
+    if facts.row is None or not offloading_blocks(facts, layout):
         return 0
     return layout.batch_rows * facts.row.boundary_bytes
 

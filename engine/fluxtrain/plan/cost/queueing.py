@@ -2,8 +2,9 @@
 
 The host queues what the GPU computes a little later. Where it is the slower of the two, a pass
 takes as long as the host does; where it waits for something (an update, moments), it is no longer
-ahead. While AdamW runs on the host's cores too, it is slower still: then by what whole steps of a
-miniature took (`calibration/timed_steps.py`). Under the head, few large operations, it gets ahead.
+ahead. While AdamW runs on the host's cores too, it is slower still, as slow as in the timed
+steps of a small model (`calibration/timed_steps.py`). Under the head, few large operations, it gets
+ahead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, parked_count
+from fluxtrain.plan.footprint import Layout, homes, offloading_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,9 @@ def queueing_of(
     beside_s = host.backward_beside_s
     if not clips:  # each group is stepped in the backward pass
         beside_s += here * host.device_update_s / max(1, facts.layers)
-    parked = parked_count(facts, layout) / max(1, facts.layers)
-    there_s = parked * host.park_forward_s  # once a batch
-    back_s = parked * host.park_backward_s
+    offloaded = offloading_blocks(facts, layout) / max(1, facts.layers)
+    there_s = offloaded * host.park_forward_s  # once a batch
+    back_s = offloaded * host.park_backward_s
     return Queueing(
         blocks=facts.layers,
         forward_s=chunks * host.forward_s + there_s,

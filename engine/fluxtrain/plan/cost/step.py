@@ -67,7 +67,7 @@ from fluxtrain.plan.footprint import (
     Layout,
     homes,
     kept_count,
-    parked_count,
+    offloading_blocks,
     rows_of_table,
     sliced_head,
     streamed,
@@ -389,5 +389,7 @@ def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:
     """Boundary activations that go to the host and come back."""
     row = facts.row
     return (
-        0 if row is None else parked_count(facts, layout) * layout.batch_rows * row.boundary_bytes
+        0
+        if row is None
+        else offloading_blocks(facts, layout) * layout.batch_rows * row.boundary_bytes
     )

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from fluxtrain.calibration.calibrate import calibrate
-from fluxtrain.calibration.constants import known_constants, measured_constants
+from fluxtrain.calibration.measured_constants import known_constants, measure_constants
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.causal_lm import CausalLM
@@ -84,23 +84,23 @@ def test_what_rows_of_several_documents_hold_counts() -> None:
     assert 0.9 * HELD_BYTES < both.activation_bytes < 1.5 * HELD_BYTES
 
 
-def test_where_no_rows_are_heavier_no_others_are_tried() -> None:
+def test_where_no_rows_are_heavier_no_others_are_timed() -> None:
     asked: list[int] = []
     calibrate(model(), mixed_of, CPU, (2, 4), heavier_of=asked.append)
     assert asked == [2, 4]
 
 
-def test_what_was_tried_with_rows_of_one_document_does_not_serve_the_others(
+def test_what_was_timed_with_rows_of_one_document_does_not_serve_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine, made = read_machine(), model()
     facts = model_facts(made, made.config, LENGTH)
-    plain = measured_constants(facts, machine, "cpu", 4, made, rows_of)
-    assert not measured_constants(facts, machine, "cpu", 4, made, _never).is_new
-    assert measured_constants(facts, machine, "cpu", 4, made, rows_of, mixed_of).is_new
-    assert not measured_constants(facts, machine, "cpu", 4, made, _never, _never).is_new
+    plain = measure_constants(facts, machine, "cpu", 4, made, rows_of)
+    assert not measure_constants(facts, machine, "cpu", 4, made, _never).is_new
+    assert measure_constants(facts, machine, "cpu", 4, made, rows_of, mixed_of).is_new
+    assert not measure_constants(facts, machine, "cpu", 4, made, _never, _never).is_new
     found = known_constants(facts, machine, "cpu", 4)  # without the data: the heavier ones
     assert plain.calibration is not None
     assert found.calibration is not None

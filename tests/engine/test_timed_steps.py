@@ -1,4 +1,4 @@
-"""Blocks at home take whole steps before a training, and what they took is told apart."""
+"""Whole steps of blocks on the host are timed before a training, each kind by itself."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 import fluxtrain
 from fluxtrain.calibration import calibrate as calibrate_module
-from fluxtrain.calibration import timed_steps as rehearsal_module
-from fluxtrain.calibration.block_timing import Trial
-from fluxtrain.calibration.timed_steps import Kind, Rehearsed, _between, _one_to_next, rehearse
+from fluxtrain.calibration import timed_steps as steps_module
+from fluxtrain.calibration.block_timing import BlockTimes
+from fluxtrain.calibration.timed_steps import Kind, StepTimes, _between, _one_to_next, time_steps
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.window import Window
-from fluxtrain.plan.cost.calibration import NotRehearsed
+from fluxtrain.plan.cost.calibration import StepsNotTimed
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import host_update, rate_of_update
 from fluxtrain.plan.facts import GroupFacts
@@ -27,17 +27,17 @@ from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.wrapping.block_discovery import take_apart
-from tests.engine.trial_rows import batch_of
+from tests.engine.calibration_rows import batch_of
 
 Tiny = Callable[..., PreTrainedModel]
 CPU = torch.device("cpu")
 
 
-def played(
+def timed(
     model: PreTrainedModel, states: StateFormat = "fp32", *, in_backward: bool = False
-) -> tuple[dict[Kind, Rehearsed], GroupFacts]:
-    found = rehearse(model, batch_of(2), CPU, states, None, in_backward=in_backward)
-    assert not isinstance(found, NotRehearsed)
+) -> tuple[dict[Kind, StepTimes], GroupFacts]:
+    found = time_steps(model, batch_of(2), CPU, states, None, in_backward=in_backward)
+    assert not isinstance(found, StepsNotTimed)
     return found
 
 
@@ -45,15 +45,15 @@ def played(
 def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, family: str) -> None:
     model = tiny(family, torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    kinds, block = played(model)
-    assert set(kinds) == {"alone", "parked", "whole", "passes"}
-    in_backward, _ = played(model, in_backward=True)
-    assert set(in_backward) == {"alone", "parked", "in_backward"}
+    kinds, block = timed(model)
+    assert set(kinds) == {"alone", "offloaded", "whole", "passes"}
+    in_backward, _ = timed(model, in_backward=True)
+    assert set(in_backward) == {"alone", "offloaded", "in_backward"}
     kinds |= {"in_backward": in_backward["in_backward"]}
     for kind, told in kinds.items():
         assert told.forward_s > 0
         assert told.backward_s > told.forward_s / 2  # which it computes again
-        assert (told.update_s is None) == (kind in ("alone", "parked"))
+        assert (told.update_s is None) == (kind in ("alone", "offloaded"))
         assert (told.moments_s is None) == (kind != "passes")
     assert block.kind == "block" and block.trained
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -61,48 +61,48 @@ def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, fami
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_every_block_is_at_home_also_where_the_device_has_room_for_all(
+def test_every_block_is_on_the_host_also_where_the_device_has_room_for_all(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrap, asked = fluxtrain.wrap, list[PlacementRequest]()
 
-    def watched(mini: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
+    def watched(small: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
         asked.append(arguments["placement"])
-        return wrap(mini, **arguments)
+        return wrap(small, **arguments)
 
     monkeypatch.setattr(fluxtrain, "wrap", watched)
-    played(tiny("llama", torch.bfloat16))
+    timed(tiny("llama", torch.bfloat16))
     (request,) = asked
     assert (request.device_groups, request.resident_blocks) == (0, 0)
 
 
-def test_boundaries_go_home_in_the_steps_that_try_it(
+def test_activations_are_offloaded_in_the_steps_that_time_it(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parked: list[bool] = []
+    offloaded: list[bool] = []
     offload = ActivationOffload.offload
-    step = rehearsal_module._Stage._step
+    step = steps_module._StepTimer._step
 
     def watched(self: ActivationOffload, *args: object) -> object:
-        parked[-1] = True
+        offloaded[-1] = True
         return offload(self, *args)  # type: ignore[arg-type]
 
-    def counted(self: rehearsal_module._Stage, kind: Kind) -> None:
+    def counted(self: steps_module._StepTimer, kind: Kind) -> None:
         kinds.append(kind)
-        parked.append(False)
+        offloaded.append(False)
         step(self, kind)
 
     kinds: list[Kind] = []
     monkeypatch.setattr(ActivationOffload, "offload", watched)
-    monkeypatch.setattr(rehearsal_module._Stage, "_step", counted)
-    played(tiny("llama", torch.bfloat16))
-    assert parked == [kind == "parked" for kind in kinds]
-    assert any(parked)
+    monkeypatch.setattr(steps_module._StepTimer, "_step", counted)
+    timed(tiny("llama", torch.bfloat16))
+    assert offloaded == [kind == "offloaded" for kind in kinds]
+    assert any(offloaded)
 
 
 def test_states_of_8_bits_have_one_pass(tiny: Tiny) -> None:
-    kinds, block = played(tiny("llama", torch.bfloat16), "8bit")
-    assert set(kinds) == {"alone", "parked", "whole"}
+    kinds, block = timed(tiny("llama", torch.bfloat16), "8bit")
+    assert set(kinds) == {"alone", "offloaded", "whole"}
     assert block.states == "8bit"
 
 
@@ -121,8 +121,8 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
         step(*args, **kwargs)
 
     monkeypatch.setattr(updates, "step_", slow)
-    kinds = played(tiny("llama", torch.bfloat16))[0]
-    kinds |= played(tiny("llama", torch.bfloat16), in_backward=True)[0]
+    kinds = timed(tiny("llama", torch.bfloat16))[0]
+    kinds |= timed(tiny("llama", torch.bfloat16), in_backward=True)[0]
     for kind in ("whole", "passes", "in_backward"):
         told = kinds[kind]
         assert told.update_s is not None
@@ -132,9 +132,9 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
     assert moments_s is not None and moments_s >= pause_s
 
 
-def missed(model: PreTrainedModel, available_bytes: int | None = None) -> NotRehearsed:
-    found = rehearse(model, batch_of(2), CPU, "fp32", available_bytes, in_backward=False)
-    assert isinstance(found, NotRehearsed)
+def missed(model: PreTrainedModel, available_bytes: int | None = None) -> StepsNotTimed:
+    found = time_steps(model, batch_of(2), CPU, "fp32", available_bytes, in_backward=False)
+    assert isinstance(found, StepsNotTimed)
     assert found.why in found.text
     assert "may be predicted 25 to 40 % too short" in found.text
     return found
@@ -146,8 +146,8 @@ def test_too_little_host_memory_is_said_with_what_it_takes(tiny: Tiny) -> None:
     assert "of the 1000 B of host memory that is free" in found.why
     assert found.host_bytes is not None and not found.may_succeed(found.host_bytes - 1)
     assert found.may_succeed(found.host_bytes)
-    enough = rehearse(model, batch_of(2), CPU, "fp32", found.host_bytes, in_backward=False)
-    assert not isinstance(enough, NotRehearsed)
+    enough = time_steps(model, batch_of(2), CPU, "fp32", found.host_bytes, in_backward=False)
+    assert not isinstance(enough, StepsNotTimed)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, DoesNotFit])
@@ -169,7 +169,7 @@ def test_blocks_that_host_memory_refuses_are_said(
     def refused(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(rehearsal_module, "miniature", refused)
+    monkeypatch.setattr(steps_module, "make_small_model", refused)
     assert missed(tiny("llama")).why == "12 copies of a block failed: MemoryError"
 
 
@@ -190,7 +190,7 @@ def test_blocks_that_host_memory_refuses_are_said(
 )
 def test_the_numbers_of_torchs_long_message_are_kept(rest: str, room: str) -> None:
     error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 1.50 GiB. {rest}")
-    assert rehearsal_module._why(error) == f"the GPU had no 1.50 GiB left{room}"
+    assert steps_module._why(error) == f"the GPU had no 1.50 GiB left{room}"
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -201,8 +201,8 @@ def test_a_loss_that_is_not_finite_ends_the_steps_and_the_threads(
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
     threads = set(threading.enumerate())
-    found = rehearse(model, batch_of(2), CPU, "fp32", None, in_backward=in_backward)
-    assert isinstance(found, NotRehearsed) and "nan" in found.why
+    found = time_steps(model, batch_of(2), CPU, "fp32", None, in_backward=in_backward)
+    assert isinstance(found, StepsNotTimed) and "nan" in found.why
     assert set(threading.enumerate()) == threads
 
 
@@ -216,26 +216,26 @@ def test_blocks_that_are_not_trained_take_no_steps_and_never_will(tiny: Tiny) ->
 
 
 def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:
-    blocks_for, most = rehearsal_module._blocks_for, rehearsal_module.MOST_BLOCKS
+    blocks_for, most = steps_module._blocks_for, steps_module.MOST_BLOCKS
     assert blocks_for(233_000_000, None) == 3
     assert blocks_for(47_000_000, None) == 11
     assert blocks_for(1000, None) == most
     assert blocks_for(47_000_000, 16 * 47_000_000 * 4 * 4) == 4
     least_bytes = 16 * 47_000_000 * 4 * 3
     refused = blocks_for(47_000_000, least_bytes - 1)
-    assert isinstance(refused, NotRehearsed) and refused.host_bytes == least_bytes
+    assert isinstance(refused, StepsNotTimed) and refused.host_bytes == least_bytes
 
 
-def test_what_was_not_rehearsed_is_among_the_constants_with_the_trials_own_times(
+def test_why_no_steps_were_timed_is_among_the_constants_with_the_blocks_times(
     tiny: Tiny,
 ) -> None:
-    alone = Trial(rows=4)
+    alone = BlockTimes(rows=4)
     alone.seconds |= {"host": [0.2, 0.1], "host_forward": [0.05]}
-    tried: Any = SimpleNamespace(few=alone, many=alone)
-    why = NotRehearsed(why="no room")
-    found = calibrate_module._of_host(tried, why)
+    timed: Any = SimpleNamespace(few=alone, many=alone)
+    why = StepsNotTimed(why="no room")
+    found = calibrate_module._of_host(timed, why)
     assert found == {"host_block_s": 0.1, "host_forward_s": 0.05, "not_rehearsed": why}
-    assert calibrate_module._of_host(tried, None)["not_rehearsed"] is None
+    assert calibrate_module._of_host(timed, None)["not_rehearsed"] is None
 
 
 def test_waiting_between_two_marks_is_taken_off() -> None:

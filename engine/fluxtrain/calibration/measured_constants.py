@@ -1,7 +1,7 @@
-"""The measured constants of a plan: rates of the machine, and one block of this model tried on it.
+"""Keep the measured constants of a plan: rates of the machine, and the times of one block.
 
-They are kept beside the probe's rates, for as long, one file for each machine and model shape, and
-never come from a training of the same case.
+They are kept beside the probe's rates and for as long, in one file for each machine and model
+shape. They are never taken from an earlier training.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from fluxtrain.adamw.native_adamw import update_threads
-from fluxtrain.calibration.block_timing import NotCalibrated
 from fluxtrain.calibration.calibrate import calibrate
+from fluxtrain.calibration.small_model import NotCalibrated
 from fluxtrain.client.machine import Machine
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.cache import cache_file, is_fresh
@@ -27,7 +27,7 @@ from fluxtrain.hardware.probe.bandwidth import bus_rates, host_copy_rate, sample
 from fluxtrain.hardware.probe.probe import known_rates, sustained_threads
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.choices.ranked import GPU_CHUNK_TOKENS
-from fluxtrain.plan.cost.calibration import Calibration, trial_rows
+from fluxtrain.plan.cost.calibration import Calibration, timed_rows
 from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.search import CHUNK_TOKENS
@@ -36,41 +36,41 @@ from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.storage import write_json
 from fluxtrain.units import MIB, duration_text
 
-COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
-RATE_LIMIT_S = 0.8  # of each rate of the native optimizer
+COPY_BYTES = 32 * MIB  # with more, this copy would be the memory peak of a small run
+RATE_LIMIT_S = 0.8  # for each rate of the native optimizer
 _log = logging.getLogger(__name__)
-FORMAT = 12  # of the file; a reader ignores another one
+FORMAT = 12  # of the file; files of other formats are ignored
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What the time of a plan is computed from."""
+    """The measured numbers from which a plan's time is computed."""
 
-    per_s: Mapping[str, float | None]  # by the probe's names
+    per_s: Mapping[str, float | None]  # rates by the probe's names
     calibration: Calibration | None = None
-    source: str  # in words
+    source: str  # in words: what was measured, and when
     is_new: bool = False  # measured by this process
 
     @property
     def still_to_come_bytes(self) -> int:
-        """What this process will grow by when it first computes, unless it has."""
-        tried = self.calibration
-        return 0 if tried is None or self.is_new else tried.runtime_bytes
+        """Return the bytes by which this process will grow at its first computation, else 0."""
+        timed = self.calibration
+        return 0 if timed is None or self.is_new else timed.runtime_bytes
 
     def rates(self, *, has_gpu: bool) -> Rates | str:
-        """For the cost model, or what is missing."""
+        """Return the rates for the cost model, or say what is missing."""
         return rates_from(self.per_s, has_gpu=has_gpu, calibration=self.calibration)
 
     def applied(self, facts: ModelFacts) -> ModelFacts:
-        """`facts` with the activations that were measured, where they were."""
-        tried, row = self.calibration, facts.row
-        if tried is None or row is None or not tried.activation_bytes:
+        """Return `facts` with the measured bytes of activations, if they were measured."""
+        timed, row = self.calibration, facts.row
+        if timed is None or row is None or not timed.activation_bytes:
             return facts
         found = replace(
             row,
-            activation_bytes=tried.activation_bytes,
-            saved_bytes=tried.kept_bytes,
-            edge_bytes=tried.edge_bytes,
+            activation_bytes=timed.activation_bytes,
+            saved_bytes=timed.kept_bytes,
+            edge_bytes=timed.edge_bytes,
         )
         return replace(facts, row=found)
 
@@ -91,10 +91,12 @@ def known_constants(
     mixed: bool | None = None,
     in_backward: bool = False,
 ) -> Constants:
-    """What was measured before: a block of this shape, else the probe's rates (`per_s`, or those
-    that are kept) with the constants of this class of machines. `mixed`: with rows of several
-    documents; None: with any, those first. `in_backward`: for a run that updates in its backward
-    pass."""
+    """Return what was measured before for a model of this shape.
+
+    Where no block was timed, these are the probe's rates (`per_s`; None: the kept ones) with the
+    constants of this class of machines. `mixed`: timed with rows of several documents; None: either
+    way, those first. `in_backward`: for a run that updates in its backward pass.
+    """
     wanted = (True, False) if mixed is None else (mixed,)
     places = (
         _place(facts, machine, device, batch_rows, mixed=one, in_backward=in_backward)
@@ -107,7 +109,7 @@ def known_constants(
         return Constants(
             per_s=probed,
             source="rates of the machine and constants of its class: no block of this model was "
-            "tried here yet, which `fluxtrain train` does",
+            "timed here yet, which `fluxtrain train` does",
         )
     return Constants(
         per_s=_either(found.per_s, probed),
@@ -116,7 +118,7 @@ def known_constants(
     )
 
 
-def measured_constants(
+def measure_constants(
     facts: ModelFacts,
     machine: Machine,
     device: str,
@@ -127,42 +129,45 @@ def measured_constants(
     *,
     in_backward: bool = False,
 ) -> Constants:
-    """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
+    """Return `known_constants`; what is not known is measured now, in a few seconds, and kept.
+
+    `batch_of` and `heavier_of` give rows as for `calibrate`.
+    """
     mixed = heavier_of is not None
     known = known_constants(
         facts, machine, device, batch_rows, mixed=mixed, in_backward=in_backward
     )
     place = _place(facts, machine, device, batch_rows, mixed=mixed, in_backward=in_backward)
-    if known.calibration is not None and not _tries_again(known.calibration, machine):
+    if known.calibration is not None and not _should_time_again(known.calibration, machine):
         known = _completed(
             known, known.calibration, place, facts, machine, device, in_backward=in_backward
         )
         return _warned(known)
     assert facts.row is not None
-    rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
-    fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
+    rows = timed_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
+    fewer = timed_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
     try:
         on, states = torch.device(device), _states(facts)
         memory = machine.memory_available_bytes
-        tried = calibrate(
+        timed = calibrate(
             model, batch_of, on, rows, fewer, states, heavier_of, memory, in_backward=in_backward
         )
     except NotCalibrated as reason:
         return _warned(replace(known, source=f"{known.source} ({reason})"))
-    tried = replace(tried, **_adamw_rates(facts, machine, device, tried, in_backward=in_backward))
+    timed = replace(timed, **_adamw_rates(facts, machine, device, timed, in_backward=in_backward))
     rates = _missing_rates(known.per_s, machine, device)
-    _write(place, rates, tried)
+    _write(place, rates, timed)
     found = Constants(
         per_s=_either(rates, known.per_s),
-        calibration=tried,
-        source=_source(tried),
+        calibration=timed,
+        source=_source(timed),
         is_new=True,
     )
     return _warned(found)
 
 
 def _warned(found: Constants) -> Constants:
-    """The same, after a warning where whole steps were not rehearsed and may be the next time."""
+    """Warn when whole steps were not timed but may be the next time; return `found`."""
     missed = None if found.calibration is None else found.calibration.not_rehearsed
     if missed is not None and not missed.lasts:
         _log.warning("%s", missed.text)
@@ -171,7 +176,7 @@ def _warned(found: Constants) -> Constants:
 
 def _completed(
     known: Constants,
-    tried: Calibration,
+    timed: Calibration,
     place: Path,
     facts: ModelFacts,
     machine: Machine,
@@ -179,48 +184,48 @@ def _completed(
     *,
     in_backward: bool,
 ) -> Constants:
-    """With the rates that could not be measured when the block was tried, and can be now."""
-    adamw = _adamw_rates(facts, machine, device, tried, in_backward=in_backward)
+    """Add the rates that could not be measured when the block was timed, and can be now."""
+    adamw = _adamw_rates(facts, machine, device, timed, in_backward=in_backward)
     rates = _missing_rates(known.per_s, machine, device)
     if not rates and not any(adamw.values()):
         return known
-    tried = replace(tried, **adamw)
-    _write(place, rates, tried)
-    return replace(known, per_s=_either(rates, known.per_s), calibration=tried)
+    timed = replace(timed, **adamw)
+    _write(place, rates, timed)
+    return replace(known, per_s=_either(rates, known.per_s), calibration=timed)
 
 
 def _either(
     measured: Mapping[str, float], probed: Mapping[str, float | None]
 ) -> dict[str, float | None]:
-    """The probe's rates, and what was measured for a trial where it has none."""
+    """Return the probe's rates, and those measured beside a block where the probe has none."""
     return {**probed, **measured, **{name: rate for name, rate in probed.items() if rate}}
 
 
-def _trial_tokens(device: str) -> int:
-    """Of the larger chunk that is tried: the largest that a plan takes, because small ones do not
-    fill a GPU and say nothing about large ones."""
+def _timed_tokens(device: str) -> int:
+    """Return the tokens of the larger timed chunk: the largest that a plan takes, as small chunks
+    do not fill a GPU and say nothing about large ones."""
     return GPU_CHUNK_TOKENS if device == "cuda" else CHUNK_TOKENS
 
 
-def _tries_again(tried: Calibration, machine: Machine) -> bool:
-    """Was something in the way that is gone now, or may be?"""
-    missed = tried.not_rehearsed
+def _should_time_again(timed: Calibration, machine: Machine) -> bool:
+    """Return whether what disturbed the measurement is gone now, or may be."""
+    missed = timed.not_rehearsed
     if missed is not None and missed.may_succeed(machine.memory_available_bytes):
         return True
-    return is_calm_after(tried.others_share)
+    return is_calm_after(timed.others_share)
 
 
-def _source(tried: Calibration) -> str:
-    missed = "" if tried.not_rehearsed is None else f"; {tried.not_rehearsed.text}"
-    return f"one block, tried {_when(tried)}{missed}"
+def _source(timed: Calibration) -> str:
+    missed = "" if timed.not_rehearsed is None else f"; {timed.not_rehearsed.text}"
+    return f"one block, timed {_when(timed)}{missed}"
 
 
-def _when(tried: Calibration) -> str:
-    few, many = tried.rows
-    beside = beside_text(tried.others_share, command="fluxtrain train")
+def _when(timed: Calibration) -> str:
+    few, many = timed.rows
+    beside = beside_text(timed.others_share, command="fluxtrain train")
     return (
         f"with {few} and {many} rows before a training on this machine, in "
-        f"{duration_text(tried.measuring_s)}{beside}"
+        f"{duration_text(timed.measuring_s)}{beside}"
     )
 
 
@@ -231,7 +236,7 @@ def _probed() -> dict[str, float | None]:
 def _missing_rates(
     known: Mapping[str, float | None], machine: Machine, device: str
 ) -> dict[str, float]:
-    """The copies' rates, where no probe measured them, as far as there is memory for that."""
+    """Measure the rates of copies that no probe has measured, if there is memory for that."""
     size = sample_bytes(machine.memory_available_bytes)
     names = ("h2d_pinned", "d2h_pinned") if device == "cuda" else ("host_copy",)
     if all(known.get(name) for name in names):
@@ -242,24 +247,27 @@ def _missing_rates(
         else:
             few, threads = min(COPY_BYTES, size), sustained_threads(machine)
             found = {"host_copy": host_copy_rate(few, threads=threads)}
-    except (RuntimeError, MemoryError) as error:  # a card that others fill, as for the probe
+    except (RuntimeError, MemoryError) as error:  # other programs fill the card
         _log.info("copies were not measured: %s", error)
         return {}
     return {name: rate.per_s for name, rate in found.items() if rate.per_s}
 
 
 def _states(facts: ModelFacts) -> StateFormat:
-    """Of FluxTrain's own AdamW, which the trial updates with also where another one will."""
+    """Return the state format of FluxTrain's AdamW; block timing uses it for other optimizers
+    too."""
     found = {group.states for group in facts.groups if group.masters}
     return next((states for states in STATE_FORMATS if states in found), "fp32")
 
 
 def _adamw_rates(
-    facts: ModelFacts, machine: Machine, device: str, tried: Calibration, *, in_backward: bool
+    facts: ModelFacts, machine: Machine, device: str, timed: Calibration, *, in_backward: bool
 ) -> dict[str, Any]:
-    """Fields of a calibration that it has not yet: the native optimizer's rates as this model's
-    updates run, on a GPU's host, where they can be hidden, also in two passes, or beside the
-    backward pass of an `in_backward` run."""
+    """Measure the native optimizer's rates that the calibration `timed` does not have yet.
+
+    On a GPU's host these are also the rates of updates in two passes, where one can be hidden, or
+    beside the backward pass of an `in_backward` run.
+    """
     narrow = any(group.states == "8bit" for group in facts.groups)
     two_passes = any(group.pass_bytes for group in facts.groups)
     wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
@@ -275,16 +283,19 @@ def _adamw_rates(
     return {
         name: _adamw_per_s(facts, machine, device, part, eight_bit=eight_bit, beside=beside)
         for name, (part, eight_bit, beside) in wanted.items()
-        if getattr(tried, name) is None
+        if getattr(timed, name) is None
     }
 
 
 def _adamw_per_s(
     facts: ModelFacts, machine: Machine, device: str, part: Part, *, eight_bit: bool, beside: bool
 ) -> float | None:
-    """The native optimizer over as much memory as this model's states take, up to what is beyond
-    any cache, beside copies as a training has them: what is updated goes up for the next forward
-    pass. `beside` the backward pass gradients come down too, and fewer threads update."""
+    """Measure the native optimizer beside the copies that a training makes.
+
+    It updates as many parameters as the model trains, up to a number that is beyond any cache.
+    Updated weights are uploaded for the next forward pass. `beside` the backward pass gradients
+    are downloaded too, and fewer threads update.
+    """
     trained = sum(group.trained for group in facts.groups)
     known = (sustained_threads(machine), update_threads(torch.device(device)))
     threads = min((count for count in known if count is not None), default=None)
@@ -311,8 +322,8 @@ def _place(
     mixed: bool,
     in_backward: bool,
 ) -> Path:
-    """The file of this machine, device, model shape, size of the trial, kind of rows and, on a GPU,
-    of steps."""
+    """Return the file for this machine, device, model shape, timed rows, kind of rows and, on a
+    GPU, kind of steps."""
     row = facts.row
     assert row is not None
     blocks = [group for group in facts.groups if group.kind == "block"]
@@ -321,10 +332,10 @@ def _place(
     trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32, middle.states)
     shape = (middle.weight_bytes, trained, edges, facts.layers)
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
-    trial = trial_rows(row.sequence_length, batch_rows, _trial_tokens(device))
+    timed = timed_rows(row.sequence_length, batch_rows, _timed_tokens(device))
     threads = torch.get_num_threads()
     kind = (mixed, in_backward and device == "cuda")
-    how = (rows, trial, *kind, threads, str(torch.__version__))
+    how = (rows, timed, *kind, threads, str(torch.__version__))
     return cache_file("block", machine, device, shape, *how)
 
 
@@ -337,13 +348,13 @@ def _read(place: Path) -> _Kept | None:
     return kept if usable else None
 
 
-def _write(place: Path, rates: Mapping[str, float], tried: Calibration) -> None:
-    """`rates` beside those that are there. A cache that cannot be written costs a new measurement
-    next time, no more."""
+def _write(place: Path, rates: Mapping[str, float], timed: Calibration) -> None:
+    """Write `timed`, and `rates` beside the rates already in the file. An error is ignored: a cache
+    that is not written only costs a new measurement the next time."""
     before = _read(place)
     every = {**({} if before is None else before.per_s), **rates}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, _Kept(FORMAT, every, tried))
+        write_json(place, _Kept(FORMAT, every, timed))
     except (OSError, FluxTrainError):
         return

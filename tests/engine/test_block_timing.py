@@ -1,5 +1,4 @@
-"""On a GPU the steps of a trial follow each other: what stands for a card here says in which order
-they are queued and waited for."""
+"""On a GPU the timed steps follow each other without a pause, which a fake card records."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.calibration import block_timing as trial_module
-from fluxtrain.calibration.block_timing import REPEATS, Bench, Trial
+from fluxtrain.calibration import block_timing as timing_module
+from fluxtrain.calibration.block_timing import STEPS, BlockTimer, BlockTimes
 from fluxtrain.calibration.small_model import ALL_CHECKED
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.engine import Engine, engine_of
-from tests.engine.trial_rows import batch_of
+from tests.engine.calibration_rows import batch_of
 
 
 class Card:
@@ -60,14 +59,14 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 @pytest.fixture
-def bench(tiny: Any, card: Card) -> Iterator[tuple[Bench, Engine]]:
+def timer(tiny: Any, card: Card) -> Iterator[tuple[BlockTimer, Engine]]:
     model: nn.Module = tiny("llama", torch.float32)
     fluxtrain.wrap(model, device="cpu", offload="none", chunk_rows=4)
     engine = engine_of(model)
     for unit in engine.units:
         unit.checked_recomputes = ALL_CHECKED
     blocks = [module for _, module in take_apart(model).blocks]
-    made = Bench(model, engine, blocks, torch.device("cpu"))
+    made = BlockTimer(model, engine, blocks, torch.device("cpu"))
     made._on_gpu = True
     queue = made._queue
 
@@ -88,44 +87,44 @@ def repeated(card: Card) -> list[str]:
 
 
 def test_the_host_is_one_step_ahead_and_never_waits_for_the_card_to_run_dry(
-    bench: tuple[Bench, Engine], card: Card
+    timer: tuple[BlockTimer, Engine], card: Card
 ) -> None:
-    found = bench[0].trial(batch_of(4))
+    found = timer[0].measure(batch_of(4))
     assert card.log[:2] == ["queues", "waits for all"]  # the one that warms up
     steps = repeated(card)
     count = steps.count("queues")
     assert steps == ["queues", *["queues", "waits for a step"] * (count - 1)]
-    assert 1 <= len(found.seconds["forward"]) <= REPEATS
+    assert 1 <= len(found.seconds["forward"]) <= STEPS
     assert found.keeps
     assert len(found.seconds["kept_backward"]) >= 1
 
 
 def test_steps_before_the_card_is_hot_are_not_counted(
-    bench: tuple[Bench, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
+    timer: tuple[BlockTimer, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock of which each step takes an eighth of a second."""
     clock = SimpleNamespace(perf_counter=lambda: card.log.count("queues") / 8)
-    monkeypatch.setattr(trial_module, "time", clock)
-    monkeypatch.setattr(trial_module, "HEAT_S", 4 / 8)
-    monkeypatch.setattr(trial_module, "LIMIT_S", 2 / 8)
-    found: Trial = bench[0].trial(batch_of(4))
+    monkeypatch.setattr(timing_module, "time", clock)
+    monkeypatch.setattr(timing_module, "HEAT_S", 4 / 8)
+    monkeypatch.setattr(timing_module, "LIMIT_S", 2 / 8)
+    found: BlockTimes = timer[0].measure(batch_of(4))
     assert repeated(card).count("queues") == 3 + 4
     assert len(found.seconds["forward"]) == 4  # from the one that begins as the heat is there
 
 
 def test_a_slow_card_is_hot_after_one_step_and_tries_no_more_than_it_must(
-    bench: tuple[Bench, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
+    timer: tuple[BlockTimer, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_module, "HEAT_S", 0.0)
-    monkeypatch.setattr(trial_module, "LIMIT_S", -1.0)
-    found = bench[0].trial(batch_of(4))
+    monkeypatch.setattr(timing_module, "HEAT_S", 0.0)
+    monkeypatch.setattr(timing_module, "LIMIT_S", -1.0)
+    found = timer[0].measure(batch_of(4))
     assert repeated(card) == ["queues", "queues", "waits for a step"]
     assert len(found.seconds["forward"]) == len(found.seconds["kept_backward"]) == 1
 
 
 def test_the_host_s_own_time_is_told_of_the_forward_and_of_both(
-    bench: tuple[Bench, Engine],
+    timer: tuple[BlockTimer, Engine],
 ) -> None:
-    found = bench[0].trial(batch_of(4))
+    found = timer[0].measure(batch_of(4))
     pairs = zip(found.seconds["host_forward"], found.seconds["host"], strict=True)
     assert all(0 < forward_s < both_s for forward_s, both_s in pairs)

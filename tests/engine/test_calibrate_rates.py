@@ -12,19 +12,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fluxtrain.calibration import constants as constants_module
+from fluxtrain.calibration import measured_constants as constants_module
 from fluxtrain.calibration.calibrate import calibrate
-from fluxtrain.calibration.constants import known_constants, measured_constants
+from fluxtrain.calibration.measured_constants import known_constants, measure_constants
 from fluxtrain.client.machine import Machine, Rate
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import adamw_rate as adamw_rate_module
 from fluxtrain.hardware.probe.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.probe.rate import TOO_LITTLE
-from fluxtrain.plan.cost.calibration import NotRehearsed
+from fluxtrain.plan.cost.calibration import StepsNotTimed
 from fluxtrain.plan.cost.rates import rates_from
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.planning.placing import model_facts
-from tests.engine.trial_rows import LENGTH, batch_of
+from tests.engine.calibration_rows import LENGTH, batch_of
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -45,8 +45,8 @@ def test_a_run_with_8_bit_states_is_timed_with_its_own_kernel(tiny: Tiny, machin
     model = tiny("llama", torch.bfloat16)
     wide = facts_of(model)
     coded = wide.with_states("8bit")
-    first = measured_constants(wide, machine, "cpu", 4, model, batch_of)
-    second = measured_constants(coded, machine, "cpu", 4, model, batch_of)
+    first = measure_constants(wide, machine, "cpu", 4, model, batch_of)
+    second = measure_constants(coded, machine, "cpu", 4, model, batch_of)
     assert second.is_new  # what was kept for the other states does not serve
     assert first.calibration is not None
     assert first.calibration.adamw_8bit_per_s is None
@@ -63,16 +63,16 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, states: Any, *, in_backward: bool
 ) -> None:
     """What a GPU would be asked is left out; the host's kernels are rated as they are."""
-    tried = measured_constants(
+    timed = measure_constants(
         facts_of(tiny("llama", torch.bfloat16)), machine, "cpu", 4, tiny("llama", torch.bfloat16),
         batch_of,
     ).calibration  # fmt: skip
-    assert tried is not None
-    assert tried.adamw_weights_per_s is None
-    tried = replace(tried, adamw_per_s=None)  # no whole steps were made
+    assert timed is not None
+    assert timed.adamw_weights_per_s is None
+    timed = replace(timed, adamw_per_s=None)  # no whole steps were made
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
-        constants_module, "calibrate", lambda *given, **_: asked.append(given) or tried
+        constants_module, "calibrate", lambda *given, **_: asked.append(given) or timed
     )
     copies: list[tuple[bool, bool]] = []
 
@@ -84,9 +84,9 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
     model = tiny("llama", torch.bfloat16)
-    found = measured_constants(facts, machine, "cuda", 4, model, batch_of, in_backward=in_backward)
+    found = measure_constants(facts, machine, "cuda", 4, model, batch_of, in_backward=in_backward)
     assert found.calibration is not None
-    assert asked[0][5] == states  # the update on the device is tried with them
+    assert asked[0][5] == states  # the update on the device is timed with them
     both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
     beside = (found.calibration.adamw_beside_per_s, found.calibration.adamw_8bit_beside_per_s)
     assert (beside[0] is not None, beside[1] is not None) == (
@@ -112,13 +112,13 @@ def test_steps_in_backward_have_constants_of_their_own_beside_a_gpu(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", torch.bfloat16)
-    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
-    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: tried)
+    facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: timed)
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
-    assert measured_constants(facts, machine, "cuda", 4, model, batch_of).is_new
+    assert measure_constants(facts, machine, "cuda", 4, model, batch_of).is_new
     assert known_constants(facts, machine, "cuda", 4, in_backward=True).calibration is None
-    assert measured_constants(facts, machine, "cuda", 4, model, batch_of, in_backward=True).is_new
+    assert measure_constants(facts, machine, "cuda", 4, model, batch_of, in_backward=True).is_new
     assert known_constants(facts, machine, "cuda", 4, in_backward=True).calibration is not None
 
 
@@ -126,23 +126,23 @@ def test_what_whole_steps_told_is_not_rated_again(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", torch.bfloat16)
-    tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    timed = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
     fields = ("adamw_per_s", "adamw_beside_per_s", "adamw_weights_per_s", "adamw_moments_per_s")
-    told = replace(tried, **dict.fromkeys(fields, 123.0))
+    told = replace(timed, **dict.fromkeys(fields, 123.0))
     monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: told)
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: pytest.fail("rated"))
-    found = measured_constants(facts_of(model), machine, "cuda", 4, model, batch_of)
+    found = measure_constants(facts_of(model), machine, "cuda", 4, model, batch_of)
     assert found.calibration == told
 
 
-def test_a_rehearsal_that_failed_is_told_and_tried_again_once_it_may_succeed(
+def test_steps_that_could_not_be_timed_are_told_and_timed_again_once_it_may_succeed(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny("llama", torch.bfloat16)
-    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
-    missed = NotRehearsed(why="3 blocks take 9 GiB", host_bytes=36 << 30)
-    answers = [replace(tried, not_rehearsed=missed), tried]
+    facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    missed = StepsNotTimed(why="3 blocks take 9 GiB", host_bytes=36 << 30)
+    answers = [replace(timed, not_rehearsed=missed), timed]
     monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
@@ -150,41 +150,41 @@ def test_a_rehearsal_that_failed_is_told_and_tried_again_once_it_may_succeed(
     small, large = (changed(machine, memory_available_bytes=n << 30) for n in (35, 36))
     for is_new in (True, False):
         caplog.clear()
-        found = measured_constants(facts, small, "cuda", 4, model, batch_of)
+        found = measure_constants(facts, small, "cuda", 4, model, batch_of)
         assert found.is_new is is_new
         assert missed.text in found.source and missed.text in caplog.text
     assert missed.text in known_constants(facts, small, "cuda", 4).source
     caplog.clear()
-    found = measured_constants(facts, large, "cuda", 4, model, batch_of)
-    assert found.is_new and "rehearsed" not in found.source + caplog.text
-    assert not measured_constants(facts, large, "cuda", 4, model, batch_of).is_new
+    found = measure_constants(facts, large, "cuda", 4, model, batch_of)
+    assert found.is_new and missed.text not in found.source + caplog.text
+    assert not measure_constants(facts, large, "cuda", 4, model, batch_of).is_new
 
 
-def test_rates_that_could_not_be_measured_beside_a_trial_are_measured_in_the_next_training(
+def test_rates_that_could_not_be_measured_beside_a_block_are_measured_in_the_next_training(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", torch.bfloat16)
-    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
-    tried = replace(tried, adamw_per_s=None)
+    facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    timed = replace(timed, adamw_per_s=None)
     probed = dict.fromkeys(("h2d_pinned", "d2h_pinned", "adamw"))  # on a card that was full
     bus: dict[str, Rate] = dict.fromkeys(("h2d_pinned", "d2h_pinned"), TOO_LITTLE)
     adamw = [TOO_LITTLE]
-    trials: list[Any] = [tried]
+    answers: list[Any] = [timed]
     monkeypatch.setattr(constants_module, "_probed", lambda: probed)
-    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: trials.pop())
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop())
     monkeypatch.setattr(constants_module, "bus_rates", lambda **_: bus)
     monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: adamw[0])
-    first = measured_constants(facts, machine, "cuda", 4, model, batch_of)
+    first = measure_constants(facts, machine, "cuda", 4, model, batch_of)
     assert isinstance(first.rates(has_gpu=True), str)
     bus |= {"h2d_pinned": Rate(2e10, "64 MiB"), "d2h_pinned": Rate(3e10, "64 MiB")}
     adamw[0] = Rate(4e9, "4 threads")
-    second = measured_constants(facts, machine, "cuda", 4, model, batch_of)
+    second = measure_constants(facts, machine, "cuda", 4, model, batch_of)
     rates = second.rates(has_gpu=True)
     assert not isinstance(rates, str)
     assert (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s, rates.adamw_per_s) == (2e10, 3e10, 4e9)
     assert known_constants(facts, machine, "cuda", 4) == second
     monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: pytest.fail("rated"))
-    assert measured_constants(facts, machine, "cuda", 4, model, batch_of) == second
+    assert measure_constants(facts, machine, "cuda", 4, model, batch_of) == second
 
 
 @pytest.mark.parametrize("name", ["bus_rates", "host_copy_rate"])
@@ -195,27 +195,27 @@ def test_a_training_starts_where_copies_still_have_no_memory_to_be_measured_in(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
 
     model, device = tiny("llama", torch.bfloat16), "cuda" if name == "bus_rates" else "cpu"
-    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
     monkeypatch.setattr(constants_module, "_probed", dict)
-    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: tried)
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: timed)
     monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
     monkeypatch.setattr(constants_module, name, refused)
     for is_new in (True, False):
-        found = measured_constants(facts, machine, device, 4, model, batch_of)
-        assert found.is_new is is_new and found.calibration == tried
+        found = measure_constants(facts, machine, device, 4, model, batch_of)
+        assert found.is_new is is_new and found.calibration == timed
         assert isinstance(found.rates(has_gpu=device == "cuda"), str)
 
 
-def test_a_model_that_cannot_be_rehearsed_is_told_so_in_its_plan_and_not_tried_again(
+def test_a_model_whose_steps_cannot_be_timed_says_so_in_its_plan_and_is_not_timed_again(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny("llama", torch.bfloat16)
-    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
-    missed = NotRehearsed(why="no parameter of its blocks is trained", lasts=True)
-    answers = [replace(tried, not_rehearsed=missed)]
+    facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    missed = StepsNotTimed(why="no parameter of its blocks is trained", lasts=True)
+    answers = [replace(timed, not_rehearsed=missed)]
     monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
     for _ in range(2):
-        found = measured_constants(facts, machine, "cuda", 4, model, batch_of)
+        found = measure_constants(facts, machine, "cuda", 4, model, batch_of)
         assert missed.text in found.source and not caplog.text

@@ -1,4 +1,4 @@
-"""Rows for the blocks that are tried before a training."""
+"""Rows for calibration."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LENGTH = 12
 
 
 def batch_of(rows: int) -> BoundBatch[Batch]:
-    """`rows` rows of one document each, the same ones every time."""
+    """Make `rows` rows of one document each, the same ones every time."""
     return BoundBatch(CausalLM(), plain_batch(rows))
 
 
 def plain_batch(rows: int) -> Batch:
-    """The same rows without their objective."""
+    """Make the same rows without their objective."""
     ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     count = rows * (LENGTH - 1)
     return Batch(
