@@ -173,7 +173,7 @@ def main() -> None:
     options = parser.parse_args()
     row = result_of(options.result)
     facts, layout = facts_of_result(row), layout_of_result(row)
-    clips = not layout.in_backward
+    clips = not layout.optimizer_in_backward
     plan = cost(facts, layout, rates_of_result(row), clips=clips, passes=layout.passes)
     need = footprint(facts, layout, has_gpu=True)
     print(f"{row['shape']}, batch {row['batch']}; bound by {plan.binds}")

@@ -40,7 +40,7 @@ FIRST_AT_REST_S = 1.2  # by then the first screen is whole
 
 
 def make_screen(name: str) -> Screen[Any]:
-    """The screen of this name; its module is read when it is first wanted, not at the start."""
+    """Make the screen of this name; its module is imported on first use, not at the start."""
     module, screen = SCREENS[name]
     made: Screen[Any] = getattr(import_module(module), screen)()
     return made
@@ -77,14 +77,14 @@ class FluxApp(AppBase):
         self.set_timer(FIRST_AT_REST_S, self._make_ready)
 
     def _make_ready(self) -> None:
-        """Make the screens that one key brings, one at a time, before that key is pressed.
+        """Make the screens that have a key, one at a time, before that key is pressed.
 
-        Making one takes as long as drawing the dashboard twice, and shows when it happens.
+        Making a screen takes as long as drawing the dashboard twice, a visible delay.
         """
         waiting = (one for one in MADE_READY if not self.is_ready(one))
         if not self._screen_stack:
-            return  # the app is being left
-        if isinstance(self.screen, RunScreen):  # not yet beside the wizard, which has no use for it
+            return  # the app is closing
+        if isinstance(self.screen, RunScreen):  # the wizard does not need it
             name = next(waiting, None)
             if name is None:
                 return
@@ -92,7 +92,7 @@ class FluxApp(AppBase):
         self.set_timer(AT_REST_S, self._make_ready)
 
     def is_ready(self, name: str) -> bool:
-        """Whether a screen is made, seen or not."""
+        """Return whether a screen is made, shown or not."""
         made = self._installed_screens.get(name)
         return isinstance(made, Screen) and made.is_running
 
@@ -123,7 +123,7 @@ class FluxApp(AppBase):
             )  # fmt: skip
 
     def action_help_quit(self) -> None:
-        """Ctrl-C, which copies in a field and ends nothing: what leaves, and what stops a run."""
+        """Tell on Ctrl-C, which only copies in a field, how to leave and how to stop a run."""
         keys = {action.id: action.key_text for action in self.actions}
         words = f"{keys['detach']} leaves, the training goes on; {keys['stop']} stops it"
         if self.place in PAGES:  # the wizard: nothing trains yet
@@ -131,7 +131,7 @@ class FluxApp(AppBase):
         self.notify(words, title="Ctrl-C ends nothing here")
 
     def action_help(self) -> None:
-        """The keys and the panels of the screen in front."""
+        """Show the keys and the panels of the screen in front."""
         from fluxtui.screens.dialogs import HelpScreen
 
         panels = self.screen.SHOWN if isinstance(self.screen, PanelScreen) else ()

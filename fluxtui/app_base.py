@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
 LOW_BANDWIDTH_HZ = 1.0
-COMPARED_PERIOD_S = 2.0  # the other run is looked at, not lived with
+COMPARED_PERIOD_S = 2.0  # the compared run needs fewer updates
 
 
 class AppBase(App[None]):
@@ -73,7 +73,7 @@ class AppBase(App[None]):
     """
 
     class MachineSampled(Message):
-        """The machine's newest sample; a newer one replaces one that still waits."""
+        """The machine's newest sample; it replaces an older one that still waits."""
 
         def __init__(self, sample: MachineSample) -> None:
             super().__init__()
@@ -134,18 +134,18 @@ class AppBase(App[None]):
         self._stop_sampling.set()
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's, but what NO_COLOR asks for is no colour instead of shades of grey."""
+        """Return Textual's filters, but for NO_COLOR remove colours instead of making them grey."""
         others = [one for one in super().get_line_filters() if not isinstance(one, GREYS)]
         return [*others, self._colourless] if self.no_color else others
 
     def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
-        """Textual's, in fewer bytes."""
+        """Draw as Textual does, in fewer bytes."""
         if isinstance(renderable, ChopsUpdate):
             renderable = PartsUpdate.of(renderable)
         super()._display(screen, renderable)
 
     def _load_themes(self) -> None:
-        """Before the first style sheet is made, so that it is made once."""
+        """Load themes before the first style sheet is made, so that it is made only once."""
         self.theme_files, self._left_out = load_themes(theme_folders(self._settings_file))
         for theme in self.theme_files.values():
             self.register_theme(theme.theme)
@@ -164,21 +164,21 @@ class AppBase(App[None]):
             self.notify(problem, title="Theme left out", severity="warning")
 
     def notify(self, message: str, *, title: str = "", **options: Any) -> None:
-        """As Textual's, but the words are others': no markup and nothing for the terminal."""
+        """Notify as Textual does, but without markup and terminal codes, as the text is foreign."""
         options["markup"] = False
         super().notify(printable(message), title=printable(title), **options)
 
     @property
     def low_bandwidth(self) -> bool:
-        """Few bytes to the terminal: asked for at the start, or in the settings."""
+        """Return whether to send few bytes to the terminal, by command line or settings."""
         return self._asked_for_low_bandwidth or self.settings.low_bandwidth
 
     def period_s(self) -> float:
-        """The time between two drawings."""
+        """Return the time between two drawings."""
         return 1.0 / (LOW_BANDWIDTH_HZ if self.low_bandwidth else self.settings.refresh_hz)
 
     def use_colours(self) -> None:
-        """Draw in the chosen theme, or in plain colours where bytes are dear."""
+        """Draw in the chosen theme, or in plain colours to save bytes."""
         self._set_colours()
         self.redraw()
 
@@ -194,16 +194,16 @@ class AppBase(App[None]):
 
     @property
     def settings_file(self) -> Path | None:
-        """Where the settings are kept; None keeps none."""
+        """Return the file of the settings; None keeps none."""
         return self._settings_file
 
     @property
     def run_dir(self) -> Path | None:
-        """The directory of the run that is followed; None without one."""
+        """Return the directory of the followed run; None without one."""
         return self.followed.source.run_dir if self.followed.source else None
 
     def attach(self, source: RunSource) -> None:
-        """Follow another run from its beginning, compared with none."""
+        """Follow another run from its beginning, without a compared run."""
         self._compared_with.change_to(None)
         chart = replace(self.view.chart, last_step=None, crosshair=None, block=None)
         self.view = View(read_only=self.view.read_only, chart=chart, key_texts=self.view.key_texts)
@@ -270,28 +270,28 @@ class AppBase(App[None]):
 
     @on(MachineSampled)
     def take_machine(self, message: MachineSampled) -> None:
-        """Take the machine's newest sample, and tell who asked for it. It is drawn with the next
-        news of the run, which come more often, also while the trainer is silent."""
+        """Keep the machine's newest sample and pass it to the screens that show it. It is drawn
+        with the next news of the run, which come more often, also while the trainer is silent."""
         self.view = replace(self.view, machine_sample=message.sample, wall_s=self._wall_clock())
         self.machine_signal.publish(message.sample)
 
     def redraw(self) -> None:
-        """Draw the present view on the run's screen in front, also around a dialog over it."""
+        """Draw the present view on the run's screen in front, also behind a dialog."""
         for screen in reversed(self._screen_stack):
             if isinstance(screen, ActionScreen):
                 screen.draw()
                 return
             if not screen.is_modal:
-                return  # it covers what lies below
+                return  # it covers the screen below
 
     @property
     def place(self) -> str:
-        """The name of the screen in front in the table of actions; "" while it has none."""
+        """Return the front screen's name in the table of actions; "" if it has none."""
         return self.screen.place if isinstance(self.screen, ActionScreen) else ""
 
     @property
     def screen_name(self) -> str:
-        """The name of the run's screen in front; "" while something else is there."""
+        """Return the name of the run's screen in front; "" if another screen is in front."""
         return self.place if self.place in RUN_SCREENS else ""
 
     def show_screen(self, name: str) -> None:
@@ -300,7 +300,7 @@ class AppBase(App[None]):
             self.switch_screen(name)
 
     def show_something(self) -> None:
-        """Show the dashboard where the wizard was the first screen and has gone."""
+        """Show the dashboard after the wizard, if that was the first screen."""
         if len(self.screen_stack) == 1:
             self.push_screen("dashboard")
 
@@ -333,7 +333,7 @@ class AppBase(App[None]):
         if name in ("smooth", "log_scale", "by_tokens"):
             self.view = replace(self.view, chart=replace(self.view.chart, **{name: new}))
         if name == "low_bandwidth":
-            self._asked_for_low_bandwidth = False  # what is chosen now outweighs the command line
+            self._asked_for_low_bandwidth = False  # a choice now overrides the command line
         self.use_colours()
 
     def _keep(self, **changes: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a panel or a screen shows as rows for other programs: CSV, units in the names of columns."""
+"""Writes the numbers of a panel or a screen as CSV, with units in the names of columns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LEFT_OUT = ("seq", "t_s", "dropped")
 
 
 def csv_of(name: str, view: View) -> str:
-    """The numbers behind a panel or a screen; those of the steps where it has none of its own."""
+    """Return the numbers of a panel or a screen as CSV; the steps' numbers if it has none."""
     return _written(_TABLES.get(name, _steps)(view))
 
 
 def rows_held(name: str, view: View) -> str:
-    """How many of a table's rows it has, where the app no longer holds the older ones; else ""."""
+    """Say how many rows a table has if the app dropped the older ones; else ""."""
     if name in _TABLES and name not in _HISTORIES:
         return ""
     history = _HISTORIES[name](view.state) if name in _HISTORIES else view.state.steps
@@ -55,7 +55,7 @@ def _flat(fields: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _loss(view: View) -> Iterable[Row]:
-    """The whole run's loss, with the evaluations at their steps."""
+    """Return the whole run's loss, with the evaluations at their steps."""
     evaluations = dict(view.state.evaluations)
     for row in _curve(view.state.loss, "loss"):
         steps = range(row["first_step"], row["last_step"] + 1)
@@ -64,7 +64,7 @@ def _loss(view: View) -> Iterable[Row]:
 
 
 def _curve(curve: Curve, name: str) -> Iterable[dict[str, Any]]:
-    """Each point of a curve: one step, or the mean of those that share a point in a long run."""
+    """Return each point of a curve: one step, or the mean of several steps in a long run."""
     for bucket in curve.buckets:
         yield {
             "first_step": bucket.first, "last_step": bucket.last, f"{name}_mean": bucket.mean,
@@ -86,7 +86,7 @@ def _blocks(view: View) -> Iterable[Row]:
 
 
 def _lanes(view: View) -> Iterable[Row]:
-    """The intervals of the step on screen."""
+    """Return the intervals of the step on screen."""
     found = shown(view)
     if isinstance(found, str):
         return

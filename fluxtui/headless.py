@@ -1,4 +1,4 @@
-"""Without a terminal: the trainer in the foreground, or a run's progress as lines."""
+"""Works without a terminal: runs the trainer in the foreground, or prints a run's progress."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def train_in_foreground(arguments: Sequence[str], command: Sequence[str] = TRAIN
     """Run `fluxtrain train ARGUMENTS` with our own output; returns its exit code.
 
     The trainer has a session of its own, so a Ctrl-C reaches it once, from here: it writes a
-    checkpoint and ends with 130; a second one ends it at once. What this process was started to
-    ignore (`nohup`) neither takes.
+    checkpoint and ends with 130; a second one ends it at once. Signals that this process was
+    started to ignore (`nohup`) stay ignored in both.
     """
     with subprocess.Popen(
         [*command, *arguments], stdin=subprocess.DEVNULL, start_new_session=True
@@ -64,8 +64,8 @@ def train_in_foreground(arguments: Sequence[str], command: Sequence[str] = TRAIN
 def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) -> int:
     """Print the run's progress until it ends; returns its exit code, or 130 after a Ctrl-C.
 
-    A reader that leaves before ends it too, with 0: that is no verdict on the training. Raises
-    BadInput where the journal cannot be read, or the run's folder is gone.
+    If the reader of the lines leaves earlier, it returns 0, because that says nothing of the
+    training. Raises BadInput if the journal cannot be read, or the run's folder is gone.
 
     `ended` gives the exit code of a trainer that this process started.
     """
@@ -74,7 +74,7 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
     was_there = there = False  # the folder
     try:
         while True:
-            code = ended()  # asked first: nothing is missed then
+            code = ended()  # asked before the news, so that none is missed
             was_there, there = was_there or there, run.path.is_dir()
             if was_there and not there:
                 raise BadInput(f"{run.run_id}: its folder is gone: {run.path}")
@@ -84,20 +84,20 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
                 if isinstance(event, Done | Failed):
                     told = event.exit_code if told is None else told
                 elif isinstance(event, Hello):
-                    told = None  # it was gone on with
+                    told = None  # the run was resumed
             if not alive:
                 return _ended(run, code if told is None else told, silent=told is None)
             time.sleep(POLL_PERIOD_S)
     except KeyboardInterrupt:
         print(f"{run.run_id}: detached; training goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # who read the lines has left (`| head`, a connection that broke)
+    except BrokenPipeError:  # the reader has left (`| head`, a broken connection)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
         return EXIT_FINISHED
 
 
 def _alive(run: RunDir) -> bool:
-    """Whether more may come; a folder that we may not look into does not tell, its journal does."""
+    """Return whether more may come; an unreadable folder does not tell, but its journal does."""
     try:
         return run.liveness() in ("running", "new")
     except OSError:
@@ -105,7 +105,7 @@ def _alive(run: RunDir) -> bool:
 
 
 def _news(journal: JournalFollower) -> list[AnyEvent]:
-    """Events since the last call. Raises BadInput."""
+    """Return the events since the last call. Raises BadInput."""
     try:
         return journal.poll()
     except OSError as error:
@@ -116,7 +116,7 @@ def _news(journal: JournalFollower) -> list[AnyEvent]:
 
 
 def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:
-    """The exit code; of a trainer that ended without a word, what it printed last is told."""
+    """Return the exit code; if the trainer ended without reporting why, print its last output."""
     if silent:
         try:
             printed = run.log.read_text(errors="replace").strip().splitlines()
@@ -135,7 +135,7 @@ def _say(event: AnyEvent) -> None:
 
 
 def event_line(event: AnyEvent) -> str:
-    """One line for the events that tell how a run is going; "" for the others."""
+    """Return a line for an event that tells how the run is going; "" for others."""
     if isinstance(event, StepFinished):
         left = f"  left {duration_text(event.eta_s)}" if event.eta_s else ""
         return (

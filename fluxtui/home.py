@@ -1,4 +1,4 @@
-"""The user's home folder, and paths that begin with it."""
+"""Finds the user's home folder, and expands paths that begin with it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 
 def home_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """`$HOME`, else the home of this process's user; `/` for a user that has none.
+    """Return `$HOME`, else the home of this process's user; `/` for a user without one.
 
-    A container may run as a number that is no user's.
+    A container may run with the number of no user.
     """
     home = environment.get("HOME") or os.path.expanduser("~")
     return Path("/" if home == "~" else home)
 
 
 def expanded(path: str) -> str:
-    """`path` as typed, without blanks around it and with the home folder for `~`.
+    """Expand a typed `path`: strip blanks around it and replace `~` by the home folder.
 
-    A `~name` that is no user's stays as it is: while somebody types, most names are not.
+    A `~name` of no user stays as it is: while the user types, most names are incomplete.
     """
     return str(Path(os.path.expanduser(path.strip()))) if path.strip() else ""

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from fluxtrain.rundir.launch import TrainerProcess
     from fluxtui.app import FluxApp
 
-LEAVING_S = 2.0  # what reads files gets so long to end
-STARTED_S = 1.0  # after so long the first screens are drawn
+LEAVING_S = 2.0  # threads that read files get so long to end
+STARTED_S = 1.0  # by then the first screens are drawn
 _EPILOG = """\
 Leaving the app never stops a training; --attach shows it again. Exit codes are those of
 `fluxtrain train`: 0 finished, 2 bad input, 3 does not fit, 4 diverged, 5 no space left,
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FluxTrainError as error:
         print(f"fluxtrain-tui: {printable_lines(str(error))}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:  # before the app, or what stands in for it, listened to it
+    except KeyboardInterrupt:  # before the app, or its replacement, handled signals
         print("fluxtrain-tui: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
@@ -130,13 +130,13 @@ def _new_run(options: argparse.Namespace) -> int:
     trainer = begin(prepare(with_settings_of_the_dial(answers or Answers())))
     try:
         return show(lambda: _app(options, trainer.run_dir.path, trainer))
-    except KeyboardInterrupt:  # before there was an app; the training has a process of its own
+    except KeyboardInterrupt:  # before there was an app; the trainer is another process
         print(printable_lines(farewell(trainer.run_dir.path)), file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 def answers_of(options: argparse.Namespace) -> Answers | None:
-    """The answers that the command line and a configuration file give; None when neither does.
+    """Return the answers in the command line and a configuration file; None without any.
 
     Raises:
         BadInput: the file or a setting cannot be used.
@@ -171,7 +171,7 @@ def _train_headless(answers: Answers) -> int:
 
 
 def _line_by_line(answers: Answers | None, at_once: bool) -> int:
-    """The wizard without a screen; then the run's progress in lines."""
+    """Ask the wizard's questions without a screen; then print the run's progress in lines."""
     from fluxtui.headless import follow_lines
     from fluxtui.wizard.answers.launching import Attach, begin, prepare
     from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
@@ -209,18 +209,20 @@ def _attach(options: argparse.Namespace) -> int:
 
 
 def has_terminal(environment: Mapping[str, str] = os.environ) -> bool:
-    """All three ends are a terminal that can draw; the app reads one and draws on the other two."""
+    """Return whether all three standard streams are a terminal that can draw: the app reads one and
+    draws on the other two."""
     capable = environment.get("TERM", "") not in ("", "dumb") and draws_utf8()
     return capable and all(end.isatty() for end in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def ssh_hint(command: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Over ssh a command gets no terminal unless it is asked for: how; else ""."""
+    """Say how to get a terminal over ssh, which gives commands none by itself; else ""."""
     return f" (over ssh: `ssh -t HOST {command}`)" if "SSH_CONNECTION" in environment else ""
 
 
 def wants_lines(environment: Mapping[str, str] = os.environ) -> bool:
-    """There is somebody to ask, but no screen: it cannot draw, or `ACCESSIBLE` is set."""
+    """Return whether to ask in plain lines: a user is there, but the terminal cannot draw, or
+    `ACCESSIBLE` is set."""
     somebody = sys.stdin.isatty() and sys.stdout.isatty()
     asked_for = environment.get("ACCESSIBLE", "").lower() not in ("", "0", "no", "false")
     dumb = environment.get("TERM", "") in ("", "dumb") or not draws_utf8()
@@ -228,7 +230,8 @@ def wants_lines(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def draws_utf8() -> bool:
-    """The terminal's character set has lines and dots; the C locale's Python takes for UTF-8."""
+    """Return whether the terminal's character set has lines and dots; Python takes the C locale's
+    for UTF-8."""
     encoding = str(getattr(sys.stderr, "encoding", "") or "utf-8")
     return encoding.lower().replace("-", "").replace("_", "") in ("utf8", "utf8sig")
 
@@ -239,7 +242,8 @@ def _app(
     trainer: TrainerProcess | None = None,
     answers: Answers | None = None,
 ) -> FluxApp:
-    """The app on a run, with the trainer's own pipe if we started it; on the wizard without one."""
+    """Make the app on a run, with the trainer's own pipe if we started it; without a run on the
+    wizard."""
     from fluxtui.app import FluxApp
     from fluxtui.settings import settings_path
     from fluxtui.sources.journal import JournalSource
@@ -266,7 +270,7 @@ def _app(
 def show(make: Callable[[], FluxApp]) -> int:
     """Make and run the app; afterwards say how its run can be seen again.
 
-    What a start makes, it keeps: collecting garbage meanwhile would cost a tenth of its time.
+    Almost no object of a start is garbage: collecting it meanwhile would cost a tenth of its time.
     """
     gc.disable()
     try:
@@ -292,7 +296,7 @@ def show(make: Callable[[], FluxApp]) -> int:
 
 
 def _run(app: FluxApp) -> None:
-    """As `asyncio.run`, but it waits for no thread: one may hang in a file system for ever."""
+    """Run as `asyncio.run`, but wait for no thread: one may hang in a file system for ever."""
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(_until_left(app))
@@ -305,7 +309,7 @@ def _run(app: FluxApp) -> None:
 
 
 def _in_time(what: Callable[[], str]) -> str | None:
-    """What it says; None when that takes too long."""
+    """Return the result of a call; None if that takes too long."""
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(what()), daemon=True)
     thread.start()
@@ -314,7 +318,7 @@ def _in_time(what: Callable[[], str]) -> str | None:
 
 
 def _said(words: str) -> str:
-    """The words, when the terminal has taken them."""
+    """Print the words; return them once the terminal has taken them."""
     try:
         print(words, flush=True)
     except OSError:
@@ -343,13 +347,13 @@ async def _until_left(app: FluxApp) -> None:
 
 
 def _collect_again() -> None:
-    """From here on garbage is collected, without looking at all that the start has made."""
+    """Collect garbage from here on, without looking at the objects of the start."""
     gc.freeze()
     gc.enable()
 
 
 def farewell(run_dir: Path) -> str:
-    """What to say about a run when the app is left."""
+    """Return the words about a run when the app is closed."""
     run = RunDir(run_dir).summary()
     name = run.run_id if Path(run.path).parent == runs_root() else run.path
     attach = printable(f"{typed('fluxtrain-tui')} --attach {shlex.quote(name)}")
@@ -362,7 +366,7 @@ def farewell(run_dir: Path) -> str:
 
 
 def _check_theme(name: str) -> None:
-    """Raise BadInput, also where nothing will be drawn."""
+    """Raise BadInput for an unknown theme, also if nothing will be drawn."""
     from fluxtui.themes import load_themes
 
     themes, _ = load_themes()

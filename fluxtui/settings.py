@@ -1,4 +1,4 @@
-"""What the app keeps between two starts, and the keys that a user has changed.
+"""The settings that the app keeps between two starts, and the user's own keys.
 
 `$XDG_CONFIG_HOME/fluxtrain/app.toml`:
 
@@ -50,13 +50,13 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a setting can be in the app, in order, and what it does."""
+    """The values that the app offers for a setting, in order, and what it does."""
 
-    values: tuple[Any, ...]  # () for themes: those that are installed
+    values: tuple[Any, ...]  # () for themes: the installed ones
     about: str
 
     def turned(self, value: object, by: int, values: Sequence[Any] = ()) -> Any:
-        """The value `by` places on, around the end; the first for one that is not among them."""
+        """Return the value `by` places further, wrapping around; the first for an unknown value."""
         every = self.values or tuple(values)
         at = every.index(value) + by if value in every else 0
         return every[at % len(every)]
@@ -74,13 +74,13 @@ CHOICES: dict[str, Choices] = {
 
 
 def settings_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the settings lie: `$XDG_CONFIG_HOME/fluxtrain/app.toml`."""
+    """Return the file of the settings: `$XDG_CONFIG_HOME/fluxtrain/app.toml`."""
     folder = environment.get("XDG_CONFIG_HOME") or home_folder(environment) / ".config"
     return Path(folder) / "fluxtrain" / "app.toml"
 
 
 def load_settings(path: Path) -> tuple[Settings, list[str]]:
-    """The settings in `path`, and one line for each entry that was skipped."""
+    """Load the settings in `path`; also return one line for each entry that was skipped."""
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would never end
             return Settings(), [f"{path} is no file"]
@@ -109,7 +109,7 @@ def load_settings(path: Path) -> tuple[Settings, list[str]]:
 
 
 def _fits(value: object, name: str, default: object) -> bool:
-    """Whether a value of the file can be used: of the same type, and a rate within its bounds."""
+    """Return whether a value of the file is usable: of the same type, and a rate within bounds."""
     if name == "refresh_hz":
         return isinstance(value, int | float) and LEAST_HZ <= value <= MOST_HZ and value is not True
     return type(value) is type(default)
@@ -140,9 +140,9 @@ def _usable_keys(wanted: Mapping[str, object], problems: list[str]) -> dict[str,
 
 
 def save_settings(settings: Settings, path: Path) -> bool:
-    """Write all but the keys, in place: comments and `[keys]` stay. False if that cannot be.
+    """Write all settings except the keys in place: comments and `[keys]` stay. False if it fails.
 
-    A file that cannot be understood, before or after, is left alone.
+    A file that cannot be parsed, before or after the change, is not written.
     """
     try:
         lines = path.read_text("utf-8").splitlines() if path.exists() else []

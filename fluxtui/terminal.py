@@ -1,9 +1,9 @@
-"""The terminal under the app: it may be stopped and gone on with, take nothing, or hang up.
+"""Handles a terminal that stops and continues the app, takes no output, or hangs up.
 
-Textual's driver puts the terminal into its mode and back. Added here: `ctrl-z` stops what a shell
-would stop and leaves that shell a sane terminal; a process that was stopped from outside takes its
-terminal again as it was before the app; a terminal that takes no output keeps nobody waiting; one
-that has hung up ends the app.
+Textual's driver puts the terminal into its mode and back. Added here: `ctrl-z` stops the processes
+that a shell would stop and leaves the shell a sane terminal; a process that was stopped from
+outside takes its terminal again and restores it at the end to its state before the app; a terminal
+that takes no output blocks nothing; one that has hung up ends the app.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fluxtui.widgets.screen_updates import shorter
 if TYPE_CHECKING:
     from textual.app import App
 
-BACKLOG_CHARS = 1 << 19  # a few whole screens; what waits longer is not worth drawing any more
-LAST_WORDS_S = 2.0  # a terminal that takes nothing gets so long for what restores it
+BACKLOG_CHARS = 1 << 19  # a few whole screens; older output is not worth drawing
+LAST_WORDS_S = 2.0  # how long to wait for a terminal to take its restoring sequences
 
 
 class Output:
-    """Writes to a terminal in a thread of its own, so that nobody waits for a slow one.
+    """Writes to a terminal in a thread of its own, so that the app does not wait for a slow one.
 
     Args:
         descriptor: the terminal.
@@ -65,7 +65,7 @@ class Output:
             self._changed.notify()
 
     def end(self, limit_s: float = LAST_WORDS_S) -> bool:
-        """Write what waits and end; False when the terminal did not take it in time."""
+        """Write the waiting text and end; False if the terminal did not take it in time."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -116,7 +116,7 @@ class TerminalDriver(LinuxDriver):
         self._home.add_signal_handler(signal.SIGCONT, self._continued)
 
     def write(self, data: str) -> None:
-        """Give it to the output's thread; nothing is written while the terminal is the shell's."""
+        """Pass text to the output's thread; write nothing while the terminal is the shell's."""
         if self._output is not None:
             self._output.write(shorter(data), whatever_waits=self._leaving)
 
@@ -130,7 +130,7 @@ class TerminalDriver(LinuxDriver):
         super().start_application_mode()  # type: ignore[no-untyped-call]
 
     def stop_application_mode(self) -> None:
-        """Give it back as it was."""
+        """Restore the terminal to its state before the app."""
         self._leaving = True
         try:
             super().stop_application_mode()
@@ -141,8 +141,8 @@ class TerminalDriver(LinuxDriver):
                 output.end()
 
     def disable_input(self) -> None:
-        """Stop reading. Textual throws away what was typed and not read; while the app takes its
-        terminal again that was typed for it, and is kept.
+        """Stop reading. Textual discards keys that were typed and not read; keep them while the app
+        takes its terminal again, because they were typed for it.
         """
         if not self._continuing:
             super().disable_input()
@@ -155,14 +155,14 @@ class TerminalDriver(LinuxDriver):
         self.exit_event.clear()
 
     def run_input_thread(self) -> None:
-        """Read keys; a terminal that has hung up is the end of the app, not a fault of it."""
+        """Read keys; a terminal that has hung up ends the app without an error."""
         try:
             super().run_input_thread()
         except OSError:
             self._home.call_soon_threadsafe(self._app.exit)
 
     def to_the_shell(self) -> bool:
-        """Stop, as ctrl-z in a shell does, until it is continued; False where nobody would do that.
+        """Stop, as ctrl-z in a shell does, until continued; False if no shell would continue us.
 
         All programs of the job stop, as they would if the terminal itself had sent the signal:
         a shell waits for the first of them (`make run`), not for this one.
@@ -179,10 +179,10 @@ class TerminalDriver(LinuxDriver):
         return True
 
     def _continued(self) -> None:
-        """Take the terminal again after a stop that could not be seen (SIGSTOP): a shell may have
-        used it meanwhile. How it was before the app is still known from the start.
+        """Take the terminal again after a stop that cannot be handled (SIGSTOP): a shell may have
+        used it meanwhile. Its state before the app is still known from the start.
         """
-        if self._output is None:  # it is being left
+        if self._output is None:  # the app is closing
             return
         before, self.attrs_before = self.attrs_before, None
         with self._going_on_unheard():
@@ -201,7 +201,7 @@ class TerminalDriver(LinuxDriver):
 
     @contextmanager
     def _going_on_unheard(self) -> Iterator[None]:
-        """The signal that goes on with us (SIGCONT) is of no news where it is waited for."""
+        """Ignore SIGCONT inside the context, which waits for it anyway."""
         self._home.remove_signal_handler(signal.SIGCONT)
         try:
             yield
@@ -217,17 +217,17 @@ class TerminalDriver(LinuxDriver):
             return
 
     def _draw_all(self) -> None:
-        """Whatever the terminal showed meanwhile."""
+        """Draw the whole screen, whatever the terminal showed meanwhile."""
         size = Size(*self._get_terminal_size())
         self._app.post_message(events.Resize(size, size))
         self._app.refresh(layout=True)
 
 
 def shell_watches() -> bool:
-    """Whether a program of this session waits for our job, as a shell does, and can continue it.
+    """Return whether a program of this session waits for our job, as a shell does.
 
     Without one (`ssh -t host fluxtrain-tui`, a terminal that starts the app itself) a stopped app
-    would stay so for ever.
+    would stay stopped for ever.
     """
     group, session = os.getpgrp(), os.getsid(0)
     ancestor = os.getpid()
@@ -240,6 +240,6 @@ def shell_watches() -> bool:
 
 
 def _parent(pid: int) -> int:
-    """By /proc/PID/stat: the fourth field, after the name in parentheses (proc(5))."""
+    """Read a parent's pid in /proc/PID/stat: the fourth field, after the name (proc(5))."""
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     return int(stat.rpartition(")")[2].split()[1])

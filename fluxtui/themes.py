@@ -72,7 +72,7 @@ class Palette:
         return style
 
     def over(self, name: str) -> Palette:
-        """The same roles on another of the theme's grounds."""
+        """Return the same roles on another of the theme's backgrounds."""
         ground = self.grounds.get(name)
         return self if ground is None else Palette(self.roles, ground, self.dark, self.grounds)
 
@@ -96,14 +96,14 @@ class Palette:
 
 
 def _blended(color: Color, ground: Color, share: float) -> Color:
-    """`share` of the colour, the rest of the ground."""
+    """Blend `share` of the colour with the background."""
     pairs = zip(color.get_truecolor(), ground.get_truecolor(), strict=True)
     red, green, blue = (round(share * a + (1 - share) * b) for a, b in pairs)
     return Color.from_rgb(red, green, blue)
 
 
 def _readable_on(fill: Color) -> Color:
-    """Black or white, whichever stands out more on `fill` (WCAG 2.1 relative luminance)."""
+    """Return black or white, the one with more contrast on `fill` (WCAG 2.1 relative luminance)."""
     if fill.number is not None and fill.triplet is None:
         return Color.parse("bright_white" if fill.number in (0, 1, 4, 5, 8) else "black")
     red, green, blue = (_linear(part / 255) for part in fill.get_truecolor())
@@ -130,7 +130,7 @@ GREYS = (Monochrome, NoColor)  # Textual's own answers to NO_COLOR
 
 
 class Colourless(LineFilter):
-    """Takes the colours out of whatever is drawn and leaves the other attributes."""
+    """Removes colours from everything drawn and leaves the other attributes."""
 
     def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
         """The same segments without colours."""
@@ -156,9 +156,9 @@ class ThemeFile:
 
 
 def theme_folders(settings_file: Path | None = None) -> list[Path]:
-    """Where themes are: the user's beside the settings, the packaged copy, the checkout's.
+    """Return the folders of themes: the user's beside the settings, the package's, the checkout's.
 
-    The first theme of a name is the one that counts, so a user can replace any.
+    The first theme of a name wins, so a user can replace any.
     """
     here = Path(__file__).resolve().parent
     own = [settings_file.parent / "themes"] if settings_file else []
@@ -169,14 +169,14 @@ def theme_folders(settings_file: Path | None = None) -> list[Path]:
 def load_themes(
     folders: Iterable[Path] | None = None,
 ) -> tuple[dict[str, ThemeFile], list[str]]:
-    """All readable themes by name, and one line for each file that is not one."""
+    """Load all readable themes by name; also return a line for each file that is no theme."""
     loaded: dict[str, ThemeFile] = {}
     problems: list[str] = []
     for folder in theme_folders() if folders is None else folders:
         for path in sorted(folder.glob("*.toml")):
             if not os.path.isfile(
                 path
-            ):  # False too where we may not look; reading a pipe would never end
+            ):  # False without permission too; reading a pipe would never end
                 continue
             try:
                 theme = read_theme(path)
@@ -245,7 +245,7 @@ def _styles(path: Path, roles: dict[str, Any]) -> dict[str, Style]:
 
 
 def _ground(path: Path, key: str, value: str) -> Color:
-    """A colour that other colours are blended with, so its red, green and blue are needed."""
+    """Return a background colour; others are blended with it, so it needs red, green and blue."""
     try:
         return Color.parse(value)
     except ColorParseError as error:
@@ -255,7 +255,7 @@ def _ground(path: Path, key: str, value: str) -> Color:
 def _variables(path: Path, given: dict[str, Any]) -> dict[str, str]:
     """Colours and text styles by the names of Textual's variables.
 
-    Anything else could end in the style sheet, which then could not be read.
+    Anything else could get into the style sheet, which then could not be parsed.
     """
     for name, value in given.items():
         if not _NAME.fullmatch(name):

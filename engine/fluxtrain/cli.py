@@ -323,7 +323,7 @@ def undo(run: Named, json: Json = False, debug: Debug = False) -> None:
 
 
 def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -> None:
-    """Ask a running trainer; a refusal is an error of whoever asked."""
+    """Send a command to a running trainer; raise its refusal as an error of the user."""
     from fluxtrain.rundir.control import send_command
     from fluxtrain.rundir.finding import find_run
     from fluxtrain.rundir.run_dir import RunDir
@@ -364,7 +364,7 @@ def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunCo
 
 
 def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]) -> RunConfig:
-    """As `_chosen_config`; raises BadInput where nothing was named."""
+    """Return `_chosen_config`; raise BadInput if nothing was named."""
     chosen = _chosen_config(path, demo, overrides)
     if chosen is None:
         raise BadInput(f"nothing to {verb}: name a CONFIG.yaml, or use --demo")

@@ -1,7 +1,7 @@
 """Errors that a user can cause or must act on, each with the process exit code it leads to.
 
-Every message names the numbers and the cure. Anything that is not one of these is a bug of
-FluxTrain and ends with exit code 1.
+Every message names the numbers and the cure. Any other exception is a bug of FluxTrain and ends
+with exit code 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C while the packages of a command are imported: one line and exit code 130.
+"""Ends with one line and exit code 130 on Ctrl-C while the packages of a command are imported.
 
 Python would print a traceback into the imports. This module imports nothing of its own package and
 nothing slow, because it must be in place first.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import _signal as signal  # type: ignore[import-not-found]  # `signal` takes 3 ms more, for enums
 import os
 
-TYPE_CHECKING = False  # as `typing` would say, which takes as long
+TYPE_CHECKING = False  # as `typing` has it, whose import takes too long
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
@@ -18,7 +18,7 @@ _EXIT_INTERRUPTED = 130  # as in fluxtrain.errors
 
 
 class ImmediateInterrupts:
-    """A context in which Ctrl-C ends the process at once; an ignored Ctrl-C stays ignored."""
+    """A context in which Ctrl-C ends the process at once; an ignored signal stays ignored."""
 
     def __enter__(self) -> ImmediateInterrupts:
         self._before = signal.getsignal(signal.SIGINT)
@@ -37,7 +37,7 @@ class ImmediateInterrupts:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Not by an exception: what is interrupted may catch it, or tell it in its own words."""
+    """End the process without an exception, which the interrupted import could catch or rewrite."""
     try:
         os.write(2, _WORDS)
     finally:  # standard error may be closed

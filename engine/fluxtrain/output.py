@@ -14,10 +14,10 @@ from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interru
 
 
 def tell(error: BaseException, *, debug: bool) -> int:
-    """Say in one line what happened; the traceback only for --debug. Returns the exit code."""
+    """Print an error in one line, its traceback only with --debug; return the exit code."""
     if isinstance(error, typer.Exit) and error.exit_code != EXIT_INTERRUPTED:
         return int(error.exit_code)
-    if isinstance(error, KeyboardInterrupt | typer.Abort | typer.Exit):  # Exit(130): typer's word
+    if isinstance(error, KeyboardInterrupt | typer.Abort | typer.Exit):  # typer raises Exit(130)
         complain("interrupted before anything was started")
         return EXIT_INTERRUPTED
     if (usage := _usage_message(error)) is not None:
@@ -40,13 +40,13 @@ def tell(error: BaseException, *, debug: bool) -> int:
 
 
 def _one_line(text: str) -> str:
-    """`text` without line ends, and without the codes that a terminal obeys (names of files)."""
+    """Return `text` without line ends and terminal codes, which names of files may hold."""
     joined = " ".join(text.split("\n"))
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
 
 
 def _usage_message(error: BaseException) -> str | None:
-    """What typer's own parser objects to; its exception classes are private, their methods not."""
+    """Return the message of typer's parser, whose exception classes are private."""
     write = getattr(error, "format_message", None)
     if write is None:
         return None
@@ -60,16 +60,16 @@ def _usage_message(error: BaseException) -> str | None:
 
 
 def print_json(value: Any) -> None:
-    """To standard output, for programs; an answer (`fluxtrain.client`) as its fields."""
+    """Print JSON to standard output for programs; an answer (`fluxtrain.client`) as its fields."""
     import msgspec
 
     say(json_module.dumps(msgspec.to_builtins(value), indent=2))
 
 
 def say(text: str) -> None:
-    """To standard output, without codes that a terminal obeys (data, names of files).
+    """Print to standard output without terminal codes, which data and names of files may hold.
 
-    A reader that left (a pager) is no error of ours. Raises NoSpace.
+    A reader that left (a pager) is no error. Raises NoSpace.
     """
     from fluxtrain.telemetry.printable import printable_lines
 
@@ -84,10 +84,10 @@ def say(text: str) -> None:
 
 
 def silent(_: str) -> None:
-    """Programs read one JSON value and no progress."""
+    """Drop progress, because programs read one JSON value."""
 
 
 def complain(text: str) -> None:
-    """To standard error; nothing for an empty text."""
+    """Print to standard error; nothing for an empty text."""
     if text:
         print(text, file=sys.stderr, flush=True)

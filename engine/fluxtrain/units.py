@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, rates and durations as short text with a unit. Needs no package."""
+"""Formats bytes, rates and durations for people, as short text with a unit. Needs no package."""
 
 from __future__ import annotations
 

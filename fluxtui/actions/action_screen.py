@@ -16,7 +16,7 @@ class ActionScreen(Screen[ScreenResultType]):
 
     @property
     def holders(self) -> tuple[DOMNode, ...]:
-        """The nodes that may have an action's method; the first one that has it is asked."""
+        """Return the nodes that may have an action's method; the first one that has it runs it."""
         return (self, self.app)
 
     async def do(self, action: str) -> None:

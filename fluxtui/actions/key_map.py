@@ -20,12 +20,13 @@ LIST_KEYS = tuple(action.id for action in ACTIONS if action.id.startswith("list_
 
 
 def app_bindings() -> list[BindingType]:
-    """Return the keys that work on run screens and in the wizard alike: the app has the actions."""
+    """Return the keys that work on run screens and in the wizard; the app has their actions."""
     return [_binding(action) for action in ACTIONS if action.id in IN_WIZARD_TOO]
 
 
 def screen_bindings(screen: str = "") -> list[BindingType]:
-    """Return the keys that this screen adds to those of all run screens; without a name, those."""
+    """Return the keys that this screen adds to the keys of all run screens; without a name, the
+    keys of all run screens."""
     return [
         _binding(action)
         for action in ACTIONS
@@ -48,21 +49,21 @@ def _binding(action: Action, do: str = "") -> Binding:
 
 
 def rebound(keys: Mapping[str, str]) -> tuple[Action, ...]:
-    """The registry with a user's own keys in it."""
+    """Return the registry with the user's own keys."""
     return tuple(replace(action, keys=keys.get(action.id, action.keys)) for action in ACTIONS)
 
 
 def joined(keys: Sequence[str]) -> str:
-    """`↑↓` for two arrows that stand together, else with a space between."""
+    """Join key names: `↑↓` for two arrows, a space between others."""
     return "".join(keys) if list(keys) == ["↑", "↓"] else " ".join(keys)
 
 
 def overlap(one: Action, other: Action) -> bool:
-    """Whether there is a screen where both work, so that they cannot share a key."""
+    """Return whether both work on one screen, so that they cannot share a key."""
     return not one.where.isdisjoint(other.where)
 
 
 def key_names(keys: Iterable[str]) -> list[str]:
-    """Keys as Textual names them: `?` is `question_mark`."""
+    """Return keys by Textual's names: `?` is `question_mark`."""
     names = {text: name for name, text in KEY_TEXTS.items() if len(text) == 1}
     return [names.get(key, key) for key in keys]

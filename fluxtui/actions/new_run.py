@@ -24,7 +24,8 @@ def open_wizard(app: AppBase) -> None:
 
 
 def take_launch(app: AppBase, outcome: Outcome | None) -> None:
-    """Start what the wizard ended with and show it; leave the app where nothing is behind it."""
+    """Start and show the run that the wizard ended with; without one leave the app if no screen is
+    behind the wizard."""
     if outcome is None:
         if app.followed.source is None:
             app.exit()  # there is nothing behind the wizard to go back to

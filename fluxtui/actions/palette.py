@@ -18,7 +18,7 @@ def palette_commands(
     run: Callable[[str], object],
     choose_theme: Callable[[str], None],
 ) -> Iterator[SystemCommand]:
-    """What can be done on a screen; `run` takes an action's string, `choose_theme` a name."""
+    """List a screen's commands; `run` takes an action's string, `choose_theme` a name."""
     for action in actions:
         if action.works_on(screen) and action.id != "palette" and not action.in_lists:
             about = f"{action.group}, key {action.key_text}"

@@ -1,4 +1,4 @@
-"""Everything a user can do, once: key map, footer, help and palette are made from this table."""
+"""The table of all actions, from which key map, footer, help and palette are made."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ class Action:
     about: str  # for help and palette: a sentence
     group: Group
     do: str
-    screens: tuple[str, ...] = ()  # where it works; empty is everywhere
+    screens: tuple[str, ...] = ()  # screens where it works; empty is everywhere
     rank: int = 0  # in the footer, higher stays longer when room is short; 0 is not in the footer
     changes_run: bool = False  # asks the trainer for something: off when viewing read-only
 
     @property
     def key_text(self) -> str:
-        """The first key as a person reads it."""
+        """Return the first key as a person reads it."""
         key = self.keys.split(",")[0]
         return KEY_TEXTS.get(key, key.replace("ctrl+", "^"))
 
     @property
     def all_keys_text(self) -> str:
-        """All its keys."""
+        """Return all its keys."""
         return " ".join(
             KEY_TEXTS.get(key, key.replace("ctrl+", "^")) for key in self.keys.split(",")
         )
 
     @property
     def in_lists(self) -> bool:
-        """It belongs to what has the focus, not to the app: no entry of the palette."""
+        """Return whether it belongs to the focused list; the palette then has no entry for it."""
         return self.group == "Lists"
 
     @property
     def in_wizard(self) -> bool:
-        """It belongs to a page of the wizard."""
+        """Return whether it belongs to a page of the wizard."""
         return self.group == "Wizard"
 
     @property
     def where(self) -> frozenset[str]:
-        """The screens, and the pages of the wizard, where it works."""
+        """Return the screens, and the pages of the wizard, where it works."""
         if self.screens:
             return frozenset(self.screens)
         return frozenset(RUN_SCREENS + (PAGES if self.id in IN_WIZARD_TOO else ()))
 
     def works_on(self, screen: str) -> bool:
-        """Whether it does something on this screen; without a screen: whether it does anywhere."""
+        """Return whether it works on this screen; without a screen, whether it works on any."""
         return (screen in self.where) if screen else not self.screens
 
 
@@ -225,7 +225,7 @@ ACTIONS: tuple[Action, ...] = (
 def footer_actions(
     screen: str, actions: Sequence[Action] = ACTIONS, commands: bool = True
 ) -> list[Action]:
-    """What the footer offers on a screen, in the order of the table.
+    """Return the actions of a screen's footer, in the order of the table.
 
     commands: whether the trainer of the run on screen can be asked for anything.
     """
@@ -239,5 +239,5 @@ def footer_actions(
 
 
 def find(action_id: str) -> Action:
-    """The action with this id; KeyError when there is none."""
+    """Return the action with this id; KeyError without one."""
     return next(action for action in ACTIONS if action.id == action_id)

@@ -1,4 +1,4 @@
-"""Advice with its measured cause and predicted gain, and what became of the newest change."""
+"""Advice with its measured cause and predicted gain, and the outcome of the newest change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def rows(view: View, given: AdviceGiven, width: int, mark: str = "▲") -> list[Line]:
-    """One piece of advice: what it promises, then the reason, wrapped."""
+    """Return a piece of advice as rows: its predicted gain, then the reason, wrapped."""
     lines: list[Line] = [((f"{mark} ", "accent"), *promise(view, given))]
     return lines + [(("  ", "text"), (part, "dim")) for part in wrapped(given.text, width - 2)]
 

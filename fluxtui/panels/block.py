@@ -20,7 +20,7 @@ WORDS = {
 
 
 def heading(view: View, width: int) -> Line:
-    """Which block, and how another one is chosen."""
+    """Say which block is shown, and how to choose another one."""
     sample = view.fresh(view.state.residency)
     if sample is None:
         return stale_note(view.age_s(view.state.residency))
@@ -34,7 +34,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """A line a class, then the latest copies that were told, newest first."""
+    """Return a line a class, then the latest copies that the trainer told, newest first."""
     sample = view.fresh(view.state.residency)
     if sample is None:
         labels: list[Line] = [((f" {name:<10}", "dim"), (UNKNOWN, "dim")) for name in CLASSES]
@@ -55,12 +55,12 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def selected(view: View, sample: ResidencySampled) -> int:
-    """The index of the chosen block, the first one without a choice."""
+    """Return the index of the chosen block; without a choice the first."""
     return max(0, min(view.chart.block or 0, len(sample.weights) - 1))
 
 
 def name_of(sample: ResidencySampled, at: int) -> str:
-    """The block's name in the model; "" where the trainer did not tell it."""
+    """Return the block's name in the model; "" if the trainer did not tell it."""
     for run in sample.blocks:
         if at < run.count:
             return run.name.replace("{}", str(run.first + at))
@@ -69,7 +69,7 @@ def name_of(sample: ResidencySampled, at: int) -> str:
 
 
 def bytes_of(sample: ResidencySampled, at: int) -> tuple[int | None, int | None, int | None]:
-    """Bytes of its weights, gradients and optimizer state; None where the trainer did not tell."""
+    """Return bytes of its weights, gradients and optimizer state; None if not told."""
     for run in sample.blocks:
         if at < run.count:
             return run.weights_bytes, run.gradients_bytes, run.optimizer_bytes
@@ -93,7 +93,7 @@ def _class_line(name: str, letter: str, size: int | None, width: int) -> Line:
 
 
 def _copies_lines(moves: Sequence[Move], sampled: bool, width: int) -> list[Line]:
-    """How many copies of it are among the latest that were told, in and out."""
+    """Say how many of the latest copies are of this block, in and out."""
     if not moves:
         note = "none in the sample of copies" if sampled else "no copy of it among the latest"
         return [((f" {part}", "dim"),) for part in wrapped(note, max(1, width - 1))]

@@ -14,7 +14,7 @@ TALLEST = 4
 
 
 def heading(view: View, width: int) -> Line:
-    """Says when the rates are old, or the last of a run that has ended."""
+    """Say if the rates are old, or are the last ones of a run that has ended."""
     if view.fresh(view.state.traffic) is None:
         return stale_note(view.age_s(view.state.traffic))
     rate = "last rate" if view.closed_in_order else "rate"
@@ -22,9 +22,9 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Directions one below the other, then stalls and totals; side by side when it is low.
+    """Draw directions below each other, then stalls and totals; side by side if the panel is low.
 
-    In one line there are the directions alone: the step tells its stalls too.
+    One line has the directions alone: the panel of the step shows stalls too.
     """
     stall = stall_line(view.state.step, view, width)
     if height <= 2:
@@ -40,7 +40,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def moved_on_disk(sample: TrafficSampled | None) -> list[str]:
-    """The directions in which the run moved anything from or to the disk so far."""
+    """Return the directions in which the run moved bytes from or to the disk so far."""
     if sample is None:
         return []
     moved = {"disk_read": sample.disk_read_bytes, "disk_written": sample.disk_written_bytes}
@@ -48,7 +48,7 @@ def moved_on_disk(sample: TrafficSampled | None) -> list[str]:
 
 
 def uses_disk(sample: TrafficSampled | None) -> bool:
-    """Whether the run moved anything to or from the disk so far."""
+    """Return whether the run moved any bytes to or from the disk so far."""
     return bool(moved_on_disk(sample))
 
 
@@ -88,7 +88,7 @@ def _direction(view: View, name: str, width: int, rows: int) -> list[Line]:
 
 
 def stall_line(step: StepFinished | None, view: View, width: int) -> Line:
-    """How much of the last step was waiting, and for what."""
+    """Say how much of the last step was waiting, and for what."""
     current = view.fresh(step)
     if current is None:
         return dropped_to_fit([pair("stall", UNKNOWN)], width)

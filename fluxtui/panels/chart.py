@@ -33,7 +33,7 @@ class Trace:
 
 
 def place_of(state: RunState, by_tokens: bool) -> Place:
-    """Where a step lies: at its number, or at the tokens that were trained by then."""
+    """Return a step's place on the x axis: its number, or the tokens trained by then."""
     buckets = state.tokens.buckets
     if not by_tokens or not buckets:
         return float
@@ -84,9 +84,9 @@ def chart(traces: Sequence[Trace], settings: ChartSettings, width: int, height: 
 
 
 def x_range(traces: Sequence[Trace], settings: ChartSettings) -> tuple[float, float]:
-    """The part of the x axis that is shown: all of it, or a zoomed part around the crosshair.
+    """Return the shown part of the x axis: all of it, or a zoomed part around the crosshair.
 
-    Without a crosshair a zoom shows the newest part. Two points at least are always inside.
+    Without a crosshair a zoom shows the newest part. At least two points are inside.
     """
     main = traces[0]
     if settings.zoom >= 1.0:
@@ -108,7 +108,7 @@ def x_range(traces: Sequence[Trace], settings: ChartSettings) -> tuple[float, fl
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """What of a trace is drawn: about two points a column, whatever the length of the run."""
+    """The points of a trace that are drawn: about two a column, for any length of the run."""
 
     xs: Sequence[float]
     means: Sequence[float]
@@ -120,7 +120,7 @@ class _Points:
 
 
 def _points(trace: Trace, low: float, high: float, columns: int) -> _Points:
-    """The part of a trace between two places, neighbours taken together where they are many."""
+    """Return the part of a trace between two places; many neighbours become one point."""
     places = [trace.place(bucket.last) for bucket in trace.buckets]
     first, end = bisect_left(places, low), bisect_right(places, high)
     xs, buckets = places[first:end], trace.buckets[first:end]
@@ -150,7 +150,7 @@ def _points(trace: Trace, low: float, high: float, columns: int) -> _Points:
 
 
 def _window(seen: Sequence[_Points], low: float, high: float, log: bool) -> Window:
-    """y from the lowest value to the highest but for rare spikes (upper 1 %)."""
+    """Return the window: y from the lowest to the highest value, without spikes (upper 1 %)."""
     highs = sorted(value for points in seen for value in points.highs)
     top = highs[min(len(highs) - 1, int(len(highs) * 0.99))]
     bottom = min(value for points in seen for value in points.lows)

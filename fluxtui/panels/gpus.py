@@ -15,7 +15,7 @@ CELL_GAP = "  "
 
 
 def gpu_lines(gpus: Sequence[GpuSample], width: int, height: int) -> list[Line]:
-    """As much of every GPU as `height` lines have room for; at least two lines are used."""
+    """Show as much of every GPU as `height` lines have room for; use at least two lines."""
     if len(gpus) == 1:
         return _in_full(gpus[0], "GPU", width)
     if 2 * len(gpus) <= height:
@@ -26,7 +26,7 @@ def gpu_lines(gpus: Sequence[GpuSample], width: int, height: int) -> list[Line]:
 
 
 def packed(gpus: Sequence[GpuSample], width: int) -> list[Line]:
-    """Use and memory of each, as many a line as fit; all of them are there."""
+    """Show use and memory of all GPUs, as many a line as fit."""
     cells = [short(gpu) for gpu in gpus]
     widest = max(map(width_of, cells))
     a_line = max(1, (width + len(CELL_GAP)) // (widest + len(CELL_GAP)))
@@ -49,7 +49,7 @@ def label(gpu: GpuSample) -> str:
 
 
 def state_of(gpu: GpuSample, width: int) -> Line:
-    """Power, heat and clocks against their limits, and what holds it back."""
+    """Show power, heat and clocks against their limits, and the cause of throttling."""
     return dropped_to_fit(
         [
             of_limit(gpu.power_w, gpu.power_limit_w, "W"),

@@ -1,4 +1,4 @@
-"""What every stream and thread did during one step, one lane below the other over its time."""
+"""The activity of every stream and thread during one step, as lanes over time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HEADING_LESS_CELLS = 12  # of the room in the body, at most: the frame and the t
 
 
 def heading(view: View, width: int) -> Line:
-    """Which step, how long, and what bound it."""
+    """Say which step is shown, how long it took, and what bound it."""
     found = shown(view)
     if isinstance(found, str):
         phases = phases_heading(view, width - len("step "))
@@ -62,7 +62,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """The lanes; then, as far as there is room, waits by cause, times, bound and letters."""
+    """Draw the lanes; then, if there is room, waits by cause, times, bound and letters."""
     found = shown(view)
     if isinstance(found, str):
         return _without_lanes(view, found, width, height)
@@ -74,7 +74,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def _without_lanes(view: View, why: str, width: int, height: int) -> list[Line]:
-    """The phases of the last step, which the journal has, and why there is no more."""
+    """Draw the phases of the last step, which the journal has, and say why there are no lanes."""
     told: list[Line] = [((text, "dim"),) for text in wrapped(why, max(1, width))]
     if view.chart.last_step is not None or view.state.step is None:
         return told[:height]
@@ -83,7 +83,7 @@ def _without_lanes(view: View, why: str, width: int, height: int) -> list[Line]:
 
 
 def shown(view: View) -> Recorded | str:
-    """The step on screen, or in words why there is none."""
+    """Return the step on screen, or the reason in words why there is none."""
     until = view.state.step.step if view.link.replay and view.state.step else None
     if view.state.step is None and (view.link.replay or not view.timeline.exists):
         return "no step so far"
@@ -111,7 +111,7 @@ def _drawn(
 
 
 def _lanes_for(step: StepLanes, height: int) -> list[str]:
-    """All lanes where there is room; else without the waits, then without those at rest."""
+    """Return all lanes if there is room; else drop the waits, then idle lanes."""
     busy = {one.lane for one in step.intervals}
     lanes = [lane for lane in SHOWN if lane != "wait"]
     if height >= len(SHOWN) + 2 and "stall" in busy:
@@ -149,12 +149,12 @@ def _lane(
 
 
 def _label(lane: str, on_gpu: bool) -> str:
-    """Without a GPU the computation runs on a device that is none."""
+    """Return a lane's label; without a GPU the computation's lane is not called GPU."""
     return LABELS[lane] if on_gpu or lane != "gpu" else "dev"
 
 
 def _unlabelled(bars: Line) -> Line:
-    """The bar once more, without words in it."""
+    """Return the bar again, without words in it."""
     return tuple(
         (" " * len(text), role) if role.startswith("on:") else (text, role) for text, role in bars
     )
@@ -176,7 +176,7 @@ def _ruled(step: StepLanes, width: int) -> Line:
 
 
 def _foot(found: Recorded, width: int, room: int, bound_in_heading: bool) -> list[Line]:
-    """Times, letters, waits, bound; where not all fit, what tells more stays."""
+    """Return times, letters, waits and bound; if not all fit, the more telling ones."""
     step, _ = without_evaluation(found.lanes)
     wanted = [
         (2, _waits_line(_attributed(found), width)),
@@ -189,7 +189,7 @@ def _foot(found: Recorded, width: int, room: int, bound_in_heading: bool) -> lis
 
 
 def _longest(step: StepLanes, width: int, rows: int, on_gpu: bool) -> list[Line]:
-    """Which blocks took longest, where there is much room left."""
+    """Say which blocks took longest, if there is much room left."""
     if rows < LONGEST_FROM_ROWS:
         return []
     ranked = sorted((one for one in step.intervals if one.lane in LABELS), key=_by_duration)
@@ -213,7 +213,7 @@ def _by_duration(one: Interval) -> float:
 
 
 def _waits_line(found: Attribution, width: int) -> Line:
-    """What the computation waited for, the longest first; and what is not drawn."""
+    """Say what the computation waited for, the longest first, and what is not drawn."""
     waits = sorted(found.waits_s.items(), key=lambda wait: -wait[1])
     whole_s = sum(seconds for _, seconds in waits)
     parts = [pair(cause, duration_text(seconds), "text") for cause, seconds in waits]
@@ -223,7 +223,7 @@ def _waits_line(found: Attribution, width: int) -> Line:
 
 
 def _legend(step: StepLanes, width: int) -> Line:
-    """The letters that are in use, and what a record left out."""
+    """Explain the letters in use, and say what the record dropped."""
     used = dict.fromkeys(one.kind for one in step.intervals if one.lane in LABELS)
     parts: list[Line] = [
         ((f" {KINDS[kind].letter} ", f"on:{KINDS[kind].role}"), (f" {KINDS[kind].label}", "dim"))

@@ -17,7 +17,7 @@ KIND_ROLES = {"checkpoint": "good", "evaluation": "info", "advice": "accent", "d
 
 
 def heading(view: View, width: int) -> Line:
-    """How much advice was given, and the key of the screen that tells it."""
+    """Say how much advice was given, and the key of the screen that shows it."""
     count = len(view.state.advice)
     told = f"{counted(count, 'line')} of advice: {key_of(view, 'show_plan')}"
     return dropped_to_fit([((told, "dim"),)] if count else [], width)
@@ -37,7 +37,8 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def _is_news(entry: LogLine) -> bool:
-    """Advice has its own place, and phases that come back after each evaluation are no news."""
+    """Return whether an entry is shown: advice has its own place, and phases that repeat after each
+    evaluation are no news."""
     return entry.kind != "advice" and entry.text not in RECURRING
 
 
@@ -48,7 +49,7 @@ def row(entry: LogLine, width: int) -> Line:
 
 
 def rows(entry: LogLine, width: int, dates: bool = False) -> list[Line]:
-    """The same in as many lines as its text needs."""
+    """Return an entry in as many lines as its text needs."""
     head, role = _head(entry, dates)
     indent = width_of(head)
     parts = wrapped(entry.text, max(8, width - indent)) or [""]

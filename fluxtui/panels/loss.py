@@ -11,11 +11,11 @@ from fluxtui.state.run import RunState
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line, dropped_to_fit
 
-OTHER = "optimizer"  # the colour of the run that this one is compared with; its lines are dashed
+OTHER = "optimizer"  # the colour of the compared run, whose lines are dashed
 
 
 def heading(view: View, width: int) -> Line:
-    """The newest values, and which line is which."""
+    """Return the newest values, and the legend of the lines."""
     loss = view.state.loss
     newest = view.state.step.loss if view.state.step else None
     parts: list[Line] = [(("⡇", "train"), *pair(" train", number_text(newest)))]
@@ -41,7 +41,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def traces(view: View) -> list[Trace]:
-    """This run, then the one that it is compared with."""
+    """Return this run's trace, then the compared run's."""
     smooth = view.chart.smooth
     drawn = [
         Trace(
@@ -58,7 +58,7 @@ def traces(view: View) -> list[Trace]:
 
 
 def other_trace(state: RunState, settings: ChartSettings) -> Trace:
-    """The compared run: its moving average alone while smoothing is on, and its evaluations."""
+    """Return the compared run: with smoothing its moving average alone, and its evaluations."""
     buckets = state.loss.buckets
     if settings.smooth:
         buckets = tuple(smoothed(bucket) for bucket in buckets)

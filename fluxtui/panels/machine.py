@@ -1,4 +1,4 @@
-"""The machine as the app sees it itself, alive also when the trainer is silent."""
+"""The machine as the app itself measures it, live also when the trainer is silent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES_CELLS = 10
 
 
 def heading(view: View, width: int) -> Line:
-    """What one should know at once: throttling, others on the GPUs, or why there is nothing."""
+    """Warn of throttling and of other programs on the GPUs, or say why there is no sample."""
     if view.link.replay:
         return (("not part of a recording", "dim"),)
     sample = view.machine
@@ -50,7 +50,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def machine_line(view: View, width: int) -> Line:
-    """All of the machine that one line has room for, what changes most first."""
+    """Show as much of the machine as fits one line, the most changing values first."""
     if view.link.replay:
         return (("machine ", "dim"), ("not part of a recording", "dim"))
     sample = view.machine
@@ -83,7 +83,7 @@ def _host_in_short(sample: MachineSample, beside_gpus: bool) -> list[Line]:
 
 
 def _warnings(gpus: Sequence[GpuSample]) -> list[Line]:
-    """What holds the GPUs back, and who else is on them."""
+    """Say what throttles the GPUs, and which other programs use them."""
     reasons = list(dict.fromkeys(word for gpu in gpus for word in gpu.throttled_by or ()))
     others = {one.pid for gpu in gpus for one in gpu.others}
     parts: list[Line] = []
@@ -116,7 +116,7 @@ def _host(sample: MachineSample | None, width: int, may_share: bool) -> list[Lin
 
 
 def _process(one: GpuProcess, where: str, width: int) -> Line:
-    """Who holds how much of a GPU."""
+    """Say which process holds how much of a GPU."""
     who = "trainer" if one.is_trainer else one.name or "name not visible"
     left: Line = ((f"{where} ", "dim"), (who, "text" if one.is_trainer else "warn"))
     pid: Line = ((f"process {one.pid}", "dim"),)

@@ -17,7 +17,7 @@ LETTERS = {
 
 
 def device_name(view: View) -> str:
-    """On a CPU run the device is a buffer of its own in host memory, and is called that."""
+    """Return the device's name; in a CPU run it is a buffer in host memory, and says so."""
     hello = view.state.hello
     if hello is None:
         return "device"
@@ -25,7 +25,7 @@ def device_name(view: View) -> str:
 
 
 def heading(view: View, width: int) -> Line:
-    """Used of what there is, peak, plan with its agreement."""
+    """Return used and available memory, the peak, and the plan with its deviation."""
     sample = view.fresh(view.state.memory)
     planned = view.state.planned.device_bytes if view.state.planned else None
     if sample is None:
@@ -51,7 +51,7 @@ def _agreement(sample: MemorySampled, planned: int | None) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """The bar, then (where there is room) its legend and the host's line."""
+    """Draw the bar, then (if there is room) its legend and the host's line."""
     sample = view.fresh(view.state.memory)
     if sample is None:
         return [(("╌" * width, "track"),)]
@@ -73,7 +73,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def parts_of(sample: MemorySampled, planned: int | None) -> list[Part]:
-    """Categories in a fixed order, then what is free up to the budget (or plan, or peak)."""
+    """Return categories in a fixed order, then the free part of the budget (or plan, or peak)."""
     known = {name: sample.device_by.get(name, 0) for name in CATEGORIES}
     rest = sum(value for name, value in sample.device_by.items() if name not in known)
     parts = [Part(name, LETTERS[name], float(known[name]), name) for name in CATEGORIES]

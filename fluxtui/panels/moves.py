@@ -1,4 +1,4 @@
-"""The latest transfers that the engine really made, newest first."""
+"""The latest transfers that the engine made, newest first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLES = {"C>G": "device", "G>C": "host", "C>N": "disk", "N>C": "host"}
 
 
 def heading(view: View, width: int) -> Line:
-    """How many there are a minute."""
+    """Say how many transfers there are a minute."""
     if view.fresh(view.state.made) is None:
         return stale_note(view.age_s(view.state.made))
     rate = view.state.moves_per_minute
@@ -33,7 +33,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def row(move: Move, width: int) -> Line:
-    """Step, block, direction, bytes, time, what and why; the last columns only where they fit."""
+    """Show step, block, direction, bytes, time, content and cause; the last columns if they fit."""
     role = ROLES.get(move.direction, "text")
     name_cells = max(8, min(22, width - (48 if width >= 60 else 27)))
     name = short_name(move.block, name_cells)
@@ -52,7 +52,7 @@ def row(move: Move, width: int) -> Line:
 
 
 def short_name(name: str, cells: int) -> str:
-    """The end of a dotted name: whole parts where they fit, else cut in front."""
+    """Return the end of a dotted name: whole parts if they fit, else cut in front."""
     while len(name) > cells and "." in name:
         name = name.split(".", 1)[1]
     return cut_in_front(name, cells)

@@ -12,14 +12,14 @@ from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line
 
 Body = Callable[[View, int, int], list[Line]]  # view, width, height -> at most `height` lines
-# view, width, height, and where it was clicked -> what is looked at from then on
+# view, width, height, and the click's place -> the chart settings from then on
 Pick = Callable[[View, int, int, int, int], ChartSettings | None]
-Shows = Callable[[View], tuple[object, ...]]  # all that the panel is drawn from, by identity
-Heading = Callable[[View, int], Line]  # view, width -> what stands in the frame after the title
+Shows = Callable[[View], tuple[object, ...]]  # what the panel draws, compared by identity
+Heading = Callable[[View, int], Line]  # view, width -> the text in the frame after the title
 
 
 def no_heading(view: View, width: int) -> Line:
-    """For panels whose title says enough."""
+    """Return no heading, for panels whose title says enough."""
     return ()
 
 
@@ -33,11 +33,11 @@ class Panel:
     heading: Heading = no_heading
     about: str = ""  # for the help screen
     pick: Pick | None = None  # what a click does
-    shows: Shows | None = None  # a dear panel is drawn again only when one of these is another
+    shows: Shows | None = None  # an expensive panel is drawn again only if one of these changed
 
 
 def key_of(view: View, action: str) -> str:
-    """The key of an action as a person reads it, the user's own where there is one."""
+    """Return an action's key as a person reads it, the user's own if set."""
     return view.key_texts.get(action) or find(action).key_text
 
 
@@ -47,15 +47,15 @@ def pair(label: str, value: str, role: str = "strong") -> Line:
 
 
 def stale_note(age_s: float | None) -> Line:
-    """Why values are "-": how old the newest sample is; nothing when there never was one."""
+    """Say why values are "-": the age of the newest sample; nothing if there never was one."""
     return () if age_s is None else ((f"last sample {whole_text(age_s)} ago", "warn"),)
 
 
 def time_left_s(eta_s: float, since_s: float, steps_left: int) -> float:
-    """What is left of an estimate `since_s` after the step that said it.
+    """Return what is left of an estimate `since_s` after the step that gave it.
 
-    It is counted down by one step at most: the others are still to come, whatever holds this one
-    up (an evaluation, a checkpoint).
+    It is counted down by one step at most, because the other steps still have to run, even if this
+    one is held up (an evaluation, a checkpoint).
     """
     others_s = eta_s * max(0, steps_left - 1) / max(1, steps_left)
     return max(0.0, others_s, eta_s - since_s)
@@ -69,7 +69,7 @@ def share_text(share: float | None) -> str:
 
 
 def whole_share(share: float | None) -> str:
-    """A share of one in whole percent: what is looked at while it changes."""
+    """Return a share of one in whole percent, for values that change while they are read."""
     if share is None or not math.isfinite(share * 100):
         return UNKNOWN
     return f"{share * 100:.0f}%"
@@ -97,14 +97,14 @@ def _fixed(value: float, digits: int) -> str:
 
 
 def whole_text(seconds: float | None) -> str:
-    """A duration that is looked at while it changes: whole seconds."""
+    """Return a duration in whole seconds, for values that change while they are read."""
     if seconds is None or not 0 <= seconds < math.inf:
         return UNKNOWN
     return f"{round(seconds)} s" if seconds < 59.5 else duration_text(seconds)
 
 
 def power_text(value: float | None) -> str:
-    """A small number as people write learning rates: 3.00e-4."""
+    """Return a small number in the notation of learning rates: 3.00e-4."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):

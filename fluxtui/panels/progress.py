@@ -1,4 +1,4 @@
-"""Progress, ETA with its spread, loss and rates: what one looks at first."""
+"""Progress, ETA with its spread, loss and rates: the first panel to look at."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
 
 ETA_PARTS = 2  # the word and the time
 WEEK_S = 6 * 86400.0  # a weekday tells which day it is
-LONGEST_ETA_S = 1e10  # three hundred years: what says more tells nothing
+LONGEST_ETA_S = 1e10  # three hundred years: a larger estimate tells nothing
 GAUGE_ROLES = {"failed": "bad", "dead": "bad", "finished": "good", "paused": "warn", "cut": "warn"}
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Two lines: where the run is, and how it does."""
+    """Return two lines: the progress of the run, and its loss and rates."""
     return [_where(view, width), _how(view, width)][:height]
 
 
 def heading(view: View, width: int) -> Line:
-    """Says when the rates are of a step that ended long ago."""
+    """Say if the rates are of a step that ended long ago."""
     step = view.state.step
     if step is None or view.fresh(step) is not None:
         return ()
@@ -53,7 +53,8 @@ def _where(view: View, width: int) -> Line:
 
 
 def eta(view: View) -> Line:
-    """The time left with its spread and the clock time of the end; how long it took when over."""
+    """Return the time left with its spread and the clock time of the end; after the end the time
+    that the run took."""
     state, status = view.state, view.status
     if state.done is not None:
         return (("took ", "dim"), (duration_text(state.done.seconds), "strong"))
@@ -72,7 +73,7 @@ def eta(view: View) -> Line:
 
 
 def clock_text(at_s: float, now_s: float) -> str:
-    """A time to come on the wall's clock, with its day unless that is today's; "" for never."""
+    """Return a future clock time, with its day unless it is today; "" for never."""
     if not now_s <= at_s < now_s + LONGEST_ETA_S:
         return ""
     at, now = time.localtime(at_s), time.localtime(now_s)
@@ -82,7 +83,7 @@ def clock_text(at_s: float, now_s: float) -> str:
 
 
 def fitting_eta(view: View, room: int) -> Line:
-    """The time left; the clock time and the spread give way where there is no room."""
+    """Return the time left; without room drop the clock time, then the spread."""
     parts = eta(view)
     while width_of(parts) > room and len(parts) > ETA_PARTS:
         parts = parts[:-1]

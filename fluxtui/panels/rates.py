@@ -14,13 +14,13 @@ LETTERS = {"h2d": "H", "d2h": "D", "disk_read": "R", "disk_written": "W"}
 
 
 def directions(view: View) -> list[str]:
-    """What there is to draw."""
+    """Return the directions to draw."""
     disk = ["disk_read", "disk_written"] if uses_disk(view.state.traffic) else []
     return ["h2d", "d2h", *disk]
 
 
 def heading(view: View, width: int) -> Line:
-    """Now or at the run's end, and the ceiling where one was measured."""
+    """Return the rates now or at the run's end, and the ceilings that were measured."""
     sample = view.fresh(view.state.traffic)
     parts: list[Line] = [(("last", "dim"),)] if sample and view.closed_in_order else []
     for name in directions(view):

@@ -1,4 +1,4 @@
-"""What was measured at the step under the crosshair, of this run and of the compared one."""
+"""The values at the step under the crosshair, of this run and of the compared one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fluxtui.widgets.spans import Line, dropped_to_fit
 
 
 def heading(view: View, width: int) -> Line:
-    """How the crosshair is moved."""
+    """Say how to move the crosshair."""
     arrows = f"{key_of(view, 'crosshair_back')} {key_of(view, 'crosshair_on')}"
     hint = f"{arrows} put a crosshair"
     if view.chart.crosshair is not None:
@@ -46,7 +46,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def _values(state: RunState, step: int, width: int, first: Line, role: str = "strong") -> Line:
-    """Everything that is known of one step; what was not measured there is "-"."""
+    """Return all known values of one step; "-" for a value that was not measured there."""
     loss = _bucket_at(state.loss, step)
     norm = _bucket_at(state.grad_norm, step)
     rate = _bucket_at(state.learning_rate, step)
@@ -66,7 +66,7 @@ def _values(state: RunState, step: int, width: int, first: Line, role: str = "st
 
 
 def _spread(bucket: Bucket | None) -> Line:
-    """Which steps the values are the mean of, where that is more than one."""
+    """Say which steps the values are the mean of, if more than one."""
     if bucket is None or bucket.count == 1:
         return ()
     return ((f" mean of {bucket.first}-{bucket.last}", "dim"),)
@@ -79,7 +79,7 @@ def _evaluation(found: tuple[int, float] | None) -> Line:
 
 
 def _missing(other: ComparedRun, step: int, width: int) -> Line:
-    """The other run was never there."""
+    """Say that the other run never reached this place."""
     buckets = other.state.loss.buckets
     last = f", its last is {buckets[-1].last}" if buckets else ""
     return dropped_to_fit(
@@ -88,7 +88,7 @@ def _missing(other: ComparedRun, step: int, width: int) -> Line:
 
 
 def _difference(ours: Bucket | None, theirs: Bucket, name: str) -> Line:
-    """How much higher this run's loss is than the other's there."""
+    """Return how much higher this run's loss is than the other's at this place."""
     if ours is None:
         return ()
     gap = ours.mean - theirs.mean

@@ -17,7 +17,7 @@ TEXT_CELLS = 25
 
 
 def heading(view: View, width: int) -> Line:
-    """Which colour is which phase; where one looks when that is not the newest."""
+    """Return the legend of the phases, and the selected step if it is not the newest."""
     if view.chart.last_step is not None:
         return dropped_to_fit([((f"up to step {view.chart.last_step}", "warn"),)], width)
     legend: Line = tuple(

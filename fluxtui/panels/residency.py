@@ -19,7 +19,7 @@ WIDEST_TILE = 9
 
 
 def heading(view: View, width: int) -> Line:
-    """How many blocks, and what the letters mean."""
+    """Say how many blocks there are, and what the letters mean."""
     sample = view.fresh(view.state.residency)
     if sample is None:
         return stale_note(view.age_s(view.state.residency))
@@ -34,7 +34,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """A row a class: the map, then how many blocks are where and their bytes."""
+    """Return a row a class: the map, then the blocks and bytes in each place."""
     sample = view.fresh(view.state.residency)
     if sample is None:
         labels = [f" {name:<{LABEL_CELLS - 2}} " for name in CLASSES[:height]]
@@ -54,7 +54,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def tiles(letters: str, room: int, chosen: int | None = None) -> Line:
-    """The letters as coloured tiles; as wide as there is room for, grouped when there is none.
+    """Return the letters as coloured tiles, as wide as fits; without room several share a tile.
 
     The chosen block's tile is marked.
     """

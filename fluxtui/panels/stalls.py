@@ -1,4 +1,4 @@
-"""What the steps waited for: the last one, and the mean of the recent ones."""
+"""The waiting time of the last step by cause, and the mean of recent steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MEAN_FROM_CELLS = 37
 
 
 def heading(view: View, width: int) -> Line:
-    """Over how many steps the mean goes."""
+    """Say over how many steps the mean is taken."""
     count = len(view.state.steps)
     return dropped_to_fit([((f"last step, mean of {count}", "dim"),)] if count else [], width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """A line a cause with its share of the time; then what was moved."""
+    """Return a line a cause with its share of the time; then the bytes moved."""
     steps = list(view.state.steps)
     step = view.fresh(view.state.step)
     whole_s = sum(old.step_s for old in steps)

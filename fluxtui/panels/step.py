@@ -17,7 +17,7 @@ LETTERS = {"data": "D", "forward": "F", "backward": "B", "optimizer": "O", "othe
 
 
 def heading(view: View, width: int) -> Line:
-    """Which step, and how long it took."""
+    """Say which step is shown, and how long it took."""
     step = view.fresh(view.state.step)
     if step is None:
         return stale_note(view.age_s(view.state.step))
@@ -53,13 +53,13 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def phase_parts(view: View) -> list[Part]:
-    """The phases of the last step; none when that is too old."""
+    """Return the phases of the last step; none if that is too old."""
     step = view.fresh(view.state.step)
     return parts_of(step) if step is not None else []
 
 
 def parts_of(step: StepFinished) -> list[Part]:
-    """The phases in the order of time; what they leave of the step is "other"."""
+    """Return the phases in the order of time; the rest of the step is "other"."""
     parts = [
         Part(name, LETTERS.get(name, name[:1].upper()), seconds, ROLES.get(name, "other"))
         for name, seconds in step.phases_s.items()

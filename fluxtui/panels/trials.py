@@ -1,4 +1,4 @@
-"""Advice and changes in words: what is promised, what was asked, what it gave."""
+"""Puts advice and changes into words: the predicted gain, the request, the measured gain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN_FOR_STEPS = 20  # a verdict on the dashboard
 
 
 def why_not(view: View) -> str:
-    """Why this run cannot be changed from here; "" when it can."""
+    """Say why this run cannot be changed from here; "" if it can."""
     if view.read_only:
         return "this view is read-only"
     if view.link.replay:
@@ -24,14 +24,14 @@ def why_not(view: View) -> str:
 
 
 def no_advice(view: View) -> str:
-    """Why no advice is shown, in a word or two."""
+    """Say why no advice is shown, in a word or two."""
     if view.state.advised:
         return "none at the end" if view.status.ended else "none now"
     return "none was given" if view.status.ended else "none so far"
 
 
 def promise(view: View, given: AdviceGiven) -> Line:
-    """The gain and the change, and whether it can be made now."""
+    """Return the predicted gain and the change, and say whether it can be made now."""
     gain = given.gain if given.gain_share is None else gain_text(given.gain_share)
     when: Span = (f"{key_of(view, 'apply_advice')} applies it", "key")
     if not given.apply:
@@ -43,7 +43,7 @@ def promise(view: View, given: AdviceGiven) -> Line:
 
 
 def trial_line(trial: TriedChange) -> Line:
-    """A change and what became of it."""
+    """Return a change and its outcome."""
     change = trial.change
     head: Line = ((f"{change.name} {change.before} → {change.after}  ", "strong"),)
     return (*head, _outcome(trial))
@@ -70,7 +70,7 @@ def _outcome(trial: TriedChange) -> Span:
 
 
 def asked_line(view: View) -> Line:
-    """What was asked for and waits for the end of the step, or could not be made; else nothing."""
+    """Return the change that waits for the end of the step or could not be made; else nothing."""
     changes = view.state.changes
     if changes.asked is not None:
         return (("asked: ", "dim"), (changes.asked.message, "accent"))
@@ -81,7 +81,7 @@ def asked_line(view: View) -> Line:
 
 
 def headline(view: View, width: int) -> Line:
-    """For the dashboard: the change under way, its verdict, or the best advice; else nothing."""
+    """Return a line for the dashboard: the change under way, its verdict, or the best advice."""
     if view.status.kind not in ("running", "paused"):
         return ()
     found = asked_line(view) or _newest_trial(view) or _best(view)

@@ -25,7 +25,7 @@ class Part:
 
 
 def gauge(share: float | None, width: int, role: str, rest: str = "track") -> Line:
-    """How much of something is used: a thin line with half-cell resolution."""
+    """Draw how much of something is used, as a thin line with half-cell resolution."""
     if width <= 0:
         return ()
     if share is None or math.isnan(share):
@@ -54,7 +54,7 @@ def meter(label: str, share: float | None, note: str, role: str, width: int) -> 
 
 
 def cells_of(values: Sequence[float], width: int) -> list[int]:
-    """Whole cells in proportion to `values`, summing to `width` (largest remainder).
+    """Return whole cells in proportion to `values`, summing to `width` (largest remainder).
 
     A small share still gets a cell, so that it can be seen; a trace (under 0.2 %) does not.
     """

@@ -28,7 +28,7 @@ class Series:
     lows: Sequence[float] | None = None
     highs: Sequence[float] | None = None
     mark: str = ""  # a glyph instead of dots
-    dashed: bool = False  # told from another line without its colour
+    dashed: bool = False  # so that it differs from other lines without colour
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,9 @@ class Canvas:
 
 @lru_cache(maxsize=4096)
 def _steps(across: int, down: int, x: int, y: int) -> tuple[tuple[int, int], ...]:
-    """The dots of a line to the dot that lies so far `across` and `down`, from where it begins.
+    """Return the dots of a line to the dot that is `across` and `down` from its start.
 
-    Of x and y only it counts whether they are even: halves are rounded to even dots.
+    Of x and y only the parity matters, because halves are rounded to even dots.
     """
     count = max(abs(across), abs(down))
     return tuple(

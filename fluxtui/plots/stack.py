@@ -1,4 +1,4 @@
-"""Layers over wall clock time, one upon the other: what a whole is made of, and how it changes."""
+"""Stacked layers over wall clock time: the parts of a whole, and how they change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LETTER_EVERY = 12  # columns between two letters of a layer
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Values at the times of the chart; the letter stands in the layer, as colours may not."""
+    """Values at the times of the chart; the letter identifies the layer without colours."""
 
     values: Sequence[float]
     role: str

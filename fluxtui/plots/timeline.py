@@ -19,7 +19,7 @@ class Track:
 
     values: Sequence[float | None]
     role: str
-    letter: str = ""  # stands at the highest value, so that no colour is needed to tell lines apart
+    letter: str = ""  # drawn at the highest value, so that lines differ without colour
 
 
 def timeline(
@@ -97,7 +97,7 @@ def axis_labels(
 
 
 def ages(span_s: float, width: int) -> Line:
-    """The x axis: how long ago its left end is."""
+    """Return the x axis, with the age of its left end."""
     start, end = f"{duration_text(span_s)} ago", "newest"
     rule = "─" * max(0, width - AXIS_CELLS - 1 - len(start) - len(end))
     return fitted(

@@ -1,1 +1,1 @@
-"""The screens: each draws a view, none changes the run."""
+"""The screens: each draws a view of the run."""

@@ -1,4 +1,4 @@
-"""Where the panels of each screen go. Pure: a size in, rectangles out, that cover the area."""
+"""Places the panels of each screen. Pure: from a size to rectangles that cover the area."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rect(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a panel is, and what is drawn around it."""
+    """The place of a panel and its frame."""
 
     rect: Rect
     frame: Frame
@@ -43,7 +43,7 @@ Arrangement = Mapping[str, Place]
 
 
 def too_small(width: int, height: int) -> bool:
-    """Whether the terminal shows only the status line."""
+    """Return whether the terminal has room for the status line alone."""
     return width < SMALLEST[0] or height < SMALLEST[1]
 
 
@@ -79,7 +79,7 @@ def _compact(width: int, height: int) -> Arrangement:
 
 
 def _two_columns(width: int, height: int) -> Arrangement:
-    """Boxes: full-width facts on top, charts and lists in two columns, the step below."""
+    """Place boxes: full-width facts on top, charts and lists in two columns, the step below."""
     left = width * 61 // 100
     right = width - left
     foot, rows = _foot(height)
@@ -103,12 +103,12 @@ def _two_columns(width: int, height: int) -> Arrangement:
 
 
 def _foot(height: int) -> tuple[str, int]:
-    """What tells of the last step, and its rows: its lanes where there is room, else its phases."""
+    """Return the panel of the last step and its rows: lanes if there is room, else phases."""
     return ("lanes", 7) if height >= LANES_ON_DASHBOARD_FROM_ROWS else ("step", 4)
 
 
 def _three_columns(width: int, height: int) -> Arrangement:
-    """As two columns, with advice beside the blocks and the log on its own."""
+    """Place as in two columns, with advice beside the blocks and the log in its own column."""
     left = width * 60 // 100
     right = width - left
     foot, rows = _foot(height)

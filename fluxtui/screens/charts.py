@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CurveScreen(PanelScreen):
-    """A screen with the loss chart: how its curve is drawn is set here."""
+    """A screen with the loss chart and the actions that set how its curve is drawn."""
 
     def action_smooth(self) -> None:
         """Turn the moving average on or off."""

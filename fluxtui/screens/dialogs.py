@@ -111,7 +111,7 @@ class HelpScreen(ModalScreen[None]):
         self._fit()
 
     def _fit(self) -> None:
-        """As high as there is room: what the dialog cuts off could not be scrolled to."""
+        """Fit the text to the free height: lines cut off by the dialog could not be scrolled to."""
         room = self.size.height * HIGHEST_PERCENT // 100 - AROUND_HELP_ROWS
         rows = max(1, min(len(self._lines), room))
         self.query_one("#help").styles.height = rows
@@ -159,7 +159,7 @@ def help_lines(
 
 
 def _beside(head: Span, text: str, width: int) -> list[Line]:
-    """A text beside its head, going on below itself."""
+    """Return a text beside its head, wrapped below itself."""
     indent = width_of((head,))
     parts = wrapped(text, max(8, width - indent))
     return [

@@ -1,4 +1,4 @@
-"""Screen 5: everything that happened, newest last, with a filter."""
+"""Screen 5: the run's log, newest last, with a filter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fluxtui.words import counted
 
 
 class LogScreen(RunScreen):
-    """The run's log, filtered by words, level and kind; what was searched for is marked."""
+    """The run's log, filtered by words, level and kind; matches are marked."""
 
     NAME = "log"
     AUTO_FOCUS = "#body"
@@ -69,7 +69,7 @@ class LogScreen(RunScreen):
         )
 
     def _lines_to_show(self, log: History[LogLine]) -> tuple[Sequence[LogLine], int]:
-        """The newest lines, or those that are held; and how many are newer than these."""
+        """Return the newest lines, or the held lines and how many are newer."""
         if self.following:
             self._held = None
             return list(log), 0
@@ -93,7 +93,7 @@ class LogScreen(RunScreen):
         self.draw()
 
     def action_follow(self) -> None:
-        """Stay at the newest line, or let go of it."""
+        """Stay at the newest line, or stop doing so."""
         self.following = not self.following
         self.draw()
 

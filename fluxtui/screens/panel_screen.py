@@ -23,7 +23,7 @@ from fluxtui.widgets.ground import Ground
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line
 
-SHAPE = 4  # width, height, frame, focus: equal is the same; of what is shown only identity counts
+SHAPE = 4  # width, height, frame and focus are compared by value; the shown objects by identity
 
 
 class PanelLines(Lines, can_focus=True):
@@ -45,7 +45,7 @@ class PanelLines(Lines, can_focus=True):
             self.show(self._framed(view, width, height, place.frame), palette)
 
     def _framed(self, view: View, width: int, height: int, frame: Frame) -> list[Line]:
-        """The lines of the panel; those of before while nothing that it shows has changed."""
+        """Return the lines of the panel; the previous ones while nothing that it shows changed."""
         focused = self.has_focus
         if self.panel.shows is None:
             return framed(self.panel, view, width, height, frame, focused)
@@ -116,14 +116,14 @@ class PanelGrid(Ground):
         return self._layout_of_places
 
     def places(self, size: Size) -> Arrangement:
-        """Where the panels are at this size."""
+        """Return the places of the panels at this size."""
         if self.maximised is not None:
             return {self.maximised: Place(Rect(0, 0, size.width, size.height), "box")}
         return self._arrange(size.width, size.height)
 
     @property
     def panels(self) -> list[PanelLines]:
-        """The panels, also those without a place."""
+        """Return all panels, also panels without a place."""
         return [panel for panel in self.children if isinstance(panel, PanelLines)]
 
     def compose(self) -> ComposeResult:
@@ -139,7 +139,7 @@ class PanelScreen(RunScreen):
     AUTO_FOCUS = ""
 
     def places(self, width: int, height: int) -> Arrangement:
-        """Where the panels go; pure."""
+        """Return the places of the panels; pure."""
         raise NotImplementedError
 
     def compose_body(self) -> ComposeResult:
@@ -151,12 +151,12 @@ class PanelScreen(RunScreen):
         for panel in grid.panels:
             has_place = panel.id in places
             if panel.display != has_place:
-                panel.display = has_place  # what has no place takes no focus either
+                panel.display = has_place  # a panel without a place takes no focus
             panel.draw(view, palette, places)
 
     @property
     def panel_in_focus(self) -> str | None:
-        """The panel that has the whole screen or the focus; None when all of them are meant."""
+        """Return the panel that has the whole screen or the focus; None for all panels."""
         maximised = self.query_one(PanelGrid).maximised
         focused = self.focused
         return maximised or (focused.panel.id if isinstance(focused, PanelLines) else None)

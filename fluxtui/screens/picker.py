@@ -1,4 +1,4 @@
-"""The question which run to compare with."""
+"""Asks which run to compare with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunPicker(ModalScreen["RunPicker.Picked | None"]):
 
     @dataclass(frozen=True)
     class Picked:
-        """What was chosen; None is no other run."""
+        """The chosen run; None for no other run."""
 
         run_dir: Path | None
 
@@ -70,7 +70,7 @@ class RunPicker(ModalScreen["RunPicker.Picked | None"]):
         self.call_after_refresh(self.draw)
 
     def draw(self) -> None:
-        """Draw the list; nothing while the screen is not whole."""
+        """Draw the list; nothing while the screen is incomplete."""
         if not self.query("#others"):
             return
         others = self.query_one("#others", ScrollingLines)

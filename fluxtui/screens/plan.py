@@ -1,4 +1,4 @@
-"""Screen 6: advice and what became of it, prediction against measurement, every choice and why."""
+"""Screen 6: advice and its outcome, prediction against measurement, every choice and its reason."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ WIDEST_TEXT = 110
 NAME_CELLS = 22
 CHOICE_CELLS = 27  # of the longest setting
 TRIALS_SHOWN = 6
-WARMING_STEPS = 3  # as the trainer leaves out of what it compares
+WARMING_STEPS = 3  # the trainer leaves out as many when it compares
 
 
 class PlanScreen(RunScreen):
-    """The plan that the run follows, each choice with its reason, and what would be better."""
+    """The plan that the run follows, each choice with its reason, and advice."""
 
     NAME = "plan"
     AUTO_FOCUS = "#body"
@@ -83,7 +83,7 @@ def plan_lines(view: View, width: int) -> list[Line]:
 
 
 def _indented(text: str, width: int, name_cells: int = NAME_CELLS) -> list[Line]:
-    """Below a value, wrapped."""
+    """Wrap a text and indent it below a value."""
     room = max(20, width - name_cells - 2)
     return [((" " * (name_cells + 2), "text"), (part, "dim")) for part in wrapped(text, room)]
 
@@ -106,7 +106,7 @@ def _advice(view: View, width: int) -> list[Line]:
 
 
 def _changes(view: View, width: int) -> list[Line]:
-    """What was changed while it trains, the newest first; nothing when nothing was."""
+    """Return the changes during training, the newest first; nothing without changes."""
     waiting = asked_line(view)
     trials = view.state.changes.trials[::-1][:TRIALS_SHOWN]
     lines = [line for line in (waiting, *map(trial_line, trials)) if line]
@@ -117,7 +117,7 @@ def _changes(view: View, width: int) -> list[Line]:
 
 
 def _in_parts(line: Line, width: int) -> list[Line]:
-    """One line, or where that is too long its pieces below each other."""
+    """Return one line, or its parts below each other if it is too long."""
     if width_of(line) <= width:
         return [line]
     (first, role), *rest = line
@@ -154,7 +154,7 @@ def _facts(state: RunState, planned: Planned) -> list[Line]:
 
 
 def _value(planned: str, changed: int | None) -> Line:
-    """As planned, or as it was changed to."""
+    """Return the planned value, or the one that it was changed to."""
     if changed is None or str(changed) == planned:
         return ((planned, "strong"),)
     return ((str(changed), "strong"), (f"  planned {planned}", "dim"))

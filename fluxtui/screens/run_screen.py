@@ -1,4 +1,4 @@
-"""What all screens that show a run share: header and footer, `draw`, and the keys of the run."""
+"""The base of all screens that show a run: header and footer, `draw`, and the run's keys."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class RunScreen(Ground, ActionScreen[None]):
         yield Footer(self.NAME)
 
     def compose_body(self) -> ComposeResult:
-        """The widgets between header and footer; one of them has the id `body`."""
+        """Yield the widgets between header and footer; one of them has the id `body`."""
         yield Lines(id="body")
 
     @property
     def flux(self) -> AppBase:
-        """The app, by its own type."""
+        """Return the app by its own type."""
         return cast("AppBase", self.app)
 
     @property
@@ -67,7 +67,7 @@ class RunScreen(Ground, ActionScreen[None]):
         """Draw the app's present view; cheap when little of it changed."""
         width, height = self.size
         if not self.is_mounted or len(self.children) < self._whole or not width:
-            return  # not there yet, or being taken down while news of the run still come
+            return  # not mounted yet, or unmounting while news of the run still arrive
         view, palette = self.flux.view, self.flux.palette
         tiny = too_small(width, height)
         self.set_class(tiny, "-tiny")
@@ -87,7 +87,7 @@ class RunScreen(Ground, ActionScreen[None]):
         self.draw_body(view, palette)
 
     def notices(self, view: View, width: int) -> list[Line]:
-        """What stands below the header; nothing when all is well."""
+        """Return the lines below the header; nothing when all is well."""
         return notice_lines(view, width)
 
     def draw_body(self, view: View, palette: Palette) -> None:
@@ -104,9 +104,9 @@ class RunScreen(Ground, ActionScreen[None]):
         self.call_next(self._appear)
 
     def _appear(self) -> None:
-        """Draw and paint at once: whoever pressed the key waits for it.
+        """Draw and paint at once, because the user who pressed the key waits for it.
 
-        A screen that is not in front yet is only given its places.
+        In a screen that is not in front yet only the widgets are placed.
         """
         if not self.is_mounted:
             return
@@ -122,10 +122,11 @@ class RunScreen(Ground, ActionScreen[None]):
             self._compositor_refresh()
 
     def _refresh_layout(self, size: Size | None = None, scroll: bool = False) -> None:
-        """As Textual's, but what has a new place is drawn before it is painted: never empty."""
+        """Refresh as Textual does, but draw widgets in their new places before painting, so that
+        none is painted empty."""
         with self.app.batch_update():
             super()._refresh_layout(size, scroll)
-        self.call_next(self._repaint)  # what was dirty was taken in the batch, and not painted
+        self.call_next(self._repaint)  # the batch took the dirty regions without painting them
 
     def _repaint(self) -> None:
         if self.is_mounted and self.is_current:
@@ -177,7 +178,7 @@ class RunScreen(Ground, ActionScreen[None]):
             self.app.notify(text, title="Copied")
 
     def text_to_copy(self) -> str:
-        """Return what is copied from here: the command that attaches to this run."""
+        """Return the text to copy: the command that attaches to this run."""
         run_dir = self.flux.run_dir
         if run_dir is None:
             return ""
@@ -185,7 +186,7 @@ class RunScreen(Ground, ActionScreen[None]):
 
     @property
     def panel_in_focus(self) -> str | None:
-        """The panel that is saved; None where the whole screen is."""
+        """Return the panel to save; None for the whole screen."""
         return None
 
     def action_table(self) -> None:

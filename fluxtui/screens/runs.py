@@ -105,7 +105,7 @@ class RunsScreen(RunScreen):
         body.show_all(lines or empty, palette)
         detail = [] if self.selected is None else run_detail(self.selected, width)
         self.query_one("#detail", Lines).show(detail, palette)
-        here = replace(view, link=Link())  # this machine is of now also beside a replay
+        here = replace(view, link=Link())  # this machine's load is live also during a replay
         line = machine_line(here, width - 3) if view.machine_sample is not None else ()
         self.query_one("#machine", Lines).show([(("   ", "text"), *line)], palette)
 
@@ -160,7 +160,7 @@ class RunsScreen(RunScreen):
             self.flux.show_screen("loss")
 
     def action_clone_run(self) -> None:
-        """The wizard, filled with the selected run's configuration."""
+        """Open the wizard, filled with the selected run's configuration."""
         from fluxtui.wizard.answers.draft import answers_from_run
         from fluxtui.wizard.screen import WizardScreen
 
@@ -181,7 +181,7 @@ class RunsScreen(RunScreen):
             self.app.push_screen(WizardScreen(answers, self.flux.runs_folder), self._cloned)
 
     def _cloned(self, launch: Outcome | None) -> None:
-        if launch is not None:  # without one the list is still behind the wizard
+        if launch is not None:  # without a launch the list is still behind the wizard
             take_launch(self.flux, launch)
 
     def action_delete_run(self) -> None:
@@ -199,7 +199,7 @@ class RunsScreen(RunScreen):
             )
 
     def _weigh(self, run: RunSummary) -> None:
-        """Large runs take a moment to add up, so this happens in a thread."""
+        """Add up a run's size in a thread, because a large run takes a moment."""
         from fluxtui.screens.dialogs import DeleteDialog
 
         try:
@@ -228,7 +228,7 @@ class RunsScreen(RunScreen):
 
 
 def cannot_resume(run: RunSummary, view: View) -> str:
-    """Why a run cannot be gone on with; "" when it can."""
+    """Say why a run cannot be resumed; "" if it can."""
     if run.state == "running":
         return f"{run.run_id} is running: {key_of(view, 'list_choose')} attaches to it"
     if run.state == "finished":

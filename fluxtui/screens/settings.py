@@ -1,4 +1,4 @@
-"""The settings: what can be chosen, changed with the arrow keys, and the keys as they are."""
+"""The settings, which the arrow keys change, and the list of keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OTHER_KEYS = 'Other keys: a table [keys] there, such as stop = "ctrl+q"'
 
 
 class SettingsScreen(RunScreen):
-    """One line a setting; left and right change it, and it is kept at once."""
+    """One line a setting; left and right change it and save it at once."""
 
     NAME = "settings"
     AUTO_FOCUS = "#body"
@@ -57,7 +57,7 @@ class SettingsScreen(RunScreen):
         keys.show_all(key_lines(self.flux.actions, place, keys.size.width), palette)
 
     def action_turn(self, by: int) -> None:
-        """The next or the last value of the setting under the cursor."""
+        """Choose the next or the previous value of the setting under the cursor."""
         names = list(CHOICES)
         at = self.query_one("#body", ScrollingLines).cursor or 0
         self.flux.turn_setting(names[min(at, len(names) - 1)], by)
@@ -82,7 +82,7 @@ def setting_row(settings: Settings, name: str, width: int) -> Line:
 
 
 def shown(value: object) -> str:
-    """A value in words."""
+    """Return a value in words."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)

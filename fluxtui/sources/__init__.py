@@ -1,1 +1,1 @@
-"""Where events come from: a run directory, its live pipe, a recording; and the machine itself."""
+"""The sources of events: a run directory, its live pipe, a recording; and the machine itself."""

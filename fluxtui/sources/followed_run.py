@@ -14,7 +14,7 @@ from fluxtui.sources.source import RunSource
 
 
 class FollowedRun:
-    """Follows `source` from `begin` on; another source takes its place.
+    """Follows `source` from `begin` on; `change_to` replaces the source.
 
     Args:
         app: gets a `FollowedRun.Updated` with each piece of news.
@@ -33,7 +33,7 @@ class FollowedRun:
 
         @property
         def outdated(self) -> bool:
-            """Whether the news are of a source that is followed no more."""
+            """Return whether the news are of a source that is no longer followed."""
             return self.news.source is not self.follower.source
 
         def can_replace(self, message: Message) -> bool:
@@ -61,7 +61,7 @@ class FollowedRun:
             )  # fmt: skip
 
     def stop(self) -> None:
-        """End the thread; the source stays known."""
+        """End the thread, but remember the source."""
         self._stop.set()
 
     def change_to(self, source: RunSource | None) -> None:

@@ -1,4 +1,4 @@
-"""The loop of the background thread: poll, fold, and say at most a few times a second."""
+"""The loop of the background thread: poll, fold, and report at most a few times a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fluxtui.state.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """All that is known now; a later one replaces an earlier one."""
+    """The present state of a run; newer news replace older ones."""
 
     source: RunSource
     state: RunState

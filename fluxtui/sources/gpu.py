@@ -1,4 +1,4 @@
-"""Samples of every GPU through NVML, where there is a driver."""
+"""Samples every GPU through NVML, if there is a driver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THROTTLING = {
 
 
 class GpuReader:
-    """`read` samples every GPU and never raises; it is silent for good without a driver."""
+    """Samples every GPU with `read`, which never raises; without a driver it finds none."""
 
     def __init__(self) -> None:
         self._cards: tuple[_Card, ...] = ()
@@ -40,7 +40,7 @@ class GpuReader:
         self._cards = tuple(card for i in range(count) if (card := _card(nvml, i)) is not None)
 
     def read(self, trainer_pid: int | None = None) -> tuple[GpuSample, ...]:
-        """One sample a GPU, in the driver's order; () without any."""
+        """Return one sample a GPU, in the driver's order; () without any."""
         return tuple(card.read(trainer_pid) for card in self._cards)
 
 
@@ -53,13 +53,13 @@ def _card(nvml: ModuleType, index: int) -> _Card | None:
 
 
 class _Card:
-    """One GPU and its questions."""
+    """One GPU and the questions to NVML about it."""
 
     def __init__(self, nvml: ModuleType, index: int, handle: object) -> None:
         self._nvml, self._index, self._handle = nvml, index, handle
 
     def read(self, trainer_pid: int | None) -> GpuSample:
-        """Its sample; None in it is what was not told."""
+        """Return its sample; None for a value that NVML does not tell."""
         ask = self._asked
         memory = ask("nvmlDeviceGetMemoryInfo")
         rates = ask("nvmlDeviceGetUtilizationRates")
@@ -95,7 +95,7 @@ class _Card:
         return processes_of([*(computing or ()), *(drawing or ())], trainer_pid, name_of)
 
     def _asked(self, name: str, *arguments: object) -> Any:
-        """The answer of NVML, None where the card, the driver or the library has none."""
+        """Return NVML's answer; None if the card, the driver or the library has none."""
         question = getattr(self._nvml, name, None)
         if question is None:
             return None
@@ -112,7 +112,7 @@ def text_of(value: object) -> str:
 
 
 def throttling(bits: int) -> tuple[str, ...]:
-    """What holds the clocks down, in words; () at full speed."""
+    """Say what throttles the clocks; () at full speed."""
     return tuple(word for bit, word in THROTTLING.items() if bits & bit)
 
 
@@ -134,7 +134,7 @@ def processes_of(
 
 
 def name_of(pid: int) -> str:
-    """The name of a process; "" where we may not or cannot see it."""
+    """Return the name of a process; "" if it is hidden from us."""
     try:
         return printable(psutil.Process(pid).name())
     except (psutil.Error, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""A run directory followed as it grows, with the trainer's own pipe where we started it."""
+"""Follows a run directory as it grows, with the trainer's own pipe if we started the trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fluxtui.sources.source import Batch
 from fluxtui.state.link import Link, Process
 
 LIVENESS_PERIOD_S = 1.0
-MANY_EVENTS = 500  # after so many in one poll there is probably more
+MANY_EVENTS = 500  # so many events in one poll mean that there are probably more
 
 
 class JournalSource:
@@ -46,7 +46,7 @@ class JournalSource:
         return True
 
     def poll(self) -> Batch:
-        """New events; why a journal cannot be read is in the link, it is no exception."""
+        """Return new events; an unreadable journal raises nothing, the link has the reason."""
         problem: str | None = None
         events: list[AnyEvent] = []
         try:
@@ -73,7 +73,7 @@ class JournalSource:
         return Batch(events, self._link(problem), restarted, many)
 
     def close(self) -> None:
-        """Stop reading the pipe; the trainer does not mind."""
+        """Stop reading the pipe; the trainer continues."""
         if self._pipe is not None:
             self._pipe.close()
 
@@ -109,7 +109,7 @@ class JournalSource:
 
 
 def last_words(run: RunDir) -> str:
-    """Why a run ended that did not say so in its journal: error.json, or the log's last line."""
+    """Say why a run ended without an entry in its journal: error.json, or the log's last line."""
     message = (read_json(run.error) or {}).get("message")
     if message:
         return printable(str(message))

@@ -1,4 +1,4 @@
-"""Samples of this machine from psutil and NVML, taken by the app itself in a thread of its own."""
+"""Samples this machine by psutil and NVML, in a thread of the app."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def watch(
 
 
 class MachineSampler:
-    """`sample` costs about a millisecond and never raises; what cannot be measured is None."""
+    """Samples in about a millisecond, without raising; None for what cannot be measured."""
 
     def __init__(self) -> None:
         self._gpus = GpuReader()
@@ -37,7 +37,7 @@ class MachineSampler:
         psutil.cpu_percent()  # the first call only sets the start of the interval
 
     def sample(self, trainer_pid: int | None = None) -> MachineSample:
-        """The machine since the last call; `trainer_pid` adds that process and its children."""
+        """Return the load since the last call; `trainer_pid` adds that process and its children."""
         memory = psutil.virtual_memory()
         rss_bytes, cores_used = self._trainer_use(trainer_pid)
         return MachineSample(

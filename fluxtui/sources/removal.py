@@ -1,4 +1,4 @@
-"""Deleting a run: only what a run writes, only below the runs folder, never one that is in use."""
+"""Deletes a run: only files that a run writes, only below the runs folder, never one in use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.storage import open_to_read
 
 _HERE = RunDir(".")
-# What a run writes, and `fluxtrain trace` where no other place is named.
+# Files that a run writes, and `fluxtrain trace` by default.
 OWN = frozenset(
     path.name
     for path in (
@@ -22,13 +22,13 @@ OWN = frozenset(
     )
 )  # fmt: skip
 OWN_CHECKPOINTS = ("step-", ".writing-")  # how names begin among a run's checkpoints
-CONFIG_NAME = "config.yaml"  # what the wizard writes beside them, and how that begins
+CONFIG_NAME = "config.yaml"  # the wizard's file beside them, and how it begins
 CONFIG_MARK = "# Written by fluxtrain-tui for the run in this folder, and deleted with it.\n"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies in a run's folder, in the order of names."""
+    """The content of a run's folder, in the order of names."""
 
     run_dir: Path
     own: tuple[Path, ...]
@@ -36,12 +36,12 @@ class Contents:
 
     @property
     def own_bytes(self) -> int:
-        """What deleting the run frees."""
+        """Return the bytes that deleting the run frees."""
         return sum(size_bytes(path) for path in self.own)
 
     @property
     def kept_text(self) -> str:
-        """What stays, in words; empty where nothing does."""
+        """Say what stays; empty if nothing does."""
         if not self.others:
             return ""
         more = f" and {len(self.others) - 1} more" if len(self.others) > 1 else ""
@@ -51,8 +51,8 @@ class Contents:
 
 
 def contents(run_dir: Path) -> Contents:
-    """Those of a folder; none where it cannot be read. Among its checkpoints each is looked at
-    where something else lies there."""
+    """Return a folder's content; none if it cannot be read. If its checkpoints folder holds other
+    files too, list each entry of that folder."""
     run = RunDir(run_dir)
     found, checkpoints = _within(run.path), run.checkpoints
     beside = [] if checkpoints.is_symlink() else _within(checkpoints)
@@ -70,7 +70,7 @@ def _within(folder: Path) -> list[Path]:
 
 
 def _is_own(path: Path, run_dir: Path) -> bool:
-    """Also one that was being written when the trainer was killed."""
+    """Return whether a run wrote the file, also one cut off when the trainer was killed."""
     name = path.name
     if path.parent != run_dir:
         return name.startswith(OWN_CHECKPOINTS)
@@ -89,8 +89,8 @@ def _is_of_the_wizard(path: Path) -> bool:
 
 
 def size_bytes(path: Path) -> int:
-    """Bytes of a file, or of those in a folder; a link counts as itself, never as what it points
-    to."""
+    """Return the bytes of a file, or of all files in a folder; a link counts as itself, not as its
+    target."""
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size if os.path.lexists(path) else 0
     total = 0
@@ -104,7 +104,7 @@ def size_bytes(path: Path) -> int:
 
 
 def check_removable(run_dir: Path, root: Path) -> None:
-    """Raise `BadInput` with the reason where a run must not be deleted."""
+    """Raise `BadInput` with the reason if a run must not be deleted."""
     if run_dir.is_symlink():
         raise BadInput(f"{run_dir} is a link: delete the run where it really lies")
     if not run_dir.is_dir():

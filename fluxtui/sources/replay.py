@@ -1,4 +1,4 @@
-"""A finished run played back from its journal, as fast as it ran or all at once."""
+"""Plays a finished run back from its journal, at its own speed or all at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReplaySource:
         return False
 
     def poll(self) -> Batch:
-        """Events whose time has come."""
+        """Return the events that are due."""
         if self._started_s is None:
             self._read()
         start = self._next
@@ -58,11 +58,11 @@ class ReplaySource:
         return Batch(self._events[start : self._next], link, more=self._next == limit > start)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is open."""
 
     @property
     def over(self) -> bool:
-        """Whether all events were given."""
+        """Return whether all events were given."""
         return self._started_s is not None and self._next >= len(self._events)
 
     def _read(self) -> None:

@@ -1,4 +1,4 @@
-"""What the app follows. A source never blocks and does a bounded amount of work a call."""
+"""The interface of a followed run. A source never blocks and does bounded work a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fluxtui.state.link import Link
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What came since the last call, in order."""
+    """The events since the last call, in order."""
 
     events: Sequence[AnyEvent]
     link: Link
@@ -26,14 +26,14 @@ class RunSource(Protocol):
 
     @property
     def run_dir(self) -> Path | None:
-        """Where its files are, None for what has none."""
+        """Return the folder of its files; None if it has none."""
 
     @property
     def controllable(self) -> bool:
-        """Whether commands can be sent to it."""
+        """Return whether commands can be sent to it."""
 
     def poll(self) -> Batch:
         """The news since the last call."""
 
     def close(self) -> None:
-        """Let go of the run; it goes on without us."""
+        """Stop following the run, which continues."""

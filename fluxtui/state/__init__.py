@@ -1,1 +1,1 @@
-"""What the screen shows, as a pure fold over the run's events. No Textual in here."""
+"""The state that the screens show: a pure fold over the run's events, without Textual."""

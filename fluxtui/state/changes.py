@@ -1,4 +1,4 @@
-"""What became of advice and of changes to the running training; folded from events, no Textual."""
+"""The outcome of advice and of changes to the running training; folded from events, no Textual."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TriedChange:
     """One change, from being made to its verdict."""
 
     change: ev.ChangeApplied
-    counted: int = 0  # steady steps since, of those that are wanted
+    counted: int = 0  # steady steps since the change, and how many are needed
     wanted: int = 0  # 0: not measured
     measured: ev.ChangeMeasured | None = None
     undone: ev.ChangeApplied | None = None
@@ -29,7 +29,7 @@ class Changes:
 
     trials: tuple[TriedChange, ...] = ()  # oldest first
     asked: ev.CommandAnswered | None = None  # accepted, and not made yet
-    refused: ev.ChangeRefused | None = None  # the newest that could not be made after all
+    refused: ev.ChangeRefused | None = None  # the newest one that failed
     last_step: int = 0  # the last one before the newest change, or before it was taken back
 
     @property
@@ -48,12 +48,12 @@ class Changes:
         return found
 
     def answered(self, event: ev.CommandAnswered) -> Changes:
-        """A change was asked for and accepted."""
+        """Note that a change was asked for and accepted."""
         wanted = event.ok and event.command in ("apply", "undo")
         return replace(self, asked=event) if wanted else self
 
     def made(self, event: ev.ChangeApplied) -> Changes:
-        """A change was made, or taken back."""
+        """Note that a change was made, or taken back."""
         cleared = replace(self, asked=None, refused=None, last_step=event.step)
         if event.why not in _BACK:
             return replace(cleared, trials=(*self.trials, TriedChange(event))[-TRIALS_LIMIT:])
@@ -65,17 +65,17 @@ class Changes:
         return replace(cleared, trials=(*self.trials, TriedChange(event))[-TRIALS_LIMIT:])
 
     def not_made(self, event: ev.ChangeRefused) -> Changes:
-        """It could not be made after all."""
+        """Note that an accepted change could not be made."""
         return replace(self, asked=None, refused=event)
 
     def measuring(self, event: ev.MeasuringChange) -> Changes:
-        """One more step of a measurement."""
+        """Note one more step of a measurement."""
         if not self.trials or self.trials[-1].change.name != event.name:
             return self
         return replace(self, trials=self._with(-1, counted=event.counted, wanted=event.wanted))
 
     def verdict(self, event: ev.ChangeMeasured) -> Changes:
-        """A measurement ended."""
+        """Note the result of a measurement."""
         for at in reversed(range(len(self.trials))):
             change = self.trials[at].change
             if (change.name, change.before, change.after) == (
@@ -93,17 +93,17 @@ class Changes:
 def with_advice(
     held: tuple[ev.AdviceGiven, ...], given: ev.AdviceGiven
 ) -> tuple[ev.AdviceGiven, ...]:
-    """Advice with a newer piece, in place of an older one about the same."""
+    """Add a piece of advice, in place of an older one with the same subject."""
     kept = tuple(one for one in held if (one.id or one.text) != (given.id or given.text))
     return (*kept, given)[-ADVICE_LIMIT:]
 
 
 def without_advice(held: tuple[ev.AdviceGiven, ...], gone: str) -> tuple[ev.AdviceGiven, ...]:
-    """Advice that still holds."""
+    """Return the advice that still holds, without the withdrawn piece."""
     return tuple(one for one in held if one.id != gone)
 
 
 def ranked(held: Iterable[ev.AdviceGiven]) -> list[ev.AdviceGiven]:
-    """The largest predicted gain first; what promises none (older runs) last, the newest first."""
+    """Sort by predicted gain, largest first; advice without one (older runs) last, newest first."""
     newest_first = list(held)[::-1]
     return sorted(newest_first, key=lambda one: -(one.gain_share or 0.0))

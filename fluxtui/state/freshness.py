@@ -1,4 +1,4 @@
-"""How long a value may be shown: after that the screen says "-" and the age."""
+"""Limits how long a value is shown: after that the screen says "-" and the age."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def age_s(event: Event | None, now_s: float) -> float | None:
 
 
 def limit_s(event: Event) -> float | None:
-    """The age after which the event says nothing about now; None for facts that stay true."""
+    """Return the age after which an event says nothing about now; None for facts that stay true."""
     if isinstance(event, StepFinished):
         return max(STEP_FLOOR_S, SLOWEST_STEP_FACTOR * event.step_s)
     return LIMITS_S.get(type(event))
 
 
 def fresh(event: Kind | None, now_s: float) -> Kind | None:
-    """The event while it is young enough to be shown as the present, else None."""
+    """Return the event if it is young enough to be shown as the present, else None."""
     if event is None:
         return None
     limit, age = limit_s(event), age_s(event, now_s)

@@ -1,4 +1,4 @@
-"""The lines of a log that is held where the user looks, while newer ones push the oldest out."""
+"""Holds the lines of the log that the user reads, while newer lines push old ones out."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class HeldLog:
 
     @classmethod
     def of(cls, log: History[LogLine]) -> HeldLog:
-        """Hold it as it is now."""
+        """Hold the log as it is now."""
         return cls(list(log), log.total)
 
     def after(self, log: History[LogLine]) -> HeldLog:
-        """With what was logged since, as long as nothing in between is lost and there is room."""
+        """Add newer lines, as long as none in between is lost and there is room."""
         new = log.total - self.appended
         if new < 0:  # another run's
             return HeldLog.of(log)
@@ -33,5 +33,5 @@ class HeldLog:
         return HeldLog([*self.lines, *log.last(new)], log.total)
 
     def newer(self, log: History[LogLine]) -> int:
-        """How many lines came after the last of these."""
+        """Return how many lines came after the held ones."""
         return max(0, log.total - self.appended)

@@ -93,7 +93,7 @@ DRAWABLE = 1e100  # sums and squares of values up to here stay finite
 
 
 def drawable(value: float | None) -> TypeGuard[float]:
-    """Whether a value has a place on an axis: known, neither NaN nor infinite, nor nearly so."""
+    """Return whether a value has a place on an axis: known, finite and not nearly infinite."""
     return value is not None and abs(value) < DRAWABLE
 
 

@@ -1,4 +1,4 @@
-"""How the events of a run reach the app, and what is known of its process."""
+"""The way in which a run's events reach the app, and the facts about its process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Process = Literal["alive", "dead", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How the events reach us."""
+    """The way in which the events reach the app."""
 
     run_dir: Path | None = None
     process: Process = "unknown"

@@ -1,4 +1,4 @@
-"""Which lines of the log are wanted: by words, from a level up, of one kind."""
+"""Filters the lines of the log by words, lowest level and kind."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class LogFilter:
         return all(word in whole for word in self.words)
 
     def next_level(self) -> LogFilter:
-        """From one level higher up; after the highest from all again."""
+        """Return the filter from the next level up; after the highest from all levels."""
         at = LEVELS.index(self.least) + 1
         return replace(self, least=LEVELS[at % len(LEVELS)])
 
     def next_kind(self, log: Iterable[LogLine]) -> LogFilter:
-        """The next of the kinds that there are, in alphabetical order; after the last, any."""
+        """Return the filter for the next kind in alphabetical order; after the last, for any."""
         kinds = ["", *sorted({entry.kind for entry in log})]
         at = kinds.index(self.kind) + 1 if self.kind in kinds else 0
         return replace(self, kind=kinds[at % len(kinds)])

@@ -1,4 +1,4 @@
-"""What the app itself sees of the machine, once a second."""
+"""The machine as the app itself samples it, once a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One GPU at one moment; None is what the card does not tell."""
+    """One GPU at one moment; None for a value that the card does not tell."""
 
     name: str
     index: int = 0  # as the driver counts them
@@ -35,18 +35,18 @@ class GpuSample:
 
     @property
     def has_trainer(self) -> bool:
-        """The trainer holds memory of this one."""
+        """Return whether the trainer holds memory of this GPU."""
         return any(one.is_trainer for one in self.processes or ())
 
     @property
     def others(self) -> tuple[GpuProcess, ...]:
-        """The processes that are not the trainer."""
+        """Return the processes other than the trainer."""
         return tuple(one for one in self.processes or () if not one.is_trainer)
 
 
 @dataclass(frozen=True, slots=True)
 class MachineSample:
-    """None where there is nothing to measure."""
+    """The machine at one moment; None for a value that cannot be measured."""
 
     wall_s: float
     cpu: float | None  # 0 to 1 over all cores

@@ -22,10 +22,10 @@ Level = Literal["debug", "info", "warning", "error"]
 LOG_LIMIT = 2000
 MOVES_LIMIT = 512
 RATES_LIMIT = 1200
-SAMPLES_APART_S = 0.45  # a live pipe brings ten a second: kept for charts are two
+SAMPLES_APART_S = 0.45  # a live pipe brings ten a second; charts keep two
 STEPS_LIMIT = 256
-DISORDER_S = 2.0  # what comes by pipe and by journal may cross
-LATEST_WALL_S = 1e11  # the year 5138: a clock that says more is broken
+DISORDER_S = 2.0  # events by pipe and by journal may arrive out of order
+LATEST_WALL_S = 1e11  # the year 5138: a clock beyond it is broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     traffics: History[ev.TrafficSampled] = field(default_factory=lambda: History(RATES_LIMIT))
     move_counts: History[Point] = field(default_factory=lambda: History(RATES_LIMIT))
     moves: History[ev.Move] = field(default_factory=lambda: History(MOVES_LIMIT))
-    moves_told: int = 0  # of this process's; it makes more than it tells
+    moves_told: int = 0  # of this process; it makes more moves than it tells
     log: History[LogLine] = field(default_factory=lambda: History(LOG_LIMIT))
     advice: tuple[ev.AdviceGiven, ...] = ()
     advised: bool = False  # by the newest process; it may have taken all of it back
@@ -111,7 +111,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves_are_a_sample(self) -> bool:
-        """Whether more moves were made than told."""
+        """Return whether more moves were made than told."""
         return self.made is not None and self.made.total > self.moves_told
 
     @property
@@ -153,7 +153,8 @@ def _rewound(state: RunState, step: int) -> RunState:
 
 
 def _after_hello(state: RunState, event: ev.Hello) -> RunState:
-    """A new process samples anew. It may say hello again, when it has read model and checkpoint."""
+    """Begin new samples for a new process. A process says hello again once it has read model and
+    checkpoint."""
     known = state.hello
     if event.first_step:
         state = _rewound(state, event.first_step)

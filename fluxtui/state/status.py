@@ -1,4 +1,4 @@
-"""One word for how the run is, decided from its events, its process and the clock."""
+"""Decides the run's status, one word, from its events, its process and the clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_WAY_ON = "its folder held no run.json to go on with"  # checkpoints may be th
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How the run is."""
+    """The status of the run."""
 
     kind: Kind
     word: str  # for the header: RUNNING, STALLED
@@ -34,7 +34,7 @@ class Status:
 
 
 def status_of(state: RunState, link: Link, now_s: float) -> Status:
-    """How the run is at `now_s` (Unix time)."""
+    """Return the status of the run at `now_s` (Unix time)."""
     if link.problem is not None:
         return Status("unreadable", "UNREADABLE", link.problem)
     if state.hello is None:
@@ -55,7 +55,7 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
 
 
 def _gone(state: RunState, link: Link) -> Status | None:
-    """What there is to say where nothing comes any more though the run has not spoken its end."""
+    """Return the status of a run whose events stopped without an end."""
     step = state.step.step if state.step else 0
     if link.over:
         return Status("cut", "CUT OFF", f"the recording ends after step {step}, the run did not")
@@ -70,7 +70,7 @@ def _gone(state: RunState, link: Link) -> Status | None:
 
 
 def _ended(state: RunState) -> Status | None:
-    """What the run's own last words say, if it has spoken them."""
+    """Return the status by the run's own last event, if it ended."""
     if state.failed is not None:
         word = "REFUSED" if state.failed.refused else "FAILED"
         return Status("failed", word, f"{state.failed.kind}: {state.failed.message}")

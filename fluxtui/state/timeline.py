@@ -9,13 +9,13 @@ from fluxtrain.trace.ring import SLOTS, Recorded
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What was read of the ring; `exists` is False for a run that keeps none."""
+    """The records read from the ring; `exists` is False for a run without one."""
 
     exists: bool = False
     steps: tuple[Recorded, ...] = ()  # oldest first
 
     def at(self, step: int) -> Recorded | None:
-        """That step's record, if it is still there."""
+        """Return a step's record, if it is still in the ring."""
         return next((one for one in reversed(self.steps) if one.head.step == step), None)
 
     def newest(self, until: int | None = None) -> Recorded | None:

@@ -1,4 +1,4 @@
-"""What a panel is given to draw from: the run, the machine, the clock and the chart settings."""
+"""The input of a panel: the run, the machine, the clock and the chart settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MACHINE_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChartSettings:
-    """How the user wants to see the curves."""
+    """The user's settings of the curves."""
 
     smooth: bool = True
     log_scale: bool = False
@@ -72,10 +72,10 @@ class View:
         return status_of(self.state, self.link, self.now_s)
 
     def fresh(self, event: Kind | None) -> Kind | None:
-        """The event if it still tells the present, else None: a panel then draws "-".
+        """Return the event if it still tells the present, else None: a panel then draws "-".
 
-        Of a run that ended in order the last samples are shown; the header says that it ended.
-        Of a killed one nothing is true any more but its facts.
+        For a run that ended in order the last samples are shown; the header says that it ended.
+        For a killed run only facts stay true.
         """
         if event is None or self.closed_in_order:
             return event
@@ -87,7 +87,7 @@ class View:
         return fresh(event, self.now_s)
 
     def looked_at(self, by: int) -> int | None:
-        """The last step to look at, `by` steps on from now; None when that is the newest."""
+        """Return the step to look at, `by` steps from the present one; None if it is the newest."""
         steps = list(self.state.steps)
         if not steps:
             return None

@@ -1,1 +1,1 @@
-"""What screens are put together from: lines of spans, lists, fields, header and footer."""
+"""The widgets of the screens: lines of spans, lists, fields, header and footer."""

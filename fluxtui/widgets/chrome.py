@@ -12,7 +12,7 @@ from fluxtui.widgets.spans import Line, Span, cut, dropped_to_fit, joined, sprea
 from fluxtui.words import counted
 
 NOTICE_ROWS = 3
-COMMAND_ROWS = 6  # one that is cut cannot be typed
+COMMAND_ROWS = 6  # a cut command cannot be typed
 STATUS_MARKS: dict[str, Span] = {
     "waiting": ("◌", "dim"),
     "running": ("●", "good"),
@@ -34,7 +34,7 @@ def badge(status: Status) -> Line:
 
 
 def header_line(view: View, width: int) -> Line:
-    """Who runs what on what, and how it is."""
+    """Return the header: the run, its model, its machine and its status."""
     hello, status = view.state.hello, view.status
     name: Line = ((" FluxTrain", "accent"),)
     right: Line = (*badge(status), (" ", "text"))
@@ -67,7 +67,7 @@ def _size(parameters: int) -> Line:
 
 
 def link_notes(view: View) -> list[Line]:
-    """What one should know about the way the events come."""
+    """Return notes about the way in which the events arrive."""
     notes: list[Line] = []
     if view.link.corrupt_lines:
         notes.append(((counted(view.link.corrupt_lines, "corrupt line"), "warn"),))
@@ -93,7 +93,7 @@ def status_line(view: View, width: int) -> Line:
 
 
 def notice_lines(view: View, width: int) -> list[Line]:
-    """What the status means when that needs a sentence; nothing when all is well."""
+    """Explain a status that needs a sentence; nothing when all is well."""
     status = view.status
     told = status.detail
     if status.kind == "paused" and not told and not why_not(view):

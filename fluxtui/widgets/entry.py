@@ -1,4 +1,4 @@
-"""A line to type into that never hands the terminal what would steer it."""
+"""A text field that never sends terminal codes in its text to the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fluxtrain.telemetry.printable import printable
 
 
 class Entry(Input):
-    """As Textual's; a path from a file, a suggestion or a paste is drawn printable."""
+    """Textual's field; paths from files, suggestions and pastes are made printable."""
 
     def render_line(self, y: int) -> Strip:
         """One row."""

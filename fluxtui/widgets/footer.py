@@ -13,7 +13,7 @@ from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line, Span, width_of
 
-OWN_RANK = 70  # from here on a key is what its screen is for
+OWN_RANK = 70  # from this rank on a key is the purpose of its screen
 GAP = "  "
 
 
@@ -55,7 +55,7 @@ def footer_line(
 def shown_actions(
     screen: str, width: int, paused: bool, registry: Sequence[Action], commands: bool = True
 ) -> list[Action]:
-    """What fits. The names of the screens give way to the keys that only this screen has."""
+    """Return the actions that fit; keys of this screen alone come before the screens' names."""
     actions = footer_actions(screen, registry, commands)
     shown = _fitting(actions, screen, paused, width)
     missed = [action for action in actions if action not in shown]

@@ -1,4 +1,4 @@
-"""What lies behind other widgets and is all of one colour."""
+"""A background of one colour behind other widgets."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from textual.widget import Widget
 
 
 class Ground(Widget):
-    """A widget of which nothing but its background is seen: one row is drawn, for all of them."""
+    """A widget that shows its background alone: one row is drawn and used for all rows."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._row_of: dict[tuple[int, int], Strip] = {}  # by its cells
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """As many rows as are asked for, all the same."""
+        """Return as many equal rows as are asked for."""
         row = self._row_of.get(crop.column_span)
         if row is None:
             [row] = super().render_lines(Region(crop.x, 0, crop.width, 1))
@@ -25,7 +25,7 @@ class Ground(Widget):
         return [row] * crop.height
 
     def _set_dirty(self, *regions: Region) -> None:
-        """As Textual's; without regions the colour may be another."""
+        """Mark dirty as Textual does; without regions the colour may have changed."""
         if not regions:
             self._row_of.clear()
         super()._set_dirty(*regions)

@@ -18,7 +18,7 @@ from fluxtui.widgets.strips import BriefStrip
 
 
 class _Looks(dict[str, Style]):
-    """The style of each role, made when it is first asked for."""
+    """The style of each role, made on first use."""
 
     def __init__(self, make: Callable[[str], Style]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Lines(Widget):
     def show(self, lines: Sequence[Line], palette: Palette) -> int:
         """Draw `lines` from the top; returns how many rows changed.
 
-        Of a row only what looks different is painted: a number that changes costs a few bytes.
+        Only the cells of a row that look different are painted: a changed number costs a few bytes.
         """
         width, height = self.size
         new = [*lines[:height], *([BLANK] * (height - len(lines)))]
@@ -75,7 +75,7 @@ class Lines(Widget):
         return self._row(y, self.size.width)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """As Textual's, whose work for borders, tints and the like these lines have no need of."""
+        """Render without Textual's work for borders, tints and the like, which these lines lack."""
         if self._is_bare is None:
             self._is_bare = self._has_nothing_around()
         if not self._is_bare:
@@ -87,7 +87,7 @@ class Lines(Widget):
         return strips
 
     def _set_dirty(self, *regions: Region) -> None:
-        """As Textual's; without regions anything may have changed, also how the lines look."""
+        """Mark dirty as Textual does; without regions the lines may look different too."""
         if regions and self._is_bare:
             self._repaint_regions.update(regions)
             return
@@ -125,7 +125,7 @@ class Lines(Widget):
         return BriefStrip([Segment(text, looks[role]) for text, role in spans], width)
 
     def _look(self, role: str) -> Style:
-        """The style of a role, as the filters leave it where Textual does not apply them."""
+        """Return the style of a role after the filters, which Textual does not apply here."""
         segments = [Segment(" ", self._palette.style(role))]
         for line_filter in self.get_line_filters() if self._is_bare else ():
             segments = line_filter.apply(segments, self.background_colors[1])
@@ -133,7 +133,7 @@ class Lines(Widget):
 
     @property
     def text(self) -> str:
-        """What is drawn, without colours (for tests and for copying)."""
+        """Return the drawn text without colours (for tests and for copying)."""
         return "\n".join("".join(text for text, _ in spans).rstrip() for spans in self._lines)
 
 

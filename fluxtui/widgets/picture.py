@@ -1,4 +1,4 @@
-"""Lines of text as a picture: what a panel shows, in its colours, as SVG."""
+"""Saves the lines of a panel as a picture in their colours (SVG)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fluxtui.widgets.spans import Line, fitted
 
 
 def svg_of(lines: Sequence[Line], palette: Palette, width: int, title: str) -> str:
-    """An SVG of `lines` in `width` cells, on the palette's ground."""
+    """Return an SVG of `lines` in `width` cells, on the palette's background."""
     console = Console(
         width=width, height=len(lines), file=io.StringIO(), force_terminal=True,
         color_system="truecolor", record=True, legacy_windows=False, safe_box=False,

@@ -20,7 +20,7 @@ OTHER_CELLS = 71
 DETAIL_ROWS = 4
 FIXED_CELLS = 60
 NOTE_CELLS = 5
-NAME_CELLS = 21  # of a name that the trainer gave: a day, a time, a model
+NAME_CELLS = 21  # of a name given by the trainer: a day, a time, a model
 AGE_CELLS, LOSS_CELLS = 9, 10
 OTHERS_ALONE_CELLS = 39  # mark, state, step, time left
 AGE_FROM_CELLS = 78  # narrower, the age gives way
@@ -39,9 +39,9 @@ def columns(width: int) -> Line:
 
 
 def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) -> Line:
-    """One run; the one on screen is marked.
+    """Return the row of a run; the run on screen is marked.
 
-    Of a long name the end is kept: the runs of one day begin alike.
+    A long name keeps its end, because names of the same day begin alike.
     """
     here = attached is not None and Path(run.path) == attached
     cells = _name_cells(width)
@@ -69,7 +69,7 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
 
 
 def run_detail(run: RunSummary, width: int) -> list[Line]:
-    """What the row has no room for: where the run lies, what it trains, how it ended."""
+    """Return details without room in the row: the run's folder, its model and data, its end."""
     loss = f"loss {number_text(run.loss)}" if width < LOSS_FROM_CELLS and run.loss else ""
     facts = " · ".join(filter(None, (run.model, run.method, loss, run.path)))
     told = [(part, "dim") for part in wrapped(facts, max(1, width - 4))]
@@ -78,9 +78,8 @@ def run_detail(run: RunSummary, width: int) -> list[Line]:
 
 
 def left_text(run: RunSummary, now_s: float) -> str:
-    """The time a running run still needs, by its newest step; "-" for all others.
-
-    Also of a run whose next steps are overdue: it is paused, or stuck.
+    """Return the time a running run still needs, by its newest step; "-" for all others, and for a
+    run whose next steps are overdue: it is paused, or stuck.
     """
     limit_s = max(STEP_FLOOR_S, SLOWEST_STEP_FACTOR * (run.step_s or 0.0))
     if run.state != "running" or run.eta_s is None or now_s - run.stepped_s > limit_s:
@@ -94,7 +93,7 @@ def _age_text(seconds: float) -> str:
 
 
 def _has_note(width: int) -> bool:
-    """Whether a word of the model or the message would be seen at all."""
+    """Return whether the row has room for a word of the model or the message."""
     return width - FIXED_CELLS - NAME_CELLS >= NOTE_CELLS
 
 

@@ -1,7 +1,7 @@
-"""Changed parts of the screen as bytes for the terminal: no more cells than changed.
+"""Sends changed parts of the screen to the terminal: no more cells than changed.
 
 Textual's own update draws each part from the left edge of its widget on, which is most of a line
-where one number at its end has changed.
+if one number at its end has changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PARAMETER = re.compile(r"[34]8;2;\d+;\d+;\d+|[34]8;5;\d+|\d+")
 
 
 class PartsUpdate(ChopsUpdate):
-    """The same update, cut on both sides.
+    """An update of Textual's, cut on both sides to the changed cells.
 
     `chops` are the strips of each row by their first cell, `chop_ends` where each ends, `spans`
     the parts that changed as (row, first cell, end).
@@ -30,7 +30,7 @@ class PartsUpdate(ChopsUpdate):
 
     @classmethod
     def of(cls, update: ChopsUpdate) -> PartsUpdate:
-        """What `update` draws."""
+        """Make one from Textual's `update`."""
         return cls(update.chops, update.spans, update.chop_ends)
 
     def render_segments(self, console: Console) -> str:
@@ -51,10 +51,10 @@ class PartsUpdate(ChopsUpdate):
 
 
 def shorter(text: str) -> str:
-    """The same look in fewer bytes: of a style that follows another one only what differs.
+    """Shorten text with styles: of a style that follows another one write only the difference.
 
-    Textual takes each style off and puts the next on whole; colours of neighbours are often alike.
-    Nothing is put on before the text.
+    Textual resets each style and writes the next one whole; neighbours often share colours. No
+    style is active before the text.
     """
     now = ""
 
@@ -73,7 +73,7 @@ def shorter(text: str) -> str:
 def _change(before: str, after: str) -> str:
     """The sequence that turns one style into another, by their parameters."""
     old, new = _Style.of(before), _Style.of(after)
-    if not old.attributes <= new.attributes:  # few terminals take a single one off alike
+    if not old.attributes <= new.attributes:  # terminals differ in how they reset a single one
         return f"\x1b[0;{after}m"
     found = [name for name in after.split(";") if name in new.attributes - old.attributes]
     if new.colour != old.colour:

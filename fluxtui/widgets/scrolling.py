@@ -1,4 +1,4 @@
-"""A long list of lines of which a part is on screen; keys, wheel, a cursor where wanted."""
+"""A long list of lines that scrolls by keys and wheel, with an optional cursor."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ def fitted(spans: Line, width: int) -> Line:
 
 
 def differing(old: Line, new: Line) -> list[tuple[int, int]]:
-    """From which cells up to which two lines of the same width look different.
+    """Return the ranges of cells in which two lines of the same width look different.
 
-    Parts between them that cost less to draw again than to jump over are taken in.
+    Equal parts in between that cost less to draw than to jump over are included.
     """
     before, after = ("".join([text for text, _ in spans]) for spans in (old, new))
     if not (has_a_cell_each(before) and has_a_cell_each(after)):

@@ -1,4 +1,4 @@
-"""A row of a widget as Textual draws it, for rows that change several times a second."""
+"""Textual's row of a widget, without caches, for rows that change several times a second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Nothing(FIFOCache[Any, Any]):
     """A cache that keeps nothing."""
 
     def set(self, key: Any, value: Any) -> None:
-        """It is forgotten."""
+        """Forget the value."""
 
     __setitem__ = set
 
@@ -25,10 +25,10 @@ _NOTHING = _Nothing(0)
 
 
 class BriefStrip(Strip):
-    """A strip that is drawn once and then replaced, and so keeps nothing that it made.
+    """A strip that is drawn once and then replaced, and so caches nothing.
 
-    Textual's own makes seven caches, and puts itself into one of them: only a search for garbage
-    frees it, and that search was a tenth of the app's time.
+    Textual's own strip makes seven caches, and puts itself into one of them: only the garbage
+    collector frees it, which took a tenth of the app's time.
     """
 
     __slots__ = ()

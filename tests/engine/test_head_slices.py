@@ -98,9 +98,16 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
         in_slices(model, head)
         found[head] = gradients(model)
     assert exact.keys() == found["chunks"].keys()
-    for name, expected in exact.items():
-        off = {head: float((each[name] - expected).norm()) for head, each in found.items()}
-        assert off["chunks"] <= 1.1 * off["whole"] + 1e-3 * float(expected.norm()), name
+    off = {head: relative_errors(exact, each) for head, each in found.items()}
+    assert off["chunks"].norm() <= 1.1 * off["whole"].norm()
+    # the error of a small vector is chance: it differs by processor and even by run
+    assert bool((off["chunks"] <= 2 * off["whole"] + 1e-3).all())
+
+
+def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> Tensor:
+    """Of each parameter's gradient, (parameters,)."""
+    each = [(found[name] - values).norm() / values.norm() for name, values in exact.items()]
+    return torch.stack(each)
 
 
 @pytest.mark.parametrize("options", [{}, {"in_backward": True}, {"passes": 2}], ids=str)

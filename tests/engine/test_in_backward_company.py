@@ -166,14 +166,14 @@ def test_an_update_that_failed_is_told_of_beside_one_that_was_refused(
     loss = plain(model, 0) * torch.nan
     loss.backward()
     engine.clip_grad_norm(None, [loss.detach()])
-    real = updates._Step._update
+    real = updates._Step.update
 
     def update(self: Any) -> None:
         if self.name == "blocks.5":
             raise MemoryError("no memory")
         real(self)
 
-    monkeypatch.setattr(updates._Step, "_update", update)
+    monkeypatch.setattr(updates._Step, "update", update)
     optimizer.step()
     with pytest.raises(MemoryError):
         engine.updates.forget_refused()

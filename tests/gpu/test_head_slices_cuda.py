@@ -136,7 +136,7 @@ def trained(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and norms of some steps, clipped where they do not update in backward, and the weights
     after."""
-    in_backward = options.get("in_backward", False)
+    in_backward = options.get("optimizer_in_backward", False)
     engine = wrapped(head, dtype, **options)
     model = engine.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -162,7 +162,13 @@ def trained(
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"passes": 2}, {"in_backward": True}, {"states": "8bit"}, {"deferred_moments": True}],
+    [
+        {},
+        {"passes": 2},
+        {"optimizer_in_backward": True},
+        {"states": "8bit"},
+        {"deferred_moments": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -46,8 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulating, fp16": {**STREAMED, "accumulation": 2, "dtype": torch.float16},
     "accumulating, unclipped": {**STREAMED, "accumulation": 2, "max_grad_norm": None},
     "exact, moments deferred": {**STREAMED, "deferred_moments": True},
-    "in backward": {**STREAMED, "max_grad_norm": None, "in_backward": True},
-    "in backward, resident": {"offload": "none", "max_grad_norm": None, "in_backward": True},
+    "in backward": {**STREAMED, "max_grad_norm": None, "optimizer_in_backward": True},
+    "in backward, resident": {
+        "offload": "none", "max_grad_norm": None, "optimizer_in_backward": True,
+    },
     "8-bit states": {**STREAMED, "states": "8bit"},
     "8-bit states on the device": {"offload": "none", "states": "8bit"},
     "bf16 states on the device": {"offload": "none", "states": "bf16"},

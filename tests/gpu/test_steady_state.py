@@ -34,7 +34,7 @@ LATE = 200_000_000  # clocks, some 0.1 s: longer than the host takes to queue a 
 DEVICE = ("segment.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
 HOST = ("num_host_alloc",)
 ON_HOST: dict[str, Any] = {**STREAMED, "activations": "host"}
-IN_BACKWARD: dict[str, Any] = {"max_grad_norm": None, "in_backward": True}
+IN_BACKWARD: dict[str, Any] = {"max_grad_norm": None, "optimizer_in_backward": True}
 
 
 def present(stats: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:

@@ -208,8 +208,8 @@ def test_the_real_machine_has_cores_and_memory() -> None:
 
 def test_reading_the_machine_brings_no_torch() -> None:
     program = (
-        "import sys\nfrom fluxtrain.hardware import cgroup, device, disk, disk_rate, machine\n"
-        "from fluxtrain.hardware import bandwidth, probe\nmachine.read_machine()\n"
+        "import sys\nfrom fluxtrain.hardware import cgroup, device, disk, machine\n"
+        "from fluxtrain.hardware.probe import bandwidth, disk_rate, probe\nmachine.read_machine()\n"
         "assert 'torch' not in sys.modules"
     )
     path = os.pathsep.join(filter(None, sys.path))

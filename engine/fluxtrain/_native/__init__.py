@@ -1,4 +1,4 @@
-"""The host kernels of `native/`, over plain addresses. ctypes lets go of the GIL while they run.
+"""Calls the host kernels of `native/` with plain addresses. ctypes releases the GIL meanwhile.
 
 Nothing is loaded at import: the library is found and checked when the first kernel is called.
 """

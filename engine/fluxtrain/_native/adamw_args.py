@@ -8,14 +8,14 @@ from enum import IntEnum
 
 
 class WeightFormat(IntEnum):
-    """How the weights of an update are kept (enum flux_weight_format)."""
+    """The storage format of an update's weights (enum flux_weight_format)."""
 
     F32 = 0
     SPLIT_BF16 = 1
 
 
 class StateFormat(IntEnum):
-    """How the moments of an update are kept (enum flux_state_format)."""
+    """The storage format of an update's moments (enum flux_state_format)."""
 
     F32 = 0
     BF16 = 1
@@ -30,7 +30,7 @@ class GradientFormat(IntEnum):
 
 
 class Pass(IntEnum):
-    """What an update writes: weights and moments, or one of them (enum flux_pass)."""
+    """The tensors that an update writes: weights and moments, or one of them (enum flux_pass)."""
 
     UPDATE = 0
     WEIGHTS = 1
@@ -62,7 +62,7 @@ class AdamWStep(ctypes.Structure):
 
 
 class Rounding(ctypes.Structure):
-    """Where the random numbers of a range come from (struct flux_rounding)."""
+    """The source of the random numbers of a range (struct flux_rounding)."""
 
     _fields_ = (("first_element", c_uint32), ("first_key", c_uint32), ("second_key", c_uint32))
 

@@ -39,7 +39,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def refuse_unknown_isa(wish: str | None) -> None:
-    """Raise BadInput for a wish that the library would not know and pass over; empty is none."""
+    """Raise BadInput for a requested instruction set that the library would ignore as unknown; an
+    empty request is valid."""
     if wish and wish not in ISA_NAMES:
         raise BadInput(
             f"{ISA_VARIABLE} is {wish!r}: use {', '.join(ISA_NAMES[:-1])} or {ISA_NAMES[-1]}, or "
@@ -48,9 +49,9 @@ def refuse_unknown_isa(wish: str | None) -> None:
 
 
 def library_path() -> Path:
-    """Where the library is; raises FluxTrainError when it was never built.
+    """Return the path of the library; raises FluxTrainError if it was never built.
 
-    In an editable install the package has two folders: the sources and the one with the library.
+    In an editable install the package has two folders: one with the sources, one with the library.
     """
     folders = [Path(folder) for folder in sys.modules["fluxtrain._native"].__path__]
     for folder in folders:
@@ -66,7 +67,7 @@ def _library() -> ctypes.CDLL:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path` with its functions typed; raises FluxTrainError when it is not ours."""
+    """Load the library at `path` and type its functions; raise FluxTrainError if it is not ours."""
     refuse_unknown_isa(os.environ.get(ISA_VARIABLE))
     try:
         library = ctypes.CDLL(str(path))
@@ -86,15 +87,15 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """The typed C function `flux_<name>`; arrays are passed as addresses (ints)."""
+    """Return the typed C function `flux_<name>`; arrays are passed as addresses (ints)."""
     function: Callable[..., Any] = getattr(_library(), f"flux_{name}")
     return function
 
 
 def adamw(args: AdamWArgs, *, moves_only: bool = False) -> None:
-    """Run `flux_adamw` over one flat range; raises ValueError where the library refuses `args`.
+    """Run `flux_adamw` over one flat range; raises ValueError if the library refuses `args`.
 
-    The caller answers for the addresses. `moves_only`: `flux_adamw_stream`, for measurements.
+    The caller must pass valid addresses. `moves_only`: `flux_adamw_stream`, for measurements.
     """
     name = "adamw_stream" if moves_only else "adamw"
     status = kernel(name)(byref(args))
@@ -103,10 +104,10 @@ def adamw(args: AdamWArgs, *, moves_only: bool = False) -> None:
 
 
 def end_threads() -> None:
-    """End the OpenMP threads that serve the calling thread; its next kernel starts them anew, in
-    some 20 us each. Nothing where OpenMP cannot (before its version 5.0).
+    """End the OpenMP threads that serve the calling thread; its next kernel starts new ones, in
+    some 20 us each. Does nothing before OpenMP 5.0, which cannot end them.
 
-    Kernels that run on other threads of the process have threads of their own and go on.
+    Kernels on other threads of the process have threads of their own and continue.
     """
     openmp = _library()  # its symbols are found through the library that uses it
     pause = getattr(openmp, "omp_pause_resource", None)
@@ -115,12 +116,12 @@ def end_threads() -> None:
 
 
 def isa() -> str:
-    """The instruction set in use: scalar, avx2 or avx512."""
+    """Return the instruction set in use: scalar, avx2 or avx512."""
     return ISA_NAMES[kernel("isa")()]
 
 
 def set_isa(name: str) -> str:
-    """Use instruction set `name`, or the best allowed below it; returns what is now in use.
+    """Use instruction set `name`, or the best allowed below it; return the set now in use.
 
     For tests and measurements: results do not depend on it. Never higher than the processor and
     FLUXTRAIN_ISA allow.

@@ -29,7 +29,7 @@ class States8(NamedTuple):
     v_scale: Tensor
 
 
-_SEGMENT = 1024  # elements; a power of two
+_SEGMENT = 1024  # elements; a power of two, so they stay aligned where element numbers wrap
 
 
 class Rounding(NamedTuple):

@@ -51,12 +51,12 @@ class Checkpoint:
     shards: tuple[tuple[str, str], ...]  # (the engine's name, the file's name)
 
     def trainer_state(self) -> dict[str, Any]:
-        """What the trainer keeps beside the engine's shards."""
+        """Return what the trainer saves beside the engine's shards."""
         state: dict[str, Any] = json.loads((self.path / TRAINER).read_text("utf-8"))
         return state
 
     def load_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """One shard at a time, mapped from its file."""
+        """Yield one shard at a time, mapped from its file."""
         for name, file_name in self.shards:
             yield name, read_tensors(self.path / file_name)
 
@@ -75,7 +75,7 @@ class _Facts(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """What manifest.json holds, beside its seal."""
+    """The content of manifest.json, without its seal."""
 
     format: int
     step: _Count
@@ -84,12 +84,12 @@ class _Manifest(msgspec.Struct):
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the disk, the quota or the file size limit refused."""
+    """Return whether the disk, the quota or the file size limit refused."""
     return error.errno in _FULL
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """The name of a step's checkpoint; sorts by step."""
+    """Return the name of a step's checkpoint; names sort by step."""
     return root / f"step-{step:08d}"
 
 
@@ -99,7 +99,7 @@ def write_checkpoint(
     shards: Iterable[tuple[str, dict[str, Tensor]]],
     trainer_state: dict[str, Any],
 ) -> Checkpoint:
-    """Write the checkpoint of `step` under `root`; it exists under its name only when whole.
+    """Write the checkpoint of `step` under `root`; it gets its name only once it is complete.
 
     Raises:
         NoSpace: the disk is full; earlier checkpoints are untouched, nothing partial is left.
@@ -112,7 +112,7 @@ def write_checkpoint(
         temporary.mkdir()
         files = _write_files(temporary, step, shards, trainer_state)
         _sync_folder(temporary)
-        if final.is_dir():  # a damaged one of the same step, or it would not be written again
+        if final.is_dir():  # only a damaged checkpoint of the step is written again
             shutil.rmtree(final)
         else:
             final.unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Folders that are named as checkpoints, the newest step first, unchecked."""
+    """List folders with the name of a checkpoint, the newest step first, unchecked."""
     if not root.is_dir():
         return []
     return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
@@ -163,7 +163,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def prune(root: Path, keep: int, step: int) -> None:
     """Remove all but the `keep` newest checkpoints up to `step`.
 
-    Later ones stay: after going on from an earlier checkpoint they are what would else be lost.
+    Later ones stay, because a run that continued from an earlier checkpoint would lose them.
     """
     past = [path for path in list_checkpoints(root) if path.name <= step_folder(root, step).name]
     for path in past[keep:]:
@@ -171,20 +171,20 @@ def prune(root: Path, keep: int, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; renamed first, as a kill must not leave half of one under its name."""
+    """Remove a checkpoint; rename it first, so that a kill leaves no half of it under its name."""
     doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove what a killed process left behind while it wrote or pruned."""
+    """Remove the files that a process left when it was killed while writing or pruning."""
     for path in root.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def load_shard_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """`Checkpoint.load_shards` with damage reported as such."""
+    """Yield the tensors of `Checkpoint.load_shards`; raise Damaged if a file is damaged."""
     try:
         yield from checkpoint.load_shards()
     except (SafetensorError, OSError) as error:
@@ -192,7 +192,7 @@ def load_shard_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, 
 
 
 def no_space(where: Path, error: OSError) -> NoSpace:
-    """The error for a full disk, with what is free and the cure."""
+    """Return the error for a full disk, with the free bytes and the cure."""
     try:
         free = bytes_text(shutil.disk_usage(where).free)
     except OSError:
@@ -240,7 +240,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def check_content(content: Any, kind: type[msgspec.Struct], where: str) -> None:
-    """Raise Damaged for content that was never written so, whatever it is sealed with."""
+    """Raise Damaged for content that no trainer writes, even if its seal is right."""
     try:
         msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
@@ -248,7 +248,7 @@ def check_content(content: Any, kind: type[msgspec.Struct], where: str) -> None:
 
 
 def _seal(manifest: dict[str, Any]) -> str:
-    """The hash of everything else in a manifest: it names the shards and the step itself."""
+    """Hash everything else in a manifest, the names of the shards and the step included."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

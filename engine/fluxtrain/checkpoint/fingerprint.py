@@ -1,4 +1,4 @@
-"""What must be the same for a run to go on exactly as if it had never stopped."""
+"""The settings that must be equal for a run to resume exactly as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fluxtrain.units import count_text
 
 
 def fingerprint(config: RunConfig, model: nn.Module, batch_rows: int) -> dict[str, Any]:
-    """What must be the same for a run to go on exactly; compared key by key on resume."""
+    """Return the settings that must be equal to resume exactly; compared key by key."""
     settings = config.train.model_dump(mode="json")
     keys = (
         "accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay", "no_decay",

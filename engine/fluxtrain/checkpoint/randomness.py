@@ -1,4 +1,4 @@
-"""Every random generator of the process as plain JSON values: seeded, kept and put back."""
+"""Seeds, saves and restores every random generator of the process, as plain JSON values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of all generators; `restore_random_state` puts it back exactly."""
+    """Return the state of all generators; `restore_random_state` restores it exactly."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -35,7 +35,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` gave. Devices that are gone are left as they are."""
+    """Restore the result of `random_state`; ignore devices that no longer exist."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -48,7 +48,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def randomness_of(seed: int) -> Iterator[None]:
-    """Seed all generators inside; afterwards they go on as if nothing had been drawn."""
+    """Seed all generators inside the context; afterwards restore their states from before it."""
     before = random_state()
     seed_everything(seed)
     try:

@@ -1,4 +1,4 @@
-"""Which run directory a command means, and where in it a run goes on."""
+"""Finds the run directory that a command means, and the checkpoint from which its run resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MARKS = ({"config", "versions"}, {"choices", "chunk_rows"}, {"exit_code", "mess
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The directory of a run, whether it is gone on with, and from which checkpoint."""
+    """The directory of a run, whether the run is resumed, and from which checkpoint."""
 
     run_dir: RunDir
     resumes: bool
@@ -35,7 +35,7 @@ class Target:
 
 
 def locate(resume: str | None, run_dir: Path | None, config: RunConfig) -> Target:
-    """Find the run that `--resume` and `--run-dir` mean; a new directory is made only when needed.
+    """Find the run that `--resume` and `--run-dir` mean; make a new directory only if needed.
 
     Raises:
         BadInput: there is no such run, or the directory is used by another one.
@@ -44,19 +44,20 @@ def locate(resume: str | None, run_dir: Path | None, config: RunConfig) -> Targe
 
 
 def new_run(config: RunConfig) -> Target:
-    """A run in a directory of its own, which is made now."""
+    """Make a new directory for a new run."""
     name = Path(config.model.path).name
     return Target(run_dir=RunDir.create(name=name), resumes=False, made=True)
 
 
 @contextlib.contextmanager
 def truly_told(target: Target) -> Iterator[None]:
-    """A run that ends before anything is written about it, or is stopped before its configuration
-    is, leaves no directory that was made for it. Of one that is interrupted or terminated while no
-    `Session` takes signals, what it holds is told.
+    """Remove the new directory of a run that ends before its configuration or result is written.
+
+    If the run is interrupted or terminated while no `Session` handles signals, tell what its
+    directory holds.
 
     Raises:
-        Interrupted: in place of `KeyboardInterrupt`, where the directory is there.
+        Interrupted: in place of `KeyboardInterrupt`, if the directory stays.
     """
     run_dir = target.run_dir
     try:
@@ -81,8 +82,8 @@ def truly_told(target: Target) -> Iterator[None]:
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP, where `KeyboardInterrupt` would be a Ctrl-C: nothing on the way takes it
-    for a fault of its own."""
+    """SIGTERM or SIGHUP, as `KeyboardInterrupt` is Ctrl-C: code in between that catches Exception
+    does not catch it."""
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:
@@ -91,8 +92,8 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _terminations_raised() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `_Terminated` where they would end the process without a word; where
-    they are ignored or taken already they stay so."""
+    """Let SIGTERM and SIGHUP raise `_Terminated` instead of ending the process silently; a signal
+    that is ignored or has a handler already keeps it."""
     taken = []
     if threading.current_thread() is threading.main_thread():
         signals = (signal.SIGTERM, signal.SIGHUP)
@@ -107,8 +108,8 @@ def _terminations_raised() -> Iterator[None]:
 
 
 def _removed_without_run(run_dir: RunDir) -> bool:
-    """Remove the directory of a run that has no configuration and only what its process writes for
-    itself, and say whether it is gone. One that another process uses meanwhile stays."""
+    """Remove the directory of a run without a configuration that holds only its process's own
+    marks; return whether it is gone. A directory that another process uses meanwhile stays."""
     own = {run_dir.pid, run_dir.log, run_dir.journal, run_dir.socket, run_dir.result}
     with contextlib.suppress(OSError):
         within = set(run_dir.path.iterdir())
@@ -120,7 +121,7 @@ def _removed_without_run(run_dir: RunDir) -> bool:
 
 
 def find(resume: str | None, run_dir: Path | None, config: RunConfig | None) -> Target | None:
-    """As `locate`, and makes nothing; None: the run needs a new directory.
+    """Find the run as `locate` does, but make nothing; None: the run needs a new directory.
 
     Raises:
         BadInput: there is no such run, or the directory is used by another one.
@@ -143,10 +144,10 @@ def find(resume: str | None, run_dir: Path | None, config: RunConfig | None) -> 
 
 
 def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunConfig:
-    """The configuration that `run_dir` was started with.
+    """Return the configuration that `run_dir` was started with.
 
     Raises:
-        BadInput: it has none that can be read.
+        BadInput: no configuration can be read.
     """
     from fluxtrain.config.text import apply_overrides
 
@@ -162,7 +163,8 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
 
 
 def has_run(run_dir: RunDir) -> bool:
-    """Whether a run was started here before. Of other programs there may be checkpoints too."""
+    """Return whether a run was started here before. A folder `checkpoints` alone does not tell:
+    other programs use that name too."""
     if run_dir.journal.exists():
         return True
     folders = run_dir.checkpoints.glob("*")
@@ -186,7 +188,7 @@ def _fresh(run_dir: Path) -> Target:
 
 
 def _started_in(run_dir: Path) -> Target:
-    """A run that starts in a directory that the user named and that holds none yet."""
+    """Start a run in a directory that the user named and that holds no run yet."""
     chosen = RunDir(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise BadInput(f"--run-dir {run_dir} is a file: name a folder")
@@ -202,8 +204,8 @@ def _started_in(run_dir: Path) -> Target:
 
 
 def _refuse_others_files(chosen: RunDir) -> None:
-    """Raise BadInput for a folder whose files the run would replace. Those that an earlier process
-    left which made no step are the run's own."""
+    """Raise BadInput for a folder whose files the run would replace. Files of an earlier process
+    of the run that made no step may be replaced."""
     own = (chosen.run, chosen.plan, chosen.result, chosen.error, chosen.pid, chosen.timeline)
     there = [path for path in own if os.path.lexists(path) and not _is_of_a_run(path, chosen)]
     if there:
@@ -214,9 +216,9 @@ def _refuse_others_files(chosen: RunDir) -> None:
 
 
 def _is_of_a_run(path: Path, run_dir: RunDir) -> bool:
-    """By what all of them hold: a run's facts, a plan's choices, the code of its end, the process
-    that has the run (none once it let go), or the head of a ring. Links are left to what would
-    write there."""
+    """Return whether a file is of a run, by what each kind holds: a run's facts, a plan's choices,
+    an exit code, the process that has the run (none once it let go), or the head of a ring. Links
+    count as the run's own: the code that writes there refuses them."""
     if path == run_dir.pid:
         return path.is_symlink() or not path.stat().st_size or run_dir.user() is not None
     if path == run_dir.timeline:
@@ -242,7 +244,7 @@ def _named(path: Path, run_dir: Path | None) -> Target:
 
 
 def _newest_of(config: RunConfig) -> RunDir | None:
-    """The newest unfinished run below the runs folder that has this configuration."""
+    """Find the newest unfinished run below the runs folder that has this configuration."""
     wanted: dict[str, Any] = config.model_dump(mode="json")
     root = runs_root()
     folders = sorted(root.iterdir(), reverse=True) if root.is_dir() else []

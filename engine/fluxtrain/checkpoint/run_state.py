@@ -1,4 +1,4 @@
-"""What a run has done so far: the part of a checkpoint that is neither tensors nor cursors."""
+"""The progress of a run: the part of a checkpoint that is neither tensors nor cursors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ LOSS_TAIL = 200
 
 @dataclass
 class RunState:
-    """Counters and losses; `step` is the number of optimizer steps that were made or, as
-    their fp16 gradients overflowed, left out."""
+    """Counters and losses; `step` counts optimizer steps, those included that were skipped
+    because fp16 gradients overflowed."""
 
     step: int = 0
     total_tokens: int = 0
@@ -22,7 +22,7 @@ class RunState:
     trained_s: float = 0.0  # over all processes of the run
 
     def step_done(self, loss: float, tokens: int, seconds: float) -> None:
-        """One more optimizer step is over."""
+        """Count one more optimizer step."""
         self.step += 1
         self.total_tokens += tokens
         self.trained_s += seconds
@@ -31,7 +31,7 @@ class RunState:
             self.first_loss = loss
 
     def evaluated(self, loss: float) -> None:
-        """The held-out loss at this step."""
+        """Note the held-out loss at this step."""
         self.evaluation_loss, self.evaluated_step = loss, self.step
 
     @property
@@ -39,10 +39,10 @@ class RunState:
         return self.losses[-1] if self.losses else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; floats survive JSON exactly."""
+        """Return plain values; floats survive JSON exactly."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RunState:
-        """What `to_json` gave."""
+        """Read the result of `to_json`."""
         return cls(**content)

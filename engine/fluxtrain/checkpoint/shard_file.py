@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor: no second copy of a shard, and a hash for free.
+"""Writes safetensors files tensor by tensor: no second copy of a shard, and a hash for free.
 
 The library's own `save_file` copies every tensor of a file into Python bytes first, and a hash
 would read the file again. Format: https://github.com/huggingface/safetensors#format
@@ -43,7 +43,7 @@ class WrittenFile:
 
 
 class HashingFile:
-    """A new file that hashes what it writes and reaches the disk before it is named as written."""
+    """A new file that hashes what it writes; `finish` returns once its bytes are on disk."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("xb")
@@ -63,7 +63,7 @@ class HashingFile:
         return WrittenFile(self._written_bytes, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Close without a promise; a full disk may refuse even the last buffered bytes."""
+        """Close without flushing to disk; a full disk may refuse even the last buffered bytes."""
         try:
             self._file.close()
         except OSError:
@@ -78,7 +78,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """
     header: dict[str, Any] = {}
     offset = 0
-    # the format wants aligned data: wide dtypes first
+    # the format needs aligned data: wide dtypes first
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in names:
         tensor = tensors[name]
@@ -103,7 +103,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
 
 
 def write_json(path: Path, value: Any) -> WrittenFile:
-    """Write `value` as one JSON file, on disk when this returns."""
+    """Write `value` as one JSON file and wait until it is on disk."""
     out = HashingFile(path)
     try:
         out.write(json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
@@ -114,12 +114,12 @@ def write_json(path: Path, value: Any) -> WrittenFile:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, mapped from it."""
+    """Return the tensors of a file, mapped from it."""
     return load_file(path)
 
 
 def hash_file(path: Path) -> WrittenFile:
-    """Size and sha256 of what is on disk now."""
+    """Return size and sha256 of the file that is on disk now."""
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:

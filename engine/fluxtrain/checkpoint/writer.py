@@ -41,13 +41,13 @@ PERIOD_S = 600.0
 _BEFORE = {
     "train.states": "fp32",
     "train.optimizer": "adamw",
-}  # what checkpoints from before a setting existed were made with
+}  # values in checkpoints that are older than the setting
 TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most
 SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
 
 
 class _Content(msgspec.Struct):
-    """What trainer.json holds, by kind."""
+    """The content of trainer.json, by kind."""
 
     run: dict[str, Any]
     random: dict[str, Any]
@@ -79,13 +79,13 @@ class CheckpointWriter:
         self.written_bytes = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether the cadence asks for a checkpoint now."""
+        """Return whether the cadence asks for a checkpoint now."""
         return self._cadence.is_due(step)
 
     def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
-        """Save the run as it is between two steps; at a step that is saved already, do nothing.
+        """Save the run between two steps; do nothing if the step is saved already.
 
-        Raises NoSpace; the checkpoint before stays the last one.
+        Raises NoSpace; the previous checkpoint stays the last one.
         """
         if self.last is not None and self.last.step == state.step:
             return self.last
@@ -117,7 +117,7 @@ class CheckpointWriter:
         return self.last
 
     def restore(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
-        """Put engine, data and random generators where `checkpoint` was.
+        """Restore engine, data and random generators from `checkpoint`.
 
         Raises:
             BadInput: it belongs to another model, data or configuration; says what differs.
@@ -142,9 +142,9 @@ class CheckpointWriter:
         yield from self._optimizer.state_shards()
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Before anything is written: what does not fit is refused, or older checkpoints go first.
+        """Remove older checkpoints if a new one does not fit beside them; nothing is written yet.
 
-        The newest one stays in any case. Raises NoSpace.
+        The newest one always stays. Raises NoSpace if the new one still does not fit.
         """
         free = free_bytes(self._root)
         if free is None or free >= needed_bytes:
@@ -167,16 +167,16 @@ class CheckpointWriter:
         )
 
     def last_text(self) -> str:
-        """The last good checkpoint in words, for messages."""
+        """Name the last good checkpoint, for messages."""
         if self.last is None:
             return "no checkpoint was written yet"
         return f"the last good checkpoint is {self.last.path} (step {self.last.step})"
 
 
 def newest_valid(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint whose bytes are all as written; damaged ones are named and skipped.
+    """Find the newest checkpoint without damage; name and skip damaged ones.
 
-    None when there is none at all. Raises BadInput when there are some and all are damaged.
+    None if there are no checkpoints. Raises BadInput if all are damaged.
     """
     found = list_checkpoints(root)
     for path in found:
@@ -193,7 +193,7 @@ def newest_valid(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `CheckpointWriter.write` gave. Raises Damaged for anything else."""
+    """Read what `CheckpointWriter.write` wrote. Raises Damaged for anything else."""
     content = checkpoint.trainer_state()
     check_content(content, _Content, f"{checkpoint.path.name}: {TRAINER}")
     return content

@@ -50,10 +50,10 @@ class Batch:
 
 
 class BatchSource:
-    """Batches of a split without end: the epochs follow each other with no gap and no rest dropped.
+    """Endless batches of a split: a batch may span two epochs, and no row is dropped.
 
     One optimizer step takes `accumulation` batches of `batch_rows` rows. The cursor is
-    (epoch, position), and what it continues with equals what would have come.
+    (epoch, position); a source restored from it yields the same batches as the original.
     """
 
     def __init__(
@@ -79,37 +79,37 @@ class BatchSource:
         self._epoch = 0
         self._position = 0  # rows of this epoch already served
         self._order = _order(len(rows), seed, 0)
-        self._ready: list[Batch] = []  # the rest of the step that was begun
+        self._ready: list[Batch] = []  # the remaining batches of the current step
         self._fingerprint = rows.fingerprint()
 
     @property
     def step_rows(self) -> int:
-        """Rows of one optimizer step."""
+        """Return the rows of one optimizer step."""
         return self.batch_rows * self.accumulation
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until each row was seen once, the last one not cut short."""
+        """Return the steps until each row was seen once, the last step whole."""
         return -(-len(self.rows) // self.step_rows)
 
     @property
     def epoch(self) -> float:
-        """Epochs done, with the fraction of the current one."""
+        """Return the epochs done, with the fraction of the current one."""
         return self._epoch + self._position / len(self.rows)
 
     def next(self) -> Batch:
-        """The next batch; every `accumulation` of them make a step."""
+        """Return the next batch; every `accumulation` of them make a step."""
         if not self._ready:
             self._ready = self._step()
         return self._ready.pop(0)
 
     def next_step(self) -> list[Batch]:
-        """All batches of the next optimizer step. Raises RuntimeError in the middle of one."""
+        """Return all batches of the next optimizer step. Raises RuntimeError within a step."""
         self._check_between_steps()
         return self._step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, JSON-ready. Raises RuntimeError in the middle of a step."""
+        """Return the cursor, JSON-ready. Raises RuntimeError in the middle of a step."""
         self._check_between_steps()
         return {
             "epoch": self._epoch,
@@ -192,7 +192,7 @@ def _batch(rows: Rows, packed: bool) -> Batch:
 
 
 def _order(rows: int, seed: int, epoch: int) -> Ints:
-    """A permutation from sorting hashes (splitmix64), which no library version can change."""
+    """Permute by sorting hashes (splitmix64), so that no library version changes the order."""
     state = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 64))
     salt = _mixed(np.array([state], dtype=np.uint64))
     numbers: npt.NDArray[np.uint64] = np.arange(rows, dtype=np.uint64)

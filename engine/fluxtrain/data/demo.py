@@ -1,7 +1,7 @@
 """The demo's text, docstrings of this Python's standard library, and a tokenizer trained on it.
 
 Both are made once and kept in the user's cache as ordinary files (a .jsonl with `text`, a
-tokenizer folder), so everything after this point treats them like anybody's data.
+tokenizer folder), so all later code treats them like a user's data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CORPUS_LIMIT_BYTES = 4 << 20
 SHORTEST_DOCSTRING = 40  # characters: below that it is mostly a repeated name
 PROMPT = "Return the "
 END_OF_TEXT = "<|endoftext|>"
-RECIPE = 2  # raise it when corpus or tokenizer would come out otherwise
+RECIPE = 2  # raise it when corpus or tokenizer would change
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,7 +60,7 @@ class DemoFiles:
 
 
 def demo_files(cache: Path | None = None) -> DemoFiles:
-    """The demo's files, made on first use (a few seconds on one core).
+    """Return the demo's files, made on first use (a few seconds on one core).
 
     `cache` defaults to $XDG_CACHE_HOME/fluxtrain or ~/.cache/fluxtrain, and to the temporary
     directory when that cannot be written. Raises BadInput when the interpreter comes without
@@ -78,9 +78,9 @@ def demo_files(cache: Path | None = None) -> DemoFiles:
 
 
 def docstrings(library: Path | None = None) -> Iterator[str]:
-    """Distinct docstrings of the modules below `library` (default: this Python's), in path order.
+    """Yield distinct docstrings of modules below `library` (default: this Python's), by path.
 
-    Files are parsed, never imported; what does not parse (some are bad on purpose) is passed over.
+    Files are parsed, never imported; files that do not parse (some are bad on purpose) are skipped.
     """
     root = library or Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()
@@ -99,7 +99,8 @@ def docstrings(library: Path | None = None) -> Iterator[str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """In the order of `ast.walk`, which visits ten times as much: expressions hold no docstring."""
+    """Yield statements in the order of `ast.walk`, which visits ten times as many nodes:
+    expressions hold no docstring."""
     waiting = deque[ast.AST]([tree])
     while waiting:
         node = waiting.popleft()
@@ -131,10 +132,10 @@ def train_tokenizer(texts: list[str], folder: Path, vocabulary: int = VOCABULARY
 
 
 def unigram_entropy(rows: PackedRows, vocabulary: int) -> float:
-    """Entropy in nats of the tokens that `rows` predict.
+    """Return the entropy in nats of the tokens that `rows` predict.
 
-    No model that ignores context can have a lower loss on these rows, however well it knows the
-    frequencies; a loss below it shows that context is used.
+    A model that ignores context cannot have a lower loss on these rows, even if it knows all
+    frequencies; a lower loss shows that context is used.
     """
     counts = rows.token_counts(vocabulary)
     shares = counts[counts > 0] / max(1, counts.sum())
@@ -142,7 +143,7 @@ def unigram_entropy(rows: PackedRows, vocabulary: int) -> float:
 
 
 def _whole(folder: Path) -> bool:
-    """Whether its files are there and not cut short, as a loss of power leaves them."""
+    """Return whether the tokenizer's files exist and are not truncated, as after a power cut."""
     try:
         for name in ("tokenizer_config.json", "tokenizer.json"):
             json.loads((folder / name).read_bytes())

@@ -1,4 +1,4 @@
-"""Data files: which format a file has, and its documents one after the other in bounded memory.
+"""Detects the format of a data file and reads its documents one by one in bounded memory.
 
 Standard library only, so that the app can look at a file without loading torch.
 """
@@ -51,7 +51,7 @@ class Document:
     line: int
     text: str = ""
     messages: tuple[Message, ...] = ()
-    complete: bool = True  # False: the text goes on in the next document, so no end is learnt here
+    complete: bool = True  # False: the text goes on in the next document, so no end is trained here
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class _Line:
 
 
 def detected(path: Path, wished: str = "auto") -> Detected:
-    """The format that is wished for, as it is; of `auto` what the file looks like.
+    """Return the requested format; for `auto` detect it from the file.
 
-    Raises BadInput for a word that is none, and as `detect` does.
+    Raises BadInput for an unknown format, and as `detect` does.
     """
     if wished == "auto":
         return detect(path)
@@ -74,10 +74,10 @@ def detected(path: Path, wished: str = "auto") -> Detected:
 
 
 def detect(path: Path) -> Detected:
-    """The format of `path` by its name and its first line that is not blank.
+    """Detect the format of `path` by its name and its first line that is not blank.
 
-    Raises BadInput when the file is missing, a directory, empty, binary or not UTF-8, and when
-    it is JSON of a shape that cannot be trained on.
+    Raises BadInput if the file is missing, a directory, empty, binary or not UTF-8, or if it is
+    JSON of a shape that cannot be trained on.
     """
     _check_is_readable_file(path)
     first = next((line for line in _lines(path) if line.text.strip()), None)
@@ -102,10 +102,10 @@ def detect(path: Path) -> Detected:
 
 
 def documents(path: Path, format: Format) -> Iterator[Document]:
-    """The documents of `path` in file order; memory is bounded by the longest line.
+    """Yield the documents of `path` in file order; memory is bounded by the longest line.
 
-    Raises BadInput with the line and the cure at the first one that cannot be used, and at the
-    end when there was none at all.
+    Raises BadInput with the line and the cure at the first unusable document, and at the end if
+    there was none at all.
     """
     _check_is_readable_file(path)
     readers = {
@@ -143,7 +143,7 @@ def _check_is_readable_file(path: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """Decoded lines with their ends; never holds more than LINE_LIMIT_BYTES of the file."""
+    """Yield decoded lines with their ends; never hold more than LINE_LIMIT_BYTES of the file."""
     offset = 0
     with path.open("rb") as file:
         number = 1
@@ -176,7 +176,7 @@ def _decoded(path: Path, raw: bytes, number: int, offset: int) -> str:
 
 
 def _texts(path: Path) -> Iterator[Document]:
-    """Texts between separator lines; long ones in sections, cut at a blank or in a long line."""
+    """Yield texts between separator lines; cut long ones at a blank line or in a long line."""
     section: list[str] = []
     characters = first_line = 0
 
@@ -192,7 +192,7 @@ def _texts(path: Path) -> Iterator[Document]:
             characters = 0
             continue
         if not line.text.strip() and characters >= 2 * SECTION_CHARACTERS:
-            continue  # a desert of blank lines would grow without bound and teach nothing
+            continue  # blank lines alone would grow without bound and teach nothing
         for at, piece in enumerate(_pieces(line.text)):
             full = characters >= SECTION_CHARACTERS
             if at or (full and _may_cut_before(piece, section, characters)):
@@ -206,9 +206,9 @@ def _texts(path: Path) -> Iterator[Document]:
 
 
 def _pieces(line: str) -> Iterator[str]:
-    """A line, or pieces of a section to two of it: cut before white space, as tokenizers cut.
+    """Yield a line, or parts of one to two sections: cut before white space, as tokenizers cut.
 
-    A tokenizer works through one text on one core and holds some 250 bytes a character meanwhile.
+    A tokenizer encodes one text on one core and needs some 250 bytes a character meanwhile.
     """
     start, stop = 0, len(line.rstrip())
     while stop - start > 2 * SECTION_CHARACTERS:

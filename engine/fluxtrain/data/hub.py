@@ -17,17 +17,17 @@ _NAMED = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>.+)
 
 
 def network_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client lets through where the network fails, or a proxy is no address."""
-    import httpx  # the client's own; its errors are no OSError
+    """Return the errors that the hub's client raises if the network fails or a proxy is invalid."""
+    import httpx  # the HTTP client's own errors are no OSError
 
     return OSError, ValueError, httpx.HTTPError, httpx.InvalidURL
 
 
 def local_file(path: str) -> Path:
-    """The file that `data.path` means; one on the hub is downloaded, or found in the cache.
+    """Return the file that `data.path` means; download one on the hub unless it is in the cache.
 
     Raises:
-        BadInput: no such data set, no file in it that can be read, or several and none is named.
+        BadInput: no such data set, no readable file in it, or several and none is named.
     """
     if not path.startswith("hf:"):
         return Path(path).expanduser()
@@ -39,7 +39,7 @@ def local_file(path: str) -> Path:
 
 
 def chosen_file(repository: str, files: list[str]) -> str:
-    """The one file to train on: the only one that can be read, or the only one named `train`.
+    """Choose the file to train on: the only readable one, or the only one named `train`.
 
     Raises:
         BadInput: there is none, or several and none is named.
@@ -64,7 +64,7 @@ def chosen_file(repository: str, files: list[str]) -> str:
 
 
 def _files(repository: str) -> list[str]:
-    """The names in the data set; those in the cache when the hub cannot be reached."""
+    """Return the names in the data set; if the hub cannot be reached, the names in the cache."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -1,4 +1,4 @@
-"""Rows of a fixed length, packed with documents that do not see each other.
+"""Packs documents that do not see each other into rows of a fixed length.
 
 Documents no longer than a row stay whole; longer ones are cut into pieces of a row, and best fit
 fills the rows (Ding et al. 2024, "Fewer Truncations Improve Language Modeling"). Position ids
@@ -34,17 +34,17 @@ class Rows:
 
     @property
     def predicted(self) -> int:
-        """How many tokens the loss is over; never an unpredictable first token of a document."""
+        """Return how many tokens have a loss; the first token of a document never has one."""
         return int((self.labels != IGNORED).sum())
 
     @property
     def tokens(self) -> int:
-        """How many tokens are not padding."""
+        """Return how many tokens are not padding."""
         return int((self.document_ids >= 0).sum())
 
 
 class PackedRows:
-    """The rows of a split; a row is made when asked for, so only the tokens take memory.
+    """The rows of a split; a row is made on request, so only the tokens take memory.
 
     `pack=False` puts one piece in a row, for models in which packed documents would see each other.
     """
@@ -63,7 +63,7 @@ class PackedRows:
         self._pad_id = pad_id
         starts, lengths = _pieces(spans, sequence_length)
         predicted = _predicted(tokens, starts, lengths)
-        kept = predicted > 0  # a row always has something to learn
+        kept = predicted > 0  # every row has a token to train on
         starts, lengths = starts[kept], lengths[kept]
         row_of = _best_fit(lengths, sequence_length) if pack else np.arange(len(lengths))
         order = np.argsort(row_of, kind="stable")  # pieces of a row in file order
@@ -80,18 +80,18 @@ class PackedRows:
 
     @property
     def mixes(self) -> bool:
-        """Are there rows with more than one document?"""
+        """Return whether a row has more than one document."""
         return len(self) < self.pieces
 
     def fullest(self, count: int) -> Ints:
-        """Numbers (count,) of the rows with the most documents, or of all rows there are."""
+        """Return the numbers (count,) of the rows with the most documents; fewer if fewer exist."""
         return np.argsort(-np.diff(self._first_piece), kind="stable")[:count]
 
     def __getitem__(self, index: int) -> Rows:
         return self.take(np.asarray([index]))
 
     def take(self, indices: Ints) -> Rows:
-        """The rows at `indices`, in that order. Raises IndexError beyond the last row."""
+        """Return the rows at `indices`, in that order. Raises IndexError beyond the last row."""
         shape = (len(indices), self.sequence_length)
         rows = Rows(
             np.full(shape, self._pad_id, dtype=np.int64),
@@ -106,7 +106,7 @@ class PackedRows:
         return rows
 
     def fingerprint(self) -> str:
-        """A hash of every token and of its place, to tell other data on resume."""
+        """Hash every token and its place, to detect other data on resume."""
         digest = blake2b(digest_size=16)
         for array in (self._tokens.ids, self._starts, self._lengths, self._first_piece):
             digest.update(array.data.cast("B"))
@@ -114,7 +114,7 @@ class PackedRows:
         return digest.hexdigest()
 
     def token_counts(self, vocabulary: int) -> Ints:
-        """How often each token is predicted: shape (vocabulary,)."""
+        """Return how often each token is predicted: shape (vocabulary,)."""
         counts = np.zeros(vocabulary, dtype=np.int64)
         for index in range(len(self)):
             labels = self[index].labels
@@ -149,7 +149,7 @@ def _pieces(spans: Spans, row_tokens: int) -> tuple[Ints, Ints]:
 
 
 def _predicted(tokens: Tokens, starts: Ints, lengths: Ints) -> Ints:
-    """How many tokens of each piece have a label: all but the first, or the marked ones."""
+    """Return how many tokens of each piece have a label: all but the first, or the marked ones."""
     if tokens.trained is None:
         return lengths - 1
     before = np.zeros(tokens.count + 1, dtype=np.int64)
@@ -159,7 +159,7 @@ def _predicted(tokens: Tokens, starts: Ints, lengths: Ints) -> Ints:
 
 
 def _best_fit(lengths: Ints, row_tokens: int) -> Ints:
-    """The row of each piece: longest first, each into the fullest row that still has room.
+    """Return the row of each piece: longest first, each into the fullest row that has room.
 
     The rows with each amount of room form a stack, and the bits of `rooms` say which stacks are
     not empty, so finding the tightest room is one shift and one lowest set bit.

@@ -1,4 +1,4 @@
-"""From a file and a tokenizer to packed rows for training and evaluation."""
+"""Makes packed rows for training and evaluation from a file and a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fluxtrain.data.tokens import Tokenizer, check_vocabulary, tokenize
 from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text, count_text
 
-TELL_EVERY_S = 3.0  # how far it is, while a large file is read
+TELL_EVERY_S = 3.0  # between two reports of progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Which data, and how it becomes rows; the `data` section of a configuration."""
+    """Where data comes from and how it becomes rows; the `data` section of a configuration."""
 
     path: str = DEMO
     format: str = "auto"
@@ -33,7 +33,7 @@ class DataSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What the data must respect of a model."""
+    """The limits of a model that the data must respect."""
 
     embedding_rows: int
     max_positions: int | None = None
@@ -43,7 +43,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """Rows to train on and rows held out (none when held_out is 0), with what was found."""
+    """Rows to train on and rows held out (none if held_out is 0), with facts about the file."""
 
     trained: PackedRows
     held_out: PackedRows
@@ -59,9 +59,9 @@ def prepare(
     limits: ModelLimits,
     tell: Callable[[str], None] | None = None,
 ) -> PreparedData:
-    """Read, tokenize, split and pack; `tell` hears how far it is while that takes long.
+    """Read, tokenize, split and pack; report progress to `tell` if that takes long.
 
-    Raises BadInput for whatever a user can repair.
+    Raises BadInput for everything a user can repair.
     """
     check_sequence_length(source.sequence_length, limits.max_positions)
     path, format_, because = located(source)
@@ -89,7 +89,7 @@ def prepare(
 
 
 def located(source: DataSource) -> tuple[Path, Format, str]:
-    """The file, its format, and why it is that one. Raises BadInput when it cannot be used."""
+    """Return the file, its format, and the reason. Raises BadInput if it cannot be used."""
     if source.path == DEMO:
         return demo_files().corpus, "jsonl-text", "the demo's docstrings"
     path = local_file(source.path)
@@ -98,7 +98,7 @@ def located(source: DataSource) -> tuple[Path, Format, str]:
 
 
 def check_sequence_length(wanted: int, positions: int | None) -> None:
-    """Raise BadInput when a row would have more tokens than the model knows positions."""
+    """Raise BadInput if a row would have more tokens than the model has positions."""
     if positions is not None and wanted > positions:
         raise BadInput(
             f"data.sequence_length is {wanted} and the model knows {positions} positions: "
@@ -107,7 +107,7 @@ def check_sequence_length(wanted: int, positions: int | None) -> None:
 
 
 def _told(found: Iterable[Document], path: Path, tell: Callable[[str], None]) -> Iterator[Document]:
-    """The same documents; every few seconds `tell` hears how much of the file has become tokens."""
+    """Yield the documents; every few seconds tell how much of the file has been tokenized."""
     size, characters, told_s = path.stat().st_size, 0, time.monotonic()
     for document in found:
         yield document

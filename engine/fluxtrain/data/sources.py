@@ -1,4 +1,4 @@
-"""Where the training text comes from, and about how much of it there is. Standard library only."""
+"""Estimates how much training text a source has. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CHARACTERS_PER_TOKEN = 4.0  # English prose and BPE vocabularies of 32k to 150k 
 
 
 def estimated_tokens(path: Path, format: Format) -> int:
-    """About how many tokens a data file holds, by its size; in milliseconds, however large it is.
+    """Estimate the tokens of a data file by its size; takes milliseconds for any size.
 
-    Raises BadInput when the file or one of its first documents cannot be used.
+    Raises BadInput if the file or one of its first documents cannot be used.
     """
     characters = 0
     for document in islice(documents(path, format), FIRST_DOCUMENTS):
@@ -27,5 +27,5 @@ def estimated_tokens(path: Path, format: Format) -> int:
 
 
 def characters_in(document: Document) -> int:
-    """Of its text, or of what its messages say."""
+    """Count the characters of a document's text, or of its messages."""
     return len(document.text) + sum(len(m.get("content") or "") for m in document.messages)

@@ -1,4 +1,4 @@
-"""Which documents are held out for evaluation: decided by their content, so it never changes."""
+"""Chooses the documents held out for evaluation by their content, so the choice never changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Spans:
 
     @property
     def tokens(self) -> int:
-        """How many tokens all spans hold together."""
+        """Return how many tokens all spans have together."""
         return int(self.lengths.sum())
 
 
@@ -36,9 +36,9 @@ class Split:
 def split(tokens: Tokens, share: float, row_tokens: int, seed: int) -> Split:
     """Hold out at least `share` of the tokens by whole documents, and always leave some to train.
 
-    Documents are taken in the order of a hash of their content and `seed`: equal documents
-    fall on the same side, whatever their place in the file. When the last one taken goes more than
-    a row over the share, only its end is held out, and of a single document it is the end too.
+    Documents are taken in the order of a hash of their content and `seed`: equal documents fall on
+    the same side, wherever they are in the file. If the last one exceeds the share by more than a
+    row, only its end is held out; of a single document too only the end is held out.
     """
     if not 0.0 <= share < 1.0:
         raise BadInput(f"data.held_out is {share}: it is a share of the data, from 0 to below 1")

@@ -1,4 +1,4 @@
-"""Documents to token ids, in compact arrays; in conversations only the assistant is learnt."""
+"""Encodes documents to token ids in compact arrays; conversations train the assistant alone."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BATCH_CHARACTERS = 1 << 20  # texts handed to the tokenizer at once: its threads
 
 _GENERATION_TAG = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 
-# A template complains by itself (TemplateError) or trips over content it did not expect.
+# A template raises TemplateError itself, or fails on content that it does not expect.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 
 Ids = npt.NDArray[np.uint32]
 
 
 class Tokenizer(Protocol):
-    """What is used of a `transformers.PreTrainedTokenizerBase`."""
+    """The part of `transformers.PreTrainedTokenizerBase` that is used."""
 
     eos_token_id: int | None
     is_fast: bool
@@ -46,12 +46,12 @@ class Tokens:
 
     @property
     def documents(self) -> int:
-        """How many documents there are."""
+        """Return the number of documents."""
         return len(self.starts) - 1
 
     @property
     def count(self) -> int:
-        """How many tokens there are."""
+        """Return the number of tokens."""
         return len(self.ids)
 
 
@@ -159,7 +159,7 @@ def _by_generation_tag(document: Document, tokenizer: Tokenizer) -> tuple[list[i
 
 
 def _by_prefixes(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Assistant spans from rendering the conversation up to and with each assistant message."""
+    """Find assistant spans by rendering the conversation up to and with each of its messages."""
     whole = _rendered(document, document.messages, tokenizer)
     spans: list[tuple[int, int]] = []
     for index, message in enumerate(document.messages):

@@ -1,1 +1,1 @@
-"""What the machine is and how fast its parts are. `bandwidth` and `probe` bring torch when used."""
+"""Describes the machine and measures its rates. `bandwidth` and `probe` import torch when used."""

@@ -1,4 +1,4 @@
-"""Where measurements of a machine are kept, and for how long they are believed."""
+"""The files in which measurements of a machine are kept, and how long they stay valid."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ MAX_AGE_S = 7 * 86_400.0
 
 
 def cache_file(kind: str, machine: Machine, *more: object) -> Path:
-    """One file below $XDG_CACHE_HOME/fluxtrain for each combination of host, CPU with the
-    instructions that may be used, memory, cards and of what else the measurement depends on (plain
-    values)."""
+    """Return the file below $XDG_CACHE_HOME/fluxtrain for this host, CPU with the instructions that
+    may be used, memory, cards and all else that the measurement depends on (plain values)."""
     memory = machine.memory_total_bytes
     facts = [
         os.uname().nodename,
         machine.cpu_name,
         machine.cores,
         machine.instruction_set,
-        None if memory is None else round(memory / GIB),  # a kernel update moves it by a little
+        None if memory is None else round(memory / GIB),  # a kernel update changes it slightly
         [(gpu.uuid, gpu.name) for gpu in machine.gpus],
         machine.driver,
         *more,
@@ -36,7 +35,7 @@ def cache_file(kind: str, machine: Machine, *more: object) -> Path:
 
 
 def is_fresh(measured_at_s: float) -> bool:
-    """Whether what was measured at that Unix time counts: a week, and not in the future (the clock
-    was set back)."""
+    """Return whether a measurement of that Unix time is valid: at most a week old, and not in the
+    future (the clock was set back)."""
     age_s = time.time() - measured_at_s
     return -60 < age_s < MAX_AGE_S

@@ -1,4 +1,4 @@
-"""What a container may use: memory limit and CPU quota from control groups, versions 1 and 2.
+"""Reads a container's memory limit and CPU quota from control groups, versions 1 and 2.
 
 A program that sizes itself from MemTotal or the CPU count is wrong in containers. Limits of all
 enclosing groups apply, so the smallest counts. Source: the kernel's cgroup-v1 and cgroup-v2 guides.
@@ -19,7 +19,7 @@ class CgroupLimits:
     """None is no limit (or no control groups)."""
 
     memory_bytes: int | None
-    memory_left_bytes: int | None  # of the tightest limit; caches that can be dropped count as free
+    memory_left_bytes: int | None  # below the tightest limit; droppable caches count as free
     cpu_quota: float | None  # cores
 
 
@@ -41,13 +41,13 @@ def cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
 
 
 def quota_cores(root: Path = Path("/")) -> int | None:
-    """Whole cores that the CPU quota keeps running, at least one; None without a quota."""
+    """Return the whole cores that the CPU quota keeps busy, at least one; None without a quota."""
     quota = cgroup_limits(root).cpu_quota
     return None if quota is None else max(1, math.floor(quota))
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """This process's group for a controller and the groups around it, innermost first.
+    """Return this process's group for a controller and its enclosing groups, innermost first.
 
     In a container the path may be as the host sees it and not exist here; then the container's own
     root is the group.
@@ -72,7 +72,8 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _memory_limit(folder: Path) -> int | None:
-    """The smallest of a group's own limits; above `memory.high` it is slowed down to a halt."""
+    """Return the smallest of a group's own limits; above `memory.high` the kernel slows the group
+    down almost to a halt."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     limits = [limit for name in names if (limit := _number(folder / name)) is not None]
     limit = min(limits, default=UNLIMITED_BYTES)

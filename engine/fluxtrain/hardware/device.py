@@ -1,4 +1,4 @@
-"""Which device computes. A GPU that torch cannot use stops the run; it never falls to the CPU."""
+"""Chooses the device. A GPU that torch cannot use stops the run; it never falls back to the CPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def check_accelerator(
     torch_cuda_version: str | None = None,
     gpus: Gpus | None = None,
 ) -> ChoiceMade:
-    """Choose "cuda" or "cpu", with the reason, from `torch.cuda.is_available()` and the wish.
+    """Choose "cuda" or "cpu", with the reason, from `torch.cuda.is_available()` and the request.
 
     `torch_cuda_version` is `torch.version.cuda` (None for a CPU build) and makes the cure exact.
-    Raises `BadInput` when a GPU is here that torch cannot use, unless the user asked for the CPU,
-    and when the user asked for a GPU and there is none.
+    Raises `BadInput` if torch cannot use the GPU of this machine, unless the user asked for the
+    CPU, and if the user asked for a GPU and there is none.
     """
     if device == "cpu":
         return ChoiceMade(name="placement.device", value="cpu", because="as set")

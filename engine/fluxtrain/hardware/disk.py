@@ -1,4 +1,4 @@
-"""The disk below a folder: how much is free, and what kind of file system it is."""
+"""Describes the disk below a folder: its free space and its file system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def read_disk(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
-    """Facts about the disk of `path`, or of its nearest parent that exists."""
+    """Return facts about the disk of `path`, or of its nearest parent that exists."""
     unknown: dict[str, str] = {}
     place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     total = free = None
@@ -39,7 +39,7 @@ def read_disk(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
 
 
 def _file_system(place: Path, mounts: Path) -> str | None:
-    """Type of the longest mount point that holds `place`; of two on one point the later is on top.
+    """Return the type of the longest mount point that holds `place`; on equal ones the later wins.
 
     Source: proc_pid_mountinfo(5): field 5 is the mount point with octal escapes, the first field
     after the lone "-" is the type.

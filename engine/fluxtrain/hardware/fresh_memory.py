@@ -1,14 +1,14 @@
-"""Fresh host memory as a run's arenas have it: zero, in huge pages where the system has any.
+"""Allocates fresh host memory for a run's arenas: zero, in huge pages where the system has any.
 
-Linux gives huge pages on advice to private mappings. Python makes anonymous ones shared unless it
-is told otherwise: those belong to shmem, whose huge pages are off on most systems. Sources:
+Linux gives huge pages on advice to private mappings. Python's anonymous mappings are shared unless
+told otherwise; shared ones belong to shmem, whose huge pages are off on most systems. Sources:
 madvise(2), Documentation/admin-guide/mm/transhuge.rst.
 
-A forked child (a data loader's worker) shares the pages of private memory until one of both writes
-to them. That costs the parent its huge pages and the machine a second copy of what every step
-writes, and moves what a device copies from. So a child gets none of that: the kernel leaves its
-mapping empty, and reading there ends the child in place of giving it zeros for weights
-(docs/decisions/0013-what-a-fork-gets.md).
+A forked child (a data loader's worker) shares the pages of private memory until parent or child
+writes to them. That costs the parent its huge pages and the machine a second copy of what a step
+writes, and moves the pages that a device copies from. So a child does not get this memory: the
+kernel leaves its mapping empty, and reading there ends the child instead of giving it zeros for
+weights (docs/decisions/0013-what-a-fork-gets.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOUCHED_BYTES = 16 * MIB  # smaller memory is locked within some milliseconds
 
 
 def fresh(size_bytes: int) -> mmap.mmap:
-    """A mapping of this process alone; its pages are made when they are first written."""
+    """Map memory for this process alone; its pages are made when they are first written."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size_bytes >= 2 * HUGE_PAGE_BYTES:  # where there is room for some
         _advise(memory, "MADV_HUGEPAGE")  # a kernel without them refuses: only speed is lost
@@ -35,8 +35,8 @@ def fresh(size_bytes: int) -> mmap.mmap:
 
 def touch(memory: mmap.mmap) -> bool:
     """Make the pages of a fresh mapping, which stay zero, with all of torch's threads:
-    `cudaHostRegister` would make them in the one that calls it (docs/benchmarks.md). False where
-    that would not be faster: little memory, one thread."""
+    `cudaHostRegister` would make them in the calling thread alone (docs/benchmarks.md). Return
+    False if that would not be faster: little memory, one thread."""
     import torch
 
     if len(memory) < TOUCHED_BYTES or torch.get_num_threads() == 1:
@@ -46,28 +46,29 @@ def touch(memory: mmap.mmap) -> bool:
 
 
 def give_back(memory: mmap.mmap) -> None:
-    """The pages of a mapping that was touched and not written: it is zero and costs nothing."""
+    """Free the pages of a mapping that was touched and not written; it stays zero."""
     _advise(memory, "MADV_DONTNEED")
 
 
 def keep_from_forks(memory: mmap.mmap) -> None:
-    """A child that is forked from now on cannot read this memory, and shares none of its pages."""
+    """Hide this memory from children forked from now on: they cannot read or share its pages."""
     try:
         memory.madvise(_MADV_WIPEONFORK)
-    except OSError:  # not Linux 4.14 or later: a child shares the pages
+    except OSError:  # before Linux 4.14: a child shares the pages
         return
     _KEPT.add(memory)
 
 
-_MADV_WIPEONFORK = 18  # not among those that Python names
+_MADV_WIPEONFORK = 18  # a constant that Python does not name
 _PROT_NONE = 0  # mprotect(2)
 _KEPT: WeakSet[mmap.mmap] = WeakSet()
 
 if hasattr(os, "register_at_fork"):  # POSIX
-    _LIBC = ctypes.CDLL(None)  # a child may not load one: another thread may have been at it
+    _LIBC = ctypes.CDLL(None)  # not in a child: another thread may hold the lock
 
     def _close_in_child() -> None:
-        """The mappings stay: the child's own memory lies elsewhere, whichever copies it frees."""
+        """Close these mappings to the child. They stay mapped, so that the child's own memory lies
+        elsewhere, whichever copies of arenas it frees."""
         for memory in _KEPT:
             start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             _LIBC.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(len(memory)), _PROT_NONE)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through the driver's own library (NVML): no torch, and no memory of theirs taken."""
+"""Reads NVIDIA GPUs through the driver's own library (NVML), without torch or any GPU memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fluxtrain.client.machine import Gpu, GpuProcess
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """The cards of this machine, or the reason why none is known."""
+    """The cards of this machine, or the reason for an empty list."""
 
     gpus: tuple[Gpu, ...]
     driver: str | None
     reason: str | None  # why `gpus` is empty
 
     def visible(self, environment: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
-        """The cards that CUDA_VISIBLE_DEVICES leaves to programs.
+        """Return the cards that CUDA_VISIBLE_DEVICES leaves to programs.
 
         As CUDA reads it: indices or beginnings of UUIDs; the first unknown name ends the list.
         """
@@ -42,7 +42,7 @@ def read_gpus(
     driver_folder: Path = Path("/proc/driver/nvidia/gpus"),
     devices: Path = Path("/sys/bus/pci/devices"),
 ) -> Gpus:
-    """Ask NVML; `nvml` is another module with its functions in tests, the folders other trees."""
+    """Ask NVML. Tests pass another module with its functions as `nvml`, and other folders."""
     if nvml is None:
         try:
             nvml = import_module("pynvml")
@@ -63,11 +63,11 @@ def read_gpus(
 
 
 def own_process_bytes(nvml: Any = None, pid: int | None = None) -> int | None:
-    """Memory that this process holds on all visible cards, CUDA's own share included.
+    """Return the memory that this process holds on all visible cards, CUDA's own share included.
 
-    None when NVML is missing or hides it. In a container the driver may count processes by numbers
-    of another namespace: then the only process on the cards is this one if its number means nobody
-    here; of several, none can be told to be this one.
+    None if NVML is missing or hides it. In a container the driver may list pids of another
+    namespace: then the only process on the cards is this one if its pid is unused here; among
+    several this one cannot be identified.
     """
     mine = os.getpid() if pid is None else pid
     if nvml is None:
@@ -96,7 +96,7 @@ def own_process_bytes(nvml: Any = None, pid: int | None = None) -> int | None:
 
 
 def _held_bytes(nvml: Any) -> dict[tuple[int, int], int | None]:
-    """(process, card) -> bytes; a process that computes and draws is listed twice with one size."""
+    """Return (process, card) -> bytes; NVML lists a process that computes and draws twice."""
     held: dict[tuple[int, int], int | None] = {}
     for gpu in read_gpus(nvml).visible():
         handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
@@ -106,7 +106,7 @@ def _held_bytes(nvml: Any) -> dict[tuple[int, int], int | None]:
 
 
 def _none(reason: str, driver_folder: Path) -> Gpus:
-    """Without NVML the driver's folder still tells that there are cards."""
+    """Return no cards and the reason; the driver's folder tells without NVML whether some exist."""
     try:
         count = len(list(driver_folder.iterdir()))
     except OSError:
@@ -186,7 +186,7 @@ def _other_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
 
 
 def _running(nvml: Any, handle: Any) -> list[Any]:
-    """What computes on a card and what draws with it."""
+    """Return the processes that compute on a card and that draw with it."""
     return [
         *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
         *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
@@ -194,7 +194,7 @@ def _running(nvml: Any, handle: Any) -> list[Any]:
 
 
 def _numa_node(bus: str, devices: Path) -> int | None:
-    """The node that the kernel names for a slot (NVML writes the domain with eight digits)."""
+    """Return the NUMA node that the kernel names for a slot (NVML's domain has eight digits)."""
     domain, _, slot = bus.lower().partition(":")
     try:
         node = int((devices / f"{domain[-4:]}:{slot}" / "numa_node").read_text())

@@ -1,4 +1,4 @@
-"""What this machine is: cores, instruction set, host memory and GPUs, as this process may use them.
+"""Describes this machine: cores, instruction set, host memory and GPUs that this process may use.
 
 Every fact is measured, or None with the reason in `unknown`. No torch.
 """
@@ -15,7 +15,7 @@ from fluxtrain.hardware.cgroup import cgroup_limits
 from fluxtrain.hardware.gpu import Gpus, read_gpus
 from fluxtrain.hardware.system import read_system, wished_threads
 
-# What the native update needs of each; source: the compiler flags of its variants.
+# CPU features that the native update needs; source: the compiler flags of its variants.
 _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx512", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})),
     ("avx2", frozenset({"avx2", "fma"})),
@@ -24,7 +24,7 @@ _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
 
 
 def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
-    """Measure; `root` is another file tree and `gpus` another answer of the driver in tests."""
+    """Read the machine's facts. Tests pass another file tree as `root` and other `gpus`."""
     unknown: dict[str, str] = {}
     gpus = read_gpus() if gpus is None else gpus
     if gpus.reason is not None:
@@ -66,7 +66,7 @@ def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
 
 
 def _memory(root: Path, unknown: dict[str, str]) -> tuple[int | None, int | None]:
-    """MemTotal and MemAvailable of /proc/meminfo, in bytes."""
+    """Read MemTotal and MemAvailable of /proc/meminfo, in bytes."""
     facts: dict[str, int] = {}
     why = ""
     try:
@@ -86,7 +86,7 @@ def _memory(root: Path, unknown: dict[str, str]) -> tuple[int | None, int | None
 
 
 def _cpu(root: Path) -> tuple[str | None, frozenset[str]]:
-    """Model name and feature flags of the first CPU."""
+    """Read model name and feature flags of the first CPU."""
     facts: dict[str, str] = {}
     try:
         for line in (root / "proc/cpuinfo").read_text().splitlines():
@@ -98,9 +98,9 @@ def _cpu(root: Path) -> tuple[str | None, frozenset[str]]:
 
 
 def _instruction_set(flags: frozenset[str]) -> str:
-    """The best whole set of the processor, which FLUXTRAIN_ISA may lower.
+    """Return the best set that the processor has complete; FLUXTRAIN_ISA may lower it.
 
-    Raises BadInput for a set that there is not.
+    Raises BadInput for an unknown set.
     """
     has = [name for name, needed in _LEVELS if flags >= needed]
     wish = os.environ.get(ISA_VARIABLE)

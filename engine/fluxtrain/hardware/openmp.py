@@ -1,4 +1,4 @@
-"""How long threads of OpenMP wait for each other on a processor before they sleep. No torch."""
+"""Sets how long OpenMP threads spin for each other before they sleep. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
-# libgomp's own count is 300,000: beside other programs a thread then waits for one that the
-# system has put aside, and burns the time which that one needs (docs/benchmarks.md).
+# libgomp's own count is 300,000: beside other programs a thread then spins for one that the system
+# has preempted, and burns the processor time that one needs (docs/benchmarks.md).
 SPINS = 2000
 SET_BY_USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 GPU_NODES = ("dev/nvidiactl", "dev/dxg")  # the driver's, and that of WSL2
@@ -16,10 +16,10 @@ GPU_NODES = ("dev/nvidiactl", "dev/dxg")  # the driver's, and that of WSL2
 def share_cores(
     environment: MutableMapping[str, str] | None = None, root: Path = Path("/")
 ) -> None:
-    """Let threads that wait for each other soon sleep where the processor computes everything.
+    """Let waiting threads sleep soon if the processor computes everything.
 
-    Before torch is imported, for libgomp reads it once. Nothing where the user has set it, or with
-    a GPU, whose host has AdamW alone to do.
+    Call it before torch is imported, because libgomp reads the setting once. Does nothing if the
+    user has set it, or with a GPU, when the host computes AdamW alone.
     """
     found = os.environ if environment is None else environment
     set_by_user = any(name in found for name in SET_BY_USERS)

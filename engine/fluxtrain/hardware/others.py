@@ -1,6 +1,6 @@
-"""How much of the processors other programs used meanwhile, which slows a measurement down.
+"""Measures how much of the processors other programs used during a measurement.
 
-Source: proc_stat(5). In a container the counts are those of the whole machine, which is what shares
+Source: proc_stat(5). In a container the counts are those of the whole machine, whose programs share
 the processors.
 """
 
@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-BUSY_SHARE = 0.15  # of all processors: what is measured beside that is not believed for long
+BUSY_SHARE = 0.15  # of all processors; a measurement beside more is soon repeated
 LOOK_S = 0.25
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _IDLE, _WAITING = 3, 4  # columns of the line "cpu"
@@ -20,14 +20,15 @@ _TOLD = 8  # guests, in the columns after these, are counted in the first ones
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Seconds that processors were busy, of all programs and of this process, up to some time."""
+    """Seconds that processors were busy up to some time, by all programs and by this process."""
 
     busy_s: float
     own_s: float
     at_s: float
 
     def others_share(self, later: Use) -> float | None:
-        """The share of all processors that other programs used between; None in no time."""
+        """Return the share of all processors that other programs used in between; None if no time
+        passed."""
         window_s = (later.at_s - self.at_s) * (os.cpu_count() or 1)
         if window_s <= 0:
             return None
@@ -36,7 +37,7 @@ class Use:
 
 
 def read_use(root: Path = Path("/")) -> Use | None:
-    """As it is now; None where the kernel does not tell. `root` is another file tree in tests."""
+    """Read the present use; None if the kernel does not tell. Tests pass another file tree."""
     try:
         name, *columns = (root / "proc/stat").read_text().split("\n", 1)[0].split()
         ticks = [int(column) for column in columns[:_TOLD]]
@@ -45,21 +46,21 @@ def read_use(root: Path = Path("/")) -> Use | None:
     if name != "cpu" or len(ticks) <= _WAITING:
         return None
     busy = sum(ticks) - ticks[_IDLE] - ticks[_WAITING]
-    own = os.times()  # children that were waited for are in the machine's counts too
+    own = os.times()  # the machine's counts include children that ended
     own_s = own.user + own.system + own.children_user + own.children_system
     return Use(busy_s=busy / _TICKS_PER_S, own_s=own_s, at_s=time.monotonic())
 
 
 def others_share(since: Use | None) -> float | None:
-    """The share of all processors that other programs used since; None: not known."""
+    """Return the share of all processors that other programs used since; None: not known."""
     now = read_use()
     return None if since is None or now is None else since.others_share(now)
 
 
 def is_calm_after(share: float | None) -> bool:
-    """Was something measured beside others that used `share`, and are the processors free now?
+    """Return whether others' `share` disturbed a measurement and the processors are free now.
 
-    Looks for a quarter of a second, and only when that matters.
+    Looks for a quarter of a second, and only if the measurement was disturbed.
     """
     if share is None or share < BUSY_SHARE:
         return False
@@ -70,9 +71,9 @@ def is_calm_after(share: float | None) -> bool:
 
 
 def beside_text(share: float | None, *, command: str) -> str:
-    """For people, after what was measured; empty where nobody disturbed it.
+    """Say how much others disturbed a measurement, for people; empty if they did not.
 
-    command: the one that looks whether the processors are calm now, and then measures again.
+    command: the command that measures again once the processors are free.
     """
     if share is None or share < BUSY_SHARE:
         return ""

@@ -1,4 +1,4 @@
-"""How long programs waited for host memory, by the kernel's pressure stall information.
+"""Reads how long programs waited for host memory: the kernel's pressure stall information.
 
 Source: Documentation/accounting/psi.rst. `some total=` counts microseconds in which at least one
 task waited for memory: reclaim, refaults, swapping in.
@@ -13,9 +13,9 @@ _SOME_TOTAL = re.compile(r"^some .*total=(\d+)", re.MULTILINE)
 
 
 def memory_waited_s(root: Path = Path("/")) -> float | None:
-    """Seconds since boot in which a task of this machine (or container) waited for memory.
+    """Return the seconds since boot in which a task of this machine (or container) waited.
 
-    None where the kernel does not tell. `root` is another file tree in tests.
+    None if the kernel does not tell. Tests pass another file tree as `root`.
     """
     for name in ("sys/fs/cgroup/memory.pressure", "proc/pressure/memory"):
         try:

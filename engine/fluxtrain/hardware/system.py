@@ -1,4 +1,4 @@
-"""How the operating system is set up: page size, page locks, power, nodes, WSL2. No torch."""
+"""Reads the operating system's set-up: page size, page locks, power, nodes, WSL2. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SELF_GOVERNING = frozenset({"intel_pstate", "amd-pstate-epp"})
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """Facts; `unknown` has the reason of every None but that of `memlock_limit_bytes`."""
+    """Facts; `unknown` has the reason of every None except `memlock_limit_bytes`."""
 
     memlock_limit_bytes: int | None  # None: no limit
     huge_pages: str | None  # always, madvise (we ask for them) or never
@@ -27,7 +27,7 @@ class System:
 
 
 def read_system(root: Path = Path("/")) -> System:
-    """Read it; `root` is another file tree in tests (the limit of page locks is always our own)."""
+    """Read the facts; `root` is another file tree in tests (the page-lock limit is always ours)."""
     unknown: dict[str, str] = {}
     huge = _word(root / "sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", huge or "")
@@ -55,14 +55,14 @@ def read_system(root: Path = Path("/")) -> System:
 
 
 def wished_threads(environment: Mapping[str, str] | None = None) -> int | None:
-    """OMP_NUM_THREADS, which torch and the native optimizer obey; None when it is not set."""
+    """Return OMP_NUM_THREADS, which torch and the native optimizer obey; None if it is not set."""
     first = (os.environ if environment is None else environment).get("OMP_NUM_THREADS", "")
     first = first.partition(",")[0].strip()
     return int(first) if first.isdigit() and int(first) else None
 
 
 def _power(root: Path) -> tuple[str | None, tuple[str, ...]]:
-    """(mode, reasons to be slow) of the governor, the preference, the profile and the battery."""
+    """Return (mode, reasons to be slow) of governor, preference, profile and battery."""
     frequency = root / "sys/devices/system/cpu/cpu0/cpufreq"
     governor, driver = _word(frequency / "scaling_governor"), _word(frequency / "scaling_driver")
     preference = _word(frequency / "energy_performance_preference")
@@ -80,7 +80,7 @@ def _power(root: Path) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _on_battery(root: Path) -> bool:
-    """Mains power is there and unplugged; a machine without a battery lists no supply at all."""
+    """Return whether a mains supply is listed and unplugged; without a battery none is listed."""
     supplies = list((root / "sys/class/power_supply").glob("*"))
     mains = [_word(one / "online") for one in supplies if _word(one / "type") == "Mains"]
     return bool(mains) and all(online == "0" for online in mains)

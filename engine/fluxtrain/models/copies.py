@@ -1,10 +1,11 @@
-"""Which weights loading will copy, told from the headers of a model's files before it is loaded.
+"""Predicts which weights loading will copy, from the headers of a model's files.
 
-transformers hands out what stands in a safetensors file under a parameter's name, in its shape and
-dtype, as pages of that file. Everything else is made anew, all of it before the first group moves
-home: weights in another dtype, and those that are put together from several (experts) or cut out
-of larger ones, whose sources are converted before, all at once as well. Taken apart they are
-copied again when the model is saved. Source: transformers/core_model_loading.py, 5.x.
+transformers maps a tensor of a safetensors file if it has the parameter's name, shape and dtype;
+its memory is then pages of that file. Everything else is a copy, and all copies exist before the
+first group is moved to its arena: weights in another dtype, and weights merged from several tensors
+(experts) or cut out of larger ones, whose sources are converted first, all at once as well. Saving
+the model splits merged weights again, which copies them. Source:
+transformers/core_model_loading.py, 5.x.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from fluxtrain.models.model_files import FLOATS, ModelFiles, StoredTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """Of a model's weights those that are no pages of its files, in bytes on the host."""
+    """The weights of a model that are no pages of its files, in bytes on the host."""
 
     weights_bytes: int = 0
-    sources_bytes: int = 0  # beside them, until they are made of those
-    merged_bytes: int = 0  # of them, made of other tensors than stored: taken apart when saved
-    odd_dtypes: tuple[str, ...] = ()  # of each that is converted from another dtype than most
+    sources_bytes: int = 0  # their sources, beside them until they are made
+    merged_bytes: int = 0  # of them, merged from several tensors: split when saved
+    odd_dtypes: tuple[str, ...] = ()  # one entry for each weight stored in another dtype than most
 
 
 def copied_by_loading(model: nn.Module, files: ModelFiles | None, stored_dtype: str) -> Copied:
-    """For a model on the meta device in the dtype of its training.
+    """Predict the copies for a model on the meta device in the dtype of its training.
 
-    Without files (`config.json` alone) all weights are taken to be stored as they are, in
-    `stored_dtype`; pickled ones count as copies.
+    Without files (`config.json` alone) all weights count as stored unchanged, in `stored_dtype`;
+    pickled ones count as copies.
 
-    Raises BadInput for a weight that is stored in no dtype of floating point.
+    Raises BadInput for a weight whose stored dtype is not floating point.
     """
     if files is not None and files.pickled:
         return Copied(weights_bytes=sum(p.nbytes for p in model.parameters()))
@@ -63,7 +64,7 @@ def copied_by_loading(model: nn.Module, files: ModelFiles | None, stored_dtype: 
 
 
 def _refuse_codes(files: ModelFiles, stored: list[StoredTensor]) -> None:
-    """Integers and 8-bit floats are read as if they were weights, where they are codes of them."""
+    """Raise BadInput for integers and 8-bit floats: they are codes, but would load as weights."""
     codes = [tensor.dtype for tensor in stored if tensor.dtype not in FLOATS]
     if codes:
         raise BadInput(
@@ -74,8 +75,8 @@ def _refuse_codes(files: ModelFiles, stored: list[StoredTensor]) -> None:
 
 
 def _named(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Every parameter once, with the names that it may be stored under: those of tied ones, and
-    with or without the prefix of the model inside."""
+    """Return every parameter once, with the names that it may be stored under: the names of tied
+    parameters, each with and without the prefix of the inner model."""
     prefix = getattr(model, "base_model_prefix", "") + "."
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -86,7 +87,7 @@ def _named(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 def _taken(
     left: dict[str, StoredTensor], names: list[str], shape: tuple[int, ...]
 ) -> StoredTensor | None:
-    """The first of that shape, no longer among those that are left, nor are its other names."""
+    """Take the first tensor of that shape out of the remaining ones, with all its names."""
     there = [name for name in names if name in left and left[name].shape == shape]
     found = [left.pop(name) for name in dict.fromkeys(there)]
     return found[0] if found else None
@@ -95,7 +96,7 @@ def _taken(
 def _by_shape(
     parameters: list[nn.Parameter], left: dict[str, StoredTensor]
 ) -> tuple[list[tuple[nn.Parameter, StoredTensor]], list[nn.Parameter]]:
-    """Those that stand in the files under a name of an older version, and those that do not."""
+    """Split parameters into those that the files have under an older name, and all others."""
     by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, stored in left.items():
         by_shape[stored.shape].append(name)

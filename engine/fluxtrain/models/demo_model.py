@@ -1,4 +1,4 @@
-"""The demo's model: Llama's shape at a size that two CPU cores train in a minute."""
+"""The demo's model: a Llama of a size that two CPU cores train in a minute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEQUENCE_LENGTH = 256
 
 
 def demo_config(vocabulary: int) -> LlamaConfig:
-    """Llama with tied embeddings, grouped queries and a few million parameters."""
+    """Return a Llama with tied embeddings, grouped queries and a few million parameters."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=HIDDEN,
@@ -31,7 +31,7 @@ def demo_config(vocabulary: int) -> LlamaConfig:
 def demo_model(
     vocabulary: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> LlamaForCausalLM:
-    """A freshly initialised demo model; equal for equal seeds, and the global RNG is left alone."""
+    """Initialise a demo model, equal for equal seeds, without using the global RNG."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(demo_config(vocabulary))  # type: ignore[no-untyped-call]

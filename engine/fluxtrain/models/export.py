@@ -1,6 +1,6 @@
-"""Saving a model so that `from_pretrained` loads it anywhere, without FluxTrain.
+"""Saves a model so that `from_pretrained` loads it anywhere, without FluxTrain.
 
-The folder appears whole or not at all: it is written beside its place, synced, and renamed.
+The folder appears complete or not at all: it is written beside its place, synced, and renamed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-SHARD_BYTES = 4_000_000_000  # what of it lies on a GPU is on the host while it is written
+SHARD_BYTES = 4_000_000_000  # parts that live on a GPU are on the host while they are written
 
 
 def save_model(
@@ -29,9 +29,9 @@ def save_model(
 ) -> int:
     """Write weights (safetensors), configuration, generation settings and tokenizer to `folder`.
 
-    Returns the bytes written. Pending background updates must have been waited for. A folder of
-    that name from an earlier save is replaced after the new one is complete. Raises NoSpace when
-    the disk fills up and BadInput when the place cannot be written; both leave what was there.
+    Returns the bytes written. Wait for pending updates before the call. A folder of that name from
+    an earlier save is replaced once the new one is complete. Raises NoSpace if the disk fills up
+    and BadInput if the place cannot be written; both leave the earlier folder.
     """
     needed = sum(tensor.nbytes for tensor in _distinct(model))
     try:
@@ -75,7 +75,7 @@ def _written(
 
 
 def _replace(made: Path, folder: Path) -> None:
-    """Put `made` in the place of `folder`; the old one goes only after it was moved aside."""
+    """Replace `folder` by `made`; remove the old one only after it was moved aside."""
     if not folder.exists():
         made.rename(folder)
         return
@@ -86,7 +86,7 @@ def _replace(made: Path, folder: Path) -> None:
 
 
 def _distinct(model: PreTrainedModel) -> list[Tensor]:
-    """Tensors to be saved, tied ones once."""
+    """Return the tensors to save, tied ones once."""
     return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())
 
 
@@ -105,7 +105,8 @@ def _umask() -> int:
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
-    """safetensors tells of a full disk in its text alone; an error without a number goes on."""
+    """Convert an error of safetensors to OSError: it has the error number in its text alone. Raise
+    an error without a number again."""
     number = re.search(r"\(os error (\d+)\)", str(error))
     if number is None:
         raise error

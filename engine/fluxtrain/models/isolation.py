@@ -1,4 +1,4 @@
-"""Whether a model keeps packed documents apart: tried out, because many classes do not.
+"""Tests whether a model keeps packed documents apart, because many classes do not.
 
 Most decoders of transformers build a block-causal mask from position ids that restart. OPT, Falcon,
 XGLM or GraniteMoE take position ids and build none, and layers that carry a state from
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 # Two rows of two documents of two tokens; the rows differ in the first document alone.
 _ROWS = ((7, 11, 13, 17), (23, 29, 13, 17))
 _POSITIONS = (0, 1, 0, 1)
-# Fresh weights leak little (a short convolution 2e-4), so only fp32's last bits are let through: a
-# mixture of experts may group tokens otherwise. In doubt documents get rows of their own.
+# Fresh weights leak little (a short convolution 2e-4), so only fp32's last bits may differ: a
+# mixture of experts may group tokens otherwise. In doubt each document gets a row of its own.
 _TOLERATED_SHARE = 1e-5
 
 

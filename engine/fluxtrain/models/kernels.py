@@ -1,6 +1,6 @@
-"""Fused kernels of liger-kernel (norm, rotary embedding, gated activation) where it is there.
+"""Uses fused kernels of liger-kernel (norm, rotary embedding, gated activation) if installed.
 
-Its own losses stay off: the head's loss is FluxTrain's. Liger's kernels round otherwise than the
+Its own losses stay off: the head's loss is FluxTrain's. Liger's kernels round differently from the
 plain operations; its test suite states the tolerances (https://github.com/linkedin/Liger-Kernel).
 """
 
@@ -18,20 +18,20 @@ Kernels = Literal["auto", "liger", "torch"]
 
 
 class ChosenKernels(NamedTuple):
-    """`liger` or `torch`, and why."""
+    """The chosen kernels, `liger` or `torch`, and why."""
 
     value: str
     because: str
 
 
 def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> ChosenKernels:
-    """Give `model` the fastest kernels that are wished for and possible; what was chosen and why.
+    """Give `model` the fastest kernels that are allowed and possible; return the choice.
 
     Liger replaces functions and classes of transformers too: for every model of that family that
     the process computes or makes from then on.
 
     Raises:
-        BadInput: liger was asked for and cannot be had.
+        BadInput: liger was asked for and cannot be used.
     """
     if wished == "torch":
         return ChosenKernels(value="torch", because="as set")

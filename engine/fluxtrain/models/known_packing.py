@@ -1,7 +1,8 @@
 """Tell transformers whether rows are packed, instead of letting it ask the device.
 
-To build its mask it looks at the position ids of every batch (`.all()` of a tensor), for which the
-host waits until the device has finished the step before. Whoever packed the rows knows.
+To build its mask transformers looks at the position ids of every batch (`.all()` of a tensor), for
+which the host waits until the device has finished the previous step. The code that packed the rows
+knows the answer already.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NAME = "find_packed_sequence_indices"
 
 @contextmanager
 def known_packing(*, mixes: bool) -> Iterator[None]:
-    """Build masks inside for rows of several documents (`mixes`), or for rows of one each.
+    """Let transformers build masks for rows of several documents (`mixes`), or of one each.
 
     Does nothing with a version of transformers that asks in another way.
     """
@@ -40,6 +41,6 @@ def _none(_position_ids: Tensor) -> None:
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """The number of each token's document within its row; position_ids: (B, T)."""
+    """Return the number of each token's document within its row; position_ids: (B, T)."""
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)

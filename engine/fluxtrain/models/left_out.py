@@ -1,4 +1,4 @@
-"""Tensors of a model's files that are not of the model: those of blocks that it was cut off."""
+"""Finds the blocks that a model's files have and the model lacks, because it was cut off."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 def further_blocks(model: nn.Module, left_out: Iterable[str]) -> list[str]:
-    """Of the tensors that were left out those of whole further blocks: with a number that no block
-    of the model has, and nothing in them that its blocks do not have.
+    """Return the ignored tensors that belong to whole further blocks: with a number that no block
+    of the model has, and with no tensor that its blocks do not have.
 
-    A block for predicting several tokens (DeepSeek-V3's, GLM's), which is stored under the next
-    number and left out on purpose, has more than the others.
+    A block for predicting several tokens (DeepSeek-V3's, GLM's) is stored under the next number and
+    ignored on purpose; it has tensors that the other blocks lack.
     """
     own = defaultdict[str, set[str]](set)  # by the list's name: numbers of its blocks
     kinds = set()
@@ -40,8 +40,8 @@ def further_blocks(model: nn.Module, left_out: Iterable[str]) -> list[str]:
 
 
 def _placed(name: str) -> tuple[str, str, str] | None:
-    """The list that a tensor's block is in, its number there, and the rest of the name with other
-    numbers left out; None where it is in none."""
+    """Return the list of a tensor's block, the block's number in it, and the rest of the name
+    without other numbers; None if the tensor is in no list."""
     number = _NUMBER.search(name)
     if number is None:
         return None
@@ -49,7 +49,7 @@ def _placed(name: str) -> tuple[str, str, str] | None:
 
 
 def _names(model: nn.Module) -> Iterator[str]:
-    """Of parameters and buffers, with and without the prefix of the model inside."""
+    """Return the names of parameters and buffers, with and without the inner model's prefix."""
     prefix = getattr(model, "base_model_prefix", "") + "."
     for name in model.state_dict():
         yield name

@@ -1,8 +1,8 @@
-"""Loading a causal language model with its tokenizer: a local folder, a hub id, or the demo.
+"""Loads a causal language model with its tokenizer: a local folder, a hub id, or the demo.
 
-Weights come by safetensors' memory map straight into the parameters, so that loading takes no
-memory beside the pages of the files. Converted ones (another dtype, experts that are merged) are
-copies of their own, and loading never holds a second one of the whole model.
+safetensors maps the weights straight into the parameters, so loading takes no memory beside the
+pages of the files. Converted weights (another dtype, merged experts) are copies, but loading never
+holds a second copy of the whole model.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ class ModelSource:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
-    capability: Capability | None = None  # of the card that will compute; None: a processor
+    capability: Capability | None = None  # of the GPU that computes; None: a CPU
     seed: int = 0  # for the demo's fresh weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on the CPU in training mode, and what the data must know of it."""
+    """A model on the CPU in training mode, and its properties that the data depends on."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     config: PretrainedConfig
     precision: Precision
-    packs: bool  # whether packed documents can be kept apart in it
+    packs: bool  # whether it can keep packed documents apart
     embedding_rows: int
     max_positions: int | None
     pad_id: int
-    merged_bytes: int = 0  # of weights that were put together from several
+    merged_bytes: int = 0  # bytes of weights merged from several tensors
 
 
 def load_model(
@@ -79,10 +79,10 @@ def load_model(
 ) -> LoadedModel:
     """Check, load and check again.
 
-    `fits` is given the model without its weights before they are read, and what of them will be
-    copied; it raises DoesNotFit when there is no room: a process that runs out of memory is killed.
+    `fits` gets the model without its weights before they are read, and the bytes that will be
+    copied; it raises DoesNotFit without room, because a process that runs out of memory is killed.
 
-    Raises BadInput for whatever a user can repair: a wrong name, a damaged or incomplete folder,
+    Raises BadInput for everything a user can repair: a wrong name, a damaged or incomplete folder,
     code of its own, quantised weights, weights that are not finite.
     """
     wished = source.dtype
@@ -107,7 +107,7 @@ def load_model(
 
 
 def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
-    """The tokenizer and the configuration alone; no weights are read or downloaded.
+    """Load the tokenizer and the configuration alone; no weights are read or downloaded.
 
     Raises BadInput as `load_model` does.
     """
@@ -124,7 +124,7 @@ def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, Pretra
 
 
 def check_finite(model: nn.Module, name: str) -> None:
-    """Raise BadInput when a parameter or buffer holds NaN or infinity; one read of the weights."""
+    """Raise BadInput if a parameter or buffer holds NaN or infinity; reads the weights once."""
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
@@ -156,7 +156,7 @@ def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
 
 
 def refuse_missing_folder(path: str) -> None:
-    """Raise BadInput for a name that is no folder here and none that the hub could have."""
+    """Raise BadInput for a name that is no folder here and cannot be a hub id."""
     if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
         raise BadInput(f"{Path(path).expanduser()} does not exist: check model.path")
 
@@ -193,7 +193,7 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
         ) from error
     except RevisionNotFoundError as error:
         raise BadInput(f"the model {source.path} has no revision {source.revision!r}") from error
-    except network_errors() as error:  # those of the hub itself are OSErrors
+    except network_errors() as error:  # errors of the hub itself are OSErrors
         raise BadInput(
             f"{source.path!r} is no local folder, and the hub cannot be reached to fetch it: check "
             "model.path, the network and its proxy, or name a local folder"
@@ -218,7 +218,7 @@ def _tokenizer(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
 def _weights(
     files: ModelFiles, dtype: torch.dtype, trusted: bool
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The model, and the names of what the files hold beside it."""
+    """Return the model, and the names of the tensors in its files that it does not use."""
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -247,7 +247,7 @@ def _weights(
 
 
 def _empty(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
-    """The model with its parameters on the meta device."""
+    """Return the model with its parameters on the meta device."""
     shape = _shape(folder, trusted)
     try:
         with quiet_transformers(), torch.device("meta"):
@@ -275,15 +275,15 @@ def _shape(folder: Path, trusted: bool) -> PretrainedConfig:
 
 
 def unloadable(folder: Path | str, error: Exception) -> Exception:
-    """What is wrong with the folder; `error` itself when memory ran out."""
+    """Return an error that says what is wrong with the folder; `error` itself if memory ran out."""
     if "allocate memory" in str(error) or "out of memory" in str(error):
         return error
     return BadInput(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}")
 
 
 def _check_complete(files: ModelFiles, told: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
-    """The tensors of the files that are not of the model. Raises BadInput where the model lacks
-    some, or is cut off."""
+    """Return the tensors of the files that the model does not use. Raises BadInput if the files
+    lack tensors of the model, or the model has fewer blocks than its files."""
     for key, problem in (
         ("missing_keys", "does not hold the weights"),
         ("mismatched_keys", "holds in another shape than config.json says"),
@@ -334,7 +334,7 @@ def _loaded(
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that fills rows; nothing is learnt of it."""
+    """Return the token that fills rows; it is never trained on."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return int(next((i for i in known if i is not None), 0))
 

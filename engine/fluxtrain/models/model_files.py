@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face format, judged by its files before anything is loaded.
+"""Checks a model folder in Hugging Face format by its files, before anything is loaded.
 
 Standard library only: sizes, dtypes and damage are read from config.json and from the headers of
 the safetensors shards (https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON
@@ -24,25 +24,25 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "vocab.json", "vocab.txt", "tekken.json",
 )  # fmt: skip
-MOST_LAYERS = 4096  # four times as many as the deepest models that were ever trained
+MOST_LAYERS = 4096  # four times as many as the deepest models have
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub repository
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-FLOATS = frozenset(_DTYPE_NAMES.values())  # what a model is trained from
+FLOATS = frozenset(_DTYPE_NAMES.values())  # dtypes that a model is trained from
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor of a safetensors file."""
 
-    dtype: str  # as torch names it, or as the file does where no model is trained in it
+    dtype: str  # torch's name, or the file's for a dtype that no model is trained in
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """What the files of a model folder say."""
+    """The facts in the files of a model folder."""
 
     folder: Path
     config: dict[str, Any]
@@ -100,9 +100,9 @@ def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFi
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file: name -> {dtype, shape, data_offsets}, metadata left out.
+    """Read a safetensors file's tensors: name -> {dtype, shape, data_offsets}, without metadata.
 
-    Raises BadInput when the file is not one, or is not as long as its header says.
+    Raises BadInput if the file is no safetensors file, or not as long as its header says.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -153,9 +153,9 @@ def _data_bytes(header: dict[str, Any]) -> int:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder.
+    """Read config.json of a model folder.
 
-    Raises BadInput when it is missing or damaged, of quantised weights or of impossible sizes.
+    Raises BadInput if it is missing or damaged, of quantised weights or of impossible sizes.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -188,9 +188,9 @@ def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_impossible_sizes(config: Mapping[str, Any], where: str) -> None:
-    """Raise BadInput, naming `where`, for a configuration without words or width, or (also in a
-    part of it, as of its text model) with more than `MOST_LAYERS`: each is made and gone through
-    before anything else can be told."""
+    """Raise BadInput, naming `where`, for a configuration without vocabulary or width, or with more
+    than `MOST_LAYERS` layers (also in a part, such as its text model): every layer is made before
+    anything else is known of the model."""
     for key in ("vocab_size", "hidden_size"):
         told = config.get(key)
         if isinstance(told, int) and told < 1:
@@ -241,7 +241,7 @@ def _refuse_remote_code(folder: Path, config: dict[str, Any], trusted: bool) -> 
 
 
 def _weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:
-    """The shards to load, and whether they are pickles."""
+    """Return the shards to load, and whether they are pickles."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
         if index.exists():

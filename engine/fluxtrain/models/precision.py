@@ -1,4 +1,4 @@
-"""In which dtype a model is trained: by what the card computes in. Pure functions, no torch."""
+"""Chooses the dtype of training by what the GPU supports. Pure functions, no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Precision:
 
 
 def choose_dtype(wished: str, stored: str, capability: Capability | None) -> Precision:
-    """The dtype of weights and activations, and why.
+    """Choose the dtype of weights and activations, with the reason.
 
-    wished: `auto` or one of `DTYPES`; stored: of the checkpoint's weights, as torch names it;
-    capability: of the card that computes, None for a processor.
+    wished: `auto` or one of `DTYPES`; stored: dtype of the checkpoint's weights, torch's name;
+    capability: of the GPU that computes, None for a CPU.
     """
     if wished != "auto":
         return Precision(wished, "model.dtype says so" + _warning(wished, capability))
@@ -42,7 +42,7 @@ def choose_dtype(wished: str, stored: str, capability: Capability | None) -> Pre
 
 
 def with_odd_tensors(choice: Precision, odd_dtypes: Sequence[str]) -> Precision:
-    """`choice` that also tells of tensors stored in another dtype than most, one entry for each."""
+    """Add to the reason the tensors stored in another dtype than most, one entry for each."""
     if not odd_dtypes:
         return choice
     stored = " and ".join(sorted(set(odd_dtypes)))
@@ -52,7 +52,7 @@ def with_odd_tensors(choice: Precision, odd_dtypes: Sequence[str]) -> Precision:
 
 
 def with_left_out(choice: Precision, names: Sequence[str]) -> Precision:
-    """`choice` that also tells of tensors of the files that are not of the model."""
+    """Add to the reason the tensors of the files that the model does not use."""
     if not names:
         return choice
     told = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
@@ -63,14 +63,14 @@ def with_left_out(choice: Precision, names: Sequence[str]) -> Precision:
 
 
 def demo_dtype(wished: str) -> Precision:
-    """Of the demo's fresh weights."""
+    """Choose the dtype of the demo's fresh weights."""
     if wished != "auto":
         return Precision(wished, "model.dtype says so")
     return Precision("float32", "the demo must learn fast on any CPU")
 
 
 def _without_a_card(stored: str) -> Precision:
-    """The checkpoint's own where a processor can train it."""
+    """Choose the checkpoint's own dtype if a CPU can train it."""
     if stored == "float16":
         return Precision(
             "bfloat16", "the checkpoint is fp16, whose gradients underflow without a loss scale"

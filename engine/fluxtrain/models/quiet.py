@@ -1,4 +1,4 @@
-"""transformers writes reports and progress bars to stderr; ours is the screen that reports."""
+"""Silences transformers, which writes reports and progress bars to stderr, over our own output."""
 
 from __future__ import annotations
 

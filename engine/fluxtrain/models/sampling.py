@@ -1,4 +1,4 @@
-"""A few words from the model, to show what it has learnt."""
+"""Generates a few words from the model, to show what it has learnt."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def sample_text(
     max_new_tokens: int = 48,
     seed: int | None = None,
 ) -> str:
-    """The prompt and its continuation; greedy without a seed, sampled with one.
+    """Return the prompt and its continuation; greedy without a seed, sampled with one.
 
-    Training mode and the global random state are as before afterwards, and pending background
-    updates must have been waited for.
+    Training mode and the global random state are restored. Wait for pending updates before the
+    call.
     """
     encoded = tokenizer(prompt, return_tensors="pt")
     encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}

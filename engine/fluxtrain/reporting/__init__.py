@@ -1,1 +1,1 @@
-"""What a run tells: events, console lines, gauges, its log."""
+"""The reports of a run: events, console lines, gauges, its log."""

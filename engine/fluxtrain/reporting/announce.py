@@ -1,4 +1,4 @@
-"""One place through which a run speaks: to its journal and live reader, and to the console."""
+"""Sends everything that a run reports to its journal, its live reader and the console."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Announcer:
         self._emitter.emit(event)
 
     def phase(self, phase: RunPhase, detail: str = "") -> None:
-        """The run does something else from now on."""
+        """Report that the run entered another phase."""
         self._phase = phase
         self.emit(PhaseChanged(phase=phase, detail=detail))
 
     def warn(self, text: str) -> None:
-        """Something the user should know that does not stop the run."""
+        """Report something that the user should know and that does not stop the run."""
         self.emit(LogWritten(level="warning", text=text))
 
     def at_step(self, step: int) -> None:
-        """The step a resumed run starts from."""
+        """Note the step that a resumed run starts from."""
         self._step = step
 
     def heartbeat(self) -> Heartbeat:
-        """The sign of life for this moment."""
+        """Return the heartbeat event of this moment."""
         return Heartbeat(phase=self._phase, step=self._step)

@@ -1,4 +1,4 @@
-"""What a run prints: plain lines for people, or the events themselves for programs."""
+"""Prints a run's events: plain lines for people, or the events themselves for programs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ STEP_LINES_PERIOD_S = 2.0
 
 
 class Console(Protocol):
-    """Shows events; must never raise for a reader that is gone."""
+    """Shows events; must not raise if its reader is gone."""
 
     def __call__(self, event: Event) -> None:
         """Show one lifecycle event."""
 
 
 class PlainConsole:
-    """A line an event; of fast steps, one line every two seconds."""
+    """Prints a line an event; for fast steps, one line every two seconds."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PlainConsole:
 
 
 class JsonConsole:
-    """Every lifecycle event as one line of NDJSON."""
+    """Prints every lifecycle event as one line of NDJSON."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -82,7 +82,7 @@ class JsonConsole:
 
 
 def line(event: Event) -> str | None:
-    """`event` as text that a terminal can show, None when it is not for the console."""
+    """Return `event` as text that a terminal can show; None if it is not for the console."""
     write = _LINES.get(type(event))
     text = write(event) if write else None
     return None if text is None else printable_lines(text)

@@ -1,4 +1,4 @@
-"""What an exception means to the user: one of the documented exits, or a bug of FluxTrain."""
+"""Translates an exception for the user: a documented exit, or a bug of FluxTrain."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def as_told(error: BaseException) -> FluxTrainError | None:
-    """`error` as one of ours; None when it is a bug.
+    """Return `error` as one of ours; None if it is a bug.
 
-    Memory and disks run out inside libraries, which say so in their own words; torch's own out of
-    memory error is a RuntimeError, so torch need not be imported to recognise it.
+    Memory and disks run out inside libraries, which raise their own errors; torch's out-of-memory
+    error is a RuntimeError, so torch need not be imported to recognise it.
     """
     if isinstance(error, FluxTrainError):
         return error

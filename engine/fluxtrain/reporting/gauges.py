@@ -1,4 +1,4 @@
-"""Samples of memory, traffic, residency and moves, taken beside the training by a thread."""
+"""Samples memory, traffic, residency and moves in a thread beside the training."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from fluxtrain.telemetry.events import (
 if TYPE_CHECKING:
     from fluxtrain.wrapping.engine import Engine
 
-LIVE_PERIOD_S = 0.1  # 10 Hz while somebody watches
-JOURNAL_PERIOD_S = 1.0  # what the journal keeps
+LIVE_PERIOD_S = 0.1  # 10 Hz while an app watches
+JOURNAL_PERIOD_S = 1.0  # samples that the journal keeps
 _MOVES_A_FRAME = 24
 
 
 class DiskUse(Protocol):
-    """Who reads and writes checkpoints, and how much so far."""
+    """The bytes that a reader and writer of checkpoints moved so far."""
 
     read_bytes: int
     written_bytes: int
 
 
 class GaugeThread:
-    """Samples until `close`; the trainer's own threads never wait for it."""
+    """Takes samples until `close`; the trainer's own threads never wait for it."""
 
     def __init__(self, announcer: Announcer, *, live: bool, host_limit_bytes: int | None) -> None:
         self._announcer = announcer
@@ -53,7 +53,7 @@ class GaugeThread:
         self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
         self._disk: DiskUse | None = None
         self._ceilings: tuple[float | None, float | None] = (None, None)
-        self._failed: set[str] = set()  # names of gauges that were told of
+        self._failed: set[str] = set()  # gauges whose failure was reported
         self.host_peak_bytes = 0
 
     def start(self) -> None:
@@ -61,7 +61,7 @@ class GaugeThread:
         self._thread.start()
 
     def watch(self, engine: Engine, disk: DiskUse) -> None:
-        """The engine is built: sample it from now on, and what `disk` counts."""
+        """Sample the engine, now that it is built, and the counts of `disk`."""
         ceilings = bus_ceilings() if engine.device.torch_device.type == "cuda" else (None, None)
         with self._sampling:
             self._engine, self._disk, self._ceilings = engine, disk, ceilings
@@ -77,7 +77,7 @@ class GaugeThread:
         self.sample()
 
     def sample(self) -> None:
-        """One round of gauges; one that cannot be read is skipped, and told of the first time."""
+        """Sample every gauge once; skip one that cannot be read, and report that the first time."""
         with self._sampling:
             self._take("heartbeat", self._announcer.heartbeat)
             self._take("memory", self.memory)
@@ -97,18 +97,18 @@ class GaugeThread:
             self._tell(name, error)
 
     def _tell(self, name: str, error: Exception) -> None:
-        """Once for each gauge: one that fails ten times a second would fill the log."""
+        """Report once for each gauge: one that fails ten times a second would fill the log."""
         if name in self._failed:
             return
         self._failed.add(name)
-        with suppress(FluxTrainError):  # a full disk, which the training itself tells of
+        with suppress(FluxTrainError):  # a full disk, which the training itself reports
             self._announcer.warn(
                 f"a sample of {name} is left out: {type(error).__name__}: {error}; the training "
                 "goes on, and if it fails again that is not told"
             )
 
     def memory(self) -> MemorySampled:
-        """Where the bytes are now. Also usable before there is an engine."""
+        """Sample where the bytes are now; works before there is an engine."""
         rss = int(self._process.memory_info().rss)
         self.host_peak_bytes = max(self.host_peak_bytes, rss)
         use = self._engine.memory() if self._engine is not None else None
@@ -126,7 +126,7 @@ class GaugeThread:
         )
 
     def _traffic_since(self, engine: Engine) -> TrafficSampled | None:
-        """Rates since the last time; None before `watch`."""
+        """Return the rates since the last sample; None before `watch`."""
         traffic, window = engine.traffic(), self._traffic
         if window is None:
             return None
@@ -166,15 +166,15 @@ def _moves(engine: Engine) -> MovesMade | None:
 
 
 def bus_ceilings() -> tuple[float | None, float | None]:
-    """Page-locked bytes a second to the GPU and back, as `fluxtrain probe` measured them on this
-    machine; None where it has not."""
+    """Return page-locked bytes a second to the GPU and back, as `fluxtrain probe` measured them on
+    this machine; None if it has not."""
     rates = known_rates(runs_root())
     up, down = rates.get("h2d_pinned"), rates.get("d2h_pinned")
     return up.per_s if up else None, down.per_s if down else None
 
 
 class TrafficWindow:
-    """Byte counters at one time, to give the rates since then."""
+    """Byte counters at one time, from which later rates are computed."""
 
     def __init__(self, at_s: float, h2d: int, d2h: int, disk_read: int, disk_written: int) -> None:
         self._at_s = at_s
@@ -183,7 +183,7 @@ class TrafficWindow:
     def after(
         self, now_s: float, h2d: int, d2h: int, disk_read: int, disk_written: int
     ) -> tuple[TrafficSampled, TrafficWindow]:
-        """The event for the time between, and the window that starts now."""
+        """Return the event for the time in between, and the window that starts now."""
         window_s = max(now_s - self._at_s, 1e-9)
         now = (h2d, d2h, disk_read, disk_written)
         rates = [(new - old) / window_s for new, old in zip(now, self._bytes, strict=True)]

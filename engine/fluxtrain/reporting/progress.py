@@ -1,4 +1,4 @@
-"""How long the rest takes, from the steps of this process, with a spread."""
+"""Estimates how long the rest takes, from the steps of this process, with a spread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Progress:
         self._seen = 0
 
     def step_took(self, seconds: float) -> None:
-        """Note a whole step with what came between it and the one before (evaluation, saving)."""
+        """Note a step's time, including evaluation and saving since the previous step."""
         self._seen += 1
         if self._seen > _WARM_UP_STEPS:
             self._recent_s.append(seconds)
 
     def eta(self, remaining_steps: int) -> tuple[float | None, float | None]:
-        """Seconds left and their standard deviation; None before two steps can be compared.
+        """Return the seconds left and their standard deviation; None before two steps are known.
 
         The sum of `n` steps with variance v, whose mean is known from k steps, varies by
         n v + n^2 v / k.

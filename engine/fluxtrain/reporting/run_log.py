@@ -1,4 +1,4 @@
-"""engine.log: everything the run prints, its warnings and its tracebacks, in one file."""
+"""Writes engine.log: everything the run prints, its warnings and its tracebacks, in one file."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from fluxtrain.telemetry.storage import storage_error, unlinked
 
-_OWN = "fluxtrain.run"  # lines of the run itself; not told to `tell`
+_OWN = "fluxtrain.run"  # lines of the run itself; not passed to `tell`
 _OTHERS = ("fluxtrain", "py.warnings", "transformers", "torch")
 
 
 class RunLog:
-    """Appends to engine.log, and is where Python's warnings and log records of this process go.
+    """Appends to engine.log, also Python's warnings and log records of this process.
 
-    When the app started the trainer, standard output is engine.log already; then printed lines
-    are not written to it a second time.
+    If the app started the trainer, standard output is engine.log already; then printed lines are
+    not written a second time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,12 +53,12 @@ class RunLog:
         logging.getLogger("fluxtrain").propagate = False
 
     def printed(self, text: str) -> None:
-        """Keep a line that was printed."""
+        """Write a line that was printed."""
         if not self.is_standard_output:
             self._logger.info("%s", text)
 
     def traceback(self, error: BaseException) -> None:
-        """Keep the whole story of an exception."""
+        """Write the whole traceback of an exception."""
         self._logger.error("%s", error, exc_info=error)
 
     def close(self) -> None:
@@ -72,17 +72,17 @@ class RunLog:
         for logger, level, propagate in self._before:
             logger.setLevel(level)
             logger.propagate = propagate
-        with contextlib.suppress(OSError):  # a full disk, whose own error is on its way
+        with contextlib.suppress(OSError):  # a full disk, which raises its own error elsewhere
             self._handler.close()
             self._file.close()
 
     @staticmethod
     def _lost(_record: logging.LogRecord) -> None:
-        """A full disk must not end a run over a log line; the journal reports the disk."""
+        """Ignore a failed write: a log line must not end a run; the journal reports the disk."""
 
 
 class _Teller(logging.Handler):
-    """Hands warnings to a function."""
+    """Passes warnings to a function."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)

@@ -1,1 +1,1 @@
-"""The run directory: what it holds, who holds it, and how to talk to the trainer in it."""
+"""The run directory: its files, its lock, and the control socket of the trainer that uses it."""

@@ -1,8 +1,8 @@
 """Commands to a running trainer: a line of JSON each way over a socket that only its user can open.
 
 Request `{"command": "pause", "arguments": {}}`, answer `{"ok": true, "message": "..."}`. The
-training thread takes no part in the talking: one thread serves all clients, and a client that is
-slow, silent or sends garbage costs only itself.
+training thread takes no part in it: one thread of its own serves all clients, and a client that is
+slow, silent or sends garbage disturbs no other.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ CommandHandler = Callable[[str, dict[str, Any]], tuple[bool, str]]
 
 
 class NotReachable(BadInput):
-    """There is no trainer to talk to, or it does not answer."""
+    """No trainer serves the socket, or it does not answer."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a client sends."""
+    """The request of a client."""
 
     command: str
     arguments: dict[str, Any] = {}
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the trainer says to a command."""
+    """The trainer's answer to a command."""
 
     ok: bool
     message: str
@@ -74,9 +74,9 @@ class ControlServer:
         self._bound = False
 
     def start(self) -> None:
-        """Bind with mode 0600, in place of a dead trainer's socket, and begin to serve.
+        """Bind with mode 0600, replacing a dead trainer's socket, and begin to serve.
 
-        Raises `BadInput` when another trainer serves this path or the folder cannot hold a socket.
+        Raises `BadInput` if another trainer serves this path or the folder cannot hold a socket.
         """
         self._listener = _listen(self.path)
         self._bound = True
@@ -88,7 +88,7 @@ class ControlServer:
         self._thread.start()
 
     def abandon(self) -> None:
-        """Remove the socket of a process that ends on the spot; waits for nothing."""
+        """Remove the socket without waiting, in a process that ends at once."""
         if self._bound:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -171,7 +171,7 @@ class ControlServer:
             return Answer(False, f"a bug of FluxTrain, see engine.log: {error!r}")
 
     def _send(self, client: _Client, answer: Answer) -> bool:
-        """False, and the client is dropped, when it does not take the few bytes of an answer."""
+        """Send an answer; drop the client and return False if it does not take these few bytes."""
         frame = msgspec.json.encode(answer) + b"\n"
         try:
             whole = client.connection.send(frame) == len(frame)
@@ -287,7 +287,7 @@ def _remove_dead_socket(path: Path) -> None:
 
 @contextlib.contextmanager
 def _short_address(path: Path) -> Iterator[str]:
-    """`path` as an address that fits in `sun_path`, through an open descriptor of its folder."""
+    """Return an address for `path` that fits in `sun_path`, by an open descriptor of its folder."""
     if len(os.fsencode(path)) <= ADDRESS_LIMIT_BYTES:
         yield os.fspath(path)
         return

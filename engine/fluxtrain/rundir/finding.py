@@ -1,4 +1,4 @@
-"""Which run a user means."""
+"""Finds the run that a user means."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LAST = "last"
 
 
 def find_run(wanted: str, root: Path | None = None) -> Path:
-    """The directory of a run named by its id, the beginning of it, its path, or `last`.
+    """Find the directory of a run named by its id, the beginning of the id, its path, or `last`.
 
     Raises:
-        BadInput: there is no such run; the nearest names are told.
+        BadInput: there is no such run; the message has the nearest names.
     """
     root = root or runs_root()
     runs = list_runs(root)
@@ -41,5 +41,5 @@ def _is_run(path: Path) -> bool:
     run = RunDir(path)
     try:
         return any(file.exists() for file in (run.journal, run.run, run.pid))
-    except OSError:  # a name that no folder can have, say
+    except OSError:  # such as a name that no folder can have
         return False

@@ -1,4 +1,4 @@
-"""Starting the trainer as a process of its own, which outlives whoever started it."""
+"""Starts the trainer as a process of its own, which outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class TrainerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id; also the id of its session and process group."""
+        """Return the process id; also the id of its session and process group."""
         return self.process.pid
 
     def exit_code(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
         return self.process.poll()
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -42,7 +42,7 @@ class TrainerProcess:
         return self.process.wait(timeout_s)
 
     def kill(self) -> None:
-        """End it and its helpers now; what was not in a checkpoint is lost."""
+        """Kill it and its helpers now; steps since the last checkpoint are lost."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Is this process still the one that it was? Pids are reused, so its start time is asked too."""
+"""Identifies a process by its pid and start time, because pids are reused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ START_TOLERANCE_S = 2.0  # a boot time derived from a clock that was set moves b
 
 
 class ProcessMark(msgspec.Struct, frozen=True, kw_only=True):
-    """Names one process on one host for good."""
+    """Identifies one process on one host, also after its pid is reused."""
 
     pid: int
     start_s: float  # Unix time
@@ -19,22 +19,22 @@ class ProcessMark(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def mine(cls) -> ProcessMark:
-        """The mark of the process that asks."""
+        """Return the mark of the calling process."""
         return cls(pid=os.getpid(), start_s=process_start_s() or 0.0, host=os.uname().nodename)
 
     @property
     def is_local(self) -> bool:
-        """Whether its pid means anything here."""
+        """Return whether the process is on this host, so that its pid means something."""
         return self.host == os.uname().nodename
 
     def is_alive(self) -> bool:
-        """Whether exactly this process still runs; a zombie does not."""
+        """Return whether exactly this process still runs; a zombie does not."""
         start_s = process_start_s(self.pid)
         return start_s is not None and abs(start_s - self.start_s) <= START_TOLERANCE_S
 
 
 def process_start_s(pid: int | None = None) -> float | None:
-    """Unix time at which a process started (this one by default); None when it has ended.
+    """Return the Unix time at which a process started (default: this one); None if it ended.
 
     Source: proc(5), fields 3 (state) and 22 (start time in ticks since boot) of /proc/PID/stat.
     """

@@ -1,4 +1,4 @@
-"""The run directory: where one run keeps all that it knows, and who may use it.
+"""The run directory: the files of one run, and the lock of the process that uses it.
 
     runs/<id>/  run.json  plan.json  events.ndjson  engine.log  error.json  result.json
                 timeline.ring  pid  ctl.sock  checkpoints/  model/
@@ -66,11 +66,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     eta_s: float | None = None  # when the newest step ended
     stepped_s: float = 0.0  # Unix time of the newest step
-    step_s: float | None = None  # how long that one took
+    step_s: float | None = None  # duration of the newest step
 
 
 class RunLock:
-    """The right to write in a run directory; lasts until `release` or the end of the process."""
+    """The lock of a run directory for writing; lasts until `release` or the end of the process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -197,7 +197,7 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # not through a link: what it points to would be cut to nothing below
+            # not through a link, whose target would be truncated below
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self.pid, flags, 0o644)
         except OSError as error:
@@ -217,7 +217,7 @@ class RunDir:
         return RunLock(descriptor)
 
     def user(self) -> ProcessMark | None:
-        """The process that last locked the directory and did not release it."""
+        """Return the process that last locked the directory and did not release it."""
         try:
             with open_to_read(self.pid) as file:
                 return msgspec.json.decode(file.read(MARK_LIMIT_BYTES), type=ProcessMark)
@@ -225,24 +225,24 @@ class RunDir:
             return None
 
     def silence_s(self) -> float | None:
-        """Seconds since the journal last grew; heartbeats make it grow every second."""
+        """Return the seconds since the journal last grew; heartbeats make it grow every second."""
         try:
             return max(0.0, time.time() - self.journal.stat().st_mtime)
         except OSError:
             return None
 
     def liveness(self) -> RunState:
-        """What became of the run, from the files alone."""
+        """Return the state of the run, from the files alone."""
         return self._state(self._ending())
 
     @property
     def has_trained(self) -> bool:
-        """Whether any process of the run made a step, as far as checkpoints and the journal's end
-        tell."""
+        """Return whether any process of the run made a step, as far as checkpoints and the
+        journal's end tell."""
         return any(self.checkpoints.glob("step-*")) or _newest_step(self.journal) is not None
 
     def summary(self) -> RunSummary:
-        """State and newest numbers, read from the ends of the journal and the small files."""
+        """Return state and newest numbers, read from the journal's end and the small files."""
         ending = self._ending()
         hello, step = _first_hello(self.journal), _newest_step(self.journal)
         started_s = hello.wall_s if hello else self.path.stat().st_mtime
@@ -266,12 +266,11 @@ class RunDir:
         )
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Atomic JSON in the run directory; see `storage.write_json`."""
+        """Write JSON atomically in the run directory; see `storage.write_json`."""
         write_json(path, value)
 
     def remove_if_bare(self) -> None:
-        """Remove the directory of a process that wrote nothing into it but its mark; one that
-        holds anything else stays as it is."""
+        """Remove the directory if it holds nothing but the mark of its process."""
         with contextlib.suppress(OSError):
             within = set(self.path.iterdir())
             empty = {p for p in within & {self.log, self.journal} if not p.stat().st_size}
@@ -296,14 +295,14 @@ class RunDir:
             )
 
     def _ending(self) -> dict[str, Any]:
-        """How the newest process of the run said that it ended; {} when it did not."""
+        """Return how the newest process of the run ended, by its files; {} if it wrote none."""
         since_ns = _written_ns(self.pid) if self.user() else 0
         files = [path for path in (self.error, self.result) if _written_ns(path) >= since_ns]
         oldest_first = sorted(files, key=_written_ns)
         found: dict[str, Any] = {}
         for ending in map(read_json, oldest_first):
             if ending is not None and ending.get("exit_code") == found.get("exit_code"):
-                found |= ending  # one failure, told in both files
+                found |= ending  # both files tell of one failure
             else:
                 found = ending or found
         if not isinstance(found.get("exit_code"), int):
@@ -323,12 +322,12 @@ class RunDir:
 
 
 def runs_root() -> Path:
-    """Where runs go: $FLUXTRAIN_RUNS, or ./runs."""
+    """Return the folder of all runs: $FLUXTRAIN_RUNS, or ./runs."""
     return Path(os.environ.get("FLUXTRAIN_RUNS") or "runs").absolute()
 
 
 def list_runs(root: Path | str | None = None) -> list[RunSummary]:
-    """All runs below `root`, newest first; [] when the folder does not exist."""
+    """List all runs below `root`, newest first; [] if the folder does not exist."""
     root = runs_root() if root is None else Path(root)
     if not root.is_dir():
         return []
@@ -348,7 +347,7 @@ def _state_of_exit(code: int) -> RunState:
 
 
 def _written_ns(path: Path) -> int:
-    """Time of the last write; -1 for a file that is not there."""
+    """Return the time of the last write; -1 for a missing file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -356,7 +355,7 @@ def _written_ns(path: Path) -> int:
 
 
 def _glance(line: bytes) -> AnyEvent | None:
-    """A list also shows runs of a newer version, only without their numbers."""
+    """Summarise a run for a list; a run of a newer version is listed without its numbers."""
     try:
         return decode_line(line)
     except SchemaTooNew:
@@ -380,7 +379,7 @@ def _newest_step(journal: Path) -> StepFinished | None:
 
 
 def _ending_of_journal(journal: Path) -> dict[str, Any]:
-    """What Done or Failed said, if the journal ends with them."""
+    """Return the content of Done or Failed, if the journal ends with one."""
     ending: dict[str, Any] = {}
     for line in tail_lines(journal)[:16]:
         event = _glance(line)

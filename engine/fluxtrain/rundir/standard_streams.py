@@ -1,7 +1,7 @@
-"""The three standard streams, also for a process that was started without some of them.
+"""Provides the three standard streams, also in a process that was started without some of them.
 
 A daemon's child or `cmd >&-` has no standard output: Python's `sys.stdout` is None then, and the
-next file that is opened takes its number, so that whatever a library prints would end up in it.
+next file that is opened takes its number, so that a library's output would end up in that file.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 
 
 def open_standard_streams() -> None:
-    """Put /dev/null in the place of each stream that is not there. Before any file is opened. What
-    is written and has no sign in a stream's character set becomes a mark there, and no error."""
+    """Open /dev/null for each missing stream; call it before any file is opened. A character that a
+    stream's character set lacks is written as a mark instead of raising an error."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # open takes the lowest free number: this one
             os.set_inheritable(number, True)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - until the exit

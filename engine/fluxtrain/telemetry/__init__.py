@@ -1,4 +1,4 @@
-"""What a run says about itself: events, the journal they are kept in, and the control socket.
+"""The events of a run, the journal that keeps them, and the live pipe.
 
 No torch here: the terminal application imports this package.
 """

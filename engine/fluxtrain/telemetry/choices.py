@@ -18,11 +18,11 @@ SETTINGS = {
     "batch_rows": "train.batch_rows",
     "moments": "train.moments",
     "kernels": "model.kernels",
-    "page_locks": "page-locked memory",  # nobody sets it
+    "page_locks": "page-locked memory",  # no setting
 }
 
 
 def setting_name(choice: str) -> str:
-    """What a user writes for `choice`: a part of a layout, or a name in the journal of an older
-    version, which had no groups. Other names stay."""
+    """Return the setting for `choice`: a part of a layout, or a name from the journal of an older
+    version, whose settings had no groups. Other names stay."""
     return SETTINGS.get(choice, choice)

@@ -1,4 +1,4 @@
-"""The trainer's mouth: events go to the journal first, then to the live pipe, and nobody waits.
+"""Writes the trainer's events to the journal, then to the live pipe, without waiting for readers.
 
 `seq` counts journal frames. A lifecycle event always takes the next number. A gauge takes one only
 when it is journaled, at most once a second per kind and before the run's end; a gauge that is only
@@ -28,10 +28,11 @@ JOURNAL_GAUGE_PERIOD_S = 1.0
 class Emitter:
     """Stamps events and writes them. Thread safe, also when a signal handler interrupts `emit`.
 
-    When the journal cannot be written (the disk is full), the thread that made the emitter hears of
-    it once: its next lifecycle `emit` raises `NoSpace` (or `BadInput`), after the live pipe had the
-    event. Later events, and those of other threads, do not raise, so that the run can still report
-    its end; `journal_lost` counts what the journal lacks. Writing again clears this.
+    If the journal cannot be written (the disk is full), the thread that made the emitter gets one
+    error: its next lifecycle `emit` raises `NoSpace` (or `BadInput`), after the event is written to
+    the live pipe. Later events, and events of other threads, do not raise, so that the run can
+    still report its end; `journal_lost` counts what the journal lacks. A successful write resets
+    this.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Emitter:
         self._clock = clock
         self._seq = self._journal.last_seq if self._journal else 0
         self._gauge_due_s: dict[type[Event], float] = {}
-        self._held: dict[type[Event], tuple[Event, float]] = {}  # newer than the journal has
+        self._held: dict[type[Event], tuple[Event, float]] = {}  # newer than those in the journal
         self._owner = threading.get_ident()
         self._owner_knows = False
         self._lock = threading.RLock()
@@ -56,20 +57,21 @@ class Emitter:
 
     @property
     def dropped(self) -> int:
-        """Live frames that the reader did not get."""
+        """Return the number of live frames that the reader did not get."""
         return self._live.dropped if self._live else 0
 
     @property
     def seq(self) -> int:
-        """The number of the newest journal frame."""
+        """Return the number of the newest journal frame."""
         return self._seq
 
     def emit(self, event: Event) -> None:
-        """Stamp and write one event in microseconds, whatever the reader does; closed: nothing."""
+        """Stamp and write one event in microseconds, even if the reader is slow; after `close` do
+        nothing."""
         with self._lock:
             self._waiting.append(event)
             if self._emitting or self._closed:
-                return  # interrupted by a signal handler: the interrupted call goes on with it
+                return  # called by a signal handler: the interrupted call writes it
             self._emitting = True
             try:
                 while self._waiting:
@@ -78,7 +80,7 @@ class Emitter:
                 self._emitting = False
 
     def close(self) -> None:
-        """Give the reader what fits, then close the journal and the pipe."""
+        """Write to the pipe what it has room for, then close the journal and the pipe."""
         with self._lock:
             self._closed = True
             if self._live:
@@ -110,7 +112,7 @@ class Emitter:
         frame = self._stamp(event, now_s, self._seq + kept)
         failure = self._append(frame) if kept else None
         if failure is not None:
-            frame = self._stamp(event, now_s, self._seq)  # the next that is kept gets the number
+            frame = self._stamp(event, now_s, self._seq)  # the number is still free
         elif kept:
             self._seq += 1
         if self._live:
@@ -118,7 +120,7 @@ class Emitter:
         return failure
 
     def _journal_held(self) -> None:
-        """A finished run's journal ends with the last sample of every gauge."""
+        """Write the last sample of every gauge, with which a finished run's journal ends."""
         for event, sampled_s in self._held.values():
             if self._append(self._stamp(event, sampled_s, self._seq + 1)) is None:
                 self._seq += 1

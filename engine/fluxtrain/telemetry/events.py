@@ -104,14 +104,14 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
         0  # blocks that keep their activations instead of computing them again
     )
     device_groups: int = 0  # parts of the model that live on the device with their states
-    device_first: str = "embedding"  # which of them do first: embedding (forward order), blocks
+    device_first: str = "embedding"  # which are placed first: embedding (forward order), blocks
     step_s: float | None = None  # predicted, as the next three; None where rates are not known
     tokens_per_s: float | None = None
-    eta_s: float | None = None  # of all steps, without evaluations and checkpoints
+    eta_s: float | None = None  # all steps, without evaluations and checkpoints
     disk_bytes: int | None = None
     placement: tuple[PlacedAlike, ...] = ()  # the whole table, equal rows together
     binds: str = ""  # the resource that takes the most of a step, in words
-    constants: str = ""  # where the numbers that time is computed from come from
+    constants: str = ""  # source of the rates that the time is computed from
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):
@@ -219,7 +219,7 @@ class MovesMade(Gauge, frozen=True, kw_only=True, tag="moves"):
 
 
 class Heartbeat(Gauge, frozen=True, kw_only=True, tag="heartbeat"):
-    """The process lives, whether or not steps end."""
+    """The process is alive, whether or not steps end."""
 
     phase: RunPhase
     step: int
@@ -246,7 +246,7 @@ class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
 
 
 class SampleGenerated(Event, frozen=True, kw_only=True, tag="sample"):
-    """What the model says to a prompt."""
+    """The model's continuation of a prompt."""
 
     step: int
     prompt: str
@@ -259,13 +259,13 @@ class AdviceGiven(Event, frozen=True, kw_only=True, tag="advice"):
     text: str  # with the measured cause
     gain: str = ""  # predicted, with unit
     how: str = ""  # the setting to change
-    id: str = ""  # what it is about; newer advice with the same id takes its place
+    id: str = ""  # its subject; newer advice with the same id replaces it
     apply: dict[str, int] = {}  # arguments of the `apply` command; empty: for the next run
     gain_share: float | None = None  # predicted, of the step's time
 
 
 class AdviceWithdrawn(Event, frozen=True, kw_only=True, tag="advice_withdrawn"):
-    """What it followed from is not so any more."""
+    """The cause of earlier advice no longer holds."""
 
     id: str
 
@@ -277,7 +277,7 @@ class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
     name: str  # prefetch, resident_blocks, device_groups, chunk_rows
     before: int
     after: int
-    why: Literal["asked", "advice", "undo", "wrong", "memory"]  # wrong: it gave too little
+    why: Literal["asked", "advice", "undo", "wrong", "memory"]  # wrong: its gain was too small
     advice: str = ""  # the id, of advice
     predicted_gain: float | None = None  # share of the step's time
     same_bits: bool = True  # losses go on bit for bit as without the change
@@ -289,7 +289,7 @@ class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
 
 
 class ChangeRefused(Event, frozen=True, kw_only=True, tag="change_refused"):
-    """A change that had been asked for could not be made; everything is as it was."""
+    """A change that was asked for could not be made; nothing changed."""
 
     step: int
     name: str
@@ -299,7 +299,7 @@ class ChangeRefused(Event, frozen=True, kw_only=True, tag="change_refused"):
 
 
 class MeasuringChange(Gauge, frozen=True, kw_only=True, tag="measuring"):
-    """How far the measurement of the newest change is."""
+    """The progress of the measurement of the newest change."""
 
     name: str
     counted: int  # steady steps since the change
@@ -307,9 +307,9 @@ class MeasuringChange(Gauge, frozen=True, kw_only=True, tag="measuring"):
 
 
 class ChangeMeasured(Event, frozen=True, kw_only=True, tag="change_measured"):
-    """What a change was worth: medians of steady steps before and after it.
+    """The measured gain of a change: medians of steady steps before and after it.
 
-    wrong: advice that gave less than half of what it promised, and is undone. unknown: too few
+    wrong: advice that gave less than half of the promised gain, and is undone. unknown: too few
     steady steps on one side.
     """
 
@@ -335,7 +335,7 @@ class LogWritten(Event, frozen=True, kw_only=True, tag="log"):
 
 
 class CommandAnswered(Event, frozen=True, kw_only=True, tag="command"):
-    """A command came over the control socket and was answered."""
+    """A command came over the control socket and got an answer."""
 
     command: str
     ok: bool
@@ -353,7 +353,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanChecked(Event, frozen=True, kw_only=True, tag="plan_checked"):
-    """The plan against what the run took, once its last step is done."""
+    """The plan compared with the run's measurements, after its last step."""
 
     rows: tuple[Compared, ...]
 

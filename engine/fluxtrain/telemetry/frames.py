@@ -39,7 +39,7 @@ class SchemaTooNew(BadInput):
 
 
 class Skipped(enum.Enum):
-    """Why a line gave no event."""
+    """The reason why a line gave no event."""
 
     UNKNOWN = "an event of a newer minor version"
     GARBAGE = "not a frame"
@@ -56,7 +56,8 @@ _KNOWN_TAGS = frozenset(kind.__struct_config__.tag for kind in AnyEvent.__args__
 
 
 def encode_frame(event: Event, limit_bytes: int = FRAME_LIMIT_BYTES) -> bytes:
-    """One line of at most `limit_bytes` with its newline; long fields are shortened, never torn.
+    """Encode an event as one line of at most `limit_bytes` with its newline; long fields are
+    shortened.
 
     Moves lose their oldest entries, texts their ends (marked with an ellipsis), choices the ends of
     their reasons; plan.json and engine.log hold these in full.
@@ -71,13 +72,13 @@ def encode_frame(event: Event, limit_bytes: int = FRAME_LIMIT_BYTES) -> bytes:
 
 
 def decode_line(line: bytes) -> AnyEvent | None:
-    """The event of one line, or None for a line to skip; raises `SchemaTooNew`."""
+    """Return the event of one line, or None for a line to skip; raises `SchemaTooNew`."""
     event = classify_line(line)
     return None if isinstance(event, Skipped) else event
 
 
 def classify_line(line: bytes) -> AnyEvent | Skipped:
-    """As `decode_line`, but says why a line gave no event."""
+    """Decode as `decode_line`, but say why a line gave no event."""
     try:
         event = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -90,7 +91,7 @@ def classify_line(line: bytes) -> AnyEvent | Skipped:
 
 
 def check_schema(schema: str) -> None:
-    """Refuse another major version than ours; minors only add."""
+    """Raise `SchemaTooNew` for another major version than ours; minors only add."""
     if schema.partition(".")[0] != str(SCHEMA_MAJOR):
         raise SchemaTooNew(
             f"this run was written with event schema {schema} and this program reads {SCHEMA}: "
@@ -127,7 +128,7 @@ def _has_nonfinite(event: Event) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with nothing that JSON cannot say: non-finite floats as text, no lone surrogates."""
+    """Convert `value` for JSON: non-finite floats become text, lone surrogates are replaced."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
@@ -159,7 +160,7 @@ def _shortened(tree: dict[str, Any], limit_bytes: int) -> bytes:
 
 
 def _cut(value: Any, keep: float) -> Any:
-    """About the share `keep` of a field's bytes; always less than before."""
+    """Cut a field to about the share `keep` of its bytes; always below its present size."""
     if isinstance(value, str):
         kept = value.removesuffix(ELLIPSIS)
         return kept[: int(len(kept) * keep)] + ELLIPSIS if len(kept) > 1 else ""

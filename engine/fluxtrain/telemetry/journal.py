@@ -1,8 +1,8 @@
 """The journal: every lifecycle event of a run, in order, without a gap in `seq`.
 
 `seq` counts journal frames (1, 2, 3 ...) and goes on after a resume, so a reader can check that
-nothing is missing. A process killed in the middle of a line leaves a torn tail: readers take it as
-the end, and the next writer cuts it off.
+nothing is missing. A process killed in the middle of a line leaves a torn tail: readers stop before
+it, and the next writer cuts it off.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
 
 
 class JournalWriter:
-    """Appends whole frames. One writer at a time: the lock of the run directory sees to that."""
+    """Appends whole frames. The lock of the run directory ensures one writer at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,9 +70,9 @@ class JournalWriter:
 
 
 def read_events(path: Path, on_skipped: list[Skipped] | None = None) -> Iterator[AnyEvent]:
-    """All events of a journal; the reasons of skipped lines are appended to `on_skipped`.
+    """Return all events of a journal; append the reasons of skipped lines to `on_skipped`.
 
-    A torn last line is the end. Raises `SchemaTooNew` for another major version of the schema.
+    A torn last line is ignored. Raises `SchemaTooNew` for another major version of the schema.
     """
     with open(path, "rb") as file:
         for line in file:
@@ -86,7 +86,7 @@ def read_events(path: Path, on_skipped: list[Skipped] | None = None) -> Iterator
 
 
 def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
-    """The whole lines in the last `limit_bytes` of a file, newest first; [] without a file."""
+    """Return the whole lines in a file's last `limit_bytes`, newest first; [] without a file."""
     try:
         with open_to_read(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -100,7 +100,7 @@ def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
 
 
 def last_event(path: Path) -> AnyEvent | None:
-    """The newest readable event of a journal, looking only at its end."""
+    """Return the newest readable event of a journal, reading only its end."""
     for line in tail_lines(path):
         event = decode_line(line)
         if event is not None:

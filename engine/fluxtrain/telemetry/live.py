@@ -1,4 +1,4 @@
-"""The live pipe: frames for whoever watches now, without ever waiting for them."""
+"""The live pipe: frames for the app that watches now; the trainer never waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F_SETPIPE_SZ = getattr(fcntl, "F_SETPIPE_SZ", 1031)
 
 
 def widen_pipe(descriptor: int) -> None:
-    """Ask for a 1 MiB buffer; where the kernel refuses (user limit, no pipe) it stays as it is."""
+    """Ask for a 1 MiB buffer; if the kernel refuses (user limit, no pipe), keep the default."""
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, F_SETPIPE_SZ, PIPE_BYTES)
 
@@ -25,10 +25,10 @@ def widen_pipe(descriptor: int) -> None:
 class LivePipe:
     """The writing end. Not thread safe: the emitter holds its lock.
 
-    A frame of at most PIPE_BUF bytes is written whole or not at all, so nothing is ever torn. What
-    the reader has no room for waits here, in order: one frame per kind of gauge (the latest) and a
-    bounded number of others. What is pushed out is counted in `dropped`; the journal has the
-    lifecycle ones.
+    A frame of at most PIPE_BUF bytes is written whole or not at all, so nothing is ever torn. While
+    the pipe is full frames wait here, in order: one per kind of gauge (the latest) and a bounded
+    number of others. Frames pushed out are counted in `dropped`; the journal has all lifecycle
+    frames.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -48,7 +48,7 @@ class LivePipe:
 
     @property
     def is_open(self) -> bool:
-        """False after the reader went away; frames are then no longer written."""
+        """Return False after the reader went away; frames are then no longer written."""
         return self._descriptor is not None
 
     def send(self, frame: bytes, gauge: type | None = None) -> None:
@@ -64,7 +64,7 @@ class LivePipe:
             self.dropped += 1
 
     def flush(self) -> None:
-        """Write what waits, oldest first, until the pipe is full or the reader is gone."""
+        """Write waiting frames, oldest first, until the pipe is full or the reader is gone."""
         while self._pending and self._descriptor is not None:
             oldest = next(iter(self._pending))
             try:
@@ -77,7 +77,7 @@ class LivePipe:
             del self._pending[oldest]
 
     def close(self) -> None:
-        """Give up the pipe; frames that still wait are counted as dropped."""
+        """Close the pipe; frames that still wait are counted as dropped."""
         self.dropped += len(self._pending)
         self._pending.clear()
         if self._descriptor is not None:
@@ -87,7 +87,7 @@ class LivePipe:
 
 
 def _survive_a_closed_pipe() -> None:
-    """Python ignores SIGPIPE from its start; do so again where a program restored the default."""
+    """Ignore SIGPIPE, as Python does from its start, in case a program restored the default."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""Text of others made fit for a terminal: nothing in it moves the cursor, colours or hides.
+"""Makes foreign text safe for a terminal: nothing in it moves the cursor, colours or hides.
 
-Whoever writes a journal, a model's folder or a process's name chooses that text; an escape sequence
-in it would be obeyed by the terminal of whoever watches.
+Journals, model folders and process names come from anywhere; the terminal that shows them would
+obey an escape sequence in them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """`text` in one line, character by character: other white space is a space, the rest a mark.
+    """Return `text` in one line: white space becomes a space, what is unprintable a mark.
 
-    Lone surrogates, which no terminal can be sent, and marks of direction are unprintable too.
+    Lone surrogates, which no terminal accepts, and marks of direction count as unprintable.
     """
     if text.isprintable():
         return text
@@ -25,17 +25,17 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, but lines stay lines."""
+    """Convert as `printable` does, but keep line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def is_plain(line: bytes) -> bool:
-    """Whether a frame can hold no text that `printable` would change: ASCII without an escape."""
+    """Return whether `printable` would change nothing in a frame: it is ASCII without an escape."""
     return b"\\" not in line and b"\x7f" not in line and line.isascii()
 
 
 def printable_texts(event: Kind) -> Kind:
-    """The event with every text in it printable; the same one where they all are."""
+    """Make every text of the event printable; return the same event if all are."""
     changed: Kind = _cleaned(event)
     return changed
 
@@ -47,7 +47,7 @@ def _shown(character: str) -> str:
 
 
 def _cleaned(value: Any) -> Any:
-    """`value` itself where nothing in it changes."""
+    """Make every text in `value` printable; return `value` itself if nothing changes."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, msgspec.Struct):

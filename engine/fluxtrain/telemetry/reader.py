@@ -1,7 +1,7 @@
-"""Reading a run as it goes: the journal of any run, and the live pipe of one's own.
+"""Reads a running run: the journal of any run, and the live pipe of a run that this app started.
 
 Both give the same events, so attach, follow and replay are the same code. A reader never blocks and
-does a bounded amount of work a call. Texts come printable: they are read to be shown.
+does a bounded amount of work a call. Texts are made printable, because they are read to be shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLL_BYTES = 1 << 20
 
 
 class _Lines:
-    """Cuts bytes into events and counts the lines that gave none."""
+    """Splits bytes into events and counts the lines that gave none."""
 
     def __init__(self) -> None:
         self.garbage_lines = 0
@@ -29,7 +29,7 @@ class _Lines:
         self._in_garbage = False  # inside a line that is longer than any frame
 
     def take(self, data: bytes) -> tuple[list[AnyEvent], int]:
-        """The events of the whole lines in `data`, and how many bytes of it were used."""
+        """Return the events of the whole lines in `data`, and how many bytes of it were used."""
         used = data.rfind(b"\n") + 1
         events = []
         for line in data[:used].split(b"\n")[:-1]:
@@ -54,7 +54,7 @@ class JournalFollower:
 
     def __init__(self, path: Path, poll_bytes: int = POLL_BYTES) -> None:
         self.path = path
-        self.restarts = 0  # times the file was replaced or cut below what was read: start again
+        self.restarts = 0  # times the file was replaced or cut before the read position
         self._poll_bytes = max(poll_bytes, 2 * FRAME_LIMIT_BYTES)
         self._offset = 0  # always at the start of a line, so a torn tail is read again
         self._inode = 0
@@ -72,7 +72,7 @@ class JournalFollower:
         return self._lines.unknown_events
 
     def poll(self) -> list[AnyEvent]:
-        """The next events, at most `poll_bytes` of them; [] when there is nothing new.
+        """Return the next events, at most `poll_bytes` of them; [] without news.
 
         Raises `SchemaTooNew` for a run of another major version.
         """
@@ -87,7 +87,7 @@ class JournalFollower:
         if facts.st_ino != self._inode or facts.st_size < self._offset:
             self.restarts += self._inode != 0
             self._inode, self._offset, self._seen_size = facts.st_ino, 0, 0
-            self._lines = _Lines()  # what was wrong in the other one is not of this one
+            self._lines = _Lines()  # counts start again in the new file
         if facts.st_size == self._seen_size:
             return []
         data = os.pread(file.fileno(), self._poll_bytes, self._offset)
@@ -97,7 +97,7 @@ class JournalFollower:
         return events
 
     def read_all(self) -> list[AnyEvent]:
-        """Everything up to now, for a replay."""
+        """Return all events up to now, for a replay."""
         events: list[AnyEvent] = []
         while True:
             before = self._offset
@@ -126,7 +126,7 @@ class PipeReader:
         return self._descriptor
 
     def poll(self) -> list[AnyEvent]:
-        """What arrived since the last call, about 1 MiB at most; [] when nothing did."""
+        """Return the events since the last call, about 1 MiB at most; [] without news."""
         if self.closed:
             return []
         received = bytearray(self._rest)

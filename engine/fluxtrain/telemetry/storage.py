@@ -1,4 +1,4 @@
-"""Small files that are whole or absent, and what a failed write means to the user."""
+"""Writes small files that are whole or absent; turns failed writes into errors for the user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -> FluxTrainError:
-    """The error to raise for a failed write at `path`: `NoSpace` (5) or `BadInput` (2)."""
+    """Return the error to raise for a failed write at `path`: `NoSpace` (5) or `BadInput` (2)."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno not in NO_SPACE_ERRNOS:
         return BadInput(
@@ -36,7 +36,7 @@ def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that this user may still write on the file system of `path` or its nearest parent."""
+    """Return how many bytes this user may write on the file system of `path` or its parent."""
     for place in (path, *path.absolute().parents):
         try:
             return shutil.disk_usage(place).free
@@ -60,7 +60,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:  # never through a link that somebody put there
+        with open(temporary, "xb") as file:  # never through a planted link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -68,7 +68,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise storage_error(path, error, len(content)) from error
-    finally:  # gone after the replace; a signal may have come before it
+    finally:  # absent after the replace; a signal may come before it
         with contextlib.suppress(OSError):
             temporary.unlink()
 
@@ -79,7 +79,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def open_to_read(path: Path) -> io.FileIO:
-    """A file without a buffer; OSError where it is a pipe or a device: reading may never end."""
+    """Open a file without a buffer; OSError for a pipe or a device, whose reading may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -91,13 +91,13 @@ def open_to_read(path: Path) -> io.FileIO:
 
 
 def unlinked(path: str, flags: int) -> int:
-    """An opener for `open` that follows no link at the path's end (OSError): what that points to
-    may be anybody's."""
+    """Open for `open` without following a link at the path's end (OSError), whose target may belong
+    to another user."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`, or None when it is missing, no JSON object, or far too large."""
+    """Return the object in `path`; None if the file is missing, no JSON object, or too large."""
     try:
         with open_to_read(path) as file:
             data = file.read(JSON_LIMIT_BYTES + 1)
@@ -109,7 +109,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename survive a power cut; some file systems cannot, and that is no error."""
+    """Make the rename survive a power cut; it is no error if the file system cannot."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Our commands as the user can type them here."""
+"""Spells our commands so that the user can type them on this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def typed_line(line: str) -> str:
-    """A command line that begins with `fluxtrain`, as `typed` has that word."""
+    """Return a command line that begins with `fluxtrain`, spelled as `typed` spells it."""
     command, _, rest = line.partition(" ")
     return f"{typed(command)} {rest}" if command == "fluxtrain" else line
 
 
 def typed(command: str) -> str:
-    """`command`, or where it lies beside this Python if no folder of PATH has it."""
+    """Return `command`, or its path beside this Python if no folder of PATH has it."""
     script = Path(sys.executable).parent / command
     if shutil.which(command) is not None or not os.access(script, os.X_OK):
         return command

@@ -1,1 +1,1 @@
-"""What every stream and thread did in the last steps: cut into steps, kept in a ring, exported."""
+"""The activity of every stream and thread in the last steps: cut, kept in a ring, exported."""

@@ -1,4 +1,4 @@
-"""What the seconds of a step went to, from its lanes: who was busy, who waited, and what binds."""
+"""Attributes the seconds of a step from its lanes: what was busy, what waited, and what binds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LANE_NAMES = {
     "disk": "disk",
     "host": "host",
 }
-CAUSE_LANES = {  # who is waited for
+CAUSE_LANES = {  # the lane that each cause of waiting waits for
     "weights": "h2d", "activations": "h2d", "gradients": "d2h", "update": "cpu",
     "moments": "cpu",
     "checkpoint": "disk", "data": "host", "host": "host",
 }  # fmt: skip
-BINDS_FROM = 0.1  # of the step: what the computation waits for a shorter time does not bind it
-_PHASES = ("forward", "backward", "optimizer", "other")  # of the driving thread: it did not wait
+BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it
+_PHASES = ("forward", "backward", "optimizer", "other")  # of the host's lane: no waiting
 Span = tuple[float, float]  # start, stop
 
 
@@ -42,11 +42,11 @@ class Attribution:
 
     @property
     def told(self) -> str:
-        """What bound the step, with all that is known."""
+        """Say what bound the step, with all that is known."""
         return f"{self.because}, {self.aside}" if self.aside else self.because
 
     def waits_for(self, lane: str) -> float:
-        """Seconds that the computation waited for a lane."""
+        """Return the seconds that the computation waited for a lane."""
         return sum(s for cause, s in self.waits_s.items() if CAUSE_LANES.get(cause, "host") == lane)
 
 
@@ -87,12 +87,13 @@ def attribute(step: StepLanes) -> Attribution:
 
 
 def median_step(steps: Sequence[StepLanes]) -> StepLanes:
-    """The step of median length without evaluation (of two, the longer). There must be one."""
+    """Return the step of median length without evaluation (of two, the longer); `steps` must not
+    be empty."""
     return sorted(steps, key=lambda one: without_evaluation(one)[0].length_s)[len(steps) // 2]
 
 
 def summary_lines(found: Attribution, title: str) -> list[str]:
-    """The attribution as a table for people."""
+    """Return the attribution as a table for people."""
     work = ", ".join(
         f"{kind} {duration_text(s)}"
         for kind, s in sorted(found.work_s.items(), key=lambda p: -p[1])
@@ -124,10 +125,10 @@ def _row(name: str, seconds: float, whole_s: float, note: str) -> str:
 def _bound(
     length_s: float, busy_s: dict[str, float], waits_s: dict[str, float]
 ) -> tuple[str, str, str]:
-    """The lane that takes most of the step, with what is recorded of nobody beside it.
+    """Return the lane that binds the step, the reason in words, and unrecorded time as an aside.
 
-    A lane that is waited for takes it before the computation does, from `BINDS_FROM` on; time of
-    which nothing is recorded only where nothing that is recorded takes more.
+    A lane that the computation waits for binds before the computation does, from `BINDS_FROM` on.
+    Unrecorded time binds only if it is longer than both.
     """
     nobody_s = waits_s.get("host", 0.0)
     by_lane: dict[str, float] = {}
@@ -156,7 +157,7 @@ def _bound(
 
 
 def _causes(intervals: Sequence[Interval], disk: list[Span]) -> Iterable[tuple[str, list[Span]]]:
-    """Spans of waiting, those that tell most first."""
+    """Return the spans of waiting by cause, the most telling cause first."""
     for lane in ("stall", "host"):
         waits = [one for one in intervals if one.lane == lane and one.kind not in _PHASES]
         kinds = dict.fromkeys(one.kind for one in waits if one.kind != "data")
@@ -187,7 +188,7 @@ def _of(intervals: Sequence[Interval], lane: str) -> list[Span]:
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that are apart and in order."""
+    """Merge spans into disjoint ones in order."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -198,7 +199,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _common(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """Time that is in both; each apart and in order."""
+    """Intersect two lists of disjoint spans in order."""
     found: list[Span] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -213,7 +214,7 @@ def _common(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
 
 
 def _minus(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """Time of `a` that is not in `b`; each apart and in order."""
+    """Return the time of `a` outside `b`; both are disjoint spans in order."""
     found: list[Span] = []
     j = 0
     for start, stop in a:

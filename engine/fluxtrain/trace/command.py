@@ -1,4 +1,4 @@
-"""What `fluxtrain trace` answers."""
+"""The answers of `fluxtrain trace`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fluxtrain.trace.export import VIEWER, recorded_steps, write_trace
 
 
 def summarised(run: str) -> tuple[str, dict[str, Any]]:
-    """Where the time of a run's last and median step went, for people and for programs.
+    """Say where the time of a run's last and median step went, for people and for programs.
 
     Raises:
         BadInput: there is no such run, or it has no timeline.
@@ -25,10 +25,10 @@ def summarised(run: str) -> tuple[str, dict[str, Any]]:
 
 
 def exported(run: str, output: Path | None) -> tuple[str, dict[str, Any]]:
-    """Write a run's last steps as a trace (by default into its folder); what was written.
+    """Write a run's last steps as a trace (by default into its folder); return what was written.
 
     Raises:
-        BadInput: there is no such run, it has no timeline, or `output` is no good.
+        BadInput: there is no such run, it has no timeline, or `output` cannot be a trace.
         NoSpace: on a full disk.
     """
     run_dir, steps = recorded_steps(run)

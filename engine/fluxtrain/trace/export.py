@@ -1,8 +1,8 @@
 """The lanes of steps as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 JSON in the Trace Event Format: one process a run, one thread a lane, a complete ("X") event an
-interval, with times in microseconds. Copies to the device can cross two at a time; those that began
-before another had ended have a thread of their own, since events of one have to be nested or apart.
+interval, with times in microseconds. Two uploads can overlap; the later one then gets a thread of
+its own, because events of one thread must be nested or disjoint.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -25,7 +25,7 @@ from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS, storage_error
 from fluxtrain.trace.lanes import LANES, StepLanes
 from fluxtrain.trace.ring import RingReader, read_ring
 
-_BESIDE = "h2d beside"  # a thread, no lane
+_BESIDE = "h2d beside"  # a thread in the trace, not a lane
 THREADS = {
     "step": "step", "gpu": "gpu: computation", "stall": "gpu: waits", "h2d": "h2d: to the device",
     _BESIDE: "h2d: beside those", "d2h": "d2h: to the host", "cpu": "cpu: optimizer",
@@ -37,7 +37,7 @@ _APART_S = 5e-7  # half of what times are rounded to
 
 
 def recorded_steps(run: str | Path) -> tuple[RunDir, list[StepLanes]]:
-    """The run that is meant (see `finding`) and its last steps.
+    """Find the run (see `finding`) and read its last steps.
 
     Raises:
         BadInput: there is no such run, or it has no timeline.
@@ -59,7 +59,7 @@ def recorded_steps(run: str | Path) -> tuple[RunDir, list[StepLanes]]:
 
 
 def trace_events(steps: Sequence[StepLanes], run_id: str) -> Iterator[dict[str, Any]]:
-    """The events of a trace; time 0 is the beginning of the first step."""
+    """Return the events of a trace; time 0 is the beginning of the first step."""
     yield _named("process_name", 0, f"FluxTrain {run_id}")
     for lane, title in THREADS.items():
         yield _named("thread_name", _thread(lane), title)
@@ -84,7 +84,7 @@ def trace_events(steps: Sequence[StepLanes], run_id: str) -> Iterator[dict[str, 
 
 
 def write_trace(path: Path, steps: Sequence[StepLanes], run_id: str) -> int:
-    """Write the trace of `steps`, compressed when the name ends in .gz; returns its bytes.
+    """Write the trace of `steps`, compressed if the name ends in .gz; return its bytes.
 
     The file is whole or absent. Raises `BadInput` for a bad path and `NoSpace` on a full disk.
     """
@@ -109,8 +109,8 @@ def write_trace(path: Path, steps: Sequence[StepLanes], run_id: str) -> int:
 
 @contextlib.contextmanager
 def traced(run_dir: RunDir, path: Path | None, complain: Callable[[str], None]) -> Iterator[None]:
-    """However the run ends inside, write its last steps to `path`. What then goes wrong with the
-    trace is only said: it must not hide how the run ended."""
+    """Write the last steps of the run to `path` when the context ends, also by an error. Problems
+    of the trace are reported, not raised: they must not hide how the run ended."""
     try:
         yield
     finally:
@@ -124,7 +124,7 @@ def traced(run_dir: RunDir, path: Path | None, complain: Callable[[str], None]) 
 
 
 def check_trace_path(path: Path) -> None:
-    """Raise `BadInput` for what cannot become a trace file, before anything is done for it."""
+    """Raise `BadInput` for a path that cannot become a trace file, before the run starts."""
     if path.is_dir():
         raise BadInput(f"{path} is a folder: name a file, as in {path / 'trace.json.gz'}")
     if not path.parent.is_dir():
@@ -170,5 +170,5 @@ def _thread(lane: str) -> int:
 
 
 def _at(lane: str) -> int:
-    """Where Perfetto shows the lane, from the top."""
+    """Return the lane's position in Perfetto, from the top."""
     return list(THREADS).index(lane)

@@ -1,9 +1,9 @@
-"""What every stream and thread did during one optimizer step: intervals in lanes.
+"""The activity of every stream and thread during one optimizer step: intervals in lanes.
 
 A lane does one thing at a time: the computation, the copies in each direction, the optimizer on the
-host, the disk. Only of copies to a GPU two can cross at a time, where one waited for others. Two
-more tell why: `stall` is the computation waiting for something, `host` is what the thread that
-drives it was busy with.
+host, the disk. Only uploads to a GPU may overlap, two at a time, when one waited for others. Two
+more lanes tell why: `stall` is the computation waiting for something, `host` is what the thread
+that drives it was busy with.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Interval(NamedTuple):
     """Something that a lane did; times are seconds from the step's beginning."""
 
     lane: str
-    kind: str  # forward, head, backward, gradients, update, weights, ...; of a stall its cause
+    kind: str  # forward, head, backward, gradients, update, weights, ...; the cause of a stall
     name: str  # which block
     start_s: float
     duration_s: float
-    pieces: int = 1  # more than one: neighbours that were merged
-    began_before: bool = False  # it began in the step before
+    pieces: int = 1  # more than one: merged neighbours
+    began_before: bool = False  # it began in the previous step
     goes_on: bool = False  # it goes on in the next one
 
     @property
@@ -53,7 +53,7 @@ class StepLanes:
     wall_s: float  # Unix time of its beginning
     length_s: float
     intervals: Sequence[Interval]  # by lane and start
-    merged: int = 0  # intervals that others took in, because a record's room is bounded
+    merged: int = 0  # intervals merged into others, because a record's size is bounded
     hidden_s: float = 0.0  # idle seconds that merged intervals cover
     late: int = 0  # intervals known only after the record of their step was written
     dropped: int = 0  # intervals that found no room
@@ -61,7 +61,7 @@ class StepLanes:
 
 
 def packed(step: StepLanes, sequence: int, room_bytes: int) -> bytes:
-    """The step as a record of at most `room_bytes`.
+    """Pack the step into a record of at most `room_bytes`.
 
     Little-endian: "STEP", CRC-32 of all that follows it (u32), bytes of the record (u32), sequence
     (u64), process (u32), step (u64), wall_s, length_s, tick_s, hidden_s (f64 each), merged, late,
@@ -95,7 +95,7 @@ def packed(step: StepLanes, sequence: int, room_bytes: int) -> bytes:
 
 
 class Head(NamedTuple):
-    """What stands before the intervals of a record."""
+    """The part of a record before its intervals."""
 
     size: int
     sequence: int
@@ -113,7 +113,7 @@ class Head(NamedTuple):
 
 
 def whole(raw: bytes) -> bytes | None:
-    """The record that `raw` begins with; None when it is torn, or none at all."""
+    """Return the record at the beginning of `raw`; None if it is torn or no record."""
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
         return None
     _, crc, size = struct.unpack_from("<4sII", raw)
@@ -125,12 +125,12 @@ def whole(raw: bytes) -> bytes | None:
 
 
 def head_of(record: bytes) -> Head:
-    """The head of a whole record."""
+    """Return the head of a whole record."""
     return Head(*_HEAD.unpack_from(record)[2:])
 
 
 def unpacked(record: bytes) -> StepLanes:
-    """The step of a whole record. Lanes that this version does not know are left out."""
+    """Return the step of a whole record, without lanes that this version does not know."""
     head = head_of(record)
     at = _HEAD.size + head.text_bytes
     texts = record[_HEAD.size : at].decode("utf-8", "replace").split("\0")
@@ -152,10 +152,10 @@ def unpacked(record: bytes) -> StepLanes:
 
 
 def without_evaluation(step: StepLanes) -> tuple[StepLanes, float]:
-    """The step as if no evaluation had followed it, and the seconds that this took away.
+    """Return the step without the evaluation that followed it, and the seconds removed.
 
-    An evaluation comes after a step's update is done and may last as long as a hundred steps; what
-    comes after it (a checkpoint) moves forward.
+    An evaluation begins after a step's update and may last as long as a hundred steps; intervals
+    after it (a checkpoint) move forward.
     """
     found = next((one for one in step.intervals if one.kind == "evaluation"), None)
     if found is None:
@@ -172,9 +172,9 @@ def without_evaluation(step: StepLanes) -> tuple[StepLanes, float]:
 def merged_to_fit(
     intervals: Sequence[Interval], limit: int
 ) -> tuple[list[Interval], int, float, int]:
-    """At most `limit` intervals, by lane and start; neighbours of one lane and kind are merged, the
-    shortest first, until they fit. Also: how many went into others, the idle seconds that are
-    hidden so, and how many had to be left out because nothing more could be merged.
+    """Return at most `limit` intervals, by lane and start; neighbours of one lane and kind are
+    merged, the shortest first, until they fit. Also return how many were merged into others, the
+    idle seconds hidden by that, and how many were dropped because no more could be merged.
     """
     kept = sorted(intervals, key=lambda one: (LANES.index(one.lane), one.start_s))
     hidden_s, before = 0.0, len(kept)
@@ -214,7 +214,7 @@ def _joined(first: Interval, second: Interval) -> Interval:
 
 
 def _texts(intervals: Sequence[Interval]) -> tuple[bytes, dict[str, int]]:
-    """Kinds, then names as far as there is room, and their numbers."""
+    """Return kinds, then as many names as have room, and their numbers."""
     wanted = dict.fromkeys(one.kind for one in intervals)
     wanted.update(dict.fromkeys(one.name for one in intervals))
     number: dict[str, int] = {}
@@ -234,5 +234,5 @@ def _text(texts: list[str], number: int) -> str:
 
 
 def with_process(step: StepLanes, process: int) -> StepLanes:
-    """The same step, told by the run's process number `process`."""
+    """Return the step as one of the run's process number `process`."""
     return replace(step, process=process)

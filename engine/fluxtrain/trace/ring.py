@@ -34,7 +34,7 @@ _SLOTS_AT = 4096
 
 
 def is_ring(path: Path) -> bool:
-    """Whether a file begins as rings of every version do."""
+    """Return whether a file begins as rings of every version do."""
     try:
         with open_to_read(path) as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -43,13 +43,13 @@ def is_ring(path: Path) -> bool:
 
 
 class RingWriter:
-    """The one writer of a ring; a resumed run goes on in the same file.
+    """The only writer of a ring; a resumed run continues in the same file.
 
     Raises OSError where the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        # not through a link: what it points to would be cut to nothing below
+        # not through a link, whose target would be truncated below
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o644)
         self._written = self._process = 0
@@ -67,7 +67,7 @@ class RingWriter:
         self._process += 1
 
     def write(self, step: StepLanes) -> None:
-        """Add one step; the oldest one makes room."""
+        """Add one step in place of the oldest one."""
         sequence = self._written
         record = packed(with_process(step, self._process), sequence, SLOT_BYTES)
         os.pwrite(self._file, record, _offset(sequence))
@@ -75,7 +75,7 @@ class RingWriter:
         self._write_head()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -87,7 +87,7 @@ class RingWriter:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step as it lies in the ring; its intervals are unpacked when they are asked for."""
+    """One step's record in the ring; its intervals are unpacked on first use."""
 
     record: bytes
     head: Head
@@ -105,7 +105,7 @@ def _lanes(record: bytes) -> StepLanes:
 class RingReader:
     """Follows a ring as it is written; never blocks the writer and needs no lock.
 
-    `steps` are those known after the last `poll`, oldest first. A missing or foreign file has none.
+    `steps` holds the steps of the last `poll`, oldest first; empty for a missing or foreign file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,7 +116,7 @@ class RingReader:
         self.steps: tuple[Recorded, ...] = ()
 
     def poll(self) -> bool:
-        """Read what is new; whether `steps` changed."""
+        """Read new records; return whether `steps` changed."""
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -157,14 +157,14 @@ class RingReader:
 
 
 def read_ring(path: Path) -> list[StepLanes]:
-    """All whole steps of the ring, oldest first; [] when there is none."""
+    """Return all whole steps of the ring, oldest first; [] without any."""
     reader = RingReader(path)
     reader.poll()
     return [unpacked(one.record) for one in reader.steps]
 
 
 def _without_superseded(steps: list[Recorded]) -> tuple[Recorded, ...]:
-    """Without what a resumed process did again."""
+    """Drop steps that a resumed process repeated."""
     kept: list[Recorded] = []
     for one in steps:
         while kept and kept[-1].head.step >= one.head.step:
@@ -174,7 +174,7 @@ def _without_superseded(steps: list[Recorded]) -> tuple[Recorded, ...]:
 
 
 def _layout(file: int) -> int | None:
-    """Records written so far, if this is a ring of our layout."""
+    """Return the number of records written so far; None if the file is no ring of our layout."""
     raw = os.pread(file, _HEAD.size, 0)
     if len(raw) < _HEAD.size:
         return None
@@ -184,7 +184,7 @@ def _layout(file: int) -> int | None:
 
 
 def _read_all(file: int) -> dict[int, bytes]:
-    """Every whole record by its sequence, in that order; what the head counts is not trusted."""
+    """Return every whole record by its sequence, in that order; do not trust the head's count."""
     found: dict[int, bytes] = {}
     for slot in range(SLOTS):
         record = _read_slot(file, slot)

@@ -1,4 +1,4 @@
-"""Where the time of one step goes, without a host synchronisation of its own."""
+"""Measures where the time of one step goes, without a host synchronisation of its own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 class StepClock:
-    """Marks the ends of phases; on CUDA forward and backward are timed by the device's own events.
+    """Marks the ends of phases; on CUDA the device's own events time forward and backward.
 
-    There the host runs up to a step ahead of the device, so a step lasts, by the device's events,
-    from the end of the one before, and of the host's own phases only what the device was not busy
-    in counts.
+    On CUDA the host runs up to a step ahead of the device. So a step lasts, by the device's events,
+    from the end of the previous step, and a phase of the host counts only while the device is idle.
     """
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
@@ -27,7 +26,7 @@ class StepClock:
         self._started_s = self._last_s = time.perf_counter()
 
     def ends(self, phase: str) -> None:
-        """`phase` ended now; time since the previous mark is its."""
+        """Note that `phase` ended now; the time since the previous mark belongs to it."""
         now = time.perf_counter()
         if self._recorder is not None:
             self._recorder.host_did(phase, self._last_s, now)
@@ -39,14 +38,14 @@ class StepClock:
             self._events.append((phase, event))
 
     def finish(self, before: StepClock | None = None) -> tuple[float, dict[str, float]]:
-        """The seconds of the step and its partition; call it after the device was waited for.
+        """Return the step's seconds and their partition; wait for the device before the call.
 
-        before: the clock of the step that this one followed without anything between them.
+        before: the clock of the previous step, if nothing came in between.
         """
         if self._events:
             earlier = before._events[-1] if before is not None and before._events else None
             (_, start), (_, end) = earlier or self._events[0], self._events[-1]
-            end.synchronize()  # it was the last before the norm, which is here already
+            end.synchronize()  # it precedes the norm, which has arrived
             total_s = start.elapsed_time(end) / 1e3
             return total_s, self._divided(total_s)
         total_s = time.perf_counter() - self._started_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fluxtrain.device.recorder import Border, Instant, Note, Recorder
 from fluxtrain.trace.lanes import Interval, StepLanes
 
-_MOST_WAITING = 8  # ended steps; the oldest is then cut without the times that are still unknown
+_MOST_WAITING = 8  # ended steps; beyond that the oldest is cut without times that are still unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,16 @@ class _Known:
 
 
 class StepCutter:
-    """Makes `StepLanes` of what a recorder noted; used by one thread, which never waits here.
+    """Makes `StepLanes` of a recorder's notes; used by one thread, which never waits here.
 
-    A step is ready when its end has passed and everything that was noted before it has, too. What
-    began before the end and goes on after it is in both steps, cut at the border.
+    A step is ready when its end and everything noted before its end have passed. An interval that
+    begins before the end and goes on after it is in both steps, cut at the border.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._clock = recorder.clock
-        self._end_s: float | None = None  # when the border that comes next passed, once known
+        self._end_s: float | None = None  # when the next border passed, once known
         self._open: list[Note] = []  # times not known yet
         self._known: list[_Known] = []
         self._step: Border | None = None  # under way
@@ -41,7 +41,8 @@ class StepCutter:
         self._late = 0
 
     def ready(self, *, final: bool = False) -> list[StepLanes]:
-        """Steps that are whole since the last call. `final`: leave out what is not known by now."""
+        """Return the steps that became ready since the last call. `final`: drop what is not yet
+        known."""
         steps: list[StepLanes] = []
         notes = self._recorder.notes
         while notes:
@@ -74,18 +75,18 @@ class StepCutter:
         return steps
 
     def _waits(self, *, final: bool) -> bool:
-        """Is there more to learn about the step at the head, and time to wait for it?"""
+        """Return whether times of the oldest step are unknown and may still be waited for."""
         if final or not self._open:
             return False
         return sum(isinstance(n, Border) for n in list(self._recorder.notes)) <= _MOST_WAITING
 
     def _take_what_began_before(self, end_s: float) -> None:
-        """Other threads do not wait for a border to pass on the GPU: what they, and copies, began
-        until then was noted behind it."""
+        """Take notes behind the border that began before it passed on the GPU: other threads and
+        copies do not wait for the border."""
         if self._step is None:
             return
         notes, stay = self._recorder.notes, []
-        for note in [notes.popleft() for _ in range(len(notes))]:  # others append meanwhile
+        for note in [notes.popleft() for _ in range(len(notes))]:  # other threads append meanwhile
             start_s = self._began_s(note) if isinstance(note, Note) else None
             if isinstance(note, Note) and start_s is not None and start_s < end_s:
                 self._open.append(note)
@@ -95,16 +96,16 @@ class StepCutter:
         self._learn()
 
     def _began_s(self, note: Note) -> float | None:
-        """Host seconds; None where it has not begun."""
+        """Return the host seconds of its beginning; None if it has not begun."""
         if note.copy is None:
             return self._clock.seconds(note.start)
         instants = None if note.copy.failed() else note.copy.instants()
         return None if instants is None else self._clock.seconds(instants[0])
 
     def _learn(self) -> None:
-        """Move the notes whose times are known now."""
+        """Move the notes whose times are known now to the known intervals."""
         if self._step is None:
-            self._open = []  # noted outside a step: by a thread that was late to see its end
+            self._open = []  # noted by a thread that was late to see the end of its step
             return
         waiting: list[Note] = []
         for note in self._open:
@@ -113,7 +114,7 @@ class StepCutter:
         self._open = waiting
 
     def _learned(self, note: Note) -> bool:
-        """Whether there is nothing more to learn about this note."""
+        """Return whether all times of this note are known."""
         start, stop = note.start, note.stop
         if note.copy is not None:
             if note.copy.failed():
@@ -138,7 +139,7 @@ class StepCutter:
             self._clock.give_back(instant)
 
     def _cut(self, border: Border, end_s: float) -> StepLanes:
-        """The step that ends at `end_s`; what goes on is kept for the next one."""
+        """Cut the step that ends at `end_s`; keep intervals that go on for the next step."""
         begin_s, intervals, later = self._begin_s, [], []
         for one in self._known:
             if one.stop_s <= begin_s and one.start_s < begin_s:

@@ -1,4 +1,4 @@
-"""Writes the lanes of each step into the run's ring, beside the training."""
+"""Writes the lanes of each step into the run's ring while it trains."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fluxtrain.trace.ring import RingWriter
 from fluxtrain.trace.step_cutter import StepCutter
 
 PERIOD_S = 0.25
-_LAST_WORDS_S = 2.0  # what the device has not done by then is left out
+_LAST_WORDS_S = 2.0  # work that the device has not done by then is left out
 
 
 class TimelineThread:
-    """Between `watch` and `close`; the trainer's own threads never wait for it.
+    """Runs between `watch` and `close`; the trainer's own threads never wait for it.
 
-    A ring that cannot be written is told once and costs the run nothing else.
+    A ring that cannot be written is reported once; the run goes on without it.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class TimelineThread:
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def watch(self, recorder: Recorder) -> None:
-        """Keep what `recorder` notes from now on."""
+        """Write what `recorder` notes from now on."""
         self._recorder = recorder
         try:
             self._ring = RingWriter(self._path)
@@ -42,7 +42,7 @@ class TimelineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what is left; the ring ends with the last whole step."""
+        """Write the remaining steps; the ring ends with the last whole step."""
         if self._recorder is None or self._ring is None or self._stopped.is_set():
             return
         self._recorder.end_step()

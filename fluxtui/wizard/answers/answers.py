@@ -1,4 +1,4 @@
-"""What the user has answered so far, as one value.
+"""The user's answers so far, as one value.
 
 Pure values and functions: no Textual, no torch, and no file is read here.
 """
@@ -109,7 +109,7 @@ def with_data(answers: Answers, path: str) -> Answers:
 
 
 def hub_id_problem(text: str) -> str | None:
-    """Why `text` is not the id of a hub model; None when it can be one."""
+    """Say why `text` is not the id of a hub model; None if it can be one."""
     text = text.strip()
     if not text:
         return "type an id such as Qwen/Qwen2.5-0.5B"
@@ -119,7 +119,7 @@ def hub_id_problem(text: str) -> str | None:
 
 
 def route(answers: Answers) -> tuple[StepName, ...]:
-    """The steps that these answers lead through: a run that goes on has all its answers."""
+    """Return the steps for these answers; a run that is resumed has all its answers."""
     return ("start", "launch") if answers.start == "resume" else STEPS
 
 

@@ -1,4 +1,4 @@
-"""Answers to the trainer's configuration and back."""
+"""Converts answers to the trainer's configuration and back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def configuration(answers: Answers) -> dict[str, Any]:
     """The trainer's configuration: the base file's keys with the answers on top.
 
     Only what differs from the trainer's own defaults is written, so the file stays short and the
-    defaults stay the trainer's; a setting that was turned back to them leaves the base's behind.
+    defaults stay the trainer's; a setting at its default removes that of the base file.
     """
     merged: dict[str, Any] = {
         section: dict(value) if isinstance(value, Mapping) else value
@@ -97,7 +97,7 @@ def answers_from_file(path: str, overrides: tuple[str, ...] = ()) -> Answers:
 
 
 def _dial_answer(value: object) -> dict[str, Any]:
-    """A stop of the dial; a share between two of them stays a setting that is carried through."""
+    """Return the dial's stop; a share between two stops stays a setting that is carried through."""
     if value in DIAL and value != "auto":
         return {"dial": value, "dial_settings": {AGGRESSIVENESS: value}}
     return {}

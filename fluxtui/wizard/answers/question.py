@@ -1,4 +1,4 @@
-"""What a question consists of, without a screen."""
+"""The parts of a question, independent of the screen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fluxtui.wizard.answers.answers import StepName
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One line of a list: what is chosen, its name, and what it means."""
+    """One line of a list: the value, its name, and what it means."""
 
     id: str
     title: str
@@ -20,7 +20,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """What one choice asks for besides: a field of the answers, typed or chosen from a list."""
+    """The further input of a choice: a field of the answers, typed or chosen from a list."""
 
     name: str
     title: str
@@ -30,7 +30,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceQuestion:
-    """Where something comes from.
+    """A question about the source of the model, the data or the run.
 
     Attributes:
         source: the field of the answers that the list sets.

@@ -1,4 +1,4 @@
-"""The check of one answer: what was found, and why the wizard cannot go on with it.
+"""Checks one answer: the facts found, and why the wizard cannot go on with it.
 
 Pure functions over the answers and the file system; they may take a while on a slow disk, so the
 screen calls them in a thread.
@@ -40,8 +40,8 @@ _TRUE = ("1", "true", "yes", "on")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """What is known about an answer. With an `error` the wizard stays where it is; nothing was
-    given yet when it is `open`, so there is nothing to blame."""
+    """The facts about an answer. With an `error` the wizard does not go on; `open` means that
+    nothing was answered yet, so there is no error to show."""
 
     facts: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Check:
 
 
 def checked(step: StepName, answers: Answers) -> Check:
-    """The check of this step's answer; files that cannot be looked at are what is wrong with it."""
+    """Check this step's answer; files that cannot be read are its error."""
     try:
         return CHECKS[step](answers)
     except OSError as error:
@@ -133,7 +133,7 @@ def _check_file(answers: Answers) -> Check:
 
 
 def _check_hub_data(address: str) -> Check:
-    """Only how it is written: the engine fetches it when it reads the first documents."""
+    """Check only the spelling: the engine fetches the data when it reads the first documents."""
     if not address.startswith(HUB_DATA):
         written = f"{HUB_DATA}owner/name or {HUB_DATA}owner/name/file.jsonl"
         return Check(error=f"{address} is not {written}")

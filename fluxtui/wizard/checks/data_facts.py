@@ -1,4 +1,4 @@
-"""What a data file holds: its format, how many documents, and samples with what is learnt marked.
+"""Reads a data file's format, number of documents, and samples with the trained text marked.
 
 Reads through the trainer's own reader of data files (standard library only), so the wizard
 accepts and refuses exactly what the trainer does.

@@ -17,17 +17,18 @@ MODELS = 4
 
 
 def runs_to_resume(runs: list[RunSummary]) -> list[RunSummary]:
-    """Those that ended before their last step; what was refused has none to go on from."""
+    """Return runs that ended before their last step; a refused run has no step to resume from."""
     return [run for run in runs if run.state in RESUMABLE]
 
 
 def runs_to_watch(runs: list[RunSummary]) -> list[RunSummary]:
-    """All of them, those that run now first."""
+    """Return all runs, the running ones first."""
     return sorted(runs, key=lambda run: run.state != "running")
 
 
 def recent_models(runs: list[RunSummary]) -> list[str]:
-    """Folders and hub ids of the newest runs, each once; what is gone and the demo left out."""
+    """Return model folders and hub ids of the newest runs, each once, without missing ones and the
+    demo."""
     found: list[str] = []
     for run in runs:
         path = _model_path(RunDir(run.path))

@@ -1,4 +1,4 @@
-"""What a model folder holds, as a person wants to know it.
+"""Describes a model folder for people.
 
 Reads through the trainer's own check of model files (standard library only: config.json and the
 headers of the safetensors shards), so the wizard accepts and refuses exactly what the trainer

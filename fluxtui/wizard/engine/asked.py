@@ -1,4 +1,4 @@
-"""A question to the engine: what is known of its answer, and who asks it in the background."""
+"""A question to the engine: the state of its answer, and the worker that asks it."""
 
 from __future__ import annotations
 

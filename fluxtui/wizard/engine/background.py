@@ -1,4 +1,4 @@
-"""What the wizard asks the engine while the user reads: the machine, the data, the plan, a trial.
+"""Asks the engine while the user reads: about the machine, the data, the plan, a dry run.
 
 The machine is measured first and alone, because a plan that is computed meanwhile would take the
 processor away from the measurement, and needs its rates.
@@ -49,12 +49,12 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Something is being asked."""
+        """Return whether a question is being asked."""
         asked = (self.probe, self.inspection, self.plan, self.trial)
         return any(question.state.pending for question in asked)
 
     def cards_are_of(self, answers: Answers) -> bool:
-        """Whether the ranked plans were made for these answers, wherever the dial stands."""
+        """Return whether the ranked plans were made for these answers, at any stop of the dial."""
         return self._cards_for == _key(without_dial(answers))
 
     def measure(self, fresh: bool = False) -> None:
@@ -65,7 +65,7 @@ class Background:
         self.probe.ask("probe", [*(["--fresh"] if fresh else []), "--progress"])
 
     def look_at(self, answers: Answers) -> None:
-        """Have data and plan of these answers, unless they are there or being asked for."""
+        """Ask for data and plan of these answers, unless they are known or being asked for."""
         self._wanted = answers
         if self.probe.state.pending:
             return
@@ -121,7 +121,7 @@ def without_dial(answers: Answers) -> Answers:
 
 
 def _about_data(answers: Answers) -> Answers:
-    """What the data looks like does not depend on the rest."""
+    """Return the part of the answers on which the look of the data depends."""
     return dataclasses.replace(
         without_dial(answers), offload="auto", batch_rows=None, chunk_rows=None, steps=None
     )

@@ -1,4 +1,4 @@
-"""What the wizard says about a plan beyond its numbers."""
+"""Describes a plan beyond its numbers."""
 
 from __future__ import annotations
 

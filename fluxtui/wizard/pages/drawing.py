@@ -127,7 +127,7 @@ def pairs(rows: Sequence[tuple[str, str]], width: int) -> Content:
 def _named(
     mark: tuple[str, str], name: str, value: str, room: int, style: str
 ) -> Iterator[Content]:
-    """A value beside its name: words go on below, only of a path the middle gives way."""
+    """Return a value beside its name: words wrap below, a path loses its middle."""
     parts = in_words(value, max(1, room))
     yield Content.assemble(mark, (name, MUTED), (parts[0], style))
     for part in parts[1:]:
@@ -202,7 +202,7 @@ def samples(pieces: Sequence[Sample], width: int, lines_each: int) -> Content:
 
 
 def shortened(text: str, width: int) -> str:
-    """`text` in at most `width` cells; the middle of a long path gives way."""
+    """Return `text` in at most `width` cells; a long path loses its middle."""
     if cell_len(text) <= width:
         return text
     head = max(1, width - 1) // 3

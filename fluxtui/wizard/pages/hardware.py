@@ -1,4 +1,4 @@
-"""This machine: what was measured, what limits it, and who else uses it."""
+"""This machine: its measurements, its limits, and other programs on it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def hardware_page(view: WizardView, width: int) -> Content:
 
 
 def now_lines(view: WizardView, width: int) -> list[Content]:
-    """What the machine does at the moment; the table is of when it was measured."""
+    """Return the machine's present load; the table shows the time of its measurement."""
     now = view.machine_now(width - 5)
     return [Content.assemble(("now  ", drawing.MUTED), drawing.spans(now))] if now else []

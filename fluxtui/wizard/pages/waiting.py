@@ -13,7 +13,7 @@ _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 def pending(what: str, asked: Asked[Any], width: int, note: str = "") -> Content:
-    """The engine is at work: what at, for how long, and its newest words."""
+    """Say what the engine is doing, for how long, and its newest message."""
     mark = _SPINNER[int(asked.waited_s * 4) % len(_SPINNER)]
     line = f"{what}  {asked.waited_s:.0f} s"
     first, *more = drawing.in_words(line, max(1, width - 2))
@@ -25,7 +25,7 @@ def pending(what: str, asked: Asked[Any], width: int, note: str = "") -> Content
 
 
 def refused(message: str, cure: str, width: int) -> Content:
-    """Why there is no answer, and what can be done here."""
+    """Say why there is no answer, and what the user can do here."""
     return Content("\n").join(
         [
             drawing.problem(message, width),

@@ -101,10 +101,10 @@ class SourceStep(Step):
         self.query_one(f"#{self._question.step}-choices", ChoiceList).focus()
 
     def on_key(self, event: events.Key) -> None:
-        """What is typed on the list belongs into the text field below it.
+        """Send keys typed on the list to the text field below it.
 
-        Keys that were on their way to the list when the field got the focus come here after keys
-        that went to the field at once: they are put before those, where they were typed.
+        Keys that were queued for the list when the field got the focus arrive after keys that went
+        to the field directly; they are inserted before these, in the order of typing.
         """
         box = self.open_input
         if box is None or not event.is_printable or not event.character:
@@ -149,7 +149,7 @@ class SourceStep(Step):
         self.answer(changes)
 
     def _first_of(self, field: Field) -> dict[str, Any]:
-        """A list that opens has its first line chosen, unless another one was before."""
+        """Choose the first line of a list that opens, unless another one was chosen before."""
         widget = self._widget(field)
         assert isinstance(widget, ChoiceList)
         ids = [option.id for option in widget.options]

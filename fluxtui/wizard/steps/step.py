@@ -1,4 +1,4 @@
-"""What all steps are: a page that draws a `WizardView` and says what the user wants."""
+"""The base of all steps: a page that draws a `WizardView` and posts what the user wants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Answered(Message):
 
 
 class Wished(Message):
-    """The user wants something done that is no answer."""
+    """The user asks for an action that is no answer."""
 
     def __init__(self, wish: Wish) -> None:
         super().__init__()

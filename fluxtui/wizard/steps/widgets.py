@@ -27,7 +27,7 @@ AROUND = Spacing(2, 0, 1, 0)  # lines beside the chosen one: the question, and t
 
 
 def shown(content: Content) -> Content:
-    """As it may be drawn: a model's name or a document must not steer the terminal."""
+    """Make text printable: a model's name or a document must not send codes to the terminal."""
     plain = printable_lines(content.plain)
     return content if plain == content.plain else Content(plain, list(content.spans))
 
@@ -136,7 +136,7 @@ class ChoiceList(Widget, can_focus=True):
             self.call_after_refresh(self._keep_in_sight)
 
     def _keep_in_sight(self) -> None:
-        """Of a list that is longer than its page the chosen line is on screen."""
+        """Scroll so that the chosen line of a long list is on screen."""
         place = self.virtual_region
         line = Region(place.x, place.y + self.chosen, 1, 1)
         if isinstance(self.parent, Widget):

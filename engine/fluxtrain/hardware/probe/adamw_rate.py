@@ -1,4 +1,4 @@
-"""How many parameters a second the native AdamW updates, with all threads. No torch."""
+"""Measures how many parameters a second the native AdamW updates, with all threads. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from fluxtrain.hardware.probe.rate import TOO_LITTLE, best_rate, sustained_rate
 
 PARAMETERS = 128 << 20  # 1.75 GiB: server processors have caches of half a gigabyte
 LEAST_PARAMETERS = 1 << 20
-_BYTES = {"hi": 2.0, "lo": 2.0, "m": 4.0, "v": 4.0, "grad": 2.0}  # of one parameter, split master
+_BYTES = {
+    "hi": 2.0,
+    "lo": 2.0,
+    "m": 4.0,
+    "v": 4.0,
+    "grad": 2.0,
+}  # a parameter's bytes, split master
 _SCALE_BYTES = 4 / 256  # one fp32 for each block of 8-bit states
 _BYTES_8BIT = {
     "hi": 2.0, "lo": 2.0, "grad": 2.0,
@@ -41,13 +47,14 @@ def adamw_rate(
     sends: bool = False,
     receives: bool = False,
 ) -> Rate:
-    """Parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved for each;
-    `eight_bit` with 8-bit states: 8 and 14. `part` is one of the two passes, of fp32 states: 18.
+    """Measure parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved
+    for each; `eight_bit` with 8-bit states: 8 and 14. `part`: one of the two passes of fp32 states,
+    18 moved.
 
-    Takes an eighth of `available_bytes` at most. threads None: all that OpenMP has. `sustained`: of
-    all calls together, not of the fastest, which part of a large cache can serve. `sends`: beside
-    each call the weights go to a GPU; `receives`: gradients come from it. Raises FluxTrainError
-    without the native library.
+    Takes an eighth of `available_bytes` at most. threads None: all of OpenMP's. `sustained`: the
+    rate of all calls together, not of the fastest, which a large cache can serve in part. `sends`:
+    the weights are uploaded to a GPU during each call; `receives`: gradients are downloaded. Raises
+    FluxTrainError without the native library.
     """
     if available_bytes is not None:
         parameters = min(parameters, available_bytes // 8 // PARAMETER_BYTES)

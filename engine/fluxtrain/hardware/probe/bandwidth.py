@@ -1,7 +1,7 @@
-"""How fast bytes move and numbers are multiplied, measured through torch as training does it.
+"""Measures how fast bytes move and numbers are multiplied, through torch as in training.
 
-Each measurement takes a second or two at most and gives its memory back. Rates count the bytes of
-one copy once, though the memory is read and written.
+Each measurement takes a second or two at most and frees its memory. Rates count the bytes of one
+copy once, although the memory is read and written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUS_RATES = (
 
 @contextmanager
 def at_most_threads(threads: int | None) -> Iterator[int]:
-    """Torch computes with `threads` at most for a while; gives how many that are.
+    """Limit torch to `threads` inside the context; yield how many threads it uses.
 
     Under a CPU quota more threads than its cores are fast for some milliseconds and then stand
     still: the fastest of several short calls would be a rate that no training reaches.
@@ -47,7 +47,7 @@ def at_most_threads(threads: int | None) -> Iterator[int]:
 
 
 def sample_bytes(available_bytes: int | None) -> int:
-    """Of one buffer: several are there at once, and they must fit a small container too."""
+    """Return the size of one buffer: several exist at once and must fit a small container too."""
     if available_bytes is None:
         return COPY_BYTES
     return min(COPY_BYTES, available_bytes // 8 // MIB * MIB)
@@ -56,7 +56,7 @@ def sample_bytes(available_bytes: int | None) -> int:
 def host_copy_rate(
     size_bytes: int = COPY_BYTES, limit_s: float = LIMIT_S, *, threads: int | None = None
 ) -> Rate:
-    """Bytes a second of a copy within host memory, with `threads` (None: all of torch's)."""
+    """Measure bytes a second of a copy in host memory, with `threads` (None: all of torch's)."""
     import torch
 
     if size_bytes < LEAST_COPY_BYTES:
@@ -71,7 +71,8 @@ def host_copy_rate(
 def matmul_rate(
     device: str = "cpu", limit_s: float = LIMIT_S, *, threads: int | None = None
 ) -> Rate:
-    """Operations a second (2 n^3) of a square product: bf16 on a GPU that has it, fp32 on a CPU.
+    """Measure operations a second (2 n^3) of a square product: bf16 on a GPU that has it, fp32 on a
+    CPU.
 
     The CPU uses `threads` (None: all of torch's).
     """
@@ -99,7 +100,7 @@ def matmul_rate(
 def bus_rates(
     device: str = "cuda", limit_s: float = BUS_LIMIT_S, size_bytes: int = COPY_BYTES
 ) -> dict[str, Rate]:
-    """Bytes a second between host and GPU for each of `BUS_RATES`.
+    """Measure bytes a second between host and GPU for each of `BUS_RATES`.
 
     Pinned each way alone, pinned both ways at once (some hosts collapse then), and pageable.
     """
@@ -147,10 +148,10 @@ def _rates_both_ways(
     on_device: torch.Tensor,
     limit_s: float,
 ) -> tuple[Rate, Rate]:
-    """Both directions at once; each is timed by the events of its own stream."""
+    """Measure both directions at once; each is timed by the events of its own stream."""
     import torch
 
-    make_stream: Any = torch.cuda.Stream  # torch gives neither of them types
+    make_stream: Any = torch.cuda.Stream  # torch has no types for either
     make_event: Any = torch.cuda.Event
     streams = [make_stream() for _ in range(2)]
     ends = [[make_event(enable_timing=True) for _ in range(2)] for _ in streams]

@@ -1,4 +1,4 @@
-"""Copies over the bus beside an optimizer's update, as many as a training has there."""
+"""Copies over the bus during an optimizer update, as many as in training."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class HostBytes(NamedTuple):
 
 @contextmanager
 def busy_bus(*, up: HostBytes | None, down: HostBytes | None) -> Iterator[Callable[[], None]]:
-    """Gives what is called as each update begins: `up` then goes to the GPU and `down` comes from
-    it, whole. Both are page-locked meanwhile, where the system grants that.
+    """Yield a function to call as each update begins: it uploads all of `up` and downloads all of
+    `down`. Both are page-locked inside the context, if the system grants that.
 
-    They should be what the update writes and reads, as in a training: a buffer of its own would
-    stay in the processor's caches, and the copies would take nothing of the host's memory.
-    The thread that queues the copies waits for them as a training's does, on a core of its own.
-    Copies that an update leaves unfinished go on beside the next one, in place of its own.
+    They should be the memory that the update writes and reads, as in training: other buffers would
+    stay in the processor's caches, and their copies would take no memory bandwidth of the host.
+    The thread that queues the copies waits for them as in training, on a core of its own. Copies
+    that are unfinished when an update ends continue during the next one, which then starts none.
     """
     if up is None and down is None:
         yield lambda: None

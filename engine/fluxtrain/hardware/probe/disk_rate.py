@@ -1,4 +1,4 @@
-"""How fast a folder's disk writes and reads, with at most 256 MiB and a few seconds."""
+"""Measures how fast a folder's disk writes and reads, with at most 256 MiB in a few seconds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LEAST_BYTES = 32 * MIB
 def disk_rates(
     folder: Path, *, sample_bytes: int = SAMPLE_BYTES, limit_s: float = 2.0
 ) -> tuple[Rate, Rate]:
-    """(write, read) of a file that is deleted again; each stops after `limit_s`.
+    """Measure (write, read) with a file that is deleted afterwards; each stops after `limit_s`.
 
-    Direct transfers (O_DIRECT) where the file system has them. Elsewhere the write ends with an
-    fsync and the read may come from the cache, which its `how` says. Never takes more than a tenth
-    of the free space; with too little of it nothing is measured.
+    Uses direct transfers (O_DIRECT) if the file system has them. Otherwise the write ends with an
+    fsync and the read may come from the cache; its `how` says so. Takes at most a tenth of the free
+    space; with too little of it nothing is measured.
     """
     free = free_bytes(folder)
     size = sample_bytes if free is None else min(sample_bytes, free // 10)
@@ -53,7 +53,7 @@ def disk_rates(
 
 
 def _set_direct(descriptor: int, piece: mmap.mmap) -> bool:
-    """Bypass the cache, if one piece can be written so; some file systems only refuse then."""
+    """Bypass the cache if a first write succeeds that way; some file systems refuse only then."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

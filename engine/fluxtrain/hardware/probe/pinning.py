@@ -1,4 +1,4 @@
-"""How much host memory CUDA page-locks, and how fast: what a run's arenas need."""
+"""Measures how much host memory CUDA page-locks for a run's arenas, and how fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_BYTES = 64 * MIB
 
 
 def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_BYTES) -> Rate:
-    """Bytes a second of `cudaHostRegister` on a fresh mapping, as arenas are made.
+    """Measure bytes a second of `cudaHostRegister` on a fresh mapping, as arenas are made.
 
     Takes an eighth of `available_bytes` at most. `how` compares it with RLIMIT_MEMLOCK, which some
     drivers obey and most do not.
@@ -56,8 +56,8 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
 
 @contextmanager
 def page_locked(address: int, size_bytes: int) -> Iterator[bool]:
-    """Lock a range of this process's memory for CUDA; False where that is refused, and then the
-    range is as it was."""
+    """Lock a range of this process's memory for CUDA; return False, with the range unchanged, if
+    that is refused."""
     import torch
 
     runtime: Any = torch.cuda.cudart  # torch gives it no types
@@ -73,7 +73,7 @@ def page_locked(address: int, size_bytes: int) -> Iterator[bool]:
 
 
 def lock_limit_text(locked_bytes: int | None = None) -> str:
-    """What RLIMIT_MEMLOCK has to do with it; nothing where it is unlimited."""
+    """Say how the locked bytes compare with RLIMIT_MEMLOCK; empty if it is unlimited."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
@@ -83,11 +83,11 @@ def lock_limit_text(locked_bytes: int | None = None) -> str:
 
 
 def forget_cuda_error() -> None:
-    """A failed page-lock leaves an error that the next kernel would report as its own: the check
-    after a kernel's launch reads the error and clears it."""
+    """Clear the error of a failed page-lock, which the next kernel would report as its own, because
+    the check after a kernel's launch reads and clears the last error."""
     import torch
 
-    for _ in range(2):  # the second time shows that it is gone
+    for _ in range(2):  # the second check shows that it is gone
         try:
             torch.ones(1, device="cuda").add_(1)
             torch.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""Everything measured about this machine, once: `probe(run_dir)` takes 20 s at most, then a cache.
+"""Measures this machine once: `probe(run_dir)` takes 20 s at most, afterwards it reads a cache.
 
 Sizes that change from minute to minute (free memory, free disk) are always read anew; rates are
 cached per machine and disk below $XDG_CACHE_HOME/fluxtrain and measured again after a week, after a
-change of the hardware, of torch, OMP_NUM_THREADS or FLUXTRAIN_ISA, with `fresh`, or when other
-programs slowed them down and are gone now. Those that could not be measured are tried again by
-themselves after some minutes, or as soon as there is more of the memory that was lacking.
+change of the hardware, of torch, OMP_NUM_THREADS or FLUXTRAIN_ISA, with `fresh`, or if other
+programs slowed the measurement down and are gone now. Rates that could not be measured are tried
+again alone after some minutes, or as soon as more of the memory that was lacking is free.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from fluxtrain.telemetry.storage import write_json
 from fluxtrain.units import GIB
 
 PROBE_LIMIT_S = 20.0
-LAST_START_S = 15.0  # each measurement takes 5 s at most, but the bus, which is the first
-FAILED_AGE_S = 300.0  # for so long it is believed that something cannot be measured
-MORE_BYTES = GIB // 2  # or, for lack of memory, until so much more of it is free
+LAST_START_S = 15.0  # each measurement takes 5 s at most, except the bus, which comes first
+FAILED_AGE_S = 300.0  # before a failed measurement is tried again
+MORE_BYTES = GIB // 2  # or, if memory was lacking, until so much more is free
 FORMAT = 3  # of the cache; a reader ignores another one
 GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
 LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
@@ -53,9 +53,10 @@ Measurement = Callable[[], Mapping[str, Rate]]
 
 
 def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> ProbeAnswer:
-    """Facts and rates of this machine and of the disk that holds `run_dir`.
+    """Return facts and rates of this machine and of the disk that holds `run_dir`.
 
-    `report` is told what is being measured. What does not fit in 20 s is left out and says so.
+    `report` is told what is being measured. A measurement that does not fit in 20 s is skipped, and
+    its rate says so.
     """
     say = report or _say_nothing
     say("reading the machine")
@@ -95,8 +96,7 @@ def _measured(machine: Machine, disk: Disk, folder: Path, say: Report) -> ProbeA
 def _tried_again(
     cached: ProbeAnswer, names: Container[str], machine: Machine, folder: Path, say: Report
 ) -> ProbeAnswer:
-    """With what had failed (`names`) measured anew, as far as that goes; all else stays, and its
-    age."""
+    """Measure the failed rates (`names`) again, if that works now; others stay, with their age."""
     start_s, before = time.monotonic(), read_use()
     every = _measurements(machine, folder)
     wanted = {what: one for what, one in every.items() if any(name in names for name in one[0])}
@@ -114,15 +114,15 @@ def _tried_again(
 
 
 def known_rates(run_dir: Path | str) -> dict[str, Rate]:
-    """Rates that were measured before on this machine, by name; empty when there are none."""
+    """Return rates measured before on this machine, by name; empty without any."""
     machine, disk = read_machine(), read_disk(_existing(Path(run_dir)))
     cached = _cached(_cache_path(machine, disk))
     return {} if cached is None else dict(cached.rates)
 
 
 def _worth_another_try(cached: ProbeAnswer, machine: Machine) -> frozenset[str]:
-    """The rates that could not be measured and may be now: all of them after some minutes, those
-    that no memory was free for as soon as there is more."""
+    """Return the rates that could not be measured but may be now: all after some minutes, and rates
+    that lacked memory as soon as more is free."""
     missing = {
         name: rate
         for name, rate in cached.rates.items()
@@ -140,7 +140,7 @@ def _worth_another_try(cached: ProbeAnswer, machine: Machine) -> frozenset[str]:
 
 
 def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, ...], Measurement]]:
-    """What to say, and the names and the function of each measurement, the most useful first."""
+    """Return message, rate names and function of each measurement, the most useful first."""
     available = machine.memory_available_bytes
     threads = sustained_threads(machine)
     size = sample_bytes(available)
@@ -176,14 +176,14 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
 
 
 def sustained_threads(machine: Machine) -> int | None:
-    """How many threads a CPU quota keeps running (fewer if OMP_NUM_THREADS says so); None: all."""
+    """Return how many threads a CPU quota keeps running (fewer with OMP_NUM_THREADS); None: all."""
     if machine.cpu_quota is None:
         return None
     return min(machine.cores, machine.threads_wished or machine.cores)
 
 
 def _unmeasurable(machine: Machine) -> dict[str, Rate]:
-    """The rates that have nothing to be measured on, with the reason."""
+    """Return the rates that cannot be measured on this machine, with the reason."""
     why = Rate(None, f"not measured: {no_gpu_reason(machine)}")
     return {} if machine.gpus else dict.fromkeys(GPU_RATES, why)
 
@@ -219,7 +219,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def _keep(place: Path, measured: ProbeAnswer, say: Report) -> None:
-    """A cache that cannot be written costs a new measurement next time, no more."""
+    """Write the cache; if that fails the next call measures again."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_json(place, _Kept(FORMAT, measured))
@@ -228,8 +228,8 @@ def _keep(place: Path, measured: ProbeAnswer, say: Report) -> None:
 
 
 def _cache_path(machine: Machine, disk: Disk) -> Path:
-    """One file for each machine and disk, number of threads that was asked for, and torch: one that
-    cannot use the card leaves its rates unknown, and the cure is to install another."""
+    """Return the file for this machine, disk, requested number of threads and torch: a torch that
+    cannot use the card leaves its rates unknown, and the cure is to install another one."""
     try:
         torch_version = metadata.version("torch")
     except metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ TOO_LITTLE = Rate(None, TOO_LITTLE_MEMORY)
 
 
 def failed(error: Exception) -> Rate:
-    """The rate of a measurement that ended with `error`."""
+    """Return the rate of a measurement that ended with `error`."""
     why = str(error).partition("\n")[0] or type(error).__name__
     if isinstance(error, MemoryError) or any(word in str(error) for word in _NO_MEMORY):
         return Rate(None, f"{TOO_LITTLE_MEMORY}: {why}")
@@ -21,10 +21,10 @@ def failed(error: Exception) -> Rate:
 
 
 def best_rate(work: float, action: Callable[[], object], *, repeats: int, limit_s: float) -> float:
-    """Work a second of the fastest of some timed calls; the first call only warms up.
+    """Return work a second of the fastest of some timed calls; the first call only warms up.
 
-    The fastest, because everything else on the machine can only slow a call down. Stops early when
-    `limit_s` is used up, but times at least once.
+    The fastest, because other programs can only slow a call down. Stops early when `limit_s` is
+    used up, but times at least one call.
     """
     start_s = time.perf_counter()
     action()
@@ -42,8 +42,8 @@ def best_rate(work: float, action: Callable[[], object], *, repeats: int, limit_
 def sustained_rate(
     work: float, action: Callable[[], object], *, repeats: int, limit_s: float
 ) -> float:
-    """Work a second over all of some calls together, after one that only warms up: what is reached
-    for long, beside whatever else runs meanwhile."""
+    """Return work a second over several calls together, after one that only warms up: the rate that
+    lasts, with all that runs beside it."""
     action()
     start_s = time.perf_counter()
     done = 0

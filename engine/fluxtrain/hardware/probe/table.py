@@ -13,7 +13,7 @@ Row = tuple[str, str, str]
 
 
 def probe_text(probe: ProbeAnswer) -> str:
-    """The table in columns, and the age of the rates."""
+    """Return the table in columns, and the age of the rates."""
     rows = probe_rows(probe)
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
@@ -21,12 +21,12 @@ def probe_text(probe: ProbeAnswer) -> str:
 
 
 def probe_rows(probe: ProbeAnswer) -> list[Row]:
-    """Every fact and rate."""
+    """Return every fact and rate."""
     return [*machine_rows(probe.machine), *disk_rows(probe.disk), *rate_rows(probe.rates)]
 
 
 def age_text(probe: ProbeAnswer) -> str:
-    """When the rates were measured, and how long that took."""
+    """Say when the rates were measured, and how long that took."""
     took = duration_text(probe.measuring_s)
     again = not probe.from_cache and probe.tried_again_at_s is not None
     when = f"{duration_text(probe.age_s)} ago" if probe.from_cache or again else "now"
@@ -36,7 +36,7 @@ def age_text(probe: ProbeAnswer) -> str:
 
 
 def machine_rows(machine: Machine) -> list[Row]:
-    """Processor, memory, system and cards; what is unknown says why."""
+    """Return processor, memory, system and cards; an unknown fact has its reason."""
     unknown = machine.unknown
     limit = machine.memory_limit_bytes
     memory_note = "" if limit is None else f"a limit, {_installed(machine)}"
@@ -71,12 +71,12 @@ def machine_rows(machine: Machine) -> list[Row]:
 
 
 def no_gpu_reason(machine: Machine) -> str:
-    """Why this process sees no card."""
+    """Say why this process sees no card."""
     return machine.unknown.get("gpus", "CUDA_VISIBLE_DEVICES hides all GPUs")
 
 
 def disk_rows(disk: Disk) -> list[Row]:
-    """The disk of the runs."""
+    """Return the rows of the disk that holds the runs."""
     kind = disk.file_system or disk.unknown.get("file_system", UNKNOWN)
     notes = [kind, disk.path]
     notes += ["takes host memory"] if disk.in_memory else []
@@ -88,7 +88,7 @@ def disk_rows(disk: Disk) -> list[Row]:
 
 
 def rate_rows(rates: Mapping[str, Rate]) -> list[Row]:
-    """One row a rate; rates that are missing for one reason share a row."""
+    """Return one row a rate; rates that are missing for the same reason share a row."""
     reasons: dict[str, list[str]] = {}
     for name, rate in rates.items():
         if rate.per_s is None:
@@ -104,7 +104,7 @@ def rate_rows(rates: Mapping[str, Rate]) -> list[Row]:
 
 
 def link_text(generation: int | None, width: int | None) -> str:
-    """PCIe 4 x16."""
+    """Name the link, such as PCIe 4 x16."""
     return f"PCIe {_text(generation)} x{_text(width)}"
 
 
