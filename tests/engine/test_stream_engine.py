@@ -162,7 +162,7 @@ def test_logits_of_all_tokens_never_exist_at_once(tiny: Any, batch: Any) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"offload": "everything"}, "auto, none, optimizer, weights, max"),
+        ({"offload": "everything"}, "auto, none, optimizer, weights or max"),
         ({"chunk_rows": 0}, "at least 1"),
         ({"device": "tpu"}, "tpu"),
         ({"device": "meta"}, "use 'cuda' or 'cpu'"),

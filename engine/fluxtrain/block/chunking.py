@@ -105,7 +105,7 @@ def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
 
 
 def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
-    """Bytes that autograd keeps for one row of the block, measured (weights bound).
+    """Measure the bytes that autograd keeps for one row of the block (weights bound).
 
     For blocks without saved tensor hooks (torch.func refuses them) this is the size of the outputs
     of all their modules.

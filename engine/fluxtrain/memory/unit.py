@@ -54,7 +54,7 @@ class Unit:
 
     @property
     def copied(self) -> list[Group]:
-        """The groups that it needs on the device whole: not an embedding that it looks up by rows,
+        """The groups that it needs whole on the device: not an embedding that it looks up by rows,
         nor a head in vocabulary chunks."""
         if self.in_slices:
             return []
