@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain import _native
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.hyper import AdamWUpdate
+from fluxtrain.adamw.step import Backend
 from fluxtrain.client.doctor import DoctorAnswer, SelfTest
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor import examine as examine_module
@@ -98,29 +101,30 @@ def test_cublas_sums_in_one_order_while_the_machine_is_examined_and_not_after(
 def test_one_wrong_bit_of_one_instruction_set_is_found(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = kernel_test.update_
+    right = kernel_test.step_
 
-    def wrong(hi: Tensor, *rest: Any, **options: Any) -> None:
-        right(hi, *rest, **options)
-        if _native.isa() == broken and options["step"] == 3:
-            flip(hi)
+    def wrong(flat: Flat, update: AdamWUpdate, *, backend: Backend) -> None:
+        right(flat, update, backend=backend)
+        if backend == "native" and _native.isa() == broken and update.step == 3:
+            flip(flat.weights)
 
-    monkeypatch.setattr(kernel_test, "update_", wrong)
-    with pytest.raises(Mismatch, match=f"{broken} against scalar: 2 of .* differ, .*adamw split"):
+    monkeypatch.setattr(kernel_test, "step_", wrong)
+    with pytest.raises(Mismatch, match=f"{broken} against scalar: .* differ, .*adamw split"):
         kernel_test.check_kernels()
 
 
 def test_kernels_that_agree_on_a_wrong_bit_differ_from_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = kernel_test.update_f32_
+    right = kernel_test.step_
 
-    def wrong(p: Tensor, *rest: Any, **options: Any) -> None:
-        right(p, *rest, **options)
-        flip(p)
+    def wrong(flat: Flat, update: AdamWUpdate, *, backend: Backend) -> None:
+        right(flat, update, backend=backend)
+        if backend == "native" and flat.lo is None:
+            flip(flat.weights)
 
-    monkeypatch.setattr(kernel_test, "update_f32_", wrong)
-    with pytest.raises(Mismatch, match="scalar against torch: .* the first in adamw f32 p"):
+    monkeypatch.setattr(kernel_test, "step_", wrong)
+    with pytest.raises(Mismatch, match="scalar against torch: .* the first in adamw fp32 weights"):
         kernel_test.check_kernels()
 
 
