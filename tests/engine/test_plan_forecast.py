@@ -154,7 +154,7 @@ def test_a_machine_without_rates_has_a_plan_but_no_time(large: RunConfig, tmp_pa
 def test_no_plans_are_offered_where_the_least_of_the_device_is_asked_for(
     large: RunConfig, tmp_path: Path
 ) -> None:
-    placement = large.placement.model_copy(update={"offload": "max"})
+    placement = replace(large.placement, offload="max")
     plan = preview(large.model_copy(update={"placement": placement}), machine(tmp_path, 24, 160))
     assert plan.layout.offload == "max" and plan.predicted is not None
     assert plan.plans == (), "no setting of the dial leads to another plan"

@@ -28,10 +28,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.inside = nn.Linear(width, 2 * width)
-        self.third_party = nn.Linear(2 * width, width)
+        self.outside = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.third_party(nn.functional.silu(self.inside(self.norm(x))))
+        return x + self.outside(nn.functional.silu(self.inside(self.norm(x))))
 
 
 class Stack(nn.Module):
@@ -243,7 +243,7 @@ class StoresOnContext(torch.autograd.Function):
 class Storing(Block):
     def forward(self, x: Tensor) -> Tensor:
         inside = StoresOnContext.apply(x, self.inside.weight)
-        return x + self.third_party(nn.functional.silu(inside))  # type: ignore[no-any-return]
+        return x + self.outside(nn.functional.silu(inside))  # type: ignore[no-any-return]
 
 
 class ItsOwnHooks(Block):
@@ -274,7 +274,7 @@ def test_a_block_may_keep_views_of_its_weights_between_the_passes(block: type[Bl
 
 class ReturnsAWeight(Block):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x), self.third_party.weight.t()
+        return super().forward(x), self.outside.weight.t()
 
 
 class Penalized(Stack):
