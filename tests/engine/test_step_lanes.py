@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,9 +271,7 @@ def test_a_run_leaves_the_lanes_of_its_steps_in_its_ring(
     run_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = load_config(run_config(train__steps=5, train__checkpoint_every=2), [])
-    config = config.model_copy(
-        update={"placement": config.placement.model_copy(update={"offload": "weights"})}
-    )
+    config = config.model_copy(update={"placement": replace(config.placement, offload="weights")})
     run_dir = tmp_path / "run"
     train(config, locate(None, run_dir, config))
     steps = read_ring(run_dir / "timeline.ring")
