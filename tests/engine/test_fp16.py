@@ -38,7 +38,7 @@ def test_fp16_steps_equal_the_oracle_on_fp32_masters(
     half: Any, batch: Any, offload: str, states: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, from the scaled fp16 gradients; the weights are what the masters round to."""
-    monkeypatch.setattr(state_formats, "LEAST_NARROW", 100)
+    monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", 100)
     model, engine = half(offload=offload, states=states, chunk_rows=2)
     optimizer = adamw(model)
     hyper = Hyper(RATE, (0.9, 0.999), 1e-8, 0.1)
@@ -104,7 +104,7 @@ def test_a_streamed_fp16_training_follows_the_plain_one(
 def test_every_placement_of_fp16_gives_the_same_bits(
     half: Any, batch: Any, same: Any, states: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_formats, "LEAST_NARROW", 100)
+    monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", 100)
     found = []
     for options in (
         {"offload": "none"},
@@ -205,7 +205,7 @@ def test_a_loose_fp16_parameter_is_refused_with_the_cure() -> None:
 def test_predicted_bytes_of_fp16_are_those_that_are_allocated(
     states: Any, half: Any, tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_formats, "LEAST_NARROW", 100)
+    monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", 100)
     facts = facts_of(tiny("qwen2", HALF), states)
     model, engine = half("qwen2", offload="weights", states=states)
     optimizer = adamw(model)

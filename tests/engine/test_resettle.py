@@ -216,7 +216,7 @@ def test_a_slot_that_a_computation_uses_is_never_given_back(
 def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
     training: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, states: str
 ) -> None:
-    monkeypatch.setattr(state_formats, "LEAST_NARROW", 100)
+    monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", 100)
     plain, turned = training(states), training(states)
     plain.steps(10)
     planned = turned.engine.memory()

@@ -31,7 +31,7 @@ LEAST = 100  # matrices of the tiny models are narrow, their norms are not
 
 @pytest.fixture(autouse=True)
 def small_parameters_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_formats, "LEAST_NARROW", LEAST)
+    monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", LEAST)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

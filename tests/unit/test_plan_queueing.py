@@ -17,7 +17,7 @@ from tests.unit.test_plan_calibration import BLOCK, FACTS, PER_S, TRIED
 
 HOST = HostTimes(
     forward_s=0.002, backward_s=0.004, forward_beside_s=0.003, backward_beside_s=0.006,
-    park_forward_s=0.0001, park_backward_s=0.0003, outside_s=0.01,
+    offload_forward_s=0.0001, offload_backward_s=0.0003, outside_s=0.01,
     home_update_s=0.0005, device_update_s=0.001,
 )  # fmt: skip
 AT_HOME = Layout(offload="weights", batch_rows=8, chunk_rows=4)

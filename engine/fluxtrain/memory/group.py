@@ -76,13 +76,13 @@ class Group:
         return sum(s.elements for s in self.trained)
 
     @property
-    def narrow_elements(self) -> int:
+    def low_bit_elements(self) -> int:
         """Trained elements whose moments may be kept in fewer bits than fp32."""
         members = [(s, m) for s in self.trained for m in s.members]
         return sum(
             s.allot(s.dtype.itemsize, m.count)
             for s, m in members
-            if m.count >= state_formats.LEAST_NARROW
+            if m.count >= state_formats.LEAST_LOW_BIT
         )
 
     @property
@@ -147,7 +147,7 @@ class Group:
                 f"{name} is {parameter.dtype} and trained; bfloat16, float16 and float32 can be: "
                 "convert first, model.to(torch.bfloat16); of complex ones torch.view_as_real(...)"
             )
-        large = trained and parameter.numel() >= state_formats.LEAST_NARROW
+        large = trained and parameter.numel() >= state_formats.LEAST_LOW_BIT
         segment = self._segment(parameter.dtype, trained, self.states if large else "fp32")
         member = Member(
             parameter, name, segment, parameter.numel(), parameter.shape, len(self.members)

@@ -11,7 +11,7 @@ STATE_FORMATS: tuple[StateFormat, ...] = ("fp32", "bf16", "8bit")
 STATE_BLOCK = 256  # elements of 8-bit states that share one scale
 # Parameters with fewer elements keep fp32 states in every format: norms and biases are a
 # thousandth of a model and train badly in 8 bits (bitsandbytes' min_8bit_size).
-LEAST_NARROW = 4096
+LEAST_LOW_BIT = 4096
 _SCALE_BYTES = 4
 _BLOCK_4BIT = 128  # elements of torchao's 4-bit states that share one scale
 

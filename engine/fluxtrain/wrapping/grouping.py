@@ -137,6 +137,6 @@ def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
         trained_fp16=elements[torch.float16],
         users=group.users,
         states=group.states,
-        narrow=group.narrow_elements,
+        narrow=group.low_bit_elements,
         table_rows=group.members[0].shape[0] if is_one else 0,
     )

@@ -68,8 +68,8 @@ class HostTimes:
     backward_s: float
     forward_beside_s: float  # while AdamW runs
     backward_beside_s: float  # while moments are updated, or blocks of a step in backward
-    park_forward_s: float  # what offloading the input of a block adds
-    park_backward_s: float
+    offload_forward_s: float  # what offloading the input of a block adds
+    offload_backward_s: float
     outside_s: float  # of a batch: all but the blocks, both ways
     home_update_s: float  # `step()`, of a group at home
     device_update_s: float  # the same of a group that lives on the device

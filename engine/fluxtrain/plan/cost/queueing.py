@@ -79,8 +79,8 @@ def queueing_of(
     if not clips:  # each group is stepped in the backward pass
         beside_s += here * host.device_update_s / max(1, facts.layers)
     offloaded = offloading_blocks(facts, layout) / max(1, facts.layers)
-    there_s = offloaded * host.park_forward_s  # once a batch
-    back_s = offloaded * host.park_backward_s
+    there_s = offloaded * host.offload_forward_s  # once a batch
+    back_s = offloaded * host.offload_backward_s
     return Queueing(
         blocks=facts.layers,
         forward_s=chunks * host.forward_s + there_s,
