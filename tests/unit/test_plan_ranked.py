@@ -178,7 +178,7 @@ def written(folder: Path, content: Any) -> Path:
 
 def test_a_machine_is_read_from_the_least_that_says_it(tmp_path: Path) -> None:
     found = read_machine_file(written(tmp_path, LEAST))
-    assert found.room == Capacity(device_free_bytes=24 * GIB, host_available_bytes=64 * GIB)
+    assert found.capacity == Capacity(device_free_bytes=24 * GIB, host_available_bytes=64 * GIB)
     assert found.per_s == {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "pin": None}
     assert "24.0 GiB" in found.line
 
@@ -189,7 +189,7 @@ def test_what_is_free_counts_more_than_what_is_built_in(tmp_path: Path) -> None:
         "gpus": [{"name": "card", "memory_total_bytes": 24 * GIB, "memory_free_bytes": 22 * GIB}],
     }  # fmt: skip
     found = read_machine_file(written(tmp_path, {"machine": machine}))
-    assert found.room == Capacity(device_free_bytes=22 * GIB, host_available_bytes=50 * GIB)
+    assert found.capacity == Capacity(device_free_bytes=22 * GIB, host_available_bytes=50 * GIB)
     assert "card 22.0 GiB" in found.line
     assert found.per_s == {}
 
