@@ -69,23 +69,23 @@ def trained(model: nn.Module, plan: Placement, batch: dict[str, Tensor], steps: 
     return engine_of(model)
 
 
-@pytest.mark.parametrize("request", LAYOUTS, ids=str)
+@pytest.mark.parametrize("asked", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_predicted_bytes_are_those_that_training_holds(
-    tiny: Tiny, batch: Batch, family: str, dtype: torch.dtype, request: RunRequest
+    tiny: Tiny, batch: Batch, family: str, dtype: torch.dtype, asked: RunRequest
 ) -> None:
     """Host: exact. Device: all but the workspace (recomputed activations, logits, the head's fp32
     gradient sum, gradients on their way to the sums) and kept activations, which are torch's own
     and which nobody counts without a GPU."""
     model = tiny(family, dtype)
-    plan = planned(model, request)
+    plan = planned(model, asked)
     engine = trained(model, plan, batch(family, ROWS, LENGTH), steps=3)
     memory = engine.memory()
     assert memory.host_arena_bytes == plan.need.arena_bytes
     assert plan.host_bytes >= plan.need.arena_bytes + plan.device_bytes  # one memory has both
     counted = plan.need.shown_device_bytes(has_gpu=False)
-    if request.offload == "max":  # two boundaries at a time on the device, held by nobody for long
+    if asked.offload == "max":  # two boundaries at a time on the device, held by nobody for long
         counted -= plan.need.boundaries_bytes
     assert memory.device_peak_bytes == pytest.approx(counted, rel=0.1)
     assert engine.plan is plan
