@@ -61,7 +61,7 @@ def test_an_fp16_run_learns_and_says_what_it_chose(run_config: MakeConfig, tmp_p
     hello = [event for event in events if isinstance(event, ev.Hello)][-1]
     assert hello.dtype == "float16"
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    chosen = {choice.name: choice for choice in plan.choices}["model.dtype"]
+    chosen = {choice["name"]: choice for choice in plan["choices"]}["model.dtype"]
     assert (chosen["value"], chosen["because"]) == ("float16", "model.dtype says so")
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float16}

@@ -55,7 +55,8 @@ def test_a_copy_keeps_them_and_a_pickle_has_those_of_the_class(tiny: Any, batch:
     wrapped = fluxtrain.wrap(patched(tiny("llama")))
     made = copy.deepcopy(wrapped)
     assert made.model.norm.forward.__self__ is made.model.norm  # type: ignore[union-attr]
-    assert torch.equal(made(**batch()).loss, wrapped(**batch()).loss)
+    theirs, ours = made(**batch()).loss, wrapped(**batch()).loss
+    torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)  # one in chunks, the other whole
     norm = pickle.loads(pickle.dumps(wrapped.model.norm))
     assert torch.equal(norm.weight, wrapped.model.norm.weight)
     assert engine_of(wrapped).blocks

@@ -148,17 +148,17 @@ def test_a_fork_is_refused_before_it_waits_for_threads_it_has_not(tiny: Any, bat
 
 
 def _compile_whole(model: Any) -> Any:
-    return torch.compile(model, backend="in_backward")
+    return torch.compile(model, backend="eager")
 
 
 def _compile_in_place(model: Any) -> Any:
-    model.compile(backend="in_backward")
+    model.compile(backend="eager")
     return model
 
 
 def _compile_blocks(model: Any) -> Any:
     for layer in model.model.layers:
-        layer.compile(backend="in_backward")
+        layer.compile(backend="eager")
     return model
 
 
@@ -198,7 +198,7 @@ def test_compiling_a_wrapped_model_is_told_to_do_nothing(
 
 
 def test_a_wrapped_model_that_must_be_one_graph_is_refused(tiny: Any, batch: Any) -> None:
-    model = torch.compile(fluxtrain.wrap(tiny("llama")), backend="in_backward", fullgraph=True)
+    model = torch.compile(fluxtrain.wrap(tiny("llama")), backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="fullgraph=True"):
         model(**batch())
 
