@@ -54,10 +54,13 @@ class Call(UnitCall):
         capture: Capture,
     ) -> None:
         super().__init__(context, unit)
-        self.given = CallArguments(unit, tree, tensors)
+        spans, cut = _cut(
+            context, unit, tree, tensors
+        )  # may run the block: before its writes count
+        self.given = CallArguments(unit, tree, tensors, cut)
         self.outputs = CallOutputs()
         self.capture = capture
-        self.chunks = self._cut(context, tensors)
+        self.chunks = [Chunk(span) for span in spans]
         self._device = context.device.torch_device
         self._autocast = Autocast.now(self._device)
         self._recomputes = unit.recomputes
@@ -66,13 +69,6 @@ class Call(UnitCall):
         self._buffers: Copies = {}  # of buffers that the forward wrote to, from before it
         self._trained: list[tuple[Group, Member]] = []
         self._ends: list[GradientEdge] = []  # where the gradients of these arrive
-
-    def _cut(self, context: Context, tensors: Sequence[Tensor]) -> list[Chunk]:
-        rows = batch_rows(tensors)
-        if rows is None or not chunks(context, self.unit, rows, self.given.tree, tensors):
-            return [Chunk((0, rows or 1))]
-        self.given.cut = splits(tensors, rows)
-        return [Chunk(span) for span in spans(rows, context.chunk_rows)]
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -279,3 +275,13 @@ class Call(UnitCall):
             self.given.writes.refuse_change(arguments, inputs, self.given.needs)
             self.outputs.note_chunk(tree, aliases, len(results))
         return results
+
+
+def _cut(
+    context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor]
+) -> tuple[list[tuple[int, int]], Sequence[bool]]:
+    """Choose the rows of each chunk, and which arguments are cut into them."""
+    rows = batch_rows(tensors)
+    if rows is None or not chunks(context, unit, rows, tree, tensors):
+        return [(0, rows or 1)], [False] * len(tensors)
+    return spans(rows, context.chunk_rows), splits(tensors, rows)

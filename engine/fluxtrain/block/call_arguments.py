@@ -21,12 +21,12 @@ _KNOWN_KINDS = 256  # a bound: a dict with new keys in each call is a new kind e
 class CallArguments:
     """The tensors among the arguments of one call, from forward to backward."""
 
-    def __init__(self, unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, unit: Unit, tree: Tree, tensors: Sequence[Tensor], cut: Sequence[bool]
+    ) -> None:
         self.tree = tree
         self.needs = tuple(t.requires_grad for t in tensors)  # which arguments ask for a gradient
-        self.cut: Sequence[bool] = tuple(
-            False for _ in tensors
-        )  # which arguments carry the batch's rows
+        self.cut = cut  # which arguments carry the batch's rows
         self._unit = unit
         self._kind = (unit.module.training, tree.structure())
         known = unit.written_arguments.get(self._kind)
