@@ -13,7 +13,7 @@ from textual.screen import Screen
 import fluxtui.app
 from fluxtui.app import MADE_READY, FluxApp
 from fluxtui.themes import load_themes
-from fluxtui.widgets.ground import LiveContext
+from fluxtui.widgets.ground import Ground
 from tests.tui.app_pilot import SIZE, app_on, drawn, still, text_of, until
 
 KEYS = {"loss": "4", "log": "5", "plan": "6", "memory": "2", "transfer": "3"}
@@ -135,7 +135,7 @@ async def test_a_screen_that_was_made_before_a_change_of_theme_has_the_new_groun
         await until(pilot, lambda: app.screen_name == "memory")
         await still(pilot)
         for ground in (app.screen, app.screen.query_one("#body")):
-            assert isinstance(ground, LiveContext)
+            assert isinstance(ground, Ground)
             for crop in (ground.size.region, Region(3, 1, 4, 2)):
                 wanted = ground._styles_cache.render_widget(ground, crop)
                 drawn_rows = ground.render_lines(crop)

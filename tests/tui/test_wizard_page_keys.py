@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from textual.content import Content
 
-from fluxtui.actions.table import ACTIONS, rebound
+from fluxtui.actions.key_map import rebound
+from fluxtui.actions.table import ACTIONS
 from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.pages.hardware import hardware_page
