@@ -1,4 +1,4 @@
-"""Steps in backward need memory for a few groups' gradients at home, not for every group's."""
+"""Steps in backward need memory for a few groups' gradients on the host, not for every group's."""
 
 from __future__ import annotations
 

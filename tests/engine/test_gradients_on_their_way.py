@@ -1,4 +1,4 @@
-"""Who asks only whether there are gradients does not wait until they are at home."""
+"""Who asks only whether there are gradients does not wait until they are on the host."""
 
 from __future__ import annotations
 

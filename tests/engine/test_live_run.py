@@ -93,7 +93,7 @@ def test_residency_changes_and_is_undone_through_the_socket_and_the_losses_keep_
     run(config, run_dir)
     assert losses(run_dir) == losses(tmp_path / "plain")
     assert [answer.ok for answer in script.answers] == [True, False, True]
-    assert "2 blocks are at home on the host, use 0 to 2" in script.answers[1].message
+    assert "2 blocks are on the host, use 0 to 2" in script.answers[1].message
     made, undone = events(run_dir, ev.ChangeApplied)
     assert (made.step, made.before, made.after, made.why) == (6, 0, 2, "asked")
     assert (undone.step, undone.before, undone.after, undone.why) == (32, 2, 0, "undo")

@@ -56,7 +56,8 @@ def test_rows_that_the_plan_chose_for_an_embedding_on_the_device_are_nothing_to_
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Large tables are looked up by rows where they are at home; here all live on the device."""
+    """Large tables are looked up by rows where they are on the host; here all live on the
+    device."""
     monkeypatch.setattr("fluxtrain.plan.tables.LEAST_TABLE_BYTES", 1)
     monkeypatch.setattr("fluxtrain.plan.tables.MOST_OF_TABLE", 1e6)
     config = run_config(model__path=str(model_folder("llama")), train__steps=1)

@@ -196,7 +196,7 @@ def test_a_wish_is_kept_with_and_without_a_gpu(wish: bool) -> None:
 def test_a_wish_without_effect_is_told_so() -> None:
     request = RunRequest(offload="none", batch_rows=8, deferred_moments=True)
     plan = place(model(), Capacity(device_free_bytes=None, host_available_bytes=64 * GIB), request)
-    assert choice(plan)[1] == "as set, without effect: no trained weights are at home on the host"
+    assert choice(plan)[1] == "as set, without effect: no trained weights are on the host"
 
 
 def test_without_a_gpu_nothing_is_deferred_by_itself() -> None:

@@ -168,7 +168,7 @@ class TrainSettings(Section):
     )
     moments: Literal["auto", "with_weights", "deferred"] = Field(
         default="auto",
-        description="when fp32 moments of weights at home on the host are updated: together "
+        description="when fp32 moments of weights on the host are updated: together "
         "with_weights, or deferred until all weights are, beside the next backward pass (the same "
         "bits); auto defers where a GPU's step is predicted to be shorter",
     )

@@ -44,7 +44,7 @@ class LiveSettings:
     """What a run can change between two steps, as it is now."""
 
     prefetch: int  # blocks copied ahead, where so many stream
-    resident_blocks: int  # of those at home on the host, where there are so many
+    resident_blocks: int  # of those on the host, where there are so many
     chunk_rows: int
     device_groups: int = 0
     blocks_without_recompute: int = (
@@ -112,7 +112,7 @@ class LiveContext:
         )
 
     def home_blocks(self, settings: LiveSettings) -> int:
-        """Blocks at home on the host, which may be resident or stream."""
+        """Blocks on the host, which may be resident or stream."""
         moved = replace(self.layout, device_groups=settings.device_groups)
         return len(homes(self.facts, moved)[1].blocks)
 
@@ -198,7 +198,7 @@ def _check_range(context: LiveContext, now: LiveSettings, change: Change) -> Non
         _between(change, 0, parts, f"the model has {parts} parts")
     elif change.name == "resident_blocks":
         home = context.home_blocks(now)
-        _between(change, 0, home, f"{home} blocks are at home on the host")
+        _between(change, 0, home, f"{home} blocks are on the host")
     elif streamed < 2:
         raise BadInput(f"{change}: {streamed} blocks stream, so none can be copied ahead")
     else:

@@ -48,7 +48,7 @@ class Group:
         self.placement = GroupPlacement(name=name, kind=kind)
         self.members: list[Member] = []
         self.segments: list[Segment] = []
-        self.wire: Tensor | None = None  # (wire_bytes,) uint8 at home
+        self.wire: Tensor | None = None  # (wire_bytes,) uint8 on the host
         self.wire_bytes = 0
         self.version = 0  # counts changes of the weights
         self.users = 0  # units that compute with this group
@@ -119,7 +119,7 @@ class Group:
 
     def wait(self) -> None:
         """Block until no update of this group is under way, nor its moments; raises what made one
-        fail. From then on nothing reads or writes its weights, states and gradients at home."""
+        fail. From then on nothing reads or writes its weights, states and gradients on the host."""
         moments = self.moments
         self.wait_for_weights()
         if moments is not None:
@@ -181,7 +181,7 @@ class Group:
             member.write_version = member.parameter._version
 
     def own_view(self, member: Member) -> Tensor:
-        """The member's weights at home, in its shape, with a storage of its own."""
+        """The member's weights on the host, in its shape, with a storage of its own."""
         assert self.wire is not None
         offset = member.segment.wire_offset_bytes + member.offset * member.segment.dtype.itemsize
         dtype = member.segment.dtype
@@ -226,7 +226,7 @@ class Group:
                 view.zero_()
 
     def ensure_gradient(self) -> None:
-        """Allocate the gradients' memory at home in each segment's dtype."""
+        """Allocate the gradients' memory on the host in each segment's dtype."""
         for segment in self.trained:
             if segment.rounded is None:
                 span = [(segment.dtype, segment.elements, 0)]
@@ -236,7 +236,7 @@ class Group:
 
     @property
     def holds_gradient_memory(self) -> bool:
-        """Is there memory at home for its gradients?"""
+        """Is there memory on the host for its gradients?"""
         return all(segment.rounded is not None for segment in self.trained)
 
     def give_up_gradient_memory(self) -> list[int]:
@@ -284,7 +284,8 @@ class Group:
     def allocate_weights(
         self, segments: list[Segment], size_bytes: int, *, pin: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """Memory at home for the weights of these segments, and a flat tensor for each; a forked
+        """Memory on the host for the weights of these segments, and a flat tensor for each; a
+        forked
         process gets it too."""
         spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in segments]
         return self.allocate(self.placement.weights, size_bytes, spans, pin=pin, for_forks=True)

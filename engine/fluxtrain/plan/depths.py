@@ -1,9 +1,9 @@
-"""How many buffers of one size gradients pass through, on the device and at home."""
+"""How many buffers of one size gradients pass through, on the device and on the host."""
 
 from __future__ import annotations
 
 LARGE_STAGING_BYTES = 128 << 20  # gradients on their way home are this large in few groups
-LARGE_GRADIENT_BYTES = 512 << 20  # those at home: only an embedding's or a head's
+LARGE_GRADIENT_BYTES = 512 << 20  # those on the host: only an embedding's or a head's
 
 
 def staging_depth(gradient_bytes: int) -> int:
@@ -19,7 +19,7 @@ def sum_depth(gradient_bytes: int, *, is_block: bool) -> int:
 
 
 def ring_depth(gradient_bytes: int) -> int:
-    """Buffers of one size that the gradients of a step in backward pass through at home: one on
+    """Buffers of one size that the gradients of a step in backward pass through on the host: one on
     its way,
     one being used up, one for jitter; of the largest (embedding, head), which come alone, one."""
     return 1 if gradient_bytes >= LARGE_GRADIENT_BYTES else 3

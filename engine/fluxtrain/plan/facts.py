@@ -107,7 +107,7 @@ class GroupFacts:
         return FP32_BYTES * self.trained
 
     def gradient_bytes(self, *, accumulates: bool) -> int:
-        """Gradients at home; several backward passes a step add narrow ones up in fp32 beside."""
+        """Gradients on the host; several backward passes a step add them up in fp32."""
         wide = FP32_BYTES * (self.trained_bf16 + self.trained_fp16) if accumulates else 0
         return self.rounded_bytes + wide
 
@@ -205,7 +205,7 @@ class Groups:
         return max((group.rounded_bytes for group in self._groups), default=0)
 
     def gradient_bytes(self, *, accumulates: bool) -> int:
-        """Gradients at home, as of each group."""
+        """Gradients on the host, as of each group."""
         return sum(n * g.gradient_bytes(accumulates=accumulates) for g, n in self.alike)
 
 
@@ -302,7 +302,7 @@ class ModelFacts:
         return len(self.blocks)
 
     def homes(self, count: int, first: DeviceFirst) -> tuple[Groups, Groups]:
-        """The `count` groups that live on the device, and those at home on the host; `parted` says
+        """The `count` groups that live on the device, and those on the host; `parted` says
         which, and the answer is kept."""
         found = self._homes.get((count, first))
         if found is None:

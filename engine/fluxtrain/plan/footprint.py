@@ -2,7 +2,7 @@
 
 `device_groups` groups (`parted` says which) live on the device altogether: weights, gradients and
 optimizer states (14 bytes a trained bf16 parameter, 16 an fp16 or fp32 one). The other groups
-are at home on the host with all of that, and of their weights the device has
+are on the host with all of that, and of their weights the device has
 
 | offload   | edges | blocks                                                | blocks' inputs       |
 |-----------|-------|-------------------------------------------------------|----------------------|
@@ -11,9 +11,10 @@ are at home on the host with all of that, and of their weights the device has
 | weights   | all   | `resident_blocks` of them, the others through slots   | see `activations`    |
 | max       | all   | as `weights`, with the fewest slots                   | host                 |
 
-Of an embedding at home the device has all, or with `embedding` rows only those that a batch can
+Of an embedding on the host the device has all, or with `embedding` rows only those that a batch can
 look up (`plan/tables.py`), and sums of their gradients alone; a tied one it has too, for the head.
-Of a head at home it has all, or with `head` slices two of them and a sum of one (`plan/heads.py`).
+Of a head on the host it has all, or with `head` slices two of them and a sum of one
+(`plan/heads.py`).
 
 On the host, but for those of the last `activations_on_device` blocks and of what follows them.
 The first `blocks_without_recompute` of the blocks whose weights are on the device keep their
@@ -65,19 +66,18 @@ class Layout:
     offload: Offload
     device_groups: int = 0  # with `none` all, whatever is said here
     device_first: DeviceFirst = "embedding"  # which ones those are: see `parted`
-    resident_blocks: int = 0  # of those at home; with `optimizer` all
+    resident_blocks: int = 0  # of those on the host; with `optimizer` all
     blocks_without_recompute: int = 0  # of those whose weights are on the device, or all of them
     activations: InputsOn = "device"  # where they wait; with `max` on the host, whatever is said
     activations_on_device: int = 0  # of so many last blocks they stay there all the same
     batch_rows: int = 0  # 0: not known
     chunk_rows: int = 0
     passes: int = 1  # backward passes a step
-    optimizer_in_backward: bool = (
-        False  # groups are updated as their gradients arrive: those at home pass through
-    )
-    embedding: Embedding = "whole"  # what of one at home is copied to the device
-    head: Head = "whole"  # how one at home is copied to the device
-    deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
+    # groups are updated as their gradients arrive: those on the host pass through a few buffers
+    optimizer_in_backward: bool = False
+    embedding: Embedding = "whole"  # what of one on the host is copied to the device
+    head: Head = "whole"  # how one on the host is copied to the device
+    deferred_moments: bool = False  # AdamW's, of groups on the host: updated after all weights
     slots: int | None = None  # for the blocks that are not resident; None: as `offload` says
 
     @property
@@ -101,7 +101,7 @@ class Footprint:
     boundaries_bytes: int
     workspace_bytes: int  # recomputed activations, logits, gradients on their way to the sums
     kept_bytes: int = 0  # activations that are not recomputed
-    arena_bytes: int  # weights, states and gradients at home on the host
+    arena_bytes: int  # weights, states and gradients on the host
     host_bytes: int
 
     @property
@@ -166,7 +166,7 @@ def _gradients_at_home(at_home: Groups, layout: Layout) -> int:
 
 
 def homes(facts: ModelFacts, layout: Layout) -> tuple[Groups, Groups]:
-    """The groups that live on the device, and those at home on the host."""
+    """The groups that live on the device, and those on the host."""
     count = len(facts.groups) if layout.offload == "none" else layout.device_groups
     return facts.homes(count, layout.device_first)
 
@@ -205,7 +205,7 @@ def streamed_count(facts: ModelFacts, layout: Layout) -> int:
 
 
 def streamed(layout: Layout, at_home: Groups) -> Groups:
-    """Blocks at home whose weights come through slots."""
+    """Blocks on the host whose weights come through slots."""
     every = layout.offload == "optimizer"
     return at_home.streamed(len(at_home) if every else layout.resident_blocks)
 

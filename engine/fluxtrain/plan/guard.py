@@ -4,10 +4,11 @@ The placement rule looks at the step; a run also loads, evaluates, keeps checkpo
 model. Evaluation needs nothing that a step does not (its loss is computed in the same chunks), and
 a checkpoint brings a GPU's tensors to the host in small pieces.
 
-Of host memory each phase is judged by itself. While the weights are loaded, nothing is at home yet:
-those that are pages of their files take none that the system could not have back, the others are
-copies, all of them at once, which then go home group by group. While the model is saved, all that
-trains is at home, and weights of the GPU come on top, one file at a time.
+Each phase's host memory is judged by itself. While weights are loaded, no arena exists yet: pages
+of
+the model's files can be given back to the system, all other weights are copies, which then move to
+their arenas group by group. While the model is saved, all that trains is there, and weights of the
+GPU come on top, one file at a time.
 
 Pure functions: sizes in, `DoesNotFit` out.
 """
@@ -68,8 +69,8 @@ class HostNeed:
     """Host memory that the system cannot have back, in the two fullest phases of a run."""
 
     home_bytes: int  # arenas and boundaries
-    loading_bytes: int = 0  # copies of weights before they are at home
-    saving_bytes: int = 0  # copies of weights beside what is at home
+    loading_bytes: int = 0  # copies of weights before they are on the host
+    saving_bytes: int = 0  # copies of weights beside what is on the host
     parameters: int = 0
 
     @property
@@ -81,11 +82,13 @@ class HostNeed:
 def loading_bytes(
     facts: ModelFacts, layout: Layout, *, copied_bytes: int, sources_bytes: int = 0
 ) -> int:
-    """Until all weights are at home: those that are no pages of files (`copied_bytes`), with what
-    they are made of (`sources_bytes`), later with arenas for weights that are. One group's are
-    there twice, when they are put together and on their way home."""
+    """Count the host memory that loading takes until all weights lie in their arenas.
+
+    `copied_bytes`: weights that are copies and no pages of files, made of `sources_bytes`; arenas
+    for the others come later. One group's weights are there twice while they move to its arena.
+    """
     if not copied_bytes:
-        return 0  # arenas alone, which what is at home counts
+        return 0  # arenas alone, which are counted with what trains
     every = sum(group.weight_bytes for group in facts.groups)
     arenas = min(homes(facts, layout)[1].weight_bytes, max(0, every - copied_bytes))
     largest = max((group.weight_bytes for group in facts.groups), default=0)

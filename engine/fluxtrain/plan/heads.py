@@ -1,4 +1,4 @@
-"""A head at home whose weight is copied to the device whole, or in slices of its words.
+"""A head on the host whose weight is copied to the device whole, or in slices of its words.
 
 The logits of a chunk of tokens over one slice are all that the loss needs at a time: a first pass
 over the slices collects the sums of the softmax, a second one computes slopes. So the device holds
@@ -85,7 +85,7 @@ class HeadSlices:
 def head_slices(
     facts: ModelFacts, chosen: Head, at_home: Groups, *, by_rows: bool
 ) -> HeadSlices | None:
-    """What the head takes where it is at home and comes in slices; a tied one does where the
+    """What the head takes where it is on the host and comes in slices; a tied one does where the
     embedding is looked up by rows."""
     head = facts.head
     if chosen != "chunks" or head is None or not comes_apart(facts) or (head.tied and not by_rows):

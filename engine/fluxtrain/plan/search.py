@@ -219,7 +219,7 @@ class Search:
         )
 
     def home_blocks(self, device_groups: int, first: DeviceFirst) -> int:
-        """Blocks at home on the host when `device_groups` groups are not."""
+        """Blocks on the host when `device_groups` groups are not."""
         return len(self.facts.homes(device_groups, first)[1].blocks)
 
     def _pressure(self, layout: Layout) -> float:

@@ -1,6 +1,6 @@
 """Which parts live on the device: of the blocks some here and there, not the first of them.
 
-A block at home on the host costs AdamW and copies; one on the device hides those of others. Where
+A block on the host costs AdamW and copies; one on the device hides those of others. Where
 the first blocks lived there, the backward pass would come to them last, when the moments (or the
 updates of a step in backward) of all others had been waited for, and copies would rest while they
 are

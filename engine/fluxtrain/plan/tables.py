@@ -1,4 +1,4 @@
-"""An embedding at home of which only the rows that a batch looks up are copied to the device.
+"""An embedding on the host of which only the rows that a batch looks up are copied to the device.
 
 A batch of T tokens looks at T rows at most. They are gathered on the host into page-locked memory,
 copied, looked up; the gradients of the same rows come home and are put among zeros there. Beside

@@ -13,7 +13,7 @@ CROSSINGS = 1.5  # of a byte a step: weights go up twice and are half of it, gra
 
 
 def wanted_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Weights at home on the host and their gradients on the way there (sums of several
+    """Weights on the host and their gradients on the way there (sums of several
     passes too), and what an embedding's rows pass through."""
     at_home = homes(facts, layout)[1]
     by_rows = rows_of_table(facts, layout, at_home)

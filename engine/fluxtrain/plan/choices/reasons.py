@@ -137,7 +137,7 @@ def _cure(search: Search) -> str:
     request, row = search.request, search.facts.row
     own = search.facts.has_masters
     settings = _settings(request)
-    if not own:  # another package's optimizer has no states at home
+    if not own:  # another package's optimizer has no states on the host
         settings = tuple(replace(s, easier=replace(s.easier, offload="none")) for s in settings)
     for setting in settings:
         if setting.easier == request:
@@ -239,7 +239,7 @@ def _device_groups(search: Search, layout: Layout) -> str:
     if not search.capacity.has_gpu:
         return "without a GPU nothing is gained by updating a group elsewhere"
     if not search.fills(layout):
-        return f"{layout.offload} has every group at home on the host"
+        return f"{layout.offload} has every group on the host"
     if layout.device_groups == len(groups):
         return f"all {len(groups)} fit"
     following = search.one_more_group(layout)

@@ -191,7 +191,7 @@ def _boundaries(frontier: Frontier, layout: Layout, because: str) -> tuple[str, 
 def _head_choice(
     frontier: Frontier, layout: Layout, because: Callable[[str, object], str]
 ) -> tuple[ChoiceMade, ...]:
-    """With the time that the other way takes, where the head is at home and it was compared."""
+    """With the time that the other way takes, where the head is on the host and it was compared."""
     told = head_choice(frontier.search, layout)
     compared = len(frontier.search.heads) > 1 and frontier.rates.has_gpu
     at_home = head_copied(frontier.search.facts, replace(layout, head="chunks")) == "chunks"

@@ -42,7 +42,7 @@ def line_of_chunks(rows: int, whole: float, chunks: int, cut: float) -> Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """What a step took longer once its groups were at home on the host and streamed, on the cores
+    """What a step took longer once its groups were on the host and streamed, on the cores
     that compute: their updates, copies of `copied_bytes`, and what they cost beside their bytes."""
 
     longer_s: float
@@ -71,7 +71,7 @@ class HostTimes:
     offload_forward_s: float  # what offloading the input of a block adds
     offload_backward_s: float
     outside_s: float  # of a batch: all but the blocks, both ways
-    home_update_s: float  # `step()`, of a group at home
+    home_update_s: float  # `step()`, of a group on the host
     device_update_s: float  # the same of a group that lives on the device
 
 

@@ -68,7 +68,7 @@ def _nothing_waits(facts: ModelFacts, layout: Layout) -> str:
     """Why no moments can come later; "" where some can."""
     at_home = homes(facts, layout)[1]
     if not at_home.trained:
-        return "no trained weights are at home on the host"
+        return "no trained weights are on the host"
     if not any(group.pass_bytes for group in at_home):
         return "fp16 masters, and moments in fewer bits than fp32, are updated with the weights"
     return ""

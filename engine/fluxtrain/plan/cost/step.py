@@ -1,43 +1,27 @@
 """How long a step of a layout takes, from measured rates. Pure arithmetic.
 
-    exact    step = max(forward, uploads, host update) + loss + backward
-    deferred step = max(forward, uploads, weights' pass) + loss + backward behind the moments
-    in_backward    step = max(forward, uploads) after the last update + loss + backward behind the
-    updates
+    clipping      max(forward, uploads, host update) + loss + backward
+    deferred      max(forward, uploads, weights' pass) + loss + backward behind the moments' pass
+    in backward   max(forward, uploads) after the last update + loss + backward behind the updates
 
-Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
-before the last block's update, so nothing of that overlaps with the loss. With deferred moments
-that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
-pass, which follows at once and is hidden under loss and backward. A group's new gradients go home
-when its moments are done, and the blocks before it (in forward order) are computed when those have
-left: blocks on the device, which the backward pass comes to last, hide no moments of others. In a
-step in backward the same holds for updates, of which three may be waiting. The forward begins when
-the
-embedding is updated, and copied or the rows of it that are looked up. In a step in backward updates
-follow the backward pass: each begins when its group's gradients are at home and the one before is
-done (`plan/cost/updates.py`), that of the embedding last of all. What the next forward needs first
-is then what it gets last: only blocks that live on the device are computed meanwhile, and copies
-are asked for afterwards. Groups on the device cost no bus and no host update; of blocks whose
-weights are resident only the updated weights are copied, once a step; streamed ones are copied for
-the forward and again for the backward, in which their gradients go home on the other lane of the
-bus. The optimizer's and the copies' share of the same host memory is not counted. A mixture of
-experts is taken as if every expert computed for every token.
+Each phase takes as long as the slowest of what runs at once in it, and no shorter than the host
+needs to queue it (`plan/cost/queueing.py`).
 
-Where a block of this model was tried on this machine (`plan/cost/calibration.py`), its seconds take
-the place of the matmul rate and of the class's constants. Two more things are known then: updates
-of groups that live on the device, which come after the backward pass and overlap with nothing, and
-how fast the host can queue the work of a GPU (`plan/cost/queueing.py`), which no step is shorter
-than; nor is a forward pass where anything is updated at home, for the host waits for that and is
-then not ahead of the GPU, nor a backward pass behind it, but for what the host gets ahead under the
-head. What the host does at the end of a step the GPU waits for where it is not behind.
+- The forward cannot end before the last block's update, so no update overlaps with the loss.
+- Deferred moments: each pass moves 18 of 26 bytes a parameter. A group's new gradients are
+  downloaded when its moments are done, so backward waits for the moments of later groups.
+- Step in backward: an update begins when its gradients are on the host and the update before it
+  has ended (`plan/cost/updates.py`); three may wait. The embedding is updated last and needed
+  first.
+- Groups on the device cost no bus and no host update. Resident weights are uploaded once a step,
+  streamed ones for the forward and again for the backward, beside the gradients' downloads.
+- Few slots begin copies late (`plan/cost/prefetch.py`).
+- Where a block of this model was timed here (`plan/cost/calibration.py`), its seconds take the
+  place of the matmul rate and of the class's constants.
+- Without a GPU the same cores do everything, so nothing overlaps.
 
-Where the slots that blocks stream through are few, their copies begin late
-(`plan/cost/prefetch.py`). Of the forward's updates each group's must end before it is copied and it
-and all that follows is computed with: behind the last update the last block is still to come,
-behind the first one all.
-
-Without a GPU everything is done by the same cores, so nothing overlaps. What a group at home costs
-there beside its bytes (threads that start and wait, bookkeeping) was then tried too.
+Not counted: what the optimizer and the copies take from each other of host memory's bandwidth. Of
+a mixture of experts every expert computes for every token.
 """
 
 from __future__ import annotations
@@ -91,7 +75,7 @@ class Cost:
     host_update_s: float  # where moments are deferred, of the weights alone
     deferred_moments_s: float = 0.0  # on the host, beside the first backward pass
     device_update_s: float = 0.0  # of groups that live on the device, where it was measured
-    beside_bytes_s: float = 0.0  # of groups at home on the cores that compute, where measured
+    beside_bytes_s: float = 0.0  # of groups on the host on the cores that compute, where measured
     queueing_s: float = 0.0  # by the host, of all blocks, where it was measured
     forward_phase_s: float = 0.0  # with a GPU: all forwards with what they wait for,
     backward_phase_s: float = 0.0  # all backwards with theirs
@@ -355,7 +339,8 @@ def _device_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
 
 
 def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
-    """Seconds of the groups at home beside the bytes that are updated and copied, once a step."""
+    """Seconds of the groups on the host beside the bytes that are updated and copied, once a
+    step."""
     streamed = None if rates.calibration is None else rates.calibration.streamed
     if rates.has_gpu or streamed is None:
         return 0.0

@@ -17,9 +17,11 @@ BF16_PASS_BYTES = 18  # the same of its weights' pass, and of its moments' pass
 
 
 def host_updates(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
-    """Seconds of AdamW on the groups at home, and of the moments that come later: by the bytes that
-    it moves (the measured rate moves 26 a parameter, that of a pass 18), but no faster than 8-bit
-    states were measured, whose codes cost arithmetic."""
+    """Count the seconds of AdamW on the host, and of moments that are updated later.
+
+    By the bytes that it moves (26 a parameter, 18 in one of two passes), but no faster than 8-bit
+    states were measured, whose codes cost arithmetic.
+    """
     update_s = moments_s = 0.0
     for group, count in homes(facts, layout)[1].alike:
         one_s, later_s = host_update(group, layout, rates)
@@ -56,7 +58,7 @@ def _fp16_factor(group: GroupFacts) -> float:
 
 @dataclass(frozen=True)
 class Start:
-    """What the forward's first computation waits for, where the embedding is at home."""
+    """What the forward's first computation waits for, where the embedding is on the host."""
 
     update_s: float = 0.0  # of the embedding
     copy_s: float = 0.0  # of it, or of the rows that are looked up
@@ -81,7 +83,8 @@ def moments_end(
     after `begins_s` (less than 0: before it) with what the pass will overwrite: deferred moments,
     the last group's first.
 
-    Where a group's gradients go home, the thread that queues the computation waits for its moments.
+    Where a group's gradients are downloaded, the thread that queues the computation waits for its
+    moments.
     What comes after, blocks that live on the device too, is computed then.
     """
     at_home = {id(group) for group in homes(facts, layout)[1]}
@@ -111,8 +114,8 @@ class BackwardUpdateWaits:
     updated."""
 
     backward_s: float
-    start_s: float  # an embedding at home
-    others_s: float  # every other group at home
+    start_s: float  # an embedding on the host
+    others_s: float  # every other group on the host
 
 
 def waits_in_backward(
@@ -148,7 +151,8 @@ def waits_in_backward(
 
 
 class _Lent:
-    """Buffers for gradients at home, by size, and when the update of what each holds has ended."""
+    """Buffers for gradients on the host, by size, and when the update of what each holds has
+    ended."""
 
     def __init__(self) -> None:
         self._ends_s: dict[tuple[int, ...], list[float]] = {}
