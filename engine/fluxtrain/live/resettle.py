@@ -100,13 +100,13 @@ def _tidy(context: Context, *, fewer_wait: bool) -> None:
     context.counters.measure_peaks_anew()
 
 
-def _owned(context: Context, keepers: list[Group], fresh: list[Slot]) -> list[Slot]:
-    """A slot of its own for each keeper; returns those of groups that are none any more."""
+def _owned(context: Context, owners: list[Group], fresh: list[Slot]) -> list[Slot]:
+    """Give each of `owners` a slot of its own; return the slots of those that own none now."""
     owned = {slot.owner: slot for slot in context.window.slots if slot.owner is not None}
-    for group in keepers:
+    for group in owners:
         if group not in owned:
             fresh.append(context.window.add_slot(group.wire_bytes, owner=group))
-    return [slot for group, slot in owned.items() if group not in keepers]
+    return [slot for group, slot in owned.items() if group not in owners]
 
 
 def _shared(context: Context, streamed: list[Group], count: int, fresh: list[Slot]) -> list[Slot]:
