@@ -87,7 +87,7 @@ def test_what_is_updated_is_copied_both_ways_and_is_unlocked_afterwards() -> Non
 
 
 def test_copies_of_what_is_updated_take_of_the_updates_rate() -> None:
-    """On a host whose AdamW memory binds; one that binds elsewhere loses nothing."""
+    """On a host whose AdamW memory binds; elsewhere nothing is lost, but for 10 % of noise."""
     cores = len(os.sched_getaffinity(0))  # one alone is bound by its arithmetic
     alone, beside = (
         adamw_rate(sustained=True, threads=cores, sends=busy, receives=busy)
@@ -96,4 +96,4 @@ def test_copies_of_what_is_updated_take_of_the_updates_rate() -> None:
     assert alone.per_s is not None
     assert beside.per_s is not None
     print(f"{alone.per_s / 1e9:.2f} G parameters a second alone, {beside.per_s / 1e9:.2f} beside")
-    assert 0.5 * alone.per_s < beside.per_s < 1.02 * alone.per_s
+    assert 0.5 * alone.per_s < beside.per_s < 1.1 * alone.per_s
