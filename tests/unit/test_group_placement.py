@@ -112,6 +112,9 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
         (GroupPlacement(name="a", state="disk"), "state cannot live on disk yet"),
         (GroupPlacement(name="a", weights="device"), "cannot be apart yet"),
         (GroupPlacement(name="a", storage="nf4"), "stored as nf4 cannot be used yet"),
+        (GroupPlacement.on("moon", name="a"), "a: weights is 'moon': use one of device, host"),  # type: ignore[arg-type]
+        (GroupPlacement(name="a", activations="x"), "activations is 'x': use one of kept"),  # type: ignore[arg-type]
+        (GroupPlacement(name="a", transfers=("x",)), "transfer 'x' is unknown: use whole"),  # type: ignore[arg-type]
         (GroupPlacement(name="a", card=1), "card 1 cannot be used yet"),
     ],
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
@@ -131,6 +131,7 @@ def check_groups(rows: Sequence[GroupPlacement], groups: Sequence[Named]) -> Non
 def refuse_unused(rows: Iterable[GroupPlacement]) -> None:
     """Raise BadInput for a row that asks for what the engine cannot do yet."""
     for row in rows:
+        _refuse_unknown(row)
         tiers = {"weights": row.weights, "state": row.state, "gradients": row.gradients}
         for what, tier in tiers.items():
             if tier == "disk":
@@ -144,6 +145,27 @@ def refuse_unused(rows: Iterable[GroupPlacement]) -> None:
             raise BadInput(f"{row.name}: weights stored as {row.storage} cannot be used yet")
         if row.card:
             raise BadInput(f"{row.name}: card {row.card} cannot be used yet: use card 0")
+
+
+def _refuse_unknown(row: GroupPlacement) -> None:
+    words = {
+        "kind": ("block", "edge"),
+        "weights": get_args(Tier),
+        "state": get_args(Tier),
+        "gradients": get_args(Tier),
+        "storage": get_args(StorageFormat),
+        "activations": get_args(Activations),
+    }
+    for name, known in words.items():
+        if getattr(row, name) not in known:
+            raise BadInput(
+                f"{row.name}: {name} is {getattr(row, name)!r}: use one of {', '.join(known)}"
+            )
+    for way in row.transfers:
+        if way not in get_args(Transfer):
+            raise BadInput(
+                f"{row.name}: transfer {way!r} is unknown: use {', '.join(get_args(Transfer))}"
+            )
 
 
 def alike(rows: Sequence[GroupPlacement]) -> tuple[PlacedAlike, ...]:

@@ -72,9 +72,8 @@ def wrap(
     overlap: `optimizer.step()` returns at once and blocks wait for their own updates; call
         `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
     states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
-    optimizer_in_backward: every step will be one (`Engine.begin_step_in_backward`): plan less
-    memory for
-        gradients.
+    optimizer_in_backward: plan less memory for gradients, as every step will update in backward
+        (`Engine.begin_step_in_backward`, before the backward pass).
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
     Raises UnsupportedModel, BadInput or DoesNotFit. What does not work: weights' gradients by
     `autograd.grad`, second derivatives, `torch.func`, a block's own random generator.
@@ -90,6 +89,11 @@ def wrap(
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
         _put_engine(model, _compute_device(device), placement, states, overlap=overlap)
         return model
+    if not isinstance(placement, PlacementRequest | None):
+        raise BadInput(
+            f"placement is {placement!r}: give a fluxtrain.PlacementRequest, such as "
+            "PlacementRequest(offload='weights')"
+        )
     request = replace(placement or PlacementRequest(), **asked)
     if device is None and request.device != "auto":
         device = request.device

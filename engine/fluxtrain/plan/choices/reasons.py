@@ -235,7 +235,7 @@ def _device_groups(search: Search, layout: Layout) -> str:
     if layout.offload == "none":
         return f"none has all {len(groups)} on the device"
     if search.request.device_groups != "auto":
-        return "as set"
+        return _as_set(search.request.device_groups, layout.device_groups)
     if not search.capacity.has_gpu:
         return "without a GPU nothing is gained by updating a group elsewhere"
     if not search.fills(layout):
@@ -258,7 +258,7 @@ def _resident_blocks(search: Search, layout: Layout) -> str:
     if layout.offload == "optimizer":
         return f"optimizer keeps the weights of all {at_home} blocks on the device"
     if search.request.resident_blocks != "auto":
-        return "as set"
+        return _as_set(search.request.resident_blocks, layout.resident_blocks)
     if not search.capacity.has_gpu:
         return "without a GPU nothing is gained by keeping a second copy"
     if not search.fills(layout):
@@ -267,6 +267,10 @@ def _resident_blocks(search: Search, layout: Layout) -> str:
         return f"the weights of all {at_home} other blocks fit"
     one_more = replace(layout, resident_blocks=layout.resident_blocks + 1)
     return f"one more would need {_room(search, one_more, spare=True)}"
+
+
+def _as_set(asked: int, taken: int) -> str:
+    return "as set" if asked == taken else f"{asked} as set, and there are {taken}"
 
 
 def wished_to_keep(search: Search, layout: Layout) -> str:
