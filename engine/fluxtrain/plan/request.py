@@ -30,12 +30,12 @@ def refuse_boolean(value: Any) -> Any:
 
 def refuse_uncountable(value: Any) -> Any:
     """Raise ValueError for a number beyond what journals hold."""
-    if isinstance(value, int | float) and value > _limit_of(value):
-        raise ValueError(f"must be at most {_limit_of(value):g}")
+    if isinstance(value, int | float) and value > (limit := _limit_of(value)):
+        raise ValueError(f"must be at most {limit:g}")
     return value
 
 
-def _limit_of(value: float) -> float:
+def _limit_of(value: Any) -> float:
     return LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
 
 
