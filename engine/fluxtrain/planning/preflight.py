@@ -118,7 +118,7 @@ def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[Ch
     wanted = refused = 0
     for group in engine.groups:
         if group.placement.weights == "host":
-            size = group.wire_bytes + sum(segment.size_bytes for segment in group.trained)
+            size = group.weight_bytes + sum(segment.size_bytes for segment in group.trained)
             wanted += size
             refused += 0 if group.pinned_bytes else size
     return (page_lock_choice(wanted, refused, per_s),)
