@@ -121,7 +121,7 @@ def plan_line(row: Row, found: Row) -> str:
     ]
     at_home = found["offload"] != "none"
     words += ["embedding by rows"] if at_home and found.get("embedding") == "rows" else []
-    words += ["head in slices"] if found.get("head") == "chunks" else []
+    words += ["head in vocabulary chunks"] if found.get("head") == "chunks" else []
     words += ["moments deferred"] if found.get("deferred_moments") else []
     if "predicted_step_s" in found:
         words.append(f"{found['predicted_step_s']:.3f} s predicted")

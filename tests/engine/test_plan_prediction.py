@@ -134,8 +134,8 @@ def test_rows_of_several_backward_passes_are_planned_and_counted() -> None:
 def test_rows_that_a_tied_head_in_slices_keeps_are_planned_and_counted(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 100)
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 100)
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=256, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,

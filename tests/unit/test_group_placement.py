@@ -29,7 +29,7 @@ def facts(*, tied: bool = False) -> ModelFacts:
     edges += [] if tied else [GroupFacts(name="head", kind="edge", weight_bytes=64)]
     blocks = [GroupFacts(name=f"layer{i}", kind="block", weight_bytes=32) for i in range(BLOCKS)]
     head = HeadFacts(
-        group="embed" if tied else "head", words=8, word_bytes=8, dtype_bytes=2, trained=True,
+        group="embed" if tied else "head", vocabulary=8, row_bytes=8, dtype_bytes=2, trained=True,
         tied=tied,
     )  # fmt: skip
     return ModelFacts(groups=(edges[0], *blocks, *edges[1:]), head=head)
@@ -111,7 +111,6 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
         (GroupPlacement.on("disk", name="a"), "weights cannot live on disk yet"),
         (GroupPlacement(name="a", state="disk"), "state cannot live on disk yet"),
         (GroupPlacement(name="a", weights="device"), "cannot be apart yet"),
-        (GroupPlacement(name="a", storage="nf4"), "stored as nf4 cannot be used yet"),
         (GroupPlacement.on("moon", name="a"), "a: weights is 'moon': use one of device, host"),  # type: ignore[arg-type]
         (GroupPlacement(name="a", activations="x"), "activations is 'x': use one of kept"),  # type: ignore[arg-type]
         (GroupPlacement(name="a", transfers=("x",)), "transfer 'x' is unknown: use whole"),  # type: ignore[arg-type]

@@ -257,11 +257,11 @@ class RowFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFacts:
-    """The last linear layer's weight (words, hidden), which its words can be cut from."""
+    """The last linear layer's weight (vocabulary, hidden), which can be cut into ranges of rows."""
 
     group: str  # that it is in
-    words: int
-    word_bytes: int  # of one word's weights
+    vocabulary: int
+    row_bytes: int  # of one row of the weight
     dtype_bytes: int
     trained: bool
     tied: bool  # another part computes with it too

@@ -13,7 +13,7 @@ are on the host with all of that, and of their weights the device has
 
 Of an embedding on the host the device has all, or with `embedding` rows only those that a batch can
 look up (`plan/tables.py`), and sums of their gradients alone; a tied one it has too, for the head.
-Of a head on the host it has all, or with `head` slices two of them and a sum of one
+Of a head on the host it has all, or with `head` chunks two of those and the sum of one
 (`plan/heads.py`).
 
 On the host, but for those of the last `activations_on_device` blocks and of what follows them.
@@ -41,7 +41,7 @@ from fluxtrain.plan.facts import (
     ModelFacts,
     Offload,
 )
-from fluxtrain.plan.heads import HeadSlices, comes_apart, head_slices, logits_bytes
+from fluxtrain.plan.heads import HeadChunks, comes_apart, head_chunks, logits_bytes
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import TableRows
 
@@ -126,25 +126,25 @@ class Footprint:
 def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     """Peaks of `layout`. Without a GPU the host's include the device's."""
     at_device, at_home = homes(facts, layout)
-    by_rows, sliced = rows_of_table(facts, layout, at_home), sliced_head(facts, layout, at_home)
+    by_rows, chunked = rows_of_table(facts, layout, at_home), chunked_head(facts, layout, at_home)
     late = shared = FP32_BYTES * facts.shared.trained  # sums that begin after the loss
-    if by_rows is not None and by_rows.in_slices:
+    if by_rows is not None and by_rows.in_vocab_chunks:
         late, shared = 0, shared + by_rows.kept_bytes - by_rows.table.sum_bytes
-    scratch = _scratch(facts, by_rows, sliced)
-    staging = _staging(facts, layout, at_home, by_rows, sliced)
+    scratch = _scratch(facts, by_rows, chunked)
+    staging = _staging(facts, layout, at_home, by_rows, chunked)
     if by_rows is not None:
         shared += by_rows.sum_bytes(layout.passes - 1)
-        shared += by_rows.kept_bytes * (by_rows.in_slices and layout.accumulates)
+        shared += by_rows.kept_bytes * (by_rows.in_vocab_chunks and layout.accumulates)
     kept_gradients = at_device.gradient_bytes(accumulates=layout.accumulates)
     kept_weights = at_device.weight_bytes + facts.loose_bytes
     device = {
         "weights_bytes": kept_weights
-        + _weights_from_home(facts, layout, at_home, by_rows, sliced)
+        + _weights_from_home(facts, layout, at_home, by_rows, chunked)
         + max(group.dense_bytes for group in facts.groups),
         "gradients_bytes": kept_gradients + scratch + shared + staging,
         "optimizer_bytes": at_device.state_bytes,
         "boundaries_bytes": _boundaries_on_device(facts, layout, has_gpu=has_gpu),
-        "workspace_bytes": _workspace(facts, layout, late, by_rows, sliced, has_gpu=has_gpu),
+        "workspace_bytes": _workspace(facts, layout, late, by_rows, chunked, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
     arenas = at_home.weight_bytes + at_home.state_bytes
@@ -217,8 +217,8 @@ def rows_of_table(facts: ModelFacts, layout: Layout, at_home: Groups) -> TableRo
     table = facts.table
     if layout.embedding != "rows" or table is None or table not in at_home:
         return None
-    in_slices = layout.head == "chunks" and table.users > 1 and comes_apart(facts)
-    return TableRows.of(table, facts.row, layout.batch_rows, in_slices=in_slices)
+    in_vocab_chunks = layout.head == "chunks" and table.users > 1 and comes_apart(facts)
+    return TableRows.of(table, facts.row, layout.batch_rows, in_vocab_chunks=in_vocab_chunks)
 
 
 def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
@@ -227,32 +227,32 @@ def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
     return "whole" if by_rows is None else "rows"
 
 
-def sliced_head(facts: ModelFacts, layout: Layout, at_home: Groups) -> HeadSlices | None:
-    """What the head's slices take where it comes in slices."""
+def chunked_head(facts: ModelFacts, layout: Layout, at_home: Groups) -> HeadChunks | None:
+    """Return what the head takes where it is uploaded in vocabulary chunks."""
     by_rows = rows_of_table(facts, layout, at_home) is not None
-    return head_slices(facts, layout.head, at_home, by_rows=by_rows)
+    return head_chunks(facts, layout.head, at_home, by_rows=by_rows)
 
 
 def head_copied(facts: ModelFacts, layout: Layout) -> Head:
     """How the head is copied to the device; one that lives there is whole."""
-    return "whole" if sliced_head(facts, layout, homes(facts, layout)[1]) is None else "chunks"
+    return "whole" if chunked_head(facts, layout, homes(facts, layout)[1]) is None else "chunks"
 
 
-def _scratch(facts: ModelFacts, by_rows: TableRows | None, sliced: HeadSlices | None) -> int:
+def _scratch(facts: ModelFacts, by_rows: TableRows | None, chunked: HeadChunks | None) -> int:
     """The largest sum of gradients of a group that no other part computes with."""
     alone = (g for g, _ in facts.blocks.alike if g.users == 1)
-    edges = (g for g in _summed_edges(facts, by_rows, sliced) if g.users == 1)
-    slices = 0 if sliced is None else sliced.sum_bytes
-    return max(slices, *(g.sum_bytes for g in (*alone, *edges)), 0)
+    edges = (g for g in _summed_edges(facts, by_rows, chunked) if g.users == 1)
+    one_chunk = 0 if chunked is None else chunked.sum_bytes
+    return max(one_chunk, *(g.sum_bytes for g in (*alone, *edges)), 0)
 
 
 def _summed_edges(
-    facts: ModelFacts, by_rows: TableRows | None, sliced: HeadSlices | None
+    facts: ModelFacts, by_rows: TableRows | None, chunked: HeadChunks | None
 ) -> list[GroupFacts]:
     """Edges whose gradients need a sum of their own. Beside rows the head's does not: the loss
     makes it, and the buffer that a whole embedding would leave behind is not there. Nor does one in
-    slices, whose sum is that of one of them."""
-    edges = [g for g in facts.edges if sliced is None or g is not sliced.group]
+    vocabulary chunks, whose sum is that of one of them."""
+    edges = [g for g in facts.edges if chunked is None or g is not chunked.group]
     if by_rows is None or by_rows.tied:
         return edges
     return [g for g in edges if g is not by_rows.table and not _is_head(facts, g)]
@@ -267,15 +267,15 @@ def _weights_from_home(
     layout: Layout,
     at_home: Groups,
     by_rows: TableRows | None,
-    sliced: HeadSlices | None,
+    chunked: HeadChunks | None,
 ) -> int:
     """Device copies of weights whose home is the host."""
     passing = streamed(layout, at_home)
     kept = at_home.weight_bytes - passing.weight_bytes
     if by_rows is not None:
         kept += by_rows.device_bytes - (0 if by_rows.tied else by_rows.table.weight_bytes)
-    if sliced is not None:
-        kept += sliced.on_device_bytes - sliced.group.weight_bytes
+    if chunked is not None:
+        kept += chunked.on_device_bytes - chunked.group.weight_bytes
     return kept + slot_count(facts, layout) * passing.largest_weight_bytes
 
 
@@ -284,19 +284,20 @@ def _staging(
     layout: Layout,
     at_home: Groups,
     by_rows: TableRows | None,
-    sliced: HeadSlices | None,
+    chunked: HeadChunks | None,
 ) -> int:
-    """Rounded gradients on their way home: a ring for each size that there is. Sums of several
-    passes go up and home through the same, those of a head in slices through one of fp32."""
+    """Rounded gradients on their way to the host: a ring for each size that there is. Sums of
+    several passes are uploaded and downloaded through the same, those of a head in vocabulary
+    chunks through one of fp32."""
     apart = [] if by_rows is None or by_rows.tied else [by_rows.table.unnamed]
-    apart += [] if sliced is None else [sliced.group.unnamed]
+    apart += [] if chunked is None else [chunked.group.unnamed]
     dense = [g for g, count in at_home.alike if count > apart.count(g)]
     sizes = set(chain.from_iterable(g.segment_bytes for g in dense))
     if by_rows is not None:
         sizes.add(by_rows.gradient_bytes)
-    if sliced is not None:
-        sizes.add(sliced.gradient_bytes)
-        sizes |= {sliced.sum_bytes} if layout.accumulates else set()
+    if chunked is not None:
+        sizes.add(chunked.gradient_bytes)
+        sizes |= {chunked.sum_bytes} if layout.accumulates else set()
     deep = set(chain.from_iterable(g.segment_bytes for g, _ in facts.blocks.alike))
     deep &= sizes if layout.accumulates else set()
     shallow = sum(staging_depth(size) * size for size in sizes - deep)
@@ -333,7 +334,7 @@ def _workspace(
     layout: Layout,
     shared_sums: int,
     by_rows: TableRows | None,
-    sliced: HeadSlices | None,
+    chunked: HeadChunks | None,
     *,
     has_gpu: bool,
 ) -> int:
@@ -342,16 +343,17 @@ def _workspace(
     loss: the head's fp32 weight gradient, a chunk of logits, without a GPU one chunk's product in
     the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is
     handed over, and what stands between head and blocks is computed again, the whole batch at once;
-    a head in slices has logits of one slice at a time, and the hidden states' gradient in fp32;
-    a block is recomputed, then its gradients in the weights' dtypes are all there at once, and
-    beside the gradient that arrives those of the chunks before; last come the embedding's.
+    a head in vocabulary chunks has logits of one chunk at a time, and the hidden states' gradient
+    in fp32; a block is recomputed, then its gradients in the weights' dtypes are all there at
+    once, and beside the gradient that arrives those of the chunks before; last come the
+    embedding's.
 
-    Without a GPU the heap keeps some of what one phase freed, in pieces that the next one's tensors
+    Without a GPU the heap keeps some of what one phase freed, in ranges that the next one's tensors
     do not fit into. An evaluation is one more phase there: its logits come between two steps.
     """
-    head_sum = FP32_BYTES * facts.head_parameters if sliced is None else 0
+    head_sum = FP32_BYTES * facts.head_parameters if chunked is None else 0
     product = facts.head_dtype_bytes * facts.head_parameters
-    product = product if sliced is None else sliced.gradient_bytes
+    product = product if chunked is None else chunked.gradient_bytes
     boundary = edge = activations = chunk = evaluated = 0
     if facts.row is not None:
         boundary = layout.batch_rows * facts.row.boundary_bytes
@@ -359,14 +361,14 @@ def _workspace(
         every_block_keeps = kept_count(facts, layout) == facts.layers
         saved = facts.row.kept_bytes if every_block_keeps else 0  # counted as kept
         activations = layout.chunk_rows * max(0, facts.row.activation_bytes - saved)
-        words = facts.row.vocabulary if sliced is None else sliced.words
-        chunk = logits_bytes(facts.row, layout.batch_rows, words, product, has_gpu=has_gpu)
-        evaluated = logits_bytes(facts.row, layout.batch_rows, words, 0, has_gpu=has_gpu)
-        if sliced is not None:
+        vocabulary = facts.row.vocabulary if chunked is None else chunked.rows
+        chunk = logits_bytes(facts.row, layout.batch_rows, vocabulary, product, has_gpu=has_gpu)
+        evaluated = logits_bytes(facts.row, layout.batch_rows, vocabulary, 0, has_gpu=has_gpu)
+        if chunked is not None:
             chunk += boundary // facts.row.dtype_bytes * FP32_BYTES
     at_loss, at_edge, at_block = _hidden_tensors(layout, boundary, has_gpu=has_gpu)
     loss = head_sum + chunk + at_loss
-    edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows, sliced)]
+    edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows, chunked)]
     edges += [by_rows.gradient_bytes] if by_rows is not None else []
     if by_rows is not None and layout.accumulates:
         edges.append(by_rows.sum_bytes(layout.passes) + by_rows.sum_bytes(1, at_least=1))

@@ -87,7 +87,7 @@ class Search:
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:
-        """How the head may be copied: in slices by choice only where nothing fits otherwise."""
+        """How the head may be copied: by choice in chunks only where nothing fits otherwise."""
         return heads_for(self.facts, self.request)
 
     def nearest(self) -> Layout:

@@ -26,16 +26,16 @@ class TableRows:
     table: GroupFacts
     rows: int  # that a batch touches at most; 0 where the batch is not known
     tokens: int
-    in_slices: bool = False  # a tied one, of which the head has slices
+    in_vocab_chunks: bool = False  # a tied one, whose head is uploaded in vocabulary chunks
 
     @staticmethod
     def of(
-        table: GroupFacts, row: RowFacts | None, batch_rows: int, *, in_slices: bool = False
+        table: GroupFacts, row: RowFacts | None, batch_rows: int, *, in_vocab_chunks: bool = False
     ) -> TableRows:
         """For a batch of so many rows of data."""
         tokens = 0 if row is None else batch_rows * row.sequence_length
         rows = min(table.table_rows, tokens)
-        return TableRows(table=table, rows=rows, tokens=tokens, in_slices=in_slices)
+        return TableRows(table=table, rows=rows, tokens=tokens, in_vocab_chunks=in_vocab_chunks)
 
     @property
     def tied(self) -> bool:
@@ -50,12 +50,12 @@ class TableRows:
     @property
     def gradient_bytes(self) -> int:
         """Of their gradients in the weights' dtype, where they come home by themselves."""
-        alone = self.in_slices or not self.tied
+        alone = self.in_vocab_chunks or not self.tied
         return self.weight_bytes if self.table.trained and alone else 0
 
     @property
     def kept_bytes(self) -> int:
-        """Of what a head in slices gives to the rows, in fp32 until their own gradient is there."""
+        """Of what a head in chunks gives to the rows, in fp32 until their own gradient is there."""
         return FP32_BYTES * self.rows * (self.table.trained // self.table.table_rows)
 
     @property
@@ -66,7 +66,7 @@ class TableRows:
     def sum_bytes(self, passes: int, *, at_least: int = 2) -> int:
         """Of the gradients of rows that so many backward passes touch at most, in fp32 on the
         device, where later passes add to them; those of fewer than `at_least` are not kept so."""
-        if passes < at_least or not self.gradient_bytes or self.in_slices:
+        if passes < at_least or not self.gradient_bytes or self.in_vocab_chunks:
             return 0
         rows = min(self.table.table_rows, passes * self.tokens)
         return FP32_BYTES * rows * (self.table.trained // self.table.table_rows)

@@ -128,9 +128,11 @@ def _row_buffers(context: Context) -> list[RowBuffers]:
 def _copied_bytes(context: Context) -> int:
     """Add up what weights from the host are copied into on the device."""
     rows = sum(rows.device_bytes for rows in _row_buffers(context))
-    heads = [u.slices for u in context.units]  # a copy of the list: another thread may drop one
-    slices = sum(head.device_bytes for head in heads if head is not None)
-    return context.window.size_bytes + rows + slices
+    heads = [
+        u.vocab_chunks for u in context.units
+    ]  # a copy of the list: another thread may drop one
+    chunks = sum(head.device_bytes for head in heads if head is not None)
+    return context.window.size_bytes + rows + chunks
 
 
 def _weights_letter(context: Context, group: Group) -> str:

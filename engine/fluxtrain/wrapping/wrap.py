@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.device.device import open_device
 from fluxtrain.device.heap import trim_heap
-from fluxtrain.edges.chunked_head import choose_slices
+from fluxtrain.edges.chunked_head import choose_vocab_chunks
 from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
@@ -92,12 +92,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
         _put_engine(model, _compute_device(device), placement, states, frozen, overlap=overlap)
         return model
-    if not isinstance(placement, PlacementRequest | None):
-        raise BadInput(
-            f"placement is {placement!r}: give a fluxtrain.PlacementRequest, such as "
-            "PlacementRequest(offload='weights')"
-        )
-    request = replace(placement or PlacementRequest(), **asked)
+    request = replace(_request_of(placement), **asked)
     if device is None and request.device != "auto":
         device = request.device
     made = RunRequest.of(request, **steps)
@@ -196,6 +191,15 @@ def _parts_of(model: nn.Module) -> Parts:
     return parts
 
 
+def _request_of(placement: Any) -> PlacementRequest:
+    if isinstance(placement, PlacementRequest | None):
+        return placement or PlacementRequest()
+    raise BadInput(
+        f"placement is {placement!r}: give a fluxtrain.PlacementRequest, such as "
+        "PlacementRequest(offload='weights')"
+    )
+
+
 def _refuse_beside_a_placement(asked: Iterable[str]) -> None:
     """A made placement has these already."""
     for name in asked:
@@ -250,7 +254,7 @@ def _furnish(
     _settle(engine, groups)
     _make_units(engine, model, parts, groups, borrowed)
     choose_rows(engine)
-    choose_slices(engine)
+    choose_vocab_chunks(engine)
     _make_slots(engine)
     choose_recompute(engine)
     _put_on(engine, model, parts)

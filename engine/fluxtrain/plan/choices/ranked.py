@@ -26,7 +26,7 @@ from fluxtrain.plan.footprint import (
     keepable_count,
     kept_block_bytes,
 )
-from fluxtrain.plan.heads import SLICES_GAIN
+from fluxtrain.plan.heads import CHUNKS_GAIN
 from fluxtrain.plan.search import CHUNK_TOKENS, Search, tried_counts
 from fluxtrain.plan.spread import DeviceFirst
 
@@ -152,7 +152,7 @@ class Frontier:
         """InputsOn that stay count where they make the step shorter, and else last: what is left
         is theirs, and no slot of weights is given up for copies that are hidden."""
         layout, row = one.layout, self.search.facts.row
-        step_s = took.step_s * (SLICES_GAIN if layout.head == "chunks" else 1.0)
+        step_s = took.step_s * (CHUNKS_GAIN if layout.head == "chunks" else 1.0)
         staying = layout.activations_on_device
         spared_s = 0.0
         if staying and row is not None and self.rates.has_gpu:

@@ -25,7 +25,7 @@ from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import passes_s
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
-from fluxtrain.plan.heads import SLICES_GAIN
+from fluxtrain.plan.heads import CHUNKS_GAIN
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
 from fluxtrain.telemetry.choices import setting_name
@@ -199,7 +199,7 @@ def _head_choice(
         return told
     why = because("head", layout.head)
     if layout.head == "whole":
-        why += f"; chunks are taken where they are predicted to be {SLICES_GAIN - 1:.0%} faster"
+        why += f"; chunks are taken where they are predicted to be {CHUNKS_GAIN - 1:.0%} faster"
     return tuple(ChoiceMade(name=one.name, value=one.value, because=why) for one in told)
 
 

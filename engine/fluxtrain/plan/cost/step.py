@@ -49,11 +49,11 @@ from fluxtrain.plan.cost.updates import (
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     Layout,
+    chunked_head,
     homes,
     kept_count,
     offloading_blocks,
     rows_of_table,
-    sliced_head,
     streamed,
 )
 
@@ -203,9 +203,9 @@ def least_cost(
 
 def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool, passes: int) -> _Work:
     forward_s, head_s, backward_s = passes_s(facts, layout, rates)
-    sliced = sliced_head(facts, layout, homes(facts, layout)[1])
-    head_s *= 1.0 if sliced is None else sliced.compute_share
-    slices = 0 if sliced is None else sliced.copied_bytes
+    chunked = chunked_head(facts, layout, homes(facts, layout)[1])
+    head_s *= 1.0 if chunked is None else chunked.compute_share
+    uploaded_twice = 0 if chunked is None else chunked.copied_bytes
     device_update_s = _device_update(facts, layout, rates)
     queueing = queueing_of(facts, layout, rates, head_s, clips=clips)
     if rates.has_gpu and homes(facts, layout)[1].trained:
@@ -215,7 +215,11 @@ def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool, pa
     update_s, moments_s = host_updates(facts, layout, rates)
     once, twice, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
-    uploads = (once + twice) / rates.up, (twice + carried) / rates.up_both, slices / rates.up
+    uploads = (
+        (once + twice) / rates.up,
+        (twice + carried) / rates.up_both,
+        uploaded_twice / rates.up,
+    )
     downloads = carried / rates.down, home / rates.down_both
     left_s = max(0.0, downloads[0] - head_s)
     forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
@@ -361,8 +365,8 @@ def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
         whole_bytes = 0 if by_rows.tied else by_rows.table.rounded_bytes
         kept += by_rows.weight_bytes - whole_bytes
         trained += by_rows.gradient_bytes - whole_bytes
-    sliced = sliced_head(facts, layout, at_home)
-    kept -= 0 if sliced is None else sliced.group.rounded_bytes
+    chunked = chunked_head(facts, layout, at_home)
+    kept -= 0 if chunked is None else chunked.group.rounded_bytes
     return kept, passing.weight_bytes, trained
 
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.depths import ring_depth
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, rows_of_table, sliced_head
+from fluxtrain.plan.footprint import Layout, chunked_head, homes, rows_of_table
 
 FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16
 BF16_UPDATE_BYTES = 26  # for each parameter with fp32 moments: what the measured rate counts
@@ -90,8 +90,8 @@ def moments_end(
     at_home = {id(group) for group in homes(facts, layout)[1]}
     block_s = computing_s / max(1, facts.layers)
     end_s, done_s = 0.0, begins_s
-    sliced = sliced_head(facts, layout, homes(facts, layout)[1])
-    first = [sliced.group] if sliced else []  # its gradients come home before the others'
+    chunked = chunked_head(facts, layout, homes(facts, layout)[1])
+    first = [chunked.group] if chunked else []  # its gradients come home before the others'
     for group in (*first, *(group for group in reversed(facts.groups) if group not in first)):
         end_s += block_s if group.kind == "block" else 0.0
         moments_s = host_update(group, layout, rates)[1] if id(group) in at_home else 0.0
@@ -217,7 +217,7 @@ def forward_after_updates(
     before it are, then computed with, and so is all that follows."""
     block_s = forward_s / max(1, facts.layers)
     at_home = homes(facts, layout)[1]
-    sliced = sliced_head(facts, layout, at_home)
+    chunked = chunked_head(facts, layout, at_home)
     waited = [group for group in at_home if group.trained and group is not facts.table]
     home_ids = {id(group) for group in waited}
     ends_s = {"compute": 0.0, "uploads": 0.0, "update": awaited_s}
@@ -226,7 +226,7 @@ def forward_after_updates(
         following_s += block_s if group.kind == "block" else 0.0
         if id(group) not in home_ids:
             continue
-        first_bytes = sliced.slice_bytes if sliced and group is sliced.group else None
+        first_bytes = chunked.chunk_bytes if chunked and group is chunked.group else None
         copy_s = (first_bytes or group.weight_bytes) / rates.up
         copies_s += copy_s
         parts_s = {"compute": following_s, "uploads": copies_s, "update": awaited_s}
