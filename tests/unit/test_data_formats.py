@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.data import formats
-from fluxtrain.data.formats import Document, detect, detected, documents
+from fluxtrain.data.formats import detect, detected, documents
+from fluxtrain.data.row import Row
 from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 
@@ -27,7 +28,7 @@ def _file(folder: Path, name: str, content: bytes | str) -> Path:
     return path
 
 
-def read(path: Path, format: str = "auto") -> list[Document]:
+def read(path: Path, format: str = "auto") -> list[Row]:
     return list(documents(path, detected(path, format).format))
 
 
@@ -80,10 +81,10 @@ def test_the_readers_of_the_app_need_neither_torch_nor_numpy_nor_transformers() 
 
 def test_texts_and_conversations_come_in_file_order_with_their_lines(tmp_path: Path) -> None:
     path = _lines(tmp_path, {"text": "one"}, {"text": "   "}, {"text": "two", "id": 7})
-    assert [(d.line, d.text) for d in read(path)] == [(1, "one"), (3, "two")]
+    assert [(d.origin.number, d.text) for d in read(path)] == [(1, "one"), (3, "two")]
     chats = _file(tmp_path, "chat.jsonl", "\n" + json.dumps({"messages": CHAT}))
     (chat,) = read(chats)
-    assert chat.line == 2
+    assert chat.origin.number == 2
     assert list(chat.messages) == CHAT
 
 
@@ -95,7 +96,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
 def test_separator_lines_end_documents(tmp_path: Path) -> None:
     path = _file(tmp_path, "a.txt", "one\nmore\n<|endoftext|>\n\n<|endoftext|>\ntwo")
     found = list(read(path))
-    assert [(d.line, d.text, d.complete) for d in found] == [
+    assert [(d.origin.number, d.text, d.ends) for d in found] == [
         (1, "one\nmore\n", True),
         (6, "two", True),
     ]
@@ -116,7 +117,7 @@ def test_sections_of_a_long_text_are_the_text_and_only_the_last_is_complete(
         patch.setattr(formats, "SECTION_CHARACTERS", section)
         found = list(documents(path, "text"))
     assert "".join("".join(d.text for d in found).split()) == "".join(text.split())
-    assert [d.complete for d in found] == [False] * (len(found) - 1) + [True]
+    assert [d.ends for d in found] == [False] * (len(found) - 1) + [True]
     assert all(len(d.text) <= 4 * section + 1 for d in found)
 
 
@@ -135,10 +136,10 @@ def test_a_long_line_is_cut_before_white_space(
     line = "head\n" + "words of a line " * 100 + "x" * 450 + "\nafter\n"
     found = list(read(_file(tmp_path, "a.txt", line)))
     assert "".join(d.text for d in found) == line
-    assert [d.complete for d in found] == [False] * (len(found) - 1) + [True]
+    assert [d.ends for d in found] == [False] * (len(found) - 1) + [True]
     of_words = [d.text for d in found if "words" in d.text]
     assert len(of_words) >= 8 and all(text.startswith(" ") for text in of_words[1:])
-    assert all(d.line == 2 for d in found[1:]) and max(len(d.text) for d in found) <= 210
+    assert all(d.origin.number == 2 for d in found[1:]) and max(len(d.text) for d in found) <= 210
 
 
 def test_a_missing_file_and_a_directory_are_named(tmp_path: Path) -> None:

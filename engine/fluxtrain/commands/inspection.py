@@ -16,9 +16,10 @@ import numpy as np
 
 from fluxtrain.client.inspection import InspectedSample, InspectionAnswer, TextPiece
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.data.formats import Document, documents
+from fluxtrain.data.formats import documents
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import DataSource, check_sequence_length, located
+from fluxtrain.data.row import Row
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.tokens import Tokens, check_vocabulary, tokenize
 from fluxtrain.models.loading import ModelSource, load_tokenizer, pad_id
@@ -34,7 +35,7 @@ SHOWN_TOKENS = 2048  # of a sample; longer rows are shown in part
 class Sampled:
     """The first documents of a file, and their share of it."""
 
-    documents: list[Document]
+    documents: list[Row]
     share: float  # of the file's bytes; 1 is all
 
 
@@ -85,22 +86,20 @@ def inspect(config: RunConfig) -> InspectionAnswer:
     )
 
 
-def first_documents(path: Path, reader: Iterator[Document]) -> Sampled:
+def first_documents(path: Path, reader: Iterator[Row]) -> Sampled:
     """Read documents up to `DOCUMENTS` or `CHARACTERS`; with the share of the file they are."""
-    taken: list[Document] = []
+    taken: list[Row] = []
     characters = 0
     for document in islice(reader, DOCUMENTS):
         taken.append(document)
-        characters += len(document.text) + sum(
-            len(message.get("content") or "") for message in document.messages
-        )
+        characters += document.characters
         if characters >= CHARACTERS:
             break
     following = next(reader, None)
     if following is None:
         return Sampled(documents=taken, share=1.0)
     with path.open("rb") as file:
-        read_bytes = sum(len(line) for line in islice(file, following.line - 1))
+        read_bytes = sum(len(line) for line in islice(file, following.origin.number - 1))
     return Sampled(documents=taken, share=max(1, read_bytes) / path.stat().st_size)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from fluxtrain.data.row import ROLES, Message, Origin, Row, weights_of
 from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text
 
@@ -21,7 +22,6 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 LINE_LIMIT_BYTES = 64 << 20
 SECTION_CHARACTERS = 64 << 10  # a long text is cut at the first blank line after this many
 SEPARATOR = "<|endoftext|>"  # alone on a line of a text file it ends a document
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst"})
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -33,8 +33,6 @@ _CONTAINERS = {
     b"%PDF": "a PDF: export its text as .txt",
 }
 
-Message = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detected:
@@ -42,16 +40,6 @@ class Detected:
 
     format: Format
     because: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """One text or one conversation, with the line of the file (from 1) where it starts."""
-
-    line: int
-    text: str = ""
-    messages: tuple[Message, ...] = ()
-    complete: bool = True  # False: the text goes on in the next document, so no end is trained here
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +89,7 @@ def detect(path: Path) -> Detected:
     raise BadInput(_missing_key(path, first.number, "text` or `messages", record))
 
 
-def documents(path: Path, format: Format) -> Iterator[Document]:
+def documents(path: Path, format: Format) -> Iterator[Row]:
     """Yield the documents of `path` in file order; memory is bounded by the longest line.
 
     Raises BadInput with the line and the cure at the first unusable document, and at the end if
@@ -175,20 +163,26 @@ def _decoded(path: Path, raw: bytes, number: int, offset: int) -> str:
     return text.removeprefix("\ufeff") if number == 1 else text
 
 
-def _texts(path: Path) -> Iterator[Document]:
+def _texts(path: Path) -> Iterator[Row]:
     """Yield texts between separator lines; cut long ones at a blank line or in a long line."""
     section: list[str] = []
     characters = first_line = 0
+    begins = True
 
-    def finished(complete: bool) -> Iterator[Document]:
+    def finished(ends: bool) -> Iterator[Row]:
+        nonlocal begins
         text = "".join(section)
         section.clear()
         if text.strip():
-            yield Document(line=first_line, text=text, complete=complete)
+            origin = Origin(str(path), first_line)
+            yield Row(origin=origin, text=text, begins=begins, ends=ends)
+            begins = ends
+        elif ends:
+            begins = True
 
     for line in _lines(path):
         if line.text.strip() == SEPARATOR:
-            yield from finished(complete=True)
+            yield from finished(ends=True)
             characters = 0
             continue
         if not line.text.strip() and characters >= 2 * SECTION_CHARACTERS:
@@ -196,13 +190,13 @@ def _texts(path: Path) -> Iterator[Document]:
         for at, piece in enumerate(_pieces(line.text)):
             full = characters >= SECTION_CHARACTERS
             if at or (full and _may_cut_before(piece, section, characters)):
-                yield from finished(complete=False)
+                yield from finished(ends=False)
                 characters = 0
             if not section:
                 first_line = line.number
             section.append(piece)
             characters += len(piece)
-    yield from finished(complete=True)
+    yield from finished(ends=True)
 
 
 def _pieces(line: str) -> Iterator[str]:
@@ -226,7 +220,7 @@ def _may_cut_before(line: str, section: list[str], characters: int) -> bool:
     return not section[-1].strip() or characters >= 2 * SECTION_CHARACTERS
 
 
-def _json_texts(path: Path) -> Iterator[Document]:
+def _json_texts(path: Path) -> Iterator[Row]:
     for line in _lines(path):
         if not line.text.strip():
             continue
@@ -239,10 +233,10 @@ def _json_texts(path: Path) -> Iterator[Document]:
                 f"{path} line {line.number}: `text` is {_kind(text)}, and it must be a string"
             )
         if text.strip():
-            yield Document(line=line.number, text=text)
+            yield Row(origin=Origin(str(path), line.number), text=text)
 
 
-def _conversations(path: Path) -> Iterator[Document]:
+def _conversations(path: Path) -> Iterator[Row]:
     for line in _lines(path):
         if not line.text.strip():
             continue
@@ -250,7 +244,8 @@ def _conversations(path: Path) -> Iterator[Document]:
         if "messages" not in record:
             raise BadInput(_missing_key(path, line.number, "messages", record))
         messages = _checked_messages(f"{path} line {line.number}", record["messages"])
-        yield Document(line=line.number, messages=messages)
+        origin = Origin(str(path), line.number)
+        yield Row(origin=origin, messages=messages, weights=weights_of(messages))
 
 
 def _checked_messages(where: str, messages: Any) -> tuple[Message, ...]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.data.demo import demo_files
-from fluxtrain.data.formats import Document, Format, detected, documents
+from fluxtrain.data.formats import Format, detected, documents
 from fluxtrain.data.hub import local_file
 from fluxtrain.data.packing import PackedRows
-from fluxtrain.data.sources import DEMO, characters_in
+from fluxtrain.data.row import Row
+from fluxtrain.data.sources import DEMO
 from fluxtrain.data.splitting import split
 from fluxtrain.data.tokens import Tokenizer, check_vocabulary, tokenize
 from fluxtrain.errors import BadInput
@@ -106,12 +107,12 @@ def check_sequence_length(wanted: int, positions: int | None) -> None:
         )
 
 
-def _told(found: Iterable[Document], path: Path, tell: Callable[[str], None]) -> Iterator[Document]:
+def _told(found: Iterable[Row], path: Path, tell: Callable[[str], None]) -> Iterator[Row]:
     """Yield the documents; every few seconds tell how much of the file has been tokenized."""
     size, characters, told_s = path.stat().st_size, 0, time.monotonic()
     for document in found:
         yield document
-        characters += characters_in(document)
+        characters += document.characters
         if (now_s := time.monotonic()) - told_s >= TELL_EVERY_S:
             done = f"{count_text(characters)} characters of {bytes_text(size)}"
             tell(f"tokens of {path.name}: {done} so far")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from fluxtrain.data.formats import Document, Format, documents
+from fluxtrain.data.formats import Format, documents
 
 DEMO = "demo"
 FIRST_DOCUMENTS = 64
@@ -20,12 +20,7 @@ def estimated_tokens(path: Path, format: Format) -> int:
     """
     characters = 0
     for document in islice(documents(path, format), FIRST_DOCUMENTS):
-        characters += characters_in(document)
+        characters += document.characters
         if characters >= FIRST_CHARACTERS:
             break
     return max(1, round(path.stat().st_size / CHARACTERS_PER_TOKEN))
-
-
-def characters_in(document: Document) -> int:
-    """Count the characters of a document's text, or of its messages."""
-    return len(document.text) + sum(len(m.get("content") or "") for m in document.messages)

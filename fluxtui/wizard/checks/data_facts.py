@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.client.inspection import TextPiece
-from fluxtrain.data.formats import Document, detected, documents
+from fluxtrain.data.formats import detected, documents
+from fluxtrain.data.row import Row
 from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text
 from fluxtui.home import expanded
@@ -74,7 +75,7 @@ def read_data_file(
     seen, seen_bytes, counted = 0, 0, True
     deadline = time.monotonic() + count_limit_s
     for document in documents(path, found.format):
-        seen += document.complete
+        seen += document.ends
         seen_bytes += _bytes_of(document)
         if len(samples) < SAMPLES:
             samples.append(_sample(document))
@@ -100,7 +101,7 @@ def demo_samples() -> tuple[Sample, ...]:
     return tuple((TextPiece(inspect.getdoc(source) or "", True),) for source in sources)
 
 
-def _sample(document: Document) -> Sample:
+def _sample(document: Row) -> Sample:
     if not document.messages:
         return (TextPiece(document.text[:SAMPLE_CHARACTERS].strip(), True),)
     return tuple(_said(message) for message in document.messages)
@@ -112,7 +113,7 @@ def _said(message: Mapping[str, Any]) -> TextPiece:
     return TextPiece(f"{message['role']}: {text}", message["role"] == "assistant")
 
 
-def _bytes_of(document: Document) -> int:
+def _bytes_of(document: Row) -> int:
     if document.messages:
         return len(json.dumps(document.messages, ensure_ascii=False).encode())
     return len(document.text.encode())
