@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from fluxtrain.data import demo, formats
+from fluxtrain.data import demo
+from fluxtrain.data.containers import texts
 from fluxtrain.data.demo import CHAT_TEMPLATE, demo_files, docstrings
-from fluxtrain.data.formats import detect, documents
+from fluxtrain.data.reading.corpus import Reading
+from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.row import Message, Origin, Row, weights_of
 from fluxtrain.data.tokens import Tokens, tokenize
 from fluxtrain.errors import BadInput
@@ -63,9 +65,9 @@ def test_a_line_that_is_cut_gives_the_tokens_of_the_whole(
 ) -> None:
     path = tmp_path / "line.txt"
     path.write_text("the quick brown fox, and 12 lazy dogs; " * 400)
-    whole = tokenize(documents(path, "text"), tokenizer)
-    monkeypatch.setattr(formats, "SECTION_CHARACTERS", 500)
-    cut = tokenize(documents(path, "text"), tokenizer)
+    whole = tokenize(Reading(read_request({"path": str(path)}).corpus()), tokenizer)
+    monkeypatch.setattr(texts, "SECTION_CHARACTERS", 500)
+    cut = tokenize(Reading(read_request({"path": str(path)}).corpus()), tokenizer)
     assert whole.documents == 1 and cut.documents > 10
     assert np.array_equal(cut.ids, whole.ids)
 
@@ -173,8 +175,9 @@ def test_the_demo_is_made_once_as_ordinary_files(
 ) -> None:
     monkeypatch.delattr(demo, "_corpus")  # a second making would need it
     files = demo_files(small_demo)
-    assert detect(files.corpus).format == "jsonl-text"
-    assert sum(1 for _ in documents(files.corpus, "jsonl-text")) == files.documents >= 1000
+    corpus = read_request({"path": str(files.corpus)}).corpus()
+    assert corpus.parts[0].shape == "text"
+    assert sum(1 for _ in Reading(corpus)) == files.documents >= 1000
     assert [path.name for path in small_demo.iterdir()] == [files.tokenizer.name]
 
 
