@@ -30,7 +30,7 @@ def _facts_of(engine: Engine) -> ModelFacts:
         GroupFacts(
             name=group.name,
             kind="block" if group.kind == "block" else "edge",
-            weight_bytes=group.wire_bytes,
+            weight_bytes=group.weight_bytes,
             users=group.users,
             table_rows=int("rows" in group.placement.transfers),
         )

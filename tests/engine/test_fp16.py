@@ -216,7 +216,7 @@ def test_predicted_bytes_of_fp16_are_those_that_are_allocated(
     engine.flush()
     assert facts.scales_its_loss
     for group, predicted in zip(engine.groups, facts.groups, strict=True):
-        assert group.wire_bytes == predicted.weight_bytes
+        assert group.weight_bytes == predicted.weight_bytes
         assert group.state_bytes == pytest.approx(predicted.state_bytes, abs=4096)
         held = predicted.gradient_bytes(accumulates=True)
         assert group.gradient_bytes == pytest.approx(held, abs=4096)

@@ -183,7 +183,7 @@ def test_an_evaluation_copies_each_slice_once_and_computes_no_logits_beside() ->
         model(**inputs(1))
         again = engine.traffic().h2d_bytes - before
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0.0)
-    blocks = sum(g.wire_bytes for g in engine.groups if g.kind == "block")
+    blocks = sum(g.weight_bytes for g in engine.groups if g.kind == "block")
     assert again <= 4 * HEAD_ELEMENTS + blocks + 4 * inputs(1)["input_ids"].numel() * HIDDEN + 4096
     assert head.slices is not None and not engine.gradients.is_open(head.group)
 

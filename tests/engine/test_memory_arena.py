@@ -207,33 +207,33 @@ def test_a_group_lays_its_members_out_without_overlap_and_keeps_their_values(spe
         expected = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
         assert torch.equal(home, expected) and home.dtype == dtype
         assert member.parameter.data_ptr() == home.data_ptr()
-        assert home.data_ptr() % ALIGNMENT_BYTES == group.wire.data_ptr() % ALIGNMENT_BYTES
+        assert home.data_ptr() % ALIGNMENT_BYTES == group.flat_weights.data_ptr() % ALIGNMENT_BYTES
         assert home.untyped_storage().nbytes() == home.nbytes
         assert member.trained == trained
-        spans.append((home.data_ptr() - group.wire.data_ptr(), home.nbytes))
+        spans.append((home.data_ptr() - group.flat_weights.data_ptr(), home.nbytes))
     spans.sort()
     assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
-    assert spans[-1][0] + spans[-1][1] <= group.wire_bytes
-    there = group.device_views(group.wire.clone())
+    assert spans[-1][0] + spans[-1][1] <= group.weight_bytes
+    there = group.device_views(group.flat_weights.clone())
     assert all(torch.equal(t, h) for t, h in zip(there, group.home_views, strict=True))
 
 
 def test_a_trained_bf16_parameter_costs_twelve_bytes_and_its_gradient_two() -> None:
     n = 1 << 16
     group = settled((torch.bfloat16, (n,), True))
-    assert (group.wire_bytes, group.state_bytes, group.gradient_bytes) == (2 * n, 0, 0)
+    assert (group.weight_bytes, group.state_bytes, group.gradient_bytes) == (2 * n, 0, 0)
     group.ensure_state()
     group.ensure_gradient()
     assert (group.state_bytes, group.gradient_bytes) == (10 * n, 2 * n)
     frozen = settled((torch.bfloat16, (n,), False))
     frozen.ensure_state()
-    assert (frozen.wire_bytes, frozen.state_bytes) == (2 * n, 0)
+    assert (frozen.weight_bytes, frozen.state_bytes) == (2 * n, 0)
 
 
 def test_a_type_that_cannot_be_trained_is_refused_and_may_be_frozen() -> None:
     with pytest.raises(UnsupportedModel, match="float64"):
         settled((torch.float64, (3,), True))
-    assert settled((torch.float64, (3,), False)).wire_bytes == aligned(24)
+    assert settled((torch.float64, (3,), False)).weight_bytes == aligned(24)
 
 
 PEAK = """

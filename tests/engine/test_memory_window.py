@@ -86,7 +86,9 @@ def group(value: int, elements: int = SIZE) -> Group:
 
 def window(slots: int, device: Any = None) -> tuple[Window, list[tuple[str, str]]]:
     moves: list[tuple[str, str]] = []
-    made = Window(device or LazyDevice(), lambda g, cause, transfer: moves.append((g.name, cause)))
+    made = Window(
+        device or LazyDevice(), lambda g, cause, transfer, size: moves.append((g.name, cause))
+    )
     for _ in range(slots):
         made.add_slot(4 * SIZE)
     return made, moves

@@ -45,8 +45,8 @@ def test_a_block_of_matrices_norms_and_biases_is_two_ranges() -> None:
 def test_every_parameter_keeps_its_values_and_its_place_among_the_members() -> None:
     g = group([VECTOR, MATRIX, VECTOR])
     assert [m.name for m in g.members] == ["p0", "p1", "p2"]
-    assert g.wire is not None
-    for member, view in zip(g.members, g.device_views(g.wire), strict=True):
+    assert g.flat_weights is not None
+    for member, view in zip(g.members, g.device_views(g.flat_weights), strict=True):
         assert member.parameter.shape == view.shape
         assert torch.all(view == member.index) and torch.all(member.parameter == member.index)
 

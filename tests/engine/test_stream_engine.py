@@ -54,8 +54,8 @@ def test_a_move_is_given_once_when_it_has_ended(tiny: Any) -> None:
 
     slow, quick = Copy(), Copy()
     quick.duration_s = 0.25
-    engine.counters.uploaded(engine.groups[0], "demand", cast(Transfer, slow))
-    engine.counters.uploaded(engine.groups[1], "prefetch", cast(Transfer, quick))
+    engine.counters.uploaded(engine.groups[0], "demand", cast(Transfer, slow), 8)
+    engine.counters.uploaded(engine.groups[1], "prefetch", cast(Transfer, quick), 8)
     moves, started = engine.take_moves(10)
     assert [(m.cause, m.duration_s) for m in moves] == [("prefetch", 0.25)] and started == 2
     slow.duration_s = 0.5

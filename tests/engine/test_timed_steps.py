@@ -25,7 +25,7 @@ from fluxtrain.plan.cost.updates import host_update, rate_of_update
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.request import PlacementRequest
-from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.wrapping.block_discovery import take_apart
 from tests.engine.calibration_rows import batch_of
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 def timed(
     model: PreTrainedModel, states: StateFormat = "fp32", *, in_backward: bool = False
 ) -> tuple[dict[Kind, StepTimes], GroupFacts]:
-    found = time_steps(model, batch_of(2), CPU, states, None, in_backward=in_backward)
+    found = time_steps(model, batch_of(2), CPU, (states, "plain"), None, in_backward=in_backward)
     assert not isinstance(found, StepsNotTimed)
     return found
 
@@ -132,8 +132,11 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
     assert moments_s is not None and moments_s >= pause_s
 
 
+FORMATS: tuple[StateFormat, StorageFormat] = "fp32", "plain"
+
+
 def missed(model: PreTrainedModel, available_bytes: int | None = None) -> StepsNotTimed:
-    found = time_steps(model, batch_of(2), CPU, "fp32", available_bytes, in_backward=False)
+    found = time_steps(model, batch_of(2), CPU, FORMATS, available_bytes, in_backward=False)
     assert isinstance(found, StepsNotTimed)
     assert found.why in found.text
     assert "may be predicted 25 to 40 % too short" in found.text
@@ -146,7 +149,7 @@ def test_too_little_host_memory_is_said_with_what_it_takes(tiny: Tiny) -> None:
     assert "of the 1000 B of host memory that is free" in found.why
     assert found.host_bytes is not None and not found.may_succeed(found.host_bytes - 1)
     assert found.may_succeed(found.host_bytes)
-    enough = time_steps(model, batch_of(2), CPU, "fp32", found.host_bytes, in_backward=False)
+    enough = time_steps(model, batch_of(2), CPU, FORMATS, found.host_bytes, in_backward=False)
     assert not isinstance(enough, StepsNotTimed)
 
 
@@ -201,7 +204,7 @@ def test_a_loss_that_is_not_finite_ends_the_steps_and_the_threads(
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
     threads = set(threading.enumerate())
-    found = time_steps(model, batch_of(2), CPU, "fp32", None, in_backward=in_backward)
+    found = time_steps(model, batch_of(2), CPU, FORMATS, None, in_backward=in_backward)
     assert isinstance(found, StepsNotTimed) and "nan" in found.why
     assert set(threading.enumerate()) == threads
 
@@ -216,7 +219,11 @@ def test_blocks_that_are_not_trained_take_no_steps_and_never_will(tiny: Tiny) ->
 
 
 def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:
-    blocks_for, most = steps_module._blocks_for, steps_module.MOST_BLOCKS
+    most = steps_module.MOST_BLOCKS
+
+    def blocks_for(parameters: int, available_bytes: int | None) -> int | StepsNotTimed:
+        return steps_module._blocks_for(parameters, 16 * parameters, available_bytes)
+
     assert blocks_for(233_000_000, None) == 3
     assert blocks_for(47_000_000, None) == 11
     assert blocks_for(1000, None) == most

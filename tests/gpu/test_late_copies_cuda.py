@@ -30,7 +30,7 @@ def late_copy() -> tuple[CudaDevice, HostArena, Window]:
     torch.cuda.synchronize()
     with torch.cuda.stream(device._up):
         torch.cuda._sleep(LATE)
-    device.upload(slot.wire, ones, None, None)
+    device.upload(slot.flat, ones, None, None)
     return device, arena, window
 
 
@@ -58,7 +58,7 @@ def test_an_arena_is_unlocked_after_its_last_copy(monkeypatch: pytest.MonkeyPatc
     assert not last.query() and arena.pinned_bytes == SIZE
     del arena
     assert made == [True]
-    assert int(window.slots[0].wire.min()) == 1
+    assert int(window.slots[0].flat.min()) == 1
     device.close()
 
 

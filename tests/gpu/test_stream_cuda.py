@@ -197,9 +197,9 @@ def test_the_arenas_are_page_locked_and_moves_are_counted() -> None:
     engine = engine_of(model)
     train(model, steps=2)
     memory, traffic = engine.memory(), engine.traffic()
-    wires = sum(g.wire_bytes for g in engine.groups)
-    assert memory.host_pinned_bytes >= 2 * wires
-    streamed = sum(g.wire_bytes for g in engine.groups if g.kind == "block")
+    weights = sum(g.weight_bytes for g in engine.groups)
+    assert memory.host_pinned_bytes >= 2 * weights
+    streamed = sum(g.weight_bytes for g in engine.groups if g.kind == "block")
     assert traffic.h2d_bytes >= 2 * streamed
     assert traffic.d2h_bytes == 2 * sum(s.size_bytes for g in engine.groups for s in g.trained)
     moves, _ = engine.take_moves(16)

@@ -100,7 +100,9 @@ def test_the_estimate_is_the_mean_of_recent_steps(times_s: list[float], remainin
 
 
 def test_each_automatic_number_of_the_course_has_its_reason() -> None:
-    schedule = choose_schedule(TrainSettings(epochs=2.5), steps_per_epoch=100, fresh_weights=False)
+    schedule = choose_schedule(
+        TrainSettings(epochs=2.5), steps_per_epoch=100, usual_rate=(2e-5, "")
+    )
     assert schedule.total_steps == 250
     assert schedule.warmup_steps == 8
     assert schedule.learning_rate == 2e-5
@@ -112,7 +114,7 @@ def test_each_automatic_number_of_the_course_has_its_reason() -> None:
 
 def test_what_was_set_is_kept() -> None:
     settings = TrainSettings(steps=7, learning_rate=0.5, warmup_steps=0)
-    schedule = choose_schedule(settings, steps_per_epoch=100, fresh_weights=True)
+    schedule = choose_schedule(settings, steps_per_epoch=100, usual_rate=(3e-3, ""))
     assert (schedule.total_steps, schedule.learning_rate, schedule.warmup_steps) == (7, 0.5, 0)
     assert [choice.name for choice in schedule.choices] == ["train.steps"]
 
@@ -120,7 +122,7 @@ def test_what_was_set_is_kept() -> None:
 @given(st.integers(1, 10**7))
 def test_the_warm_up_is_short_and_never_longer_than_the_run(steps: int) -> None:
     settings = TrainSettings(steps=steps)
-    schedule = choose_schedule(settings, steps_per_epoch=10, fresh_weights=True)
+    schedule = choose_schedule(settings, steps_per_epoch=10, usual_rate=(3e-3, ""))
     assert 1 <= schedule.warmup_steps <= min(100, steps)
 
 

@@ -245,7 +245,7 @@ class BlockTimer:
 
     def _enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._mark("enters")
-        hidden = _first_tensor((*args, *kwargs.values()))
+        hidden = _first_tensor((*args, *kwargs.values()), else_first=True)
         hidden.register_hook(lambda _: self._backward_left())
 
     def _leaves(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -305,9 +305,16 @@ class BlockTimer:
             torch.cuda.synchronize(self._device)
 
 
-def _first_tensor(values: tuple[Any, ...]) -> Tensor:
-    """Return the hidden states: the first input (or output) that a gradient reaches."""
+def _first_tensor(values: tuple[Any, ...], *, else_first: bool = False) -> Tensor:
+    """Return the hidden states: the first input (or output) that a gradient reaches.
+
+    `else_first`: where a frozen embedding gives no gradient, let it reach the first input of
+    floating point, as it does in all blocks but the first.
+    """
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad:
             return value
+    for value in values if else_first else ():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.is_leaf:
+            return value.requires_grad_()
     raise NotCalibrated("no gradient reaches the input of its first block")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,7 +56,7 @@ from fluxtrain.plan.cost.calibration import (
 from fluxtrain.plan.cost.updates import rate_of_update
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.request import PlacementRequest
-from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.grouping import facts_of
 
@@ -77,13 +77,15 @@ def calibrate(
     heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
     host_available_bytes: int | None = None,
     *,
+    frozen: StorageFormat = "plain",
     in_backward: bool = False,
 ) -> Calibration:
     """Time a block, and what stands outside the blocks, in chunks of `rows` rows, (few, many).
 
     Where the small model does not fit on a GPU, its edges wait on the host; where that does not fit
     either, `fewer` rows are timed. `states` are those of AdamW, whose update on the device is timed
-    too. `in_backward` times steps that update in the backward pass.
+    too; `frozen` is how frozen weights are stored. `in_backward` times steps that update in the
+    backward pass.
 
     `batch_of` gives real rows. `heavier_of` gives rows whose activations may take more memory, None
     where the usual rows do already. Their memory counts but not their time, as they may be few.
@@ -95,15 +97,17 @@ def calibrate(
     process = psutil.Process()
     before_bytes = process.memory_info().rss
     sizes = dict.fromkeys((rows, fewer or rows))
-    edges_on_host = [_Setup(count, edges="host", states=states) for count in sizes]
+    how = _Setup(rows, states=states, frozen=frozen)
+    edges_on_host = [replace(how, rows=count, edges="host") for count in sizes]
     try:
         with randomness_kept(device):
-            setups = [_Setup(rows, states=states), *edges_on_host]
+            setups = [how, *edges_on_host]
             timed = _first_that_fits(setups, model, _Batches(batch_of, heavier_of), device)
             steps: _TimedSteps | StepsNotTimed | None = None
             if device.type == "cuda":
                 batch, limit = batch_of(timed.few.rows), host_available_bytes
-                steps = time_steps(model, batch, device, states, limit, in_backward=in_backward)
+                formats = states, frozen
+                steps = time_steps(model, batch, device, formats, limit, in_backward=in_backward)
     except (UnsupportedModel, Diverged) as error:
         raise NotCalibrated(str(error)) from error
     finally:
@@ -227,10 +231,11 @@ class _Setup:
     rows: tuple[int, int]
     edges: Literal["device", "host"] = "device"
     states: StateFormat = "fp32"
+    frozen: StorageFormat = "plain"
 
     def wrapped(self, small: nn.Module, device: torch.device) -> AbstractContextManager[Engine]:
         """Wrap `small` with its blocks on the device and its edges as set."""
-        how: dict[str, Any] = {"states": self.states}
+        how: dict[str, Any] = {"states": self.states, "frozen": self.frozen}
         if self.edges == "device":
             return wrapped(small, device, "none", max(self.rows), **how)
         how["placement"] = PlacementRequest(
@@ -286,7 +291,7 @@ def _repeat(
     """Time the sizes and the streamed steps once; few rows are timed in the first repeat alone."""
     sizes = _time_sizes(small, batches, device, setup, SIZES if is_first else SIZES[1:])
     free_memory(device)  # or the two wrapped models would take memory beside each other
-    with wrapped(small, device, "weights", max(setup.rows)) as engine:
+    with wrapped(small, device, "weights", max(setup.rows), frozen=setup.frozen) as engine:
         streamed_s, copied_bytes = streamed_steps(small, engine, batches.usual(max(setup.rows)))
     free_memory(device)
     return Repeat(sizes=sizes, streamed_s=streamed_s, copied_bytes=copied_bytes)

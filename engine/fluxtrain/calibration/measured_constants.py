@@ -31,7 +31,7 @@ from fluxtrain.plan.cost.calibration import Calibration, timed_rows
 from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.search import CHUNK_TOKENS
-from fluxtrain.plan.states import STATE_FORMATS, StateFormat
+from fluxtrain.plan.states import STATE_FORMATS, StateFormat, StorageFormat
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.storage import write_json
 from fluxtrain.units import MIB, duration_text
@@ -147,10 +147,17 @@ def measure_constants(
     rows = timed_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
     fewer = timed_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
     try:
-        on, states = torch.device(device), _states(facts)
-        memory = machine.memory_available_bytes
         timed = calibrate(
-            model, batch_of, on, rows, fewer, states, heavier_of, memory, in_backward=in_backward
+            model,
+            batch_of,
+            torch.device(device),
+            rows,
+            fewer,
+            _states(facts),
+            heavier_of,
+            machine.memory_available_bytes,
+            frozen=_storage(facts),
+            in_backward=in_backward,
         )
     except NotCalibrated as reason:
         return _warned(replace(known, source=f"{known.source} ({reason})"))
@@ -260,6 +267,11 @@ def _states(facts: ModelFacts) -> StateFormat:
     return next((states for states in STATE_FORMATS if states in found), "fp32")
 
 
+def _storage(facts: ModelFacts) -> StorageFormat:
+    """Return how large frozen weights are stored."""
+    return next((g.storage for g in facts.groups if g.storage != "plain"), "plain")
+
+
 def _adamw_rates(
     facts: ModelFacts, machine: Machine, device: str, timed: Calibration, *, in_backward: bool
 ) -> dict[str, Any]:
@@ -330,7 +342,7 @@ def _place(
     middle = blocks[len(blocks) // 2]
     edges = [(g.weight_bytes, g.users) for g in facts.groups if g.kind == "edge"]
     trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32, middle.states)
-    shape = (middle.weight_bytes, trained, edges, facts.layers)
+    shape = (middle.weight_bytes, middle.storage, trained, edges, facts.layers)
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
     timed = timed_rows(row.sequence_length, batch_rows, _timed_tokens(device))
     threads = torch.get_num_threads()

@@ -36,9 +36,9 @@ from fluxtrain.device.recorder import Note
 from fluxtrain.errors import Diverged
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import StepsNotTimed, median
-from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.facts import HALF_BYTES, GroupFacts
 from fluxtrain.plan.request import PlacementRequest
-from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.units import bytes_text
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.grouping import facts_of
@@ -71,9 +71,8 @@ class StepTimes:
     forward_s: float  # the host queues one block's forward pass, less what it waits for
     backward_s: float
     optimizer_s: float  # the host, for each block: `step()` and dropping its gradients
-    update_s: (
-        float | None
-    )  # AdamW, from the start of a block to the start of the next; None: none ran
+    # AdamW, from the start of a block to the start of the next; None: none ran
+    update_s: float | None
     moments_s: float | None
 
 
@@ -81,7 +80,7 @@ def time_steps(
     model: nn.Module,
     batch: BoundBatch[Any],
     device: torch.device,
-    states: StateFormat,
+    formats: tuple[StateFormat, StorageFormat],
     host_available_bytes: int | None,
     *,
     in_backward: bool,
@@ -96,11 +95,13 @@ def time_steps(
     parameters = sum(p.numel() for p in block.parameters())
     if not any(p.requires_grad for p in block.parameters()):
         return StepsNotTimed(why="no parameter of its blocks is trained", lasts=True)
-    count = _blocks_for(parameters, host_available_bytes)
+    trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
+    block_bytes = BYTES_A_PARAMETER * trained + 2 * HALF_BYTES * (parameters - trained)
+    count = _blocks_for(parameters, block_bytes, host_available_bytes)
     if isinstance(count, StepsNotTimed):
         return count
     try:
-        return _timed(model, count, batch, device, states, in_backward=in_backward)
+        return _timed(model, count, batch, device, formats, in_backward=in_backward)
     except (torch.OutOfMemoryError, MemoryError, Diverged) as error:
         return StepsNotTimed(why=f"{count} copies of a block failed: {_why(error)}")
     finally:
@@ -112,7 +113,7 @@ def _timed(
     count: int,
     batch: BoundBatch[Any],
     device: torch.device,
-    states: StateFormat,
+    formats: tuple[StateFormat, StorageFormat],
     *,
     in_backward: bool,
 ) -> tuple[dict[Kind, StepTimes], GroupFacts]:
@@ -123,10 +124,12 @@ def _timed(
     for parameter in small.parameters():
         if id(parameter) not in within:
             parameter.requires_grad_(False)  # a plan counts the edges by themselves
-    facts = next(group for group in facts_of(small, states).groups if group.kind == "block")
+    states, frozen = formats
+    facts = next(g for g in facts_of(small, states, frozen).groups if g.kind == "block")
     rows = batch.rows
     on_host = PlacementRequest(device_groups=0, resident_blocks=0, embedding="whole")
     how: dict[str, Any] = {"placement": on_host, "states": states, "deferred_moments": True}
+    how["frozen"] = frozen
     with wrapped(small, device, "weights", rows, **how) as engine:
         timer = _StepTimer(small, engine, blocks, batch, device)
         kinds: list[Kind] = ["alone", "offloaded", "in_backward" if in_backward else "whole"]
@@ -134,12 +137,15 @@ def _timed(
         return {kind: timer.measure(kind) for kind in kinds}, facts
 
 
-def _blocks_for(parameters: int, available_bytes: int | None) -> int | StepsNotTimed:
-    """Choose how many blocks of `parameters` parameters to time, or say why too few fit."""
+def _blocks_for(
+    parameters: int, one_bytes: int, available_bytes: int | None
+) -> int | StepsNotTimed:
+    """Choose how many blocks of `parameters` parameters in `one_bytes` to time, or say why too few
+    fit."""
     count = max(LEAST_BLOCKS, min(MOST_BLOCKS, -(-PARAMETERS // max(1, parameters))))
     if available_bytes is None:
         return count
-    one_bytes = BYTES_A_PARAMETER * max(1, parameters)
+    one_bytes = max(1, one_bytes)
     fitting = available_bytes // HOST_SHARE // one_bytes
     if fitting >= LEAST_BLOCKS:
         return min(count, fitting)

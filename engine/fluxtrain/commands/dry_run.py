@@ -23,12 +23,12 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
 from fluxtrain.hardware.machine import read_machine
+from fluxtrain.methods.method import usual_rate
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, Planned, StepFinished
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.storage import read_json
-from fluxtrain.train.inputs import DEMO
 from fluxtrain.train.run import Run, train
 from fluxtrain.units import duration_text
 
@@ -105,7 +105,7 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
     schedule = choose_schedule(
         config.train,
         steps_per_epoch=ending["steps_per_epoch"],
-        fresh_weights=config.model.path == DEMO,
+        usual_rate=usual_rate(config),
     )
     return compared(
         events,

@@ -22,7 +22,7 @@ from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe.probe import Report, probe
-from fluxtrain.methods.method import method_of
+from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.models.copies import Copied, copied_by_loading
 from fluxtrain.models.demo_model import demo_config as demo_shape
 from fluxtrain.models.loading import refuse_missing_folder, unloadable
@@ -99,7 +99,7 @@ def preview(
     schedule = choose_schedule(
         config.train,
         steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
-        fresh_weights=config.model.path == DEMO,
+        usual_rate=usual_rate(config),
     )
     locks = page_locks_planned(facts, placement, device.value, per_s)
     return _answer(
@@ -264,7 +264,7 @@ def _empty_model(
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
     check_sequence_length(config.data.sequence_length, positions)
     copied = copied_by_loading(model, files, stored)
-    method_of(config).prepare(model, config.method)
+    method_of(config).prepare(model, config)
     return model, dtype_choice(with_odd_tensors(dtype, copied.odd_dtypes)), copied
 
 

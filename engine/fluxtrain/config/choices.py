@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from fluxtrain.config.schema import TrainSettings
 from fluxtrain.telemetry.events import ChoiceMade
 
-FRESH_RATE = 3e-3
-PRETRAINED_RATE = 2e-5
 WARMUP_SHARE = 0.03
 WARMUP_LIMIT_STEPS = 100
 
@@ -25,15 +23,14 @@ class Schedule:
 
 
 def choose_schedule(
-    settings: TrainSettings, *, steps_per_epoch: int, fresh_weights: bool
+    settings: TrainSettings, *, steps_per_epoch: int, usual_rate: tuple[float, str]
 ) -> Schedule:
-    """Resolve steps, warm-up and learning rate."""
+    """Resolve steps, warm-up and learning rate; `usual_rate` is taken for auto, with its reason."""
     total, total_because = _steps(settings, steps_per_epoch)
     choices = [ChoiceMade(name="train.steps", value=str(total), because=total_because)]
     rate = settings.learning_rate
     if rate == "auto":
-        rate = FRESH_RATE if fresh_weights else PRETRAINED_RATE
-        why = "the weights start random" if fresh_weights else "the weights are trained already"
+        rate, why = usual_rate
         choices.append(ChoiceMade(name="train.learning_rate", value=f"{rate:g}", because=why))
     if settings.warmup_steps == "auto":
         warmup = math.ceil(min(WARMUP_LIMIT_STEPS, WARMUP_SHARE * total))

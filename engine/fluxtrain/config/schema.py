@@ -32,7 +32,7 @@ from fluxtrain.plan.request import (
     refuse_boolean,
     refuse_uncountable,
 )
-from fluxtrain.plan.states import OptimizerName
+from fluxtrain.plan.states import OptimizerName, PackedFormat
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of dtypes
 
@@ -169,7 +169,37 @@ class DataSettings(Section):
 class MethodSettings(Section):
     """What is trained of the model."""
 
-    name: Literal["full"] = Field(default="full", description="full: every weight is trained")
+    name: Literal["full", "lora", "qlora"] = Field(
+        default="full",
+        description="full: every weight is trained; lora: low-rank adapters beside the frozen "
+        "weights of linear layers; qlora: the same beside weights packed in 4 or 8 bits",
+    )
+    rank: Positive = Field(
+        default=16, description="rank of the adapters; more learns more, and takes more memory"
+    )
+    alpha: Positive | Auto = Field(
+        default="auto",
+        description="what adapters add is scaled by alpha / rank (rslora: by its root); auto is "
+        "twice the rank",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="share of the adapters' inputs that is dropped in training"
+    )
+    targets: Auto | Annotated[list[str], Field(min_length=1)] = Field(
+        default="auto",
+        description="names of the layers that get adapters, such as [q_proj, v_proj]; auto is all "
+        "linear layers but the head",
+    )
+    variant: Literal["lora", "rslora", "dora"] = Field(
+        default="lora",
+        description="lora; rslora: scaled by the root of the rank (arXiv 2312.03732); dora: "
+        "magnitude and direction apart (arXiv 2402.09353), slower",
+    )
+    base: PackedFormat = Field(
+        default="nf4-double",
+        description="how qlora packs the frozen weights: nf4 takes 0.56 bytes each, nf4-double "
+        "0.52 (its scales are in 8 bits), int8 one",
+    )
 
 
 class TrainSettings(Section):
@@ -194,8 +224,8 @@ class TrainSettings(Section):
     )
     learning_rate: Rate | Auto = Field(
         default="auto",
-        description="peak learning rate; auto is 2e-5 for a model with trained weights and 3e-3 "
-        "for the demo, which starts from random ones",
+        description="peak learning rate; auto is 2e-5 for the weights of a trained model, 2e-4 "
+        "for adapters, and 3e-3 for the demo, which starts from random ones",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="shape of the learning rate after the warm-up"

@@ -95,7 +95,7 @@ def copy_whole(context: Context, unit: Unit, why: str) -> None:
     assert slices is not None
     slices.give_back()
     unit.slices = None
-    context.window.add_slot(slices.group.wire_bytes, owner=slices.group)
+    context.window.add_slot(slices.group.weight_bytes, owner=slices.group)
     context.say(f"{unit.name} is copied to the device whole, not in vocabulary chunks: {why}")
 
 

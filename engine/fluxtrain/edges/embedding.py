@@ -109,7 +109,7 @@ def _copy_whole(context: Context, unit: Unit, why: str) -> None:
             head.slices.give_back()
             head.slices = None
     if slotless:
-        context.window.add_slot(group.wire_bytes, owner=group)
+        context.window.add_slot(group.weight_bytes, owner=group)
     context.say(f"{unit.name} is copied to the device whole: {why}")
 
 

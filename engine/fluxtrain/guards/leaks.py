@@ -25,13 +25,17 @@ _MOMENT_S = 0.002
 
 
 class BoundWeights:
-    """A unit's weights while it computes: references to their slots, and writes to them."""
+    """A unit's weights while it computes: references to slots and scratch, and writes to them."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._before = [_state(member.parameter) for _, member in unit.members]
-        homes = [g for g in unit.groups if g.placement.weights != "device"]
-        self._slots = [unit.members_of(g)[0].parameter.untyped_storage() for g in homes]
+        moved = [
+            member.parameter.untyped_storage()
+            for group, member in unit.members
+            if group.placement.weights != "device" or member.segment.packed is not None
+        ]
+        self._slots = list({storage.data_ptr(): storage for storage in moved}.values())
         self._references = self._count()
 
     def refuse_writes(self) -> None:
@@ -44,7 +48,7 @@ class BoundWeights:
             if shortens and _copy_to_host(group, member):
                 continue
             for written in self._unit.groups:
-                written.version += 1  # the slots no longer equal the host's weights
+                written.weights_changed(frozen=True)  # the slots no longer equal the host's weights
             raise MisusedModel(
                 f"{self._unit.name} wrote to its weight {member.name} in its forward pass, which "
                 "would be lost: compute with a new tensor there (weight.clamp(...), not "

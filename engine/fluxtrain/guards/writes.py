@@ -54,7 +54,7 @@ def check_writes(group: Group) -> None:
             member.fingerprint = None
     if changed:
         group.wait_for_weights()
-        group.version += 1
+        group.weights_changed(frozen=not all(member.trained for member in changed))
         for member in changed:
             member.segment.masters_are_weights(member)
 
@@ -62,6 +62,12 @@ def check_writes(group: Group) -> None:
 def _take_over(group: Group, member: Member, host: Tensor) -> None:
     """Undo `parameter.data = tensor`: copy the values to the host, and set `.data` to these."""
     parameter = member.parameter
+    if member.segment.packed is not None:
+        raise MisusedModel(
+            f"{member.name} in {group.name} is packed as {member.segment.storage} and was given "
+            "other values: change weights before fluxtrain.wrap(model), or fluxtrain.unwrap(model) "
+            "first"
+        )
     same = parameter.shape == host.shape and parameter.dtype == host.dtype
     if not same or parameter.device.type != host.device.type:
         raise MisusedModel(

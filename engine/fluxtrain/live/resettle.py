@@ -105,15 +105,15 @@ def _owned(context: Context, owners: list[Group], fresh: list[Slot]) -> list[Slo
     owned = {slot.owner: slot for slot in context.window.slots if slot.owner is not None}
     for group in owners:
         if group not in owned:
-            fresh.append(context.window.add_slot(group.wire_bytes, owner=group))
+            fresh.append(context.window.add_slot(group.weight_bytes, owner=group))
     return [slot for group, slot in owned.items() if group not in owners]
 
 
 def _shared(context: Context, streamed: list[Group], count: int, fresh: list[Slot]) -> list[Slot]:
     """`count` shared slots of the largest streamed block's size; returns those to give back."""
-    size_bytes = max((group.wire_bytes for group in streamed), default=0)
+    size_bytes = max((group.weight_bytes for group in streamed), default=0)
     shared = [slot for slot in context.window.slots if slot.owner is None]
-    fitting = [slot for slot in shared if slot.wire.nbytes == size_bytes][:count]
+    fitting = [slot for slot in shared if slot.flat.nbytes == size_bytes][:count]
     for _ in range(count - len(fitting)):
         fresh.append(context.window.add_slot(size_bytes))
     return [slot for slot in shared if slot not in fitting]

@@ -1,9 +1,9 @@
 """A group of parameters that moves as one: its layout, its arenas and its optimizer state.
 
-A group is one block (or one part outside the blocks, such as the embedding). On the wire to the
-device it is one contiguous range of bytes, split into segments:
+A group is one block (or one part outside the blocks, such as the embedding). Its weights are one
+contiguous range of bytes, which moves to the device as it is, split into segments:
 
-    [ trained bf16 | trained fp16 | trained fp32 | frozen, any dtype ]
+    [ trained bf16 | trained fp16 | trained fp32 | frozen, any dtype | frozen, packed ]
 
 and each segment into its matrices and, behind them, its vectors (norms, biases).
 
@@ -12,11 +12,15 @@ parameter, a bf16 gradient to 14; with moments in 8 bits these are 6 and 8, and 
 elements lie in segments of their own with fp32 moments. A trained fp32 segment is its own master.
 fp16 weights are no half of anything: their fp32 masters lie beside them whole (14 and 16 bytes),
 and the weights are what the masters round to.
+
+Large frozen weights may be packed in 4 or 8 bits (`frozen`). Their parameters on the host are
+placeholders; on the device they are views of the scratch that they are unpacked into.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +32,8 @@ from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.group_placement import GroupPlacement, Tier
-from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.states import StateFormat, StorageFormat
+from fluxtrain.quantization.reference import pack, unpack
 
 if TYPE_CHECKING:
     from fluxtrain.memory.rows import RowBuffers
@@ -40,17 +45,23 @@ class Group:
     """Parameters that are copied, computed with and updated together."""
 
     def __init__(
-        self, name: str, kind: Literal["block", "edge"], states: StateFormat = "fp32"
+        self,
+        name: str,
+        kind: Literal["block", "edge"],
+        states: StateFormat = "fp32",
+        frozen: StorageFormat = "plain",
     ) -> None:
         self.name = name
         self.kind = kind
         self.states = states
+        self.frozen = frozen  # how large frozen weights are stored
         self.placement = GroupPlacement(name=name, kind=kind)
         self.members: list[Member] = []
         self.segments: list[Segment] = []
-        self.wire: Tensor | None = None  # (wire_bytes,) uint8 on the host
-        self.wire_bytes = 0
+        self.flat_weights: Tensor | None = None  # (weight_bytes,) uint8 on the host
+        self.weight_bytes = 0
         self.version = 0  # counts changes of the weights
+        self.frozen_version = 0  # counts changes of the frozen ones
         self.users = 0  # units that compute with this group
         self.by_rows = False  # one embedding and nothing else: norms are taken row by row
         self.rows: RowBuffers | None = None  # what its rows pass through, in place of a slot
@@ -89,6 +100,22 @@ class Group:
     def count(self) -> int:
         """Parameters, one by one, trained or not."""
         return sum(m.count for m in self.members)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained weights, which lie before all others."""
+        frozen = (s.offset_bytes for s in self.segments if not s.trained)
+        return min(frozen, default=self.weight_bytes)
+
+    @property
+    def packed_segments(self) -> list[Segment]:
+        """Segments whose weights are unpacked before they are computed with."""
+        return [s for s in self.segments if s.packed is not None]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the packed weights while they are unpacked."""
+        return sum(aligned(s.dense_bytes) for s in self.packed_segments)
 
     @property
     def has_gradient(self) -> bool:
@@ -139,8 +166,14 @@ class Group:
                 if self.pending is pending and pending.done():
                     self.pending = None
 
-    def add(self, parameter: nn.Parameter, name: str) -> Member:
-        """Take a parameter in; the layout is fixed by `settle`."""
+    def weights_changed(self, *, frozen: bool) -> None:
+        """Make copies on the device stale; `frozen`: those of the frozen weights too."""
+        self.version += 1
+        self.frozen_version += frozen
+
+    def add(self, parameter: nn.Parameter, name: str, *, shared: bool = False) -> Member:
+        """Take a parameter in; the layout is fixed by `settle`. `shared`: other parts compute with
+        it too, so that it is not packed."""
         trained = parameter.requires_grad
         if trained and parameter.dtype not in TRAINED_DTYPES:
             raise UnsupportedModel(
@@ -148,7 +181,9 @@ class Group:
                 "convert first, model.to(torch.bfloat16); of complex ones torch.view_as_real(...)"
             )
         large = trained and parameter.numel() >= state_formats.LEAST_LOW_BIT
-        segment = self._segment(parameter.dtype, trained, self.states if large else "fp32")
+        storage = self.frozen if self._packs(parameter) and not shared else "plain"
+        states = self.states if large else "fp32"
+        segment = self._segment(parameter.dtype, trained, states, storage)
         member = Member(
             parameter, name, segment, parameter.numel(), parameter.shape, len(self.members)
         )
@@ -157,45 +192,105 @@ class Group:
         self.members.append(member)
         return member
 
+    def _packs(self, parameter: nn.Parameter) -> bool:
+        """Can this parameter's weights be packed? Large frozen matrices of a block can."""
+        return (
+            self.kind == "block"
+            and not parameter.requires_grad
+            and parameter.dtype in TRAINED_DTYPES
+            and parameter.dim() > 1
+            and parameter.numel() >= state_formats.LEAST_PACKED
+        )
+
     def settle(self, placement: GroupPlacement, device: torch.device, *, pin: bool) -> None:
         """Fix the layout, allocate the weights' memory and move the weights into it."""
         self.placement, self._device, self._pin = placement, device, pin
         order = {dtype: place for place, dtype in enumerate(TRAINED_DTYPES)}
         self.segments.sort(
-            key=lambda s: (not s.trained, order.get(s.dtype, len(order)), str(s.dtype), s.format)
+            key=lambda s: (
+                not s.trained,
+                s.storage,
+                order.get(s.dtype, len(order)),
+                str(s.dtype),
+                s.format,
+            )
         )
         for segment in self.segments:
             segment.lay_out()
             segment.seed = zlib.crc32(f"{self.name} {segment.dtype}".encode())
-            segment.wire_offset_bytes = self.wire_bytes
-            self.wire_bytes += aligned(segment.size_bytes)
-        self.wire, weights = self.allocate_weights(self.segments, self.wire_bytes, pin=pin)
+            segment.offset_bytes = self.weight_bytes
+            self.weight_bytes += aligned(segment.size_bytes)
+        self.flat_weights, weights = self.allocate_weights(
+            self.segments, self.weight_bytes, pin=pin
+        )
         for segment, flat in zip(self.segments, weights, strict=True):
             segment.weights = flat
         for member in self.members:
-            view = self.own_view(member)
-            with torch.no_grad():
-                view.copy_(member.parameter.detach())
-            member.parameter.data = view
-            self.home_views.append(view)
+            self.home_views.append(self._moved_in(member))
+            member.parameter.data = self.home_views[-1]
             member.write_version = member.parameter._version
 
+    def _moved_in(self, member: Member) -> Tensor:
+        """Copy or pack a member's weights into the group's memory; return its host view."""
+        segment, weights = member.segment, member.parameter.detach()
+        if segment.packed is None:
+            view = self.own_view(member)
+            with torch.no_grad():
+                view.copy_(weights)
+            return view
+        assert segment.weights is not None
+        pack(segment.packed, segment.members.index(member), weights, segment.weights)
+        return placeholder(member)
+
     def own_view(self, member: Member) -> Tensor:
-        """The member's weights on the host, in its shape, with a storage of its own."""
-        assert self.wire is not None
-        offset = member.segment.wire_offset_bytes + member.offset * member.segment.dtype.itemsize
+        """The member's weights on the host, in its shape, with a storage of its own; a placeholder
+        without values for packed ones."""
+        if member.segment.packed is not None:
+            return placeholder(member)
+        assert self.flat_weights is not None
+        offset = member.segment.offset_bytes + member.offset * member.segment.dtype.itemsize
         dtype = member.segment.dtype
-        if self.wire.device.type == "cuda":
-            return own_storage_view(self.wire, dtype, member.count, offset).view(member.shape)
+        if self.flat_weights.device.type == "cuda":
+            return own_storage_view(self.flat_weights, dtype, member.count, offset).view(
+                member.shape
+            )
         return self._arenas[0].tensor(dtype, member.count, offset).view(member.shape)
 
-    def device_views(self, wire: Tensor) -> list[Tensor]:
-        """Every member's weights in a device copy `wire` (wire_bytes,) of the group, by index."""
+    def device_views(self, flat: Tensor, dense: Tensor | None = None) -> list[Tensor]:
+        """Every member's weights in a device copy `flat` (weight_bytes,) of the group, by index;
+        the packed ones in `dense` (dense_bytes,), where `unpack` puts them."""
         flats = {
-            id(s): wire[s.wire_offset_bytes : s.wire_offset_bytes + s.size_bytes].view(s.dtype)
+            id(s): flat[s.offset_bytes : s.offset_bytes + s.size_bytes].view(s.dtype)
             for s in self.segments
+            if s.packed is None
         }
+        if dense is not None:
+            for segment, part in self._dense_parts(dense):
+                flats[id(segment)] = part
         return [m.slice(flats[id(m.segment)]) for m in self.members]
+
+    def unpack(self, flat: Tensor, dense: Tensor) -> None:
+        """Compute the packed weights of a device copy `flat` into `dense` (dense_bytes,)."""
+        for segment, part in self._dense_parts(dense):
+            assert segment.packed is not None
+            packed = flat[segment.offset_bytes : segment.offset_bytes + segment.size_bytes]
+            unpack(segment.packed, packed, part)
+
+    def dense_weights(self, member: Member) -> Tensor:
+        """Compute a packed member's weights as they are computed with, in its shape, where the
+        group's weights are stored."""
+        segment = member.segment
+        assert segment.packed is not None and segment.weights is not None
+        part = torch.empty(segment.elements, dtype=segment.dtype, device=segment.weights.device)
+        unpack(segment.packed, segment.weights, part)
+        return member.slice(part).clone()
+
+    def _dense_parts(self, dense: Tensor) -> Iterator[tuple[Segment, Tensor]]:
+        """Yield each packed segment with its range (elements,) of `dense`."""
+        start = 0
+        for segment in self.packed_segments:
+            yield segment, dense[start : start + segment.dense_bytes].view(segment.dtype)
+            start += aligned(segment.dense_bytes)
 
     def ensure_state(self) -> list[Tensor]:
         """Allocate the optimizer state, moments of zero, on first use; what of it is on the host
@@ -274,20 +369,22 @@ class Group:
             segment.wide = flats[0]
         segment.is_wide = True
 
-    def _segment(self, dtype: torch.dtype, trained: bool, states: StateFormat) -> Segment:
+    def _segment(
+        self, dtype: torch.dtype, trained: bool, states: StateFormat, storage: StorageFormat
+    ) -> Segment:
+        kind = dtype, trained, states, storage
         for segment in self.segments:
-            if (segment.dtype, segment.trained, segment.format) == (dtype, trained, states):
+            if (segment.dtype, segment.trained, segment.format, segment.storage) == kind:
                 return segment
-        self.segments.append(Segment(dtype, trained, states))
+        self.segments.append(Segment(*kind))
         return self.segments[-1]
 
     def allocate_weights(
         self, segments: list[Segment], size_bytes: int, *, pin: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """Memory on the host for the weights of these segments, and a flat tensor for each; a
-        forked
-        process gets it too."""
-        spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in segments]
+        """Memory for the weights of these segments, and a flat tensor for each; a forked process
+        gets it too."""
+        spans = [(*s.stored, s.offset_bytes) for s in segments]
         return self.allocate(self.placement.weights, size_bytes, spans, pin=pin, for_forks=True)
 
     def allocate(
@@ -310,3 +407,12 @@ class Group:
         return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
             arena.tensor(t, n, o) for t, n, o in spans
         ]
+
+
+def placeholder(member: Member) -> Tensor:
+    """Make what a packed parameter holds at rest: NaN in its shape, of one element's memory."""
+    weights = member.segment.weights
+    device = torch.device("cpu") if weights is None else weights.device
+    return torch.full((1,), torch.nan, dtype=member.segment.dtype, device=device).expand(
+        member.shape
+    )

@@ -35,23 +35,24 @@ def prepare_move(group: Group, placement: GroupPlacement, *, pin: bool) -> Calla
     shell = Group(group.name, group.kind)
     shell.placement, shell._device, shell._pin = placement, group._device, pin
     try:
-        wire, weights = shell.allocate_weights(group.segments, group.wire_bytes, pin=pin)
+        whole, weights = shell.allocate_weights(group.segments, group.weight_bytes, pin=pin)
         held = [_held(shell, segment) for segment in group.segments]
     except (torch.OutOfMemoryError, MemoryError) as error:
-        need = group.wire_bytes + group.state_bytes + group.gradient_bytes
+        need = group.weight_bytes + group.state_bytes + group.gradient_bytes
         raise DoesNotFit(f"{bytes_text(need)} of {group.name} find no room: {error}") from error
 
     def move() -> None:
-        assert group.wire is not None
+        assert group.flat_weights is not None
         with torch.no_grad():
-            wire[: group.wire_bytes].copy_(group.wire[: group.wire_bytes])
+            whole[: group.weight_bytes].copy_(group.flat_weights[: group.weight_bytes])
             for segment, flat, tensors in zip(group.segments, weights, held, strict=True):
                 segment.weights = flat
                 for name, fresh in tensors.items():
                     fresh.copy_(getattr(segment, name))
                     setattr(segment, name, fresh)
-        group.wire, group.placement, group._arenas, group._pin = wire, placement, shell._arenas, pin
-        group.version += 1
+        group.flat_weights, group.placement = whole, placement
+        group._arenas, group._pin = shell._arenas, pin
+        group.weights_changed(frozen=True)
         _point_there(group)
 
     return move
@@ -73,7 +74,7 @@ def _held(shell: Group, segment: Segment) -> dict[str, Tensor]:
 
 def _point_there(group: Group) -> None:
     """The parameters' own data are the weights at the new home."""
-    group.home_views = [group.own_view(member) for member in group.members]
+    group.home_views = [group.own_view(m) for m in group.members]
     for member, view in zip(group.members, group.home_views, strict=True):
         parameter, kind = member.parameter, member.parameter.__class__
         parameter.__class__ = nn.Parameter  # a wrapped parameter at rest notes what reads its data

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from fluxtrain.device.arena import aligned
-from fluxtrain.plan.states import STATE_BLOCK, StateFormat
+from fluxtrain.plan.states import STATE_BLOCK, StateFormat, StorageFormat
+from fluxtrain.quantization.layout import PackedLayout, padded
 
 MASTERS = ("lo", "master")  # what completes the weights to fp32 masters
 SCALES = ("m_scale", "v_scale")
@@ -56,17 +58,19 @@ class Member:
 
 @dataclass(eq=False)
 class Segment:
-    """Adjacent members of one dtype and one format of optimizer states."""
+    """Adjacent members of one dtype, one format of optimizer states, and one storage format."""
 
     dtype: torch.dtype
     trained: bool
     format: StateFormat = "fp32"  # of the moments
+    storage: StorageFormat = "plain"  # of the weights: other formats are packed, and frozen
     seed: int = 0  # of the moments' random rounding
-    wire_offset_bytes: int = 0
+    offset_bytes: int = 0
     elements: int = 0  # with padding between members
     members: list[Member] = field(default_factory=list)
     by_offset: list[Member] = field(default_factory=list)  # in memory order: set by `lay_out`
-    weights: Tensor | None = None  # (elements,) in the group's tier: `hi`, or the fp32 master
+    weights: Tensor | None = None  # (elements,) in the group's tier: `hi`, or the fp32 master;
+    # of a packed segment (size_bytes,) uint8
     lo: Tensor | None = None  # (elements,) int16
     master: Tensor | None = None  # (elements,) fp32, of fp16 weights
     m: Tensor | None = None  # (elements,) fp32, bf16, or 8-bit codes
@@ -79,7 +83,28 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of the weights as they are stored."""
+        packed = self.packed
+        return self.dense_bytes if packed is None else packed.size_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the weights as they are computed with."""
         return self.elements * self.dtype.itemsize
+
+    @property
+    def stored(self) -> tuple[torch.dtype, int]:
+        """The dtype and the count of the weights' flat tensor."""
+        if self.packed is None:
+            return self.dtype, self.elements
+        return torch.uint8, self.size_bytes
+
+    @cached_property
+    def packed(self) -> PackedLayout | None:
+        """The layout of packed weights, once all members are there; None for plain ones."""
+        if self.storage == "plain":
+            return None
+        return PackedLayout.of(self.storage, [member.shape for member in self.members])
 
     @property
     def split(self) -> bool:
@@ -126,6 +151,8 @@ class Segment:
 
     def allot(self, itemsize: int, count: int) -> int:
         """Return the elements that a member of `count` elements takes, with its padding."""
+        if self.storage != "plain":
+            return padded(count)
         if self.format == "8bit":  # a block of states belongs to one parameter
             return -(-count // STATE_BLOCK) * STATE_BLOCK
         return aligned(count * itemsize) // itemsize

@@ -20,31 +20,34 @@ from fluxtrain.device.device import Device
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.scratch import Scratch
 from fluxtrain.units import bytes_text
 
-Report = Callable[[Group, str, Transfer], None]  # group, cause, the copy
+Report = Callable[[Group, str, Transfer, int], None]  # group, cause, the copy, bytes
 
 
 @dataclass(eq=False)
 class Slot:
     """Device memory for one group's weights at a time."""
 
-    wire: Tensor  # (size_bytes,) uint8
+    flat: Tensor  # (size_bytes,) uint8
     owner: Group | None = None  # set for a resident slot: no other group may use it
     group: Group | None = None
     version: int = -1  # of the group's weights that are in (or on their way into) this slot
+    frozen_version: int = -1  # of its frozen weights, likewise
     transfer: Transfer | None = None
     users: int = 0  # computations that are using it now
     free: object = None  # the point after which it may be overwritten
     used_at: int = 0
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def views_of(self, group: Group) -> list[Tensor]:
-        """Return the group members' weights in this slot, by index; the views are made once."""
+    def views_of(self, group: Group, scratch: Scratch) -> list[Tensor]:
+        """Return the group members' weights in this slot, by index, and its packed ones' in the
+        scratch; the views are made once."""
         key = id(group)
         if key not in self.views:
             with torch.inference_mode(False):  # they stay for training passes that come later
-                self.views[key] = group.device_views(self.wire)
+                self.views[key] = group.device_views(self.flat, scratch.memory)
         return self.views[key]
 
 
@@ -54,15 +57,17 @@ class Window:
     def __init__(self, device: Device, report: Report) -> None:
         self.device = device
         self.slots: list[Slot] = []
+        self.scratch = Scratch(device.torch_device)
         self._where: dict[Group, Slot] = {}
         self._owners: set[Group] = set()
+        self._at_device: dict[Group, list[Tensor]] = {}  # views, of packed groups that live there
         self._report = report
         self._clock = 0
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(slot.wire.nbytes for slot in self.slots)
+        """Bytes of all slots, and of the scratch."""
+        return sum(slot.flat.nbytes for slot in self.slots) + self.scratch.size_bytes
 
     def add_slot(self, size_bytes: int, owner: Group | None = None) -> Slot:
         """Allocate one more slot; `owner` makes it that group's own.
@@ -70,7 +75,7 @@ class Window:
         Raises DoesNotFit; the slots that are there stay.
         """
         try:
-            wire = self.device.for_copies(device_flat(self.device.torch_device, size_bytes))
+            flat = self.device.for_copies(device_flat(self.device.torch_device, size_bytes))
         except torch.OutOfMemoryError as error:
             raise DoesNotFit(
                 f"a device slot of {bytes_text(size_bytes)} does not fit beside the "
@@ -78,7 +83,7 @@ class Window:
                 "close other programs on this GPU"
             ) from error
         # the computation may still read an earlier tensor in this memory
-        slot = Slot(wire, owner=owner, free=self.device.mark())
+        slot = Slot(flat, owner=owner, free=self.device.mark())
         self.slots = [*self.slots, slot]  # a new list: other threads read the old one
         if owner is not None:
             self._owners.add(owner)
@@ -140,7 +145,21 @@ class Window:
         slot.users += 1
         self._clock += 1
         slot.used_at = self._clock
-        return slot.views_of(group)
+        self.scratch.fill(group, slot.flat)
+        return slot.views_of(group, self.scratch)
+
+    def unpack(self, group: Group) -> list[Tensor] | None:
+        """Return the weights of a group that lives on the device, by member index, with its packed
+        ones in the scratch; None for a group without packed ones."""
+        if not group.dense_bytes:
+            return None
+        assert group.flat_weights is not None
+        self.scratch.fill(group, group.flat_weights)
+        if group not in self._at_device:
+            with torch.inference_mode(False):
+                views = group.device_views(group.flat_weights, self.scratch.memory)
+            self._at_device[group] = views
+        return self._at_device[group]
 
     def release(self, group: Group) -> None:
         """Let the slot be overwritten once the computation queued so far has run."""
@@ -151,7 +170,7 @@ class Window:
 
     def forget(self, group: Group) -> None:
         """Make copies on the device stale, by the version: the stored weights have changed."""
-        group.version += 1
+        group.weights_changed(frozen=True)
 
     def drain(self) -> None:
         """Wait for all copies under way; `take` raises what made one fail."""
@@ -171,7 +190,7 @@ class Window:
             for s in self.slots
             if s.owner is None
             and s.users == 0
-            and s.wire.nbytes >= group.wire_bytes
+            and s.flat.nbytes >= group.weight_bytes
             and (steal or not self._awaited(s))
             and not any(s.group is g and self.holds(g) is s for g in keep)
         ]
@@ -183,17 +202,28 @@ class Window:
         return slot.used_at < 0 and slot.group is not None and self.holds(slot.group) is slot
 
     def _fill(self, slot: Slot, group: Group, cause: str) -> None:
+        """Start to upload the group's weights; the trained ones alone where the frozen ones of
+        their present version are in the slot."""
         self._let_pass(slot.transfer)
+        has_frozen = (
+            slot.group is group
+            and slot.frozen_version == group.frozen_version
+            and slot.transfer is not None
+            and not slot.transfer.failed()
+            and group.trained_bytes > 0
+        )
+        stop = group.trained_bytes if has_frozen else group.weight_bytes
         if slot.group is not None and self._where.get(slot.group) is slot:
             del self._where[slot.group]
         slot.group, slot.version = group, group.version
+        slot.frozen_version = group.frozen_version
         slot.used_at = -1
         self._where[group] = slot
-        assert group.wire is not None
+        assert group.flat_weights is not None
         slot.transfer = self.device.upload(
-            slot.wire[: group.wire_bytes], group.wire[: group.wire_bytes], group.pending, slot.free
+            slot.flat[:stop], group.flat_weights[:stop], group.pending, slot.free
         )
-        self._report(group, cause, slot.transfer)
+        self._report(group, cause, slot.transfer, stop)
 
     def _let_pass(self, before: Transfer | None) -> None:
         """Wait for an obsolete copy into the same slot that still waits for an update. It would

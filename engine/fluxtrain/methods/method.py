@@ -13,21 +13,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.config.schema import MethodSettings, RunConfig
 from fluxtrain.data.batches import Batch
+from fluxtrain.methods.adapters import attach_adapters, save_adapter
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import Objective
 from fluxtrain.models.export import save_model
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.states import StorageFormat
+
+DEMO = "demo"
+FRESH_RATE = 3e-3
 
 
 class Method(Protocol):
     """What a run calls of its method."""
 
-    def prepare(self, model: PreTrainedModel, settings: MethodSettings) -> None:
+    usual_rate: float  # peak learning rate for a model with trained weights
+
+    def prepare(self, model: PreTrainedModel, config: RunConfig) -> None:
         """Add the modules of the method to `model`, and set `requires_grad` of every parameter.
 
         Called before `model` is measured, planned and wrapped. For a plan it is called with a model
         on the meta device, so it must not read weights; the plan counts its facts afterwards.
         """
+
+    def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
+        """Say how large frozen weights of blocks are stored."""
 
     def saved_bytes(self, facts: ModelFacts) -> int:
         """Count the bytes that `save` will write, for the check of the disk."""
@@ -47,8 +57,14 @@ class Method(Protocol):
 class FullFineTuning:
     """Every weight is trained, and the whole model saved."""
 
-    def prepare(self, model: PreTrainedModel, settings: MethodSettings) -> None:
+    usual_rate = 2e-5
+
+    def prepare(self, model: PreTrainedModel, config: RunConfig) -> None:
         """Leave the model as it was loaded: every parameter is trained."""
+
+    def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
+        """Keep what the model itself has frozen in its dtype."""
+        return "plain"
 
     def saved_bytes(self, facts: ModelFacts) -> int:
         """Count all weights."""
@@ -65,7 +81,56 @@ class FullFineTuning:
         save_model(model, tokenizer, folder)
 
 
-METHODS: dict[str, Method] = {"full": FullFineTuning()}
+class LoraFineTuning:
+    """Low-rank adapters are trained beside frozen weights, and saved alone."""
+
+    usual_rate = 2e-4
+
+    def prepare(self, model: PreTrainedModel, config: RunConfig) -> None:
+        """Put adapters beside the linear layers, and freeze everything else."""
+        attach_adapters(model, config.method, config.model)
+
+    def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
+        """Keep frozen weights in their dtype."""
+        return "plain"
+
+    def saved_bytes(self, facts: ModelFacts) -> int:
+        """Count the trained weights."""
+        return facts.trained_bytes
+
+    def objective(self) -> Objective[Batch]:
+        """Return causal language modelling."""
+        return CausalLM()
+
+    def save(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    ) -> None:
+        """Write the adapter in peft's format."""
+        save_adapter(model, tokenizer, folder)
+
+
+class QLoraFineTuning(LoraFineTuning):
+    """The same beside weights that are packed in 4 or 8 bits (https://arxiv.org/abs/2305.14314)."""
+
+    def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
+        """Pack frozen weights as the settings say."""
+        return settings.base
+
+
+METHODS: dict[str, Method] = {
+    "full": FullFineTuning(),
+    "lora": LoraFineTuning(),
+    "qlora": QLoraFineTuning(),
+}
+
+
+def usual_rate(config: RunConfig) -> tuple[float, str]:
+    """Return the usual peak learning rate of a run, with the reason."""
+    if config.model.path == DEMO:
+        return FRESH_RATE, "the weights start random"
+    if config.method.name == "full":
+        return method_of(config).usual_rate, "the weights are trained already"
+    return method_of(config).usual_rate, "adapters start from nothing beside trained weights"
 
 
 def method_of(config: RunConfig) -> Method:

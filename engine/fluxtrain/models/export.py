@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -33,7 +34,22 @@ def save_model(
     an earlier save is replaced once the new one is complete. Raises NoSpace if the disk fills up
     and BadInput if the place cannot be written; both leave the earlier folder.
     """
-    needed = sum(tensor.nbytes for tensor in _distinct(model))
+
+    def write(made: Path) -> None:
+        with quiet_transformers():
+            model.save_pretrained(made, max_shard_size=SHARD_BYTES)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(made)
+
+    return save_folder(write, sum(tensor.nbytes for tensor in _distinct(model)), folder)
+
+
+def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int:
+    """Let `write` fill a new folder, which becomes `folder` once it is complete and on disk.
+
+    Returns the bytes written. Raises NoSpace if the `needed` bytes are not there or the disk fills
+    up, and BadInput if the place cannot be written; both leave an earlier folder of that name.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free
@@ -46,7 +62,7 @@ def save_model(
     except OSError as error:
         raise _explained(error, folder) from error
     try:
-        return _written(model, tokenizer, made, folder)
+        return _written(write, made, folder)
     except SafetensorError as error:
         raise _explained(_as_os_error(error), folder) from error
     except OSError as error:
@@ -55,16 +71,8 @@ def save_model(
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _written(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    made: Path,
-    folder: Path,
-) -> int:
-    with quiet_transformers():
-        model.save_pretrained(made, max_shard_size=SHARD_BYTES)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(made)
+def _written(write: Callable[[Path], None], made: Path, folder: Path) -> int:
+    write(made)
     made.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model
     files = [path for path in made.rglob("*") if path.is_file()]
     for path in (*files, made):

@@ -28,20 +28,21 @@ _NAMES: dict[StateFormat, dict[str, str]] = {
 
 def shard_bytes(context: Context) -> int:
     """Return the bytes of all shards, at most."""
-    groups = sum(group.wire_bytes + group.state_bytes for group in context.groups)
+    groups = sum(group.trained_bytes + group.state_bytes for group in context.groups)
     return groups + sum(parameter.nbytes for parameter in context.loose)
 
 
 def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (shard name, tensors): the weights of every parameter, the rest of its master, both
-    moments and the step count.
+    """Yield (shard name, tensors) of each group that trains: the weights of every trained
+    parameter, the rest of its master, both moments and the step count.
 
     Waits for updates first. On the host the tensors are views of the arenas: write them out before
     the next optimizer step. Loose parameters have a shard of their own.
     """
     context.flush()
     for group in context.groups:
-        yield group.name, _group_tensors(group)
+        if group.trained:
+            yield group.name, _group_tensors(group)
     if context.loose:
         yield "loose", {str(i): p.detach().cpu() for i, p in enumerate(context.loose)}
 
@@ -56,7 +57,7 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
     group = next((g for g in context.groups if g.name == name), None)
     if group is None:
         raise BadInput(f"the checkpoint has a part {name!r} that this model does not have")
-    expected = {key for member in group.members for key in _keys(member)}
+    expected = {key for member in group.members if member.trained for key in _keys(member)}
     extra = sorted(set(tensors) - expected)
     found = {f for f, names in _NAMES.items() for key in extra if key.endswith(f".{names['m']}")}
     if found:
@@ -71,11 +72,12 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
         )
     with torch.no_grad():
         for member in group.members:
+            if not member.trained:
+                continue
             _copy(group.home_views[member.index], tensors, f"{member.name}.weight_bits", name)
             member.write_version = member.parameter._version
-            if member.trained:
-                _load_state(context, group, member, tensors)
-    group.version += 1
+            _load_state(context, group, member, tensors)
+    group.weights_changed(frozen=False)
 
 
 def _load_state(context: Context, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
@@ -102,8 +104,10 @@ def _keys(member: Member) -> list[str]:
 def _group_tensors(group: Group) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for member in group.members:
+        if not member.trained:
+            continue
         tensors[f"{member.name}.weight_bits"] = group.home_views[member.index]
-        if member.trained and group.has_state:
+        if group.has_state:
             tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
             for key, view in _states(member).items():
                 tensors[f"{member.name}.{key}"] = view

@@ -86,7 +86,7 @@ class ThirdPartyOptimizer:
         for _, _, plain in self._pairs:
             plain.grad = None
         for group in context.groups:
-            group.version += 1
+            group.weights_changed(frozen=False)
         context.counters.step += 1
 
     def zero_grad(self) -> None:

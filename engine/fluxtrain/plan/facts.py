@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from fluxtrain.plan.spread import DeviceFirst, parted, spread_out
-from fluxtrain.plan.states import MomentFormat, StateFormat, moment_bytes
+from fluxtrain.plan.states import MomentFormat, StateFormat, StorageFormat, moment_bytes
 
 Offload = Literal["none", "optimizer", "weights", "max"]
 InputsOn = Literal["device", "host"]
@@ -47,6 +47,9 @@ class GroupFacts:
     narrow: int = 0  # trained elements of large parameters; the others' moments are always fp32
     table_rows: int = 0  # of an embedding whose rows can be looked up a few at a time
     masters: bool = True  # in fp32, whatever the weights' dtype; other packages' optimizers: none
+    frozen: int = 0  # elements that are not trained
+    storage: StorageFormat = "plain"  # of the packed ones among them
+    dense_bytes: int = 0  # of packed weights while a block computes: they are unpacked for it
 
     @cached_property
     def unnamed(self) -> GroupFacts:
@@ -295,6 +298,11 @@ class ModelFacts:
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(group.weight_bytes for group in self.groups) + self.loose_bytes
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of all trained weights, in their dtypes; with those that are in no group."""
+        return sum(group.rounded_bytes for group in self.groups) + self.loose_bytes
 
     @cached_property
     def layers(self) -> int:

@@ -138,7 +138,9 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     kept_gradients = at_device.gradient_bytes(accumulates=layout.accumulates)
     kept_weights = at_device.weight_bytes + facts.loose_bytes
     device = {
-        "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home, by_rows, sliced),
+        "weights_bytes": kept_weights
+        + _weights_from_home(facts, layout, at_home, by_rows, sliced)
+        + max(group.dense_bytes for group in facts.groups),
         "gradients_bytes": kept_gradients + scratch + shared + staging,
         "optimizer_bytes": at_device.state_bytes,
         "boundaries_bytes": _boundaries_on_device(facts, layout, has_gpu=has_gpu),

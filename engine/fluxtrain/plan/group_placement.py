@@ -5,8 +5,8 @@ bytes live between their uses. Weights that live on the host are copied to the d
 block computes: through slots that the streamed blocks share, or (`resident`) into a slot of their
 own, where the copy stays.
 
-The disk tier, packed weights and more than one card have names here and are not used yet: the
-planner makes no such row, and `refuse_unused` refuses them.
+The disk tier and more than one card have names here and are not used yet: the planner makes no
+such row, and `refuse_unused` refuses them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, homes, kept_count, streamed
 from fluxtrain.plan.heads import comes_apart
+from fluxtrain.plan.states import StorageFormat
 from fluxtrain.telemetry.events import PlacedAlike
 
 Tier = Literal["device", "host", "disk"]
-StorageFormat = Literal["plain", "nf4", "int8"]  # plain: in the parameters' own dtypes
 Activations = Literal["kept", "inputs_on_device", "inputs_on_host"]
 Transfer = Literal["whole", "rows", "vocabulary_chunks"]
 
@@ -70,6 +70,7 @@ def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
                 tier,
                 name=group.name,
                 kind=group.kind,
+                storage=group.storage,
                 transfers=transfers,
                 resident=tier == "host" and group not in passing and "whole" in transfers,
             )
@@ -140,8 +141,6 @@ def refuse_unused(rows: Iterable[GroupPlacement]) -> None:
                 f"{row.name}: weights on {row.weights}, state on {row.state} and gradients on "
                 f"{row.gradients} cannot be apart yet: use one tier for all three"
             )
-        if row.storage != "plain":
-            raise BadInput(f"{row.name}: weights stored as {row.storage} cannot be used yet")
         if row.card:
             raise BadInput(f"{row.name}: card {row.card} cannot be used yet: use card 0")
 

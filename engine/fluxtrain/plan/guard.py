@@ -101,7 +101,7 @@ def disk_need(
     """Compute the sizes of a run's files; the saved model takes `model_bytes`."""
     states = sum(group.state_bytes for group in facts.groups)
     return DiskNeed(
-        checkpoint_bytes=facts.weight_bytes + states,
+        checkpoint_bytes=facts.trained_bytes + states,
         kept=kept,
         written=written,
         model_bytes=model_bytes,

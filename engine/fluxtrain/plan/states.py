@@ -1,4 +1,4 @@
-"""How AdamW's two moments are kept, and what that takes. Pure arithmetic."""
+"""How AdamW's two moments and frozen weights are kept, and what moments take. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Literal
 StateFormat = Literal["fp32", "bf16", "8bit"]
 MomentFormat = Literal["fp32", "bf16", "8bit", "4bit"]  # with those of other packages
 STATE_FORMATS: tuple[StateFormat, ...] = ("fp32", "bf16", "8bit")
+
+PackedFormat = Literal["nf4", "nf4-double", "int8"]  # of frozen weights (quantization/layout.py)
+StorageFormat = Literal["plain", "nf4", "nf4-double", "int8"]  # plain: in the parameters' dtypes
+PACKED_FORMATS: tuple[PackedFormat, ...] = ("nf4", "nf4-double", "int8")
+LEAST_PACKED = 65536  # elements: smaller frozen weights stay in their dtype
 
 STATE_BLOCK = 256  # elements of 8-bit states that share one scale
 # Parameters with fewer elements keep fp32 states in every format: norms and biases are a

@@ -20,6 +20,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
+from fluxtrain.methods.method import method_of
 from fluxtrain.models.precision import Capability, Precision
 from fluxtrain.optimizer.third_party_packages import check_third_party
 from fluxtrain.plan.choices.placement import Placement
@@ -30,7 +31,7 @@ from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
 from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat, StorageFormat
 from fluxtrain.planning.device_budget import hold_to_budget
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import GIB
@@ -73,11 +74,16 @@ def optimizer_in_backward(config: RunConfig, facts: ModelFacts) -> bool:
 
 
 def model_facts(
-    model: nn.Module, config: Any, sequence_length: int, states: StateFormat = "fp32"
+    model: nn.Module,
+    config: Any,
+    sequence_length: int,
+    states: StateFormat = "fp32",
+    frozen: StorageFormat = "plain",
 ) -> ModelFacts:
     """Sizes of a causal language model and of one row, also of a model on the meta device.
 
-    `config` is its Hugging Face configuration, `states` how AdamW's moments are kept.
+    `config` is its Hugging Face configuration, `states` how AdamW's moments are kept, `frozen` how
+    frozen weights are.
     """
     text = config.get_text_config()
     hidden = int(text.hidden_size)
@@ -90,12 +96,15 @@ def model_facts(
         dtype_bytes=dtype_bytes,
         activation_bytes=activation_estimate(hidden, intermediate, sequence_length, dtype_bytes),
     )
-    return replace(facts_of(model, states), row=row)
+    return replace(facts_of(model, states, frozen), row=row)
 
 
 def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
     """The same for rows and optimizer states as a run's configuration asks for them."""
-    found = model_facts(model, model_config, config.data.sequence_length, config.train.states)
+    frozen = method_of(config).frozen_storage(config.method)
+    found = model_facts(
+        model, model_config, config.data.sequence_length, config.train.states, frozen
+    )
     name = config.train.optimizer
     if name == "adamw":
         return found
@@ -228,8 +237,9 @@ def wrapped(
     from fluxtrain.wrapping.engine import engine_of
 
     states = config.train.states
+    frozen = method_of(config).frozen_storage(config.method)
     streamed = fluxtrain.wrap(
-        model, device=device, placement=placement, states=states, overlap=True
+        model, device=device, placement=placement, states=states, frozen=frozen, overlap=True
     )
     engine = engine_of(streamed)
     for text in without_effect(request_of(config, facts, None, None), placement.choices):

@@ -88,7 +88,7 @@ def refuse_before_loading(
 
     The rows that the configuration asks for are checked when the data is known. Raises DoesNotFit.
     """
-    method_of(config).prepare(empty, config.method)
+    method_of(config).prepare(empty, config)
     facts = model_facts_for(config, empty, empty.config)
     placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
     left = machine.memory_available_bytes
@@ -118,7 +118,7 @@ def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[Ch
     wanted = refused = 0
     for group in engine.groups:
         if group.placement.weights == "host":
-            size = group.wire_bytes + sum(segment.size_bytes for segment in group.trained)
+            size = group.weight_bytes + sum(segment.size_bytes for segment in group.trained)
             wanted += size
             refused += 0 if group.pinned_bytes else size
     return (page_lock_choice(wanted, refused, per_s),)

@@ -23,13 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-PackedFormat = Literal["nf4", "nf4-double", "int8"]
-FORMATS: tuple[PackedFormat, ...] = ("nf4", "nf4-double", "int8")
+from fluxtrain.plan.states import PackedFormat
 
 BLOCK = 64  # elements with one absolute maximum
 NESTED = 256  # absolute maxima with one scale and one offset

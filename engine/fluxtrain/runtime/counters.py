@@ -41,15 +41,12 @@ class Counters:
         self._move_count = 0
         self._lock = threading.Lock()
 
-    def uploaded(
-        self, group: Group, cause: str, transfer: Transfer, size_bytes: int | None = None
-    ) -> None:
-        """Count an upload of the group's weights that was started; size None: all of them."""
-        size = group.wire_bytes if size_bytes is None else size_bytes
+    def uploaded(self, group: Group, cause: str, transfer: Transfer, size_bytes: int) -> None:
+        """Count an upload of the group's weights that was started."""
         self._device.recorder.copied("h2d", "weights", group.name, transfer)
         with self._lock:
-            self.h2d_bytes += size
-            self._note(group, "weights", size, "C>G", cause, transfer)
+            self.h2d_bytes += size_bytes
+            self._note(group, "weights", size_bytes, "C>G", cause, transfer)
 
     def downloaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
         """Count a download of gradients that was started."""

@@ -19,6 +19,7 @@ from fluxtrain.guards.partial_backward import PARTIAL, refuse_weights_behind_blo
 from fluxtrain.guards.writes import watch
 from fluxtrain.runtime import user_gradients
 from fluxtrain.runtime.context import Context, Owner
+from fluxtrain.runtime.packed_parameter import is_packed, without_values
 
 _GRAD: Any = Tensor.grad
 _GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
@@ -64,6 +65,8 @@ class HostParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE):
             return _gradient_access(func, args)
+        if any(is_packed(value) for value in (*args, *(kwargs or {}).values())):
+            return without_values(func, args, kwargs or {})
         if func in PARTIAL:
             refuse_weights_behind_blocks(args, kwargs or {})
         _bring_up_to_date(*args, *(kwargs or {}).values())

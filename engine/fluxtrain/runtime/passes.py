@@ -56,7 +56,7 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
     try:
         for group in unit.groups:
             is_copied = group.placement.weights != "device"
-            views = context.window.take(group) if is_copied else None
+            views = context.window.take(group) if is_copied else context.window.unpack(group)
             taken.append(group)
             for member in unit.members_of(group):
                 parameter = member.parameter
@@ -71,7 +71,7 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
         for group in taken:
             is_copied = group.placement.weights != "device"
             for member in unit.members_of(group):
-                if is_copied:
+                if is_copied or member.segment.packed is not None:
                     member.parameter.data = group.home_views[member.index]
                 member.write_version = member.parameter._version
                 member.parameter.__class__ = HostParameter

@@ -59,7 +59,7 @@ class MemoryUse:
 def blocks_of(context: Context) -> list[BlockFacts]:
     """Describe every group, in the model's order."""
     return [
-        BlockFacts(g.name, g.kind, g.wire_bytes, g.count, g.trained_count) for g in context.groups
+        BlockFacts(g.name, g.kind, g.weight_bytes, g.count, g.trained_count) for g in context.groups
     ]
 
 
@@ -70,10 +70,10 @@ def residency(context: Context) -> Residency:
         "".join(_weights_letter(context, g) for g in blocks),
         "".join(_gradient_letter(context, g) for g in blocks),
         "".join(_state_letter(g) for g in blocks),
-        sum(g.wire_bytes for g in context.groups),
+        sum(g.weight_bytes for g in context.groups),
         sum(g.gradient_bytes for g in context.groups),
         sum(g.state_bytes for g in context.groups),
-        runs_of((g.name, g.wire_bytes, g.gradient_bytes, g.state_bytes) for g in blocks),
+        runs_of((g.name, g.weight_bytes, g.gradient_bytes, g.state_bytes) for g in blocks),
     )
 
 
@@ -164,7 +164,7 @@ def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
     """Add up weights, gradients and optimizer states that live in a tier, in bytes."""
     there = [(g, g.placement) for g in groups]
     return (
-        sum(g.wire_bytes for g, placed in there if placed.weights == tier),
+        sum(g.weight_bytes for g, placed in there if placed.weights == tier),
         sum(g.gradient_bytes for g, placed in there if placed.gradients == tier),
         sum(g.state_bytes for g, placed in there if placed.state == tier),
     )

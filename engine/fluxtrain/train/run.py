@@ -24,7 +24,7 @@ from fluxtrain.data.batches import Batch, BatchSource, in_order
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes
-from fluxtrain.methods.method import method_of
+from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
 from fluxtrain.models.kernels import choose_kernels
@@ -34,7 +34,7 @@ from fluxtrain.planning.placing import card_capability, choose_device, dtype_cho
 from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
-from fluxtrain.train.inputs import DEMO, Inputs, load_inputs
+from fluxtrain.train.inputs import Inputs, load_inputs
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
@@ -77,7 +77,7 @@ def train(
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
         tell = partial(session.announcer.phase, "loading")
         inputs = load_inputs(config, fits, card_capability(device.value), tell)
-        method_of(config).prepare(inputs.loaded.model, config.method)
+        method_of(config).prepare(inputs.loaded.model, config)
         run = made(config, inputs, session, checkpoint, machine, device)
         run.announce(hello)
         if configured:  # only now: a refused resume changes nothing of the run
@@ -117,7 +117,7 @@ class Run:
         self.schedule = choose_schedule(
             config.train,
             steps_per_epoch=self.data.steps_per_epoch,
-            fresh_weights=config.model.path == DEMO,
+            usual_rate=usual_rate(config),
         )
         self.model, self.engine = wrapped(
             config, inputs.loaded.model, device.value, self._plan.placement, self._plan.facts

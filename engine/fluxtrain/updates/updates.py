@@ -86,7 +86,7 @@ class Updates:
         self._refused.take_back()
         unwritten = group.ensure_state()
         work = ranges(group, hypers)
-        group.version += 1
+        group.weights_changed(frozen=False)
         if group.placement.state == "device":
             start = self._recorder.instant()
             for flat in unwritten:  # the processor is the device
@@ -120,7 +120,7 @@ class Updates:
                 group.wait()
             except Exception as error:  # noqa: BLE001  # raised below, after all jobs
                 errors.append(error)
-                group.version += 1  # an upload that waited for the job fails too
+                group.weights_changed(frozen=False)  # an upload that waited for the job fails too
             self._pending.pop(group, None)
         self._refused.take_back(wait=True)
         if errors:  # a failure matters more than a refused step

@@ -12,7 +12,7 @@ from fluxtrain.edges.embedding import is_plain_embedding
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
-from fluxtrain.plan.states import STATE_FORMATS, StateFormat
+from fluxtrain.plan.states import PACKED_FORMATS, STATE_FORMATS, StateFormat, StorageFormat
 from fluxtrain.wrapping.block_discovery import Parts, take_apart
 
 _HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
@@ -22,23 +22,27 @@ Borrowed = dict[str, dict[Group, list[int]]]  # part -> group of another part ->
 
 
 def group_parameters(
-    model: nn.Module, parts: Parts, states: StateFormat = "fp32"
+    model: nn.Module,
+    parts: Parts,
+    states: StateFormat = "fp32",
+    frozen: StorageFormat = "plain",
 ) -> tuple[dict[str, Group], Borrowed]:
     """Make one group for each part, in forward order. A parameter that several parts share belongs
-    to the first of them: edges come before blocks."""
-    if states not in STATE_FORMATS:
-        raise BadInput(f"states is {states!r}: use one of {', '.join(STATE_FORMATS)}")
+    to the first of them: edges come before blocks. `frozen`: how frozen weights are stored."""
+    _check_formats(states, frozen)
     groups: dict[str, Group] = {}
     borrowed: Borrowed = {}
     owner: dict[int, tuple[Group, int]] = {}
     kinds = [(n, m, "edge") for n, m in parts.edges] + [(n, m, "block") for n, m in parts.blocks]
+    parts_of = Counter(id(p) for _, module, _ in kinds for p in module.parameters())
     for name, module, kind in kinds:
-        group = groups[name] = Group(name, "edge" if kind == "edge" else "block", states)
+        group = groups[name] = Group(name, "edge" if kind == "edge" else "block", states, frozen)
         group.users = 1
         for own_name, parameter in module.named_parameters():
             if id(parameter) not in owner:
                 if parameter.numel():
-                    member = group.add(parameter, own_name)
+                    shared = parts_of[id(parameter)] > 1
+                    member = group.add(parameter, own_name, shared=shared)
                     owner[id(parameter)] = (group, member.index)
                 continue
             other, index = owner[id(parameter)]
@@ -54,16 +58,27 @@ def group_parameters(
     return dict(sorted(groups.items(), key=lambda item: order.get(item[0], 0))), borrowed
 
 
+def _check_formats(states: str, frozen: str) -> None:
+    for name, given, known in (
+        ("states", states, STATE_FORMATS),
+        ("frozen", frozen, ("plain", *PACKED_FORMATS)),
+    ):
+        if given not in known:
+            raise BadInput(f"{name} is {given!r}: use one of {', '.join(known)}")
+
+
 def is_head(model: nn.Module, module: nn.Module) -> bool:
     """True for the last linear layer, whose loss is computed in chunks of tokens."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return type(module) is nn.Linear and (module is output or module.out_features >= _HEAD_COLUMNS)
 
 
-def facts_of(model: nn.Module, states: StateFormat = "fp32") -> ModelFacts:
+def facts_of(
+    model: nn.Module, states: StateFormat = "fp32", frozen: StorageFormat = "plain"
+) -> ModelFacts:
     """Compute the sizes of a model before it is wrapped; it may be on the meta device."""
     parts = take_apart(model)
-    groups, borrowed = group_parameters(model, parts, states)
+    groups, borrowed = group_parameters(model, parts, states, frozen)
     return model_facts(model, parts, groups, borrowed)
 
 
@@ -139,4 +154,7 @@ def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
         states=group.states,
         narrow=group.low_bit_elements,
         table_rows=group.members[0].shape[0] if is_one else 0,
+        frozen=sum(m.count for m in group.members if not m.trained),
+        storage=group.frozen if group.packed_segments else "plain",
+        dense_bytes=group.dense_bytes,
     )

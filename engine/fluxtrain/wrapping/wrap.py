@@ -30,7 +30,7 @@ from fluxtrain.plan.choices.reasons import without_effect
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.group_placement import check_groups, refuse_unused
 from fluxtrain.plan.request import PlacementRequest, RunRequest
-from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.runtime.passes import take_in
@@ -42,7 +42,7 @@ from fluxtrain.wrapping.slots import slots_for
 from fluxtrain.wrapping.unit_forward import UnitForward
 
 
-def wrap(
+def wrap(  # noqa: PLR0913 - each is a choice of its own
     model: nn.Module,
     *,
     device: str | torch.device | None = None,
@@ -52,6 +52,7 @@ def wrap(
     placement: PlacementRequest | Placement | None = None,
     overlap: bool = False,
     states: StateFormat = "fp32",
+    frozen: StorageFormat = "plain",
     optimizer_in_backward: bool = False,
     deferred_moments: bool = False,
 ) -> nn.Module:
@@ -72,9 +73,10 @@ def wrap(
     overlap: `optimizer.step()` returns at once and blocks wait for their own updates; call
         `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
     states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
+    frozen: frozen weights of blocks are kept as they are (`plain`), or packed in 4 or 8 bits
+        (`nf4`, `nf4-double`, `int8`) and unpacked for each computation (QLoRA).
     optimizer_in_backward: every step will be one (`Engine.begin_step_in_backward`): plan less
-    memory for
-        gradients.
+        memory for gradients.
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
     Raises UnsupportedModel, BadInput or DoesNotFit. What does not work: weights' gradients by
     `autograd.grad`, second derivatives, `torch.func`, a block's own random generator.
@@ -88,13 +90,13 @@ def wrap(
     steps["deferred_moments"] = deferred_moments or None
     if isinstance(placement, Placement):
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
-        _put_engine(model, _compute_device(device), placement, states, overlap=overlap)
+        _put_engine(model, _compute_device(device), placement, states, frozen, overlap=overlap)
         return model
     request = replace(placement or PlacementRequest(), **asked)
     if device is None and request.device != "auto":
         device = request.device
     made = RunRequest.of(request, **steps)
-    _put_engine(model, _compute_device(device), made, states, overlap=overlap)
+    _put_engine(model, _compute_device(device), made, states, frozen, overlap=overlap)
     return model
 
 
@@ -106,12 +108,13 @@ def _put_engine(
     torch_device: torch.device,
     asked: RunRequest | Placement,
     states: StateFormat,
+    frozen: StorageFormat,
     *,
     overlap: bool,
 ) -> None:
     """Give the model's parts an engine, which adopts optimizers; plan only what is not placed."""
     parts = _parts_of(model)
-    groups, borrowed = group_parameters(model, parts, states)
+    groups, borrowed = group_parameters(model, parts, states, frozen)
     if isinstance(asked, Placement):
         placement, told = asked, list[str]()
         check_groups(placement.groups, [group for group in groups.values() if group.members])
@@ -130,6 +133,7 @@ def _put_engine(
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Undo `wrap`: plain parameters on the host with their current weights, in the same object.
+    Packed weights are unpacked: they stay what 4 or 8 bits have made of them.
 
     An optimizer that stepped them goes on: its next step or `state_dict()` turns moments and step
     counts into torch's own layout, in the parameters' dtype (8-bit and bf16 moments of fp32
@@ -153,6 +157,8 @@ def unwrap(model: nn.Module) -> nn.Module:
                 hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None) or {}
                 release_parameter(member.parameter)
                 hooks.pop(key, None)
+                if member.segment.packed is not None:
+                    member.parameter.data = group.dense_weights(member).cpu()
     for module in model.modules():
         release_module(module)
     del model.__dict__["_fluxtrain_engine"]
@@ -167,7 +173,7 @@ def sync(model: nn.Module, *, written: bool = False) -> None:
     engine = engine_of(model)
     engine.flush()
     for group in engine.groups:
-        group.version += 1
+        group.weights_changed(frozen=True)
         if written:
             for segment in group.trained:
                 segment.masters_are_weights()
@@ -298,11 +304,13 @@ def _make_units(
 
 
 def _make_slots(engine: Engine) -> None:
-    """Edges and resident blocks get a slot of their own, the other blocks share."""
+    """Edges and resident blocks get a slot of their own, the other blocks share; packed weights
+    are unpacked into one scratch."""
+    engine.window.scratch.make(max((group.dense_bytes for group in engine.groups), default=0))
     owners, streamed = slots_for(engine, [group.placement for group in engine.groups])
     for group in owners:
-        engine.window.add_slot(group.wire_bytes, owner=group)
-    largest = max((group.wire_bytes for group in streamed), default=0)
+        engine.window.add_slot(group.weight_bytes, owner=group)
+    largest = max((group.weight_bytes for group in streamed), default=0)
     for _ in range(engine.plan.slots):
         engine.window.add_slot(largest)
 

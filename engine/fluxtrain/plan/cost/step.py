@@ -46,7 +46,7 @@ from fluxtrain.plan.cost.updates import (
     waits_in_backward,
     work_in_backward,
 )
-from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     Layout,
     homes,
@@ -314,7 +314,7 @@ def passes_s(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, fl
     tokens = layout.batch_rows * row.sequence_length
     blocks = facts.blocks
     trained = blocks.trained
-    frozen = sum(count * _frozen(group, row.dtype_bytes) for group, count in blocks.alike)
+    frozen = sum(count * group.frozen for group, count in blocks.alike)
     # scores and their product with the values, of the causal half
     attention = 2 * row.sequence_length * row.hidden * len(blocks)
     forward = FORWARD_PASSES * (trained + frozen) + attention
@@ -347,10 +347,6 @@ def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     update_bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
     one_s = streamed.beside_bytes_s(update_bytes_per_s, rates.copy_bytes_per_s)
     return len(homes(facts, layout)[1]) * one_s
-
-
-def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
-    return max(0, group.weight_bytes - group.rounded_bytes) // dtype_bytes
 
 
 def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:

@@ -1,0 +1,133 @@
+"""Low-rank adapters beside frozen weights: LoRA, rsLoRA and DoRA, by peft's own classes.
+
+Hu et al. 2021, "LoRA" (https://arxiv.org/abs/2106.09685). Adapters are in the dtype of the layers
+that they stand beside, with exact fp32 masters in the optimizer. Their files are peft's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from peft.utils.error import NoMatchingPeftModuleError
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fluxtrain.config.schema import MethodSettings, ModelSettings
+from fluxtrain.errors import BadInput
+from fluxtrain.models.export import save_folder
+
+ADAPTER = "default"  # peft's name of the only adapter
+_PREFIX = "base_model.model."  # of the names in peft's files
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def attach_adapters(
+    model: PreTrainedModel, settings: MethodSettings, source: ModelSettings
+) -> None:
+    """Put an adapter beside each target layer of `model`, in place, and freeze all other weights.
+
+    Raises BadInput where no layer has a name of `settings.targets`, or the rank is larger than a
+    layer.
+    """
+    targets = linear_names(model) if settings.targets == "auto" else list(settings.targets)
+    _check_targets(model, targets)
+    _check_rank(model, targets, settings.rank)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=2 * settings.rank if settings.alpha == "auto" else settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        use_rslora=settings.variant == "rslora",
+        use_dora=settings.variant == "dora",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model.add_adapter(config, adapter_name=ADAPTER)
+    except (NoMatchingPeftModuleError, ValueError) as error:
+        raise BadInput(f"method.targets: {str(error).splitlines()[0]}") from error
+    config.base_model_name_or_path = source.path
+    config.revision = source.revision
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """List the last names of all linear layers but the head, in the model's order.
+
+    Raises BadInput where there is none.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    found = dict.fromkeys(
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    )
+    if not found:
+        raise BadInput(
+            f"{type(model).__name__} has no linear layers beside its head, which adapters could "
+            "stand beside: name the layers in method.targets, or use method.name=full"
+        )
+    return list(found)
+
+
+def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the adapter's weights by their names in peft's files."""
+    state: dict[str, Tensor] = model.get_adapter_state_dict(ADAPTER)
+    return {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in state.items()}
+
+
+def save_adapter(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> int:
+    """Write the adapter, its configuration and the tokenizer with its chat template, in peft's
+    format; return the bytes written.
+
+    Raises NoSpace if the disk fills up and BadInput if the place cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    tensors = adapter_tensors(model)
+    peft_config: dict[str, Any] = model.peft_config
+
+    def write(made: Path) -> None:
+        save_file(tensors, made / _WEIGHTS, metadata={"format": "pt"})
+        config = peft_config[ADAPTER]
+        config.inference_mode = True
+        try:
+            config.save_pretrained(str(made))
+        finally:
+            config.inference_mode = False
+        if tokenizer is not None:
+            tokenizer.save_pretrained(made)
+
+    return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)
+
+
+def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
+    """Raise BadInput with the nearest names for a target that no layer has."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if any(name == target or name.endswith(f".{target}") for name in layers):
+            continue
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        near = difflib.get_close_matches(target, known, n=3, cutoff=0.4) or known[:8]
+        raise BadInput(
+            f"method.targets: no linear layer of {type(model).__name__} is called {target!r}: use "
+            f"{', '.join(near)}, or auto for all of them"
+        )
+
+
+def _check_rank(model: nn.Module, targets: Iterable[str], rank: int) -> None:
+    """Raise BadInput for a rank above that of the layers themselves."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or name.rpartition(".")[2] not in targets:
+            continue
+        least = min(module.in_features, module.out_features)
+        if rank > least:
+            raise BadInput(
+                f"method.rank is {rank} and {name} is {module.out_features} x "
+                f"{module.in_features}: an adapter of rank {least} can express every change of it; "
+                f"use {least} or less, or leave that layer out of method.targets"
+            )

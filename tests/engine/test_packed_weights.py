@@ -1,0 +1,224 @@
+"""Frozen weights packed in 4 and 8 bits: a model with them trains like one that holds what they
+unpack to, bit for bit, wherever its blocks are."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fluxtrain
+from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.plan import states
+from fluxtrain.plan.states import PACKED_FORMATS, PackedFormat
+from fluxtrain.quantization import reference
+from fluxtrain.quantization.layout import PackedLayout
+from fluxtrain.wrapping.engine import engine_of
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"offload": "none"},
+    {"offload": "optimizer"},
+    {"offload": "weights"},
+    {"offload": "max"},
+    {"offload": "weights", "placement": fluxtrain.PlacementRequest(resident_blocks=2)},
+    {
+        "offload": "optimizer",
+        "placement": fluxtrain.PlacementRequest(blocks_without_recompute=4),
+    },
+]
+BASE = "layers."
+LEAST = 1024
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_weights_are_packed() -> Iterator[None]:
+    """Tests have small models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "LEAST_PACKED", LEAST)
+        yield
+
+
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        use_cache=False,
+    )
+    torch.manual_seed(1)
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def with_unpacked(model: nn.Module, storage: PackedFormat) -> None:
+    """Replace each large weight of a block by what its packed form unpacks to."""
+    for name, parameter in model.named_parameters():
+        if BASE in name and parameter.numel() >= LEAST:
+            layout = PackedLayout.of(storage, [parameter.shape])
+            packed = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+            reference.pack(layout, 0, parameter.data, packed)
+            out = torch.empty(layout.elements, dtype=parameter.dtype)
+            reference.unpack(layout, packed, out)
+            parameter.data = out[: parameter.numel()].view(parameter.shape).clone()
+
+
+def adapted(model: nn.Module, **settings: Any) -> Any:
+    config = LoraConfig(
+        r=8,
+        target_modules="all-linear",
+        exclude_modules=["lm_head"],
+        task_type="CAUSAL_LM",
+        **settings,
+    )
+    made = get_peft_model(cast(Any, model), config, autocast_adapter_dtype=False)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return made.train()
+
+
+def trained(model: nn.Module, steps: int = 3) -> list[float]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    random = torch.Generator().manual_seed(5)
+    losses = []
+    torch.manual_seed(9)
+    for _ in range(steps):
+        ids = torch.randint(0, 128, (4, 24), generator=random)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected(small_weights_are_packed: None) -> dict[str, list[float]]:
+    """The losses of a resident model that holds the unpacked weights."""
+    found = {}
+    for storage in PACKED_FORMATS:
+        model = llama()
+        with_unpacked(model, storage)
+        wrapped = fluxtrain.wrap(adapted(model), device="cpu", offload="none", chunk_rows=2)
+        found[storage] = trained(wrapped)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda given: "-".join(map(str, given.values())))
+@pytest.mark.parametrize("storage", PACKED_FORMATS)
+def test_a_packed_base_trains_like_the_weights_it_unpacks_to(
+    storage: PackedFormat, layout: dict[str, Any], expected: dict[str, list[float]]
+) -> None:
+    model = fluxtrain.wrap(adapted(llama()), device="cpu", chunk_rows=2, frozen=storage, **layout)
+    assert trained(model) == expected[storage]
+
+
+def test_formats_differ_from_each_other_and_from_the_plain_base(
+    expected: dict[str, list[float]],
+) -> None:
+    plain = trained(fluxtrain.wrap(adapted(llama()), device="cpu", chunk_rows=2))
+    assert len({tuple(losses) for losses in (plain, *expected.values())}) == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_rslora": True}, {"lora_dropout": 0.2}, {"use_dora": True}],
+    ids=["rslora", "dropout", "dora"],
+)
+def test_variants_of_lora_run_on_a_packed_base(settings: dict[str, Any]) -> None:
+    model = llama()
+    with_unpacked(model, "nf4")
+    resident = adapted(model, **settings)
+    losses = trained(fluxtrain.wrap(resident, device="cpu", offload="none", chunk_rows=4))
+    model = llama()
+    with_unpacked(model, "nf4")  # so that DoRA's magnitudes are of the same weights
+    packed = fluxtrain.wrap(
+        adapted(model, **settings), device="cpu", offload="weights", chunk_rows=4, frozen="nf4"
+    )
+    assert trained(packed) == losses
+
+
+def test_a_resident_block_uploads_its_trained_bytes_alone() -> None:
+    for storage in ("plain", *PACKED_FORMATS):
+        model = fluxtrain.wrap(adapted(llama()), device="cpu", offload="optimizer", frozen=storage)
+        engine = engine_of(model)
+        trained(model, steps=2)
+        before = engine.traffic().h2d_bytes
+        trained(model, steps=1)
+        adapters = sum(group.trained_bytes for group in engine.groups if group.kind == "block")
+        assert 0 < engine.traffic().h2d_bytes - before <= adapters
+
+
+def test_no_byte_of_the_base_is_written() -> None:
+    model = fluxtrain.wrap(adapted(llama()), device="cpu", offload="weights", frozen="nf4-double")
+    engine = engine_of(model)
+
+    def base() -> list[bytes]:
+        return [
+            group.flat_weights[group.trained_bytes :].numpy().tobytes()
+            for group in engine.groups
+            if group.flat_weights is not None
+        ]
+
+    before = base()
+    trained(model)
+    assert base() == before
+
+
+def test_a_packed_weight_has_shape_and_dtype_and_no_values() -> None:
+    model = fluxtrain.wrap(adapted(llama()), device="cpu", frozen="nf4")
+    weight = next(p for n, p in model.named_parameters() if "down_proj.base_layer" in n)
+    assert (tuple(weight.shape), weight.dtype) == ((64, 96), torch.bfloat16)
+    assert weight.numel() == 64 * 96
+    for read in (
+        lambda: weight + 1,
+        lambda: weight.sum() + 1,
+        lambda: weight.detach().clone(),
+        lambda: weight.data.float() + 1,
+        lambda: weight.cpu().tolist(),
+        lambda: weight.T,
+        lambda: torch.save(model.state_dict(), io.BytesIO()),
+    ):
+        with pytest.raises(MisusedModel, match="packed"):
+            read()
+
+
+def test_adapters_are_saved_from_a_packed_model_without_its_base() -> None:
+    model = fluxtrain.wrap(adapted(llama()), device="cpu", frozen="nf4")
+    trained(model)
+    saved = get_peft_model_state_dict(cast(Any, model))
+    assert saved and all("lora_" in name for name in saved)
+    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+
+
+def test_unwrap_gives_the_unpacked_weights_back() -> None:
+    plain, packed = llama(), llama()
+    with_unpacked(plain, "nf4-double")
+    model = fluxtrain.wrap(adapted(packed), device="cpu", frozen="nf4-double")
+    fluxtrain.unwrap(model)
+    after = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if BASE in name and parameter.numel() >= LEAST:
+            there = after[f"base_model.model.{name}".replace(".weight", ".base_layer.weight")]
+            assert type(there) is nn.Parameter
+            assert torch.equal(there, parameter)
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadInput, match="frozen is 'fp4'.*nf4-double"):
+        fluxtrain.wrap(llama(), device="cpu", frozen=cast(Any, "fp4"))
+
+
+def test_trained_weights_are_never_packed() -> None:
+    model = fluxtrain.wrap(llama(), device="cpu", frozen="nf4")
+    assert all(segment.packed is None for g in engine_of(model).groups for segment in g.segments)
