@@ -86,7 +86,7 @@ def test_the_predicted_bytes_are_those_that_training_holds(
     assert plan.host_bytes >= plan.need.arena_bytes + plan.device_bytes  # one memory has both
     counted = plan.need.shown_device_bytes(has_gpu=False)
     if asked.offload == "max":  # two boundaries at a time on the device, held by nobody for long
-        counted -= plan.need.boundaries_bytes
+        counted -= plan.need.block_inputs_bytes
     assert memory.device_peak_bytes == pytest.approx(counted, rel=0.1)
     assert engine.plan is plan
     assert plan.slots == len([s for s in engine.window.slots if not s.owner])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, keepable_count, kept_count, streamed_count
+from fluxtrain.plan.footprint import Layout, by_tier, keepable_count, kept_count, streamed_count
 from fluxtrain.plan.group_placement import (
     GroupPlacement,
     alike,
@@ -54,7 +54,7 @@ def test_rows_add_up_to_the_counts_that_they_are_made_of(layout: Layout, tied: b
     model = facts(tied=tied)
     rows = table_of(model, layout)
     assert [row.name for row in rows] == [group.name for group in model.groups]
-    on_device = [group.name for group in homes(model, layout)[0]]
+    on_device = [group.name for group in by_tier(model, layout)[0]]
     assert [row.name for row in rows if row.weights == "device"] == on_device
     assert all(row.weights == row.state == row.gradients for row in rows)
     streaming = [r for r in rows if r.kind == "block" and r.weights == "host" and not r.resident]

@@ -50,7 +50,7 @@ def choose_vocab_chunks(context: Context) -> None:
         context.device, group, [weight, *biases], rows, context.counters.uploaded
     )
     if group.users > 1:
-        context.updates.first_home = group
+        context.updates.first_to_arrive = group
 
 
 def _comes_apart(unit: Unit) -> bool:

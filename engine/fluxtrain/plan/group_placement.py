@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, kept_count, streamed
+from fluxtrain.plan.footprint import Layout, by_tier, kept_count, streamed
 from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.telemetry.events import PlacedAlike
@@ -59,11 +59,11 @@ class Named(Protocol):
 
 def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
     """Make a row for each group of the model, in forward order."""
-    at_device, at_home = homes(facts, layout)
-    passing = streamed(layout, at_home)
+    on_device, on_host = by_tier(facts, layout)
+    passing = streamed(layout, on_host)
     rows: list[GroupPlacement] = []
     for group in facts.groups:
-        tier: Tier = "device" if group in at_device else "host"
+        tier: Tier = "device" if group in on_device else "host"
         transfers = _transfers(facts, layout, group)
         rows.append(
             GroupPlacement.on(

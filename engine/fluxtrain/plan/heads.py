@@ -85,14 +85,14 @@ class HeadChunks:
 
 
 def head_chunks(
-    facts: ModelFacts, chosen: Head, at_home: Groups, *, by_rows: bool
+    facts: ModelFacts, chosen: Head, on_host: Groups, *, by_rows: bool
 ) -> HeadChunks | None:
     """What the head takes where it is on the host and is uploaded in vocabulary chunks; a tied
     one is where the embedding is looked up by rows."""
     head = facts.head
     if chosen != "chunks" or head is None or not comes_apart(facts) or (head.tied and not by_rows):
         return None
-    group = at_home.named(head.group)
+    group = on_host.named(head.group)
     return None if group is None else HeadChunks(head=head, group=group)
 
 
@@ -114,7 +114,7 @@ def comes_apart(facts: ModelFacts) -> bool:
 
 
 def reason(
-    facts: ModelFacts, request: RunRequest, chosen: Head, *, at_home: bool, by_rows: bool
+    facts: ModelFacts, request: RunRequest, chosen: Head, *, on_host: bool, by_rows: bool
 ) -> str:
     """Why, with numbers, where no time is known."""
     head = facts.head
@@ -122,7 +122,7 @@ def reason(
         return "no head is known whose vocabulary comes in chunks"
     if not comes_apart(facts):
         return f"the weight of {head.group} is tied to more than one embedding"
-    if not at_home:
+    if not on_host:
         return f"{head.group} lives on the device with all its vocabulary"
     if head.tied and not by_rows:
         return f"{head.group} is tied and looked up whole: chunks need placement.embedding=rows"

@@ -1,7 +1,7 @@
 """An embedding on the host of which only the rows that a batch looks up are copied to the device.
 
 A batch of T tokens looks at T rows at most. They are gathered on the host into page-locked memory,
-copied, looked up; the gradients of the same rows come home and are put among zeros there. Beside
+copied, looked up; the gradients of the same rows are downloaded and put among zeros there. Beside
 150 thousand rows that is a small part; beside a few hundred it is none, and reading the ids on the
 host is for nothing.
 """
@@ -49,7 +49,7 @@ class TableRows:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of their gradients in the weights' dtype, where they come home by themselves."""
+        """Of their gradients in the weights' dtype, where they are downloaded by themselves."""
         alone = self.in_vocab_chunks or not self.tied
         return self.weight_bytes if self.table.trained and alone else 0
 
@@ -90,12 +90,12 @@ def embedding_for(facts: ModelFacts, request: RunRequest, batch_rows: int) -> Em
     return "rows" if found.rows <= MOST_OF_TABLE * table.table_rows else "whole"
 
 
-def reason(facts: ModelFacts, request: RunRequest, batch_rows: int, *, at_home: bool) -> str:
+def reason(facts: ModelFacts, request: RunRequest, batch_rows: int, *, on_host: bool) -> str:
     """Why, with numbers."""
     table = facts.table
     if table is None:
         return "no embedding that can be looked up by rows: its options need all of it"
-    if not at_home:
+    if not on_host:
         return f"{table.name} lives on the device with all its rows"
     if request.embedding != "auto":
         return "as set"

@@ -251,7 +251,7 @@ def _furnish(
     engine: Engine, model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
 ) -> None:
     """Homes, units and slots; the model is the engine's from here on."""
-    _settle(engine, groups)
+    _load_groups(engine, groups)
     _make_units(engine, model, parts, groups, borrowed)
     choose_rows(engine)
     choose_vocab_chunks(engine)
@@ -260,8 +260,8 @@ def _furnish(
     _put_on(engine, model, parts)
 
 
-def _settle(engine: Engine, groups: dict[str, Group]) -> None:
-    """Move every group's weights home, one group at a time, so that no second copy of the model
+def _load_groups(engine: Engine, groups: dict[str, Group]) -> None:
+    """Move every group's weights to their tier, one at a time, so that no second copy of the model
     ever exists."""
     engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import FP32_BYTES, ModelFacts
-from fluxtrain.plan.footprint import Layout, chunked_head, homes, rows_of_table
+from fluxtrain.plan.footprint import Layout, by_tier, chunked_head, rows_of_table
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Again:
 
 def again(facts: ModelFacts, layout: Layout, number: int) -> Again:
     """Of backward pass `number`, from 2 on."""
-    at_home = homes(facts, layout)[1]
-    rounded, trained = at_home.rounded_bytes, at_home.trained
+    on_host = by_tier(facts, layout)[1]
+    rounded, trained = on_host.rounded_bytes, on_host.trained
     down = at_head = 0
-    by_rows = rows_of_table(facts, layout, at_home)
+    by_rows = rows_of_table(facts, layout, on_host)
     if by_rows is not None and by_rows.in_vocab_chunks:
         down += by_rows.kept_bytes
     elif by_rows is not None and by_rows.gradient_bytes:
         rounded -= by_rows.table.rounded_bytes
         trained -= by_rows.table.trained
         down += by_rows.sum_bytes(number)
-    chunked = chunked_head(facts, layout, at_home)
+    chunked = chunked_head(facts, layout, on_host)
     if chunked is not None:
         group = chunked.group
         at_head = group.rounded_bytes if number == 2 else FP32_BYTES * group.trained
