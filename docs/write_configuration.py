@@ -60,12 +60,21 @@ def _values(section: str, key: str) -> str:
 def _kind(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(_kind(one) for one in schema["anyOf"])
+    if "$ref" in schema:
+        return "mapping"
     if "const" in schema:
         return f"`{schema['const']}`"
     if schema["type"] == "array":
         inner = schema.get("items") or schema["prefixItems"][0]
         return f"list of {_kind(inner)}"
-    names = {"integer": "whole number", "string": "text", "boolean": "`true`, `false`"}
+    names = {
+        "integer": "whole number",
+        "string": "text",
+        "boolean": "`true`, `false`",
+        "object": "mapping",
+    }
     bounds = (("minimum", "from"), ("exclusiveMinimum", "above"), ("exclusiveMaximum", "below"))
     limits = [f"{word} {schema[bound]:g}" for bound, word in bounds if bound in schema]
     return " ".join([names.get(schema["type"], schema["type"]), *limits])

@@ -57,6 +57,7 @@ Sets = Annotated[
 Steps = Annotated[int | None, typer.Option("--steps", help="short for --set train.steps=N")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Whole = Annotated[bool, typer.Option("--whole", help="look for bad and repeated rows to the end")]
 Named = Annotated[str, typer.Argument(metavar="RUN", help="its id, its folder, or `last`")]
 Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks")]
 Progress = Annotated[
@@ -161,6 +162,7 @@ def inspect(
     config: Config = None,
     demo: Demo = False,
     sets: Sets = None,
+    whole: Whole = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -169,7 +171,7 @@ def inspect(
     with ImmediateInterrupts():
         from fluxtrain.commands import inspection
 
-    found = inspection.inspect(chosen)
+    found = inspection.inspect(chosen, whole)
     if json:
         print_json(found)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from fluxtrain.data.batches import BatchSource, fullest_batch, in_order
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import DataSource, ModelLimits, prepare
+from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.tokens import Tokens
 from fluxtrain.errors import BadInput
@@ -134,17 +136,30 @@ def test_only_what_can_be_lowered_is_offered(batch_rows: int, accumulation: int,
     assert cure in str(raised.value) and "data.held_out" in str(raised.value)
 
 
+def _source(path: Path, format: str = "auto", **settings: Any) -> DataSource:
+    request = read_request({"path": str(path), "format": format})
+    return DataSource(request=request, **settings)
+
+
 def test_a_file_becomes_rows_with_a_held_out_share(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"the fox {i} jumps"}) + "\n" for i in range(200)))
-    data = prepare(DataSource(path=str(path), sequence_length=32, held_out=0.1), tokenizer, LIMITS)
+    data = prepare(
+        _source(path, sequence_length=32, held_out=0.1),
+        tokenizer,
+        LIMITS,
+    )
     assert data.documents == 200
-    assert "`text`" in data.format_because
+    assert "`text`" in data.corpus.parts[0].because
     assert data.trained.token_count + data.held_out.token_count == data.tokens
     assert 0.1 <= data.held_out.token_count / data.tokens < 0.1 + 32 / data.tokens
-    source = DataSource(path=str(path), sequence_length=32, held_out=0.0, format="jsonl-text")
+    source = DataSource(
+        request=read_request({"path": str(path), "format": "text"}),
+        sequence_length=32,
+        held_out=0.0,
+    )
     whole = prepare(source, tokenizer, LIMITS)
     assert len(whole.held_out) == 0
     assert whole.trained.token_count == data.tokens
@@ -155,14 +170,17 @@ def test_a_file_that_takes_long_is_told_of_while_it_is_read(
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog " * 50_000)  # one line, 2.2 MB
-    source, said = DataSource(path=str(path), sequence_length=32, held_out=0.1), list[str]()
+    source, said = (
+        _source(path, sequence_length=32, held_out=0.1),
+        list[str](),
+    )
     monkeypatch.setattr("fluxtrain.data.prepare.TELL_EVERY_S", 3600.0)
     prepare(source, tokenizer, LIMITS, said.append)
     assert said == []  # nothing of what is done before that
     monkeypatch.setattr("fluxtrain.data.prepare.TELL_EVERY_S", 0.0)
     prepare(source, tokenizer, LIMITS, said.append)
-    assert said[0].startswith("tokens of text.txt: ") and len(said) > 10
-    assert said[-1] == "tokens of text.txt: 2.20 M characters of 2.10 MiB so far"
+    assert said[0].startswith(f"tokens of {path}: ") and len(said) > 10
+    assert said[-1] == f"tokens of {path}: 2.20 M characters, 100% of the data"
 
 
 def test_data_shorter_than_a_row_is_refused_with_the_numbers(
@@ -171,7 +189,11 @@ def test_data_shorter_than_a_row_is_refused_with_the_numbers(
     path = tmp_path / "a.txt"
     path.write_text("the fox")
     with pytest.raises(BadInput, match=r"holds \d+ tokens and one row needs 64: lower"):
-        prepare(DataSource(path=str(path), sequence_length=64), tokenizer, LIMITS)
+        prepare(
+            _source(path, sequence_length=64),
+            tokenizer,
+            LIMITS,
+        )
 
 
 def test_settings_that_do_not_go_with_the_model_are_refused(
@@ -180,12 +202,26 @@ def test_settings_that_do_not_go_with_the_model_are_refused(
     path = tmp_path / "a.txt"
     path.write_text("the fox jumps over the dog. " * 20)
     with pytest.raises(BadInput, match="sequence_length is 256 and the model knows 128 positions"):
-        prepare(DataSource(path=str(path), sequence_length=256), tokenizer, LIMITS)
+        prepare(
+            _source(path, sequence_length=256),
+            tokenizer,
+            LIMITS,
+        )
     with pytest.raises(BadInput, match="tokenizer belongs to another model"):
         small = ModelLimits(embedding_rows=100)
-        prepare(DataSource(path=str(path), sequence_length=16), tokenizer, small)
+        prepare(
+            _source(path, sequence_length=16),
+            tokenizer,
+            small,
+        )
     with pytest.raises(BadInput, match=r"data\.format 'csv' is not one of"):
-        prepare(DataSource(path=str(path), sequence_length=16, format="csv"), tokenizer, LIMITS)
+        prepare(
+            DataSource(
+                request=read_request({"path": str(path), "format": "csv"}), sequence_length=16
+            ),
+            tokenizer,
+            LIMITS,
+        )
 
 
 def test_batches_with_the_most_documents_are_given_where_a_row_holds_several() -> None:

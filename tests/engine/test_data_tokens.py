@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from fluxtrain.data import demo, formats
+from fluxtrain.data import demo
+from fluxtrain.data.containers import texts
 from fluxtrain.data.demo import CHAT_TEMPLATE, demo_files, docstrings
-from fluxtrain.data.formats import Document, Message, detect, documents
+from fluxtrain.data.reading.corpus import Reading
+from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.row import Message, Origin, Row, weights_of
 from fluxtrain.data.tokens import Tokens, tokenize
 from fluxtrain.errors import BadInput
 
+ORIGIN = Origin("talk.jsonl", 3)
 TALK: tuple[Message, ...] = (
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "what is two and two?"},
@@ -39,15 +43,15 @@ def _learnt(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.decode(tokens.ids[tokens.trained])
 
 
-def _talk(*messages: Message) -> list[Document]:
-    return [Document(line=3, messages=messages)]
+def _talk(*messages: Message) -> list[Row]:
+    return [Row(origin=ORIGIN, messages=messages, weights=weights_of(messages))]
 
 
 def test_texts_end_with_the_end_token_unless_they_go_on(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     texts = [("the fox", False), (" jumps", True), ("the dog" + "<|endoftext|>", True)]
-    tokens = tokenize([Document(line=1, text=t, complete=c) for t, c in texts], tokenizer)
+    tokens = tokenize([Row(origin=ORIGIN, text=t, ends=c) for t, c in texts], tokenizer)
     assert tokens.ids.dtype == np.uint32
     assert tokens.trained is None
     parts = [tokens.ids[a:b] for a, b in zip(tokens.starts, tokens.starts[1:], strict=False)]
@@ -61,9 +65,9 @@ def test_a_line_that_is_cut_gives_the_tokens_of_the_whole(
 ) -> None:
     path = tmp_path / "line.txt"
     path.write_text("the quick brown fox, and 12 lazy dogs; " * 400)
-    whole = tokenize(documents(path, "text"), tokenizer)
-    monkeypatch.setattr(formats, "SECTION_CHARACTERS", 500)
-    cut = tokenize(documents(path, "text"), tokenizer)
+    whole = tokenize(Reading(read_request({"path": str(path)}).corpus()), tokenizer)
+    monkeypatch.setattr(texts, "SECTION_CHARACTERS", 500)
+    cut = tokenize(Reading(read_request({"path": str(path)}).corpus()), tokenizer)
     assert whole.documents == 1 and cut.documents > 10
     assert np.array_equal(cut.ids, whole.ids)
 
@@ -71,7 +75,7 @@ def test_a_line_that_is_cut_gives_the_tokens_of_the_whole(
 def test_texts_are_encoded_in_batches_with_the_same_result(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [Document(line=i, text=f"the fox {i} jumps over {i * i} dogs") for i in range(50)]
+    texts = [Row(origin=ORIGIN, text=f"the fox {i} jumps over {i * i} dogs") for i in range(50)]
     whole = tokenize(texts, tokenizer)
     monkeypatch.setattr("fluxtrain.data.tokens.BATCH_CHARACTERS", 100)
     batched = tokenize(texts, tokenizer)
@@ -142,7 +146,7 @@ def test_no_documents_and_no_tokens_are_refused(tokenizer: PreTrainedTokenizerBa
     with pytest.raises(BadInput, match="no documents"):
         tokenize([], tokenizer)
     with pytest.raises(BadInput, match="no tokens"):
-        tokenize([Document(line=1, text="", complete=False)], tokenizer)
+        tokenize([Row(origin=ORIGIN, text="", ends=False)], tokenizer)
 
 
 def test_docstrings_come_from_parsed_files_in_path_order_and_once(tmp_path: Path) -> None:
@@ -171,8 +175,9 @@ def test_the_demo_is_made_once_as_ordinary_files(
 ) -> None:
     monkeypatch.delattr(demo, "_corpus")  # a second making would need it
     files = demo_files(small_demo)
-    assert detect(files.corpus).format == "jsonl-text"
-    assert sum(1 for _ in documents(files.corpus, "jsonl-text")) == files.documents >= 1000
+    corpus = read_request({"path": str(files.corpus)}).corpus()
+    assert corpus.parts[0].shape == "text"
+    assert sum(1 for _ in Reading(corpus)) == files.documents >= 1000
     assert [path.name for path in small_demo.iterdir()] == [files.tokenizer.name]
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from fluxtrain.client.asking import decoded
 from fluxtrain.client.inspection import InspectedSample, InspectionAnswer
-from fluxtrain.commands import inspection
+from fluxtrain.commands import inspection, sampling
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.packing import IGNORED
 from fluxtrain.errors import BadInput
@@ -51,7 +51,7 @@ def test_of_a_conversation_the_assistants_words_are_learnt_and_the_template_is_s
     assert learnt(first) == ["it is four<|im_end|>", "six<|im_end|>"]
     whole = "".join(piece.text for piece in first.pieces)
     assert whole.startswith("<|im_start|>user\nwhat is two and two?<|im_end|>")
-    assert found.format == "jsonl-messages"
+    assert found.format == "messages"
 
 
 def test_what_is_shown_as_learnt_has_exactly_the_labels_of_the_run(
@@ -91,7 +91,7 @@ def test_a_document_longer_than_a_row_is_shown_as_far_as_its_first_row(
 def test_of_a_large_file_a_part_is_read_and_the_rest_estimated(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "DOCUMENTS", 10)
+    monkeypatch.setattr(sampling, "DOCUMENTS", 10)
     path = tmp_path / "many.jsonl"
     path.write_text('{"text": "the fox jumps over the dog"}\n' * 200)
     found = inspected(run_config(data__path=str(path)))

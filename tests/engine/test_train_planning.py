@@ -102,8 +102,8 @@ def test_the_plan_reads_data_in_the_format_that_is_set(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"event": "something that was long to tell"}\n' * 2000)
     sets = [f"data.path={log}", "train.steps=2"]
-    assert preview(demo_config([*sets, "data.format=text"])).estimated_rows > 100
-    with pytest.raises(BadInput, match="has no `text` or `messages`"):
+    assert preview(demo_config([*sets, "data.format=plain"])).estimated_rows > 100
+    with pytest.raises(BadInput, match="has no keys that are known"):
         preview(demo_config(sets))
 
 

@@ -155,7 +155,7 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
     path = tmp_path / "tales.txt"
     path.write_text("Once upon a time.\n<|endoftext|>\nThe end.\n")
     facts = read_data_file(str(path))
-    assert (facts.format, facts.documents, facts.counted) == ("text", 2, True)
+    assert (facts.shape, facts.documents, facts.counted) == ("text", 2, True)
     assert facts.samples[0][0].text == "Once upon a time."
     assert facts.samples[0][0].learnt
 
@@ -163,9 +163,9 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        {"base": {"data": {"format": "text"}}},
-        {"overrides": ("data.format=text",)},
-        {"base": {"data": {"format": "jsonl-text"}}, "overrides": ("data.format=text",)},
+        {"base": {"data": {"format": "plain"}}},
+        {"overrides": ("data.format=plain",)},
+        {"base": {"data": {"format": "text"}}, "overrides": ("data.format=plain",)},
     ],
     ids=["file", "--set", "--set after a file"],
 )
@@ -175,7 +175,10 @@ def test_data_is_read_in_the_format_that_was_set(tmp_path: Path, said: Any) -> N
     log.write_text('{"event": 1}\n' * 5)
     assert check_data(Answers(data_source="file", data_path=str(log))).error is not None
     check = check_data(Answers(data_source="file", data_path=str(log), **said))
-    assert check.error is None and check.facts[0] == ("format", "text: data.format says so")
+    assert check.error is None and check.facts[0] == (
+        "format",
+        "text: texts, because data.format says so",
+    )
 
 
 def test_of_a_conversation_only_the_assistant_is_marked_as_learnt(tmp_path: Path) -> None:
@@ -184,7 +187,7 @@ def test_of_a_conversation_only_the_assistant_is_marked_as_learnt(tmp_path: Path
     path = tmp_path / "chat.jsonl"
     path.write_text(f"{line}\n" * 5)
     facts = read_data_file(str(path))
-    assert (facts.format, facts.documents) == ("jsonl-messages", 5)
+    assert (facts.shape, facts.documents) == ("messages", 5)
     assert len(facts.samples) == 3
     assert [piece.learnt for piece in facts.samples[0]] == [False, False, True]
     assert [piece.text for piece in facts.samples[0]][1:] == ["user: Hello?", "assistant: Yes."]

@@ -74,7 +74,11 @@ PLAN = {
     ],
 }  # fmt: skip
 INSPECTION = {
-    "path": "/talks.jsonl", "format": "jsonl-messages", "because": "its first line",
+    "path": "/talks.jsonl", "format": "messages", "because": "its first line",
+    "files": [{"name": "/talks.jsonl", "container": "json lines", "shape": "messages",
+               "title": "conversations", "because": "its first line", "size_bytes": 4000,
+               "weight": 1.0}],
+    "notes": ["keys that are left out: `id` (in 4 rows)"], "read_share": 1.0,
     "sequence_length": 128, "max_positions": 512, "sampled_documents": 4, "sampled_share": 0.25,
     "sampled_tokens": 400, "estimated_documents": 16, "estimated_tokens": 1600,
     "estimated_rows": 13, "learnt_share": 0.5, "cut_documents_share": 0.25,

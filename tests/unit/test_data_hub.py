@@ -10,44 +10,32 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from fluxtrain.data.hub import PREFIX, chosen_file, local_file
+from fluxtrain.data.hub import PREFIX, chosen_file, single_file, split_address
 from fluxtrain.errors import BadInput
 
 TALES = f"{PREFIX}owner/tales"
 
 
-def test_a_local_path_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert local_file("/d.txt") == Path("/d.txt")
-    assert local_file("~/d.txt") == Path("/home/me/d.txt")
-    assert local_file("owner/name.jsonl") == Path("owner/name.jsonl"), "no guess at a typing error"
+def local_file(address: str) -> Path | None:
+    return single_file(*split_address(address))
 
 
 @pytest.mark.parametrize(
     ("files", "chosen"),
     [
         (["README.md", "tales.jsonl"], "tales.jsonl"),
-        (["data/train.jsonl", "data/test.jsonl", ".gitattributes"], "data/train.jsonl"),
-        (["a.txt", "dataset_infos.json", "b.parquet"], "a.txt"),
+        (["data/train.jsonl.gz", "data/test.jsonl", ".gitattributes"], "data/train.jsonl.gz"),
+        (["a.txt", "dataset_infos.json"], "a.txt"),
+        (["train-0.parquet", "README.md"], "train-0.parquet"),
+        ([], None),
+        (["a.jsonl", "b.jsonl"], None),
+        (["train-1.jsonl", "train-2.jsonl"], None),
     ],
 )
-def test_the_only_file_or_the_one_for_training_is_chosen(files: list[str], chosen: str) -> None:
-    assert chosen_file("o/n", files) == chosen
-
-
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        (["train-0.parquet", "README.md"], "holds no .jsonl"),
-        ([], "(nothing)"),
-        (["a.jsonl", "b.jsonl"], "holds 2 files (a.jsonl, b.jsonl): name one"),
-        (["train-1.jsonl", "train-2.jsonl"], "name one, as in hf://datasets/o/n/train-1.jsonl"),
-    ],
-)
-def test_no_file_is_guessed(files: list[str], said: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        chosen_file("o/n", files)
-    assert said in str(refused.value)
+def test_the_only_file_or_the_one_for_training_is_chosen_and_none_is_guessed(
+    files: list[str], chosen: str | None
+) -> None:
+    assert chosen_file(files) == chosen
 
 
 @pytest.mark.parametrize(

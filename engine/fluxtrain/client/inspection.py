@@ -33,6 +33,24 @@ class InspectedSample(msgspec.Struct, frozen=True, kw_only=True):
         return text + (f", the first {self.shown_tokens:,} shown" if part else "")
 
 
+class InspectedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A data file, and how its rows are read."""
+
+    name: str
+    container: str
+    shape: str
+    title: str  # of the shape, in words
+    because: str  # why it is read so
+    size_bytes: int
+    weight: float  # how often an epoch draws each row
+
+    @property
+    def line(self) -> str:
+        """The file, what it is read as, and why."""
+        times = "" if self.weight == 1 else f"; drawn {self.weight:g} times an epoch"
+        return f"{self.name}: {self.shape}, {self.title}, because {self.because}{times}"
+
+
 class InspectionAnswer(Answer, frozen=True, kw_only=True):
     """What the first documents of the data hold, and estimates for all of them.
 
@@ -44,6 +62,9 @@ class InspectionAnswer(Answer, frozen=True, kw_only=True):
     path: str
     format: str
     because: str  # why it is read in this format
+    files: tuple[InspectedFile, ...]
+    notes: tuple[str, ...]  # sentences: keys and rows that are left out, rows that repeat others
+    read_share: float  # of the bytes: `notes` are about them
     sequence_length: int  # tokens of a row
     max_positions: int | None  # of the model; None where its configuration does not say
     sampled_documents: int

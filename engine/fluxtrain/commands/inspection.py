@@ -6,40 +6,34 @@ label. Weights are not needed. Sizes beyond the sample are estimates and are mar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice, pairwise
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from fluxtrain.client.inspection import InspectedSample, InspectionAnswer, TextPiece
+from fluxtrain.client.inspection import InspectedFile, InspectedSample, InspectionAnswer, TextPiece
+from fluxtrain.commands.sampling import sampled
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.data.formats import Document, documents
 from fluxtrain.data.packing import IGNORED, PackedRows
-from fluxtrain.data.prepare import DataSource, check_sequence_length, located
+from fluxtrain.data.prepare import check_sequence_length, corpora
+from fluxtrain.data.reading.parts import Part
+from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.tokens import Tokens, check_vocabulary, tokenize
 from fluxtrain.models.loading import ModelSource, load_tokenizer, pad_id
 from fluxtrain.units import count_text
 
 SAMPLES = 3
-DOCUMENTS = 512
-CHARACTERS = 2 << 20
+SHOWN_FILES = 8
 SHOWN_TOKENS = 2048  # of a sample; longer rows are shown in part
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """The first documents of a file, and their share of it."""
-
-    documents: list[Document]
-    share: float  # of the file's bytes; 1 is all
-
-
-def inspect(config: RunConfig) -> InspectionAnswer:
+def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
     """Read, tokenize and pack the first documents, and estimate the rest.
+
+    Bad rows, keys that are left out and repeated rows are looked for in more of the data; with
+    `whole` in all of it.
 
     Raises:
         BadInput: as the run would for the tokenizer and these documents.
@@ -54,25 +48,28 @@ def inspect(config: RunConfig) -> InspectionAnswer:
     text_shape, row_tokens = shape.get_text_config(), config.data.sequence_length
     positions = getattr(text_shape, "max_position_embeddings", None)
     check_sequence_length(row_tokens, positions)
-    path, format_, because = located(DataSource(path=config.data.path, format=config.data.format))
-    sampled = first_documents(path, documents(path, format_))
-    tokens = tokenize(sampled.documents, tokenizer)
+    corpus, apart = corpora(read_request(config.data.model_dump()))
+    seen = sampled(corpus, apart, whole)
+    tokens = tokenize(seen.rows, tokenizer)
     check_vocabulary(tokens, text_shape.vocab_size)
     lengths = np.diff(tokens.starts)
     rows = PackedRows(tokens, Spans(tokens.starts[:-1], lengths), row_tokens, pad_id(tokenizer))
     longer = lengths > row_tokens
     return InspectionAnswer(
-        path=str(path),
-        format=format_,
-        because=because,
+        path=corpus.name,
+        format=", ".join(dict.fromkeys(part.shape for part in corpus.parts)),
+        because=corpus.parts[0].because,
+        files=tuple(_file(part) for part in corpus.parts),
+        notes=tuple(seen.report.lines()),
+        read_share=seen.read_share,
         sequence_length=row_tokens,
         max_positions=positions,
         sampled_documents=tokens.documents,
-        sampled_share=sampled.share,
+        sampled_share=seen.share,
         sampled_tokens=tokens.count,
-        estimated_documents=round(tokens.documents / sampled.share),
-        estimated_tokens=round(tokens.count / sampled.share),
-        estimated_rows=max(1, round(len(rows) / sampled.share)),
+        estimated_documents=round(tokens.documents / seen.share),
+        estimated_tokens=round(tokens.count / seen.share),
+        estimated_rows=max(1, round(len(rows) / seen.share)),
         learnt_share=rows.predicted_count / tokens.count,
         cut_documents_share=float(longer.mean()),
         cut_tokens_share=float(lengths[longer].sum() / tokens.count),
@@ -85,23 +82,16 @@ def inspect(config: RunConfig) -> InspectionAnswer:
     )
 
 
-def first_documents(path: Path, reader: Iterator[Document]) -> Sampled:
-    """Read documents up to `DOCUMENTS` or `CHARACTERS`; with the share of the file they are."""
-    taken: list[Document] = []
-    characters = 0
-    for document in islice(reader, DOCUMENTS):
-        taken.append(document)
-        characters += len(document.text) + sum(
-            len(message.get("content") or "") for message in document.messages
-        )
-        if characters >= CHARACTERS:
-            break
-    following = next(reader, None)
-    if following is None:
-        return Sampled(documents=taken, share=1.0)
-    with path.open("rb") as file:
-        read_bytes = sum(len(line) for line in islice(file, following.line - 1))
-    return Sampled(documents=taken, share=max(1, read_bytes) / path.stat().st_size)
+def _file(part: Part) -> InspectedFile:
+    return InspectedFile(
+        name=part.name,
+        container=part.container,
+        shape=part.shape,
+        title=TITLES[part.shape],
+        because=part.because,
+        size_bytes=part.size_bytes,
+        weight=part.weight,
+    )
 
 
 def _sample(tokens: Tokens, index: int, row_tokens: int, tokenizer: Any) -> InspectedSample:
@@ -144,12 +134,13 @@ def stretches(ids: list[int], learnt: list[bool], tokenizer: Any) -> list[TextPi
 def page(found: InspectionAnswer) -> str:
     """Format the answer for people; words mark what is learnt."""
     lines = [
-        f"{found.path}: {found.format}, {found.because}",
+        *_told_files(found),
         _extent(found),
         f"{found.learnt_share:.0%} of the tokens are learnt; packed rows of "
         f"{found.sequence_length} tokens are {1 - found.padding_share:.0%} full",
         f"{found.cut_documents_share:.0%} of the documents are longer than a row and are cut "
         f"into several",
+        *_notes(found),
     ]
     for number, sample in enumerate(found.samples, start=1):
         lines += ["", f"sample {number}: {sample.title}"]
@@ -157,6 +148,20 @@ def page(found: InspectionAnswer) -> str:
             mark = "learnt" if piece.learnt else "seen"
             lines += [f"  {mark:<6} | {line}" for line in piece.text.splitlines()]
     return "\n".join(lines)
+
+
+def _told_files(found: InspectionAnswer) -> list[str]:
+    shown = [file.line for file in found.files[:SHOWN_FILES]]
+    more = len(found.files) - SHOWN_FILES
+    return [*shown, f"and {more:,} files more"] if more > 0 else shown
+
+
+def _notes(found: InspectionAnswer) -> list[str]:
+    """Say what is left out and what repeats, and in how much of the data that was looked for."""
+    if found.read_share >= 1:
+        return list(found.notes) or ["every key of every row is used, and no row repeats another"]
+    looked = f"the first {found.read_share:.1%} of the data was looked at; --whole looks at all"
+    return [*found.notes, looked]
 
 
 def _extent(found: InspectionAnswer) -> str:

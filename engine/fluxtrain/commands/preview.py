@@ -16,7 +16,8 @@ from fluxtrain.client.plan import PlanAnswer, PlannedModel
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, settings
 from fluxtrain.data.demo import VOCABULARY
-from fluxtrain.data.prepare import DataSource, check_sequence_length, located
+from fluxtrain.data.prepare import check_sequence_length, corpora
+from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import read_machine
@@ -172,7 +173,8 @@ def _known(
 
 def _rows_within(config: RunConfig) -> int:
     """Estimate the rows of an epoch; a batch is refused only from twice as many on."""
-    tokens = _tokens(config) * (1 - config.data.held_out)
+    held_out = 0.0 if config.data.held_out_path is not None else config.data.held_out
+    tokens = _tokens(config) * (1 - held_out)
     rows = max(1, round(tokens / config.data.sequence_length))
     batch, parts = config.train.batch_rows, config.train.accumulation
     if (1 if batch == "auto" else batch) * parts > 2 * rows:
@@ -303,8 +305,8 @@ def _local_shape(folder: Path, trusted: bool) -> Any:
 def _tokens(config: RunConfig) -> int:
     if config.data.path == DEMO:
         return DEMO_TOKENS
-    path, format_, _ = located(DataSource(path=config.data.path, format=config.data.format))
-    return estimated_tokens(path, format_)
+    corpus, _ = corpora(read_request(config.data.model_dump()))
+    return estimated_tokens(corpus)
 
 
 def _host_limit(capacity: Capacity, placement: Placement, here: Machine | None) -> int | None:

@@ -89,18 +89,62 @@ class ModelSettings(Section):
         return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
 
 
+DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca", "completion", "plain"]
+Address = Annotated[str, Field(min_length=1)]
+
+
+class DataEntry(Section):
+    """One of several sources of data."""
+
+    path: Address
+    weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
+    configuration: str | None = None
+    split: str | None = None
+    format: DataFormat | None = None
+    columns: dict[str, str] | None = None
+
+
+DataPath = Address | Annotated[tuple[Address | DataEntry, ...], Field(min_length=1)]
+
+
 class DataSettings(Section):
     """What the model learns from."""
 
-    path: str = Field(
+    path: DataPath = Field(
         default="demo",
-        min_length=1,
-        description="a .txt or .jsonl file, hf://datasets/owner/name or a file in it, or `demo`: "
-        "the docstrings of Python's own library",
+        description="a file (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt, .md, "
+        ".rst; each also .gz, .zst), a folder, a pattern such as `data/*.jsonl`, "
+        "hf://datasets/owner/name (a file in it, or ?configuration=en&split=train), or `demo`: the "
+        "docstrings of Python's own library. Or a list of these; an entry may be a mapping of "
+        "path, weight (how often an epoch draws each row: 2 is twice, 0.5 every second one), "
+        "configuration, split, format and columns",
     )
-    format: Literal["auto", "text", "jsonl-text", "jsonl-messages"] = Field(
+    format: DataFormat = Field(
         default="auto",
-        description="how the file is read; auto looks at its name and its first line",
+        description="the shape of the rows; auto recognises it by the keys of the first row, "
+        "plain reads any file as text",
+    )
+    columns: dict[str, str] = Field(
+        default={},
+        description="which column of the file is which key, where the names differ, as in "
+        "`{prompt: question, completion: answer}`; the keys are text, title, messages, tools, "
+        "system, prompt, completion, instruction, input, output, history, and within messages role "
+        "and content",
+    )
+    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(
+        default={},
+        description="which role of the file is which of system, developer, user, assistant, tool, "
+        "where the names differ, as in `{doctor: assistant}`",
+    )
+    ignore: tuple[str, ...] = Field(
+        default=(),
+        description="keys of rows that are left out although they look as if they said something; "
+        "keys such as id or source are left out and counted without being named here",
+    )
+    max_bad_rows: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="rows that cannot be used may be this many: they are listed and left out; one "
+        "more, and the run ends before it trains",
     )
     sequence_length: int = Field(
         default=256,
@@ -112,7 +156,12 @@ class DataSettings(Section):
         ge=0,
         lt=1,
         description="share of the tokens kept for evaluation, whole documents that are never "
-        "trained on",
+        "trained on; without effect where held_out_path is given",
+    )
+    held_out_path: DataPath | None = Field(
+        default=None,
+        description="data of its own for evaluation, given as data.path is; then all of data.path "
+        "is trained on",
     )
     seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
 
@@ -299,7 +348,7 @@ def settings(config: RunConfig) -> Iterator[Setting]:
     for section_name in RunConfig.model_fields:
         section: Section | PlacementRequest = getattr(config, section_name)
         for name, default, description in _fields_of(section):
-            value = getattr(section, name)
+            value = _plain(getattr(section, name))
             yield Setting(
                 key=f"{section_name}.{name}",
                 value=value,
@@ -307,6 +356,13 @@ def settings(config: RunConfig) -> Iterator[Setting]:
                 changed=bool(value != default),
                 description=description,
             )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; entries of data become mappings of what they set."""
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
+    return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
 
 
 def _fields_of(section: Section | PlacementRequest) -> Iterator[tuple[str, Any, str]]:

@@ -1,4 +1,4 @@
-"""Data files on the Hugging Face hub: `hf://datasets/owner/name` or `.../name/folder/file.jsonl`.
+"""Single files of data sets on the Hugging Face hub.
 
 The file is downloaded once into the library's own cache and is an ordinary file after that.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fluxtrain.data.containers.opening import SUFFIXES, is_about_data, suffix_of
 from fluxtrain.errors import BadInput
 
 PREFIX = "hf://datasets/"
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt")
 
 _NAMED = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>.+))?")
 
@@ -23,44 +23,36 @@ def network_errors() -> tuple[type[Exception], ...]:
     return OSError, ValueError, httpx.HTTPError, httpx.InvalidURL
 
 
-def local_file(path: str) -> Path:
-    """Return the file that `data.path` means; download one on the hub unless it is in the cache.
-
-    Raises:
-        BadInput: no such data set, no readable file in it, or several and none is named.
-    """
-    if not path.startswith("hf:"):
-        return Path(path).expanduser()
+def split_address(path: str) -> tuple[str, str | None]:
+    """Return the data set and the file that an address names. Raises BadInput for other text."""
     named = _NAMED.fullmatch(path.removeprefix(PREFIX))
     if named is None:
-        raise BadInput(f"{path} is not {PREFIX}owner/name or {PREFIX}owner/name/file.jsonl")
-    repository, file = named["repository"], named["file"]
-    return _downloaded(repository, file or chosen_file(repository, _files(repository)))
+        raise BadInput(
+            f"{path} is not {PREFIX}owner/name, {PREFIX}owner/name/file.jsonl or "
+            f"{PREFIX}owner/name?configuration=en&split=train"
+        )
+    return named["repository"], named["file"]
 
 
-def chosen_file(repository: str, files: list[str]) -> str:
-    """Choose the file to train on: the only readable one, or the only one named `train`.
+def single_file(repository: str, file: str | None) -> Path | None:
+    """Return the named file, or the only one to train on, downloaded unless it is in the cache.
 
-    Raises:
-        BadInput: there is none, or several and none is named.
+    None where there is no such single file, so that the data set must be read by its splits.
+    Raises BadInput if there is no such data set or file, or the hub cannot be reached.
     """
-    readable = sorted(file for file in files if file.lower().endswith(SUFFIXES))
-    readable = [file for file in readable if Path(file).name != "dataset_infos.json"]
+    chosen = file or chosen_file(_files(repository))
+    return None if chosen is None else _downloaded(repository, chosen)
+
+
+def chosen_file(files: list[str]) -> str | None:
+    """Choose the file to train on: the only readable one, or the only one named `train`."""
+    readable = sorted(file for file in files if suffix_of(Path(file)) in SUFFIXES)
+    readable = [file for file in readable if not is_about_data(Path(file))]
     training = [file for file in readable if "train" in Path(file).name.lower()]
     for candidates in (readable, training):
         if len(candidates) == 1:
             return candidates[0]
-    if not readable:
-        kinds = sorted({Path(file).suffix for file in files if Path(file).suffix}) or ["nothing"]
-        raise BadInput(
-            f"{PREFIX}{repository} holds no {', '.join(SUFFIXES)} file ({', '.join(kinds)}): "
-            "export its text as .jsonl and name that file"
-        )
-    shown = ", ".join(readable[:6]) + (", ..." if len(readable) > 6 else "")
-    raise BadInput(
-        f"{PREFIX}{repository} holds {len(readable)} files ({shown}): name one, as in "
-        f"{PREFIX}{repository}/{readable[0]}"
-    )
+    return None
 
 
 def _files(repository: str) -> list[str]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from fluxtrain.data.demo import demo_files
-from fluxtrain.data.formats import Document, Format, detected, documents
-from fluxtrain.data.hub import local_file
 from fluxtrain.data.packing import PackedRows
-from fluxtrain.data.sources import DEMO, characters_in
-from fluxtrain.data.splitting import split
-from fluxtrain.data.tokens import Tokenizer, check_vocabulary, tokenize
+from fluxtrain.data.reading.corpus import Corpus, Reading
+from fluxtrain.data.reading.files import Entry
+from fluxtrain.data.reading.repeats import RepeatSearch
+from fluxtrain.data.reading.report import Report
+from fluxtrain.data.reading.request import ReadRequest
+from fluxtrain.data.row import Row
+from fluxtrain.data.splitting import Spans, split
+from fluxtrain.data.tokens import Tokenizer, Tokens, check_vocabulary, tokenize
 from fluxtrain.errors import BadInput
-from fluxtrain.units import bytes_text, count_text
+from fluxtrain.units import count_text
 
 TELL_EVERY_S = 3.0  # between two reports of progress
 
@@ -24,8 +28,7 @@ TELL_EVERY_S = 3.0  # between two reports of progress
 class DataSource:
     """Where data comes from and how it becomes rows; the `data` section of a configuration."""
 
-    path: str = DEMO
-    format: str = "auto"
+    request: ReadRequest
     sequence_length: int = 256
     held_out: float = 0.02
     seed: int = 0
@@ -47,8 +50,8 @@ class PreparedData:
 
     trained: PackedRows
     held_out: PackedRows
-    format: Format
-    format_because: str
+    corpus: Corpus
+    report: Report
     documents: int
     tokens: int
 
@@ -64,37 +67,66 @@ def prepare(
     Raises BadInput for everything a user can repair.
     """
     check_sequence_length(source.sequence_length, limits.max_positions)
-    path, format_, because = located(source)
-    found = documents(path, format_)
-    tokens = tokenize(_told(found, path, tell) if tell else found, tokenizer)
-    check_vocabulary(tokens, limits.embedding_rows)
-    if tokens.count < source.sequence_length:
-        raise BadInput(
-            f"{path} holds {tokens.count} tokens and one row needs {source.sequence_length}: "
-            f"lower data.sequence_length to {max(2, tokens.count // 2)} or less, or add data"
-        )
-    parts = split(tokens, source.held_out, source.sequence_length, source.seed)
+    corpus, apart = corpora(source.request)
+    with RepeatSearch() as search:
+        reading = Reading(corpus, search)
+        tokens = _tokens(reading, source, tokenizer, limits, tell)
+        evaluated = tokens
+        if apart is None:
+            parts = split(tokens, source.held_out, source.sequence_length, source.seed)
+            spans = parts.trained, parts.held_out
+        else:
+            beside = Reading(apart, search, first_file=len(corpus.parts))
+            evaluated = _tokens(beside, source, tokenizer, limits, tell)
+            spans = _whole(tokens), _whole(evaluated)
+            reading.report.add(beside.report)
+        names = [part.name for part in (*corpus.parts, *(apart.parts if apart else ()))]
+        search.describe(reading.report, names, len(corpus.parts))
     trained, held_out = (
-        PackedRows(tokens, spans, source.sequence_length, limits.pad_id, limits.packs)
-        for spans in (parts.trained, parts.held_out)
+        PackedRows(of, span, source.sequence_length, limits.pad_id, limits.packs)
+        for of, span in zip((tokens, evaluated), spans, strict=True)
     )
     return PreparedData(
         trained=trained,
         held_out=held_out,
-        format=format_,
-        format_because=because,
+        corpus=corpus,
+        report=reading.report,
         documents=tokens.documents,
         tokens=tokens.count,
     )
 
 
-def located(source: DataSource) -> tuple[Path, Format, str]:
-    """Return the file, its format, and the reason. Raises BadInput if it cannot be used."""
-    if source.path == DEMO:
-        return demo_files().corpus, "jsonl-text", "the demo's docstrings"
-    path = local_file(source.path)
-    found = detected(path, source.format)
-    return path, found.format, found.because
+def corpora(request: ReadRequest) -> tuple[Corpus, Corpus | None]:
+    """Return the data to train on, and data of its own for evaluation if there is any.
+
+    Raises BadInput if a file cannot be used.
+    """
+    if request.is_demo:
+        demo = replace(request, entries=(Entry(path=str(demo_files().corpus)),))
+        return demo.corpus(), demo.held_out_corpus()
+    return request.corpus(), request.held_out_corpus()
+
+
+def _tokens(
+    reading: Reading,
+    source: DataSource,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    tell: Callable[[str], None] | None,
+) -> Tokens:
+    tokens = tokenize(_told(reading, tell) if tell else reading, tokenizer)
+    check_vocabulary(tokens, limits.embedding_rows)
+    if tokens.count < source.sequence_length:
+        raise BadInput(
+            f"{reading.corpus.name} holds {tokens.count} tokens and one row needs "
+            f"{source.sequence_length}: lower data.sequence_length to "
+            f"{max(2, tokens.count // 2)} or less, or add data"
+        )
+    return tokens
+
+
+def _whole(tokens: Tokens) -> Spans:
+    return Spans(tokens.starts[:-1], np.diff(tokens.starts))
 
 
 def check_sequence_length(wanted: int, positions: int | None) -> None:
@@ -106,13 +138,13 @@ def check_sequence_length(wanted: int, positions: int | None) -> None:
         )
 
 
-def _told(found: Iterable[Document], path: Path, tell: Callable[[str], None]) -> Iterator[Document]:
-    """Yield the documents; every few seconds tell how much of the file has been tokenized."""
-    size, characters, told_s = path.stat().st_size, 0, time.monotonic()
-    for document in found:
-        yield document
-        characters += characters_in(document)
+def _told(reading: Reading, tell: Callable[[str], None]) -> Iterator[Row]:
+    """Yield the rows; every few seconds tell how much of the data has been tokenized."""
+    characters, told_s = 0, time.monotonic()
+    for row in reading:
+        yield row
+        characters += row.characters
         if (now_s := time.monotonic()) - told_s >= TELL_EVERY_S:
-            done = f"{count_text(characters)} characters of {bytes_text(size)}"
-            tell(f"tokens of {path.name}: {done} so far")
+            share = f", {reading.share:.0%} of the data" if reading.share else ""
+            tell(f"tokens of {reading.corpus.name}: {count_text(characters)} characters{share}")
             told_s = now_s

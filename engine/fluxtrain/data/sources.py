@@ -1,31 +1,27 @@
-"""Estimates how much training text a source has. Standard library only."""
+"""Estimates how much training text a corpus has. Standard library only."""
 
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
-from fluxtrain.data.formats import Document, Format, documents
+from fluxtrain.data.reading.corpus import Corpus, Reading
 
-DEMO = "demo"
 FIRST_DOCUMENTS = 64
 FIRST_CHARACTERS = 1 << 20
 CHARACTERS_PER_TOKEN = 4.0  # English prose and BPE vocabularies of 32k to 150k entries
 
 
-def estimated_tokens(path: Path, format: Format) -> int:
-    """Estimate the tokens of a data file by its size; takes milliseconds for any size.
+def estimated_tokens(corpus: Corpus) -> int:
+    """Estimate the tokens of a corpus by its first rows; takes milliseconds for any size.
 
-    Raises BadInput if the file or one of its first documents cannot be used.
+    Raises BadInput if a file or one of its first rows cannot be used.
     """
     characters = 0
-    for document in islice(documents(path, format), FIRST_DOCUMENTS):
-        characters += characters_in(document)
+    reading = Reading(corpus)
+    for row in islice(reading, FIRST_DOCUMENTS):
+        characters += row.characters
         if characters >= FIRST_CHARACTERS:
             break
-    return max(1, round(path.stat().st_size / CHARACTERS_PER_TOKEN))
-
-
-def characters_in(document: Document) -> int:
-    """Count the characters of a document's text, or of its messages."""
-    return len(document.text) + sum(len(m.get("content") or "") for m in document.messages)
+    reading.check()
+    share = reading.share or 1.0  # of a stream whose length is not known: what was read
+    return max(1, round(characters / share / CHARACTERS_PER_TOKEN))

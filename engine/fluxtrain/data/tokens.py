@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateError
 
-from fluxtrain.data.formats import Document, Message
+from fluxtrain.data.row import Message, Row
 from fluxtrain.errors import BadInput
 
 BATCH_CHARACTERS = 1 << 20  # texts handed to the tokenizer at once: its threads share them
@@ -55,7 +55,7 @@ class Tokens:
         return len(self.ids)
 
 
-def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
+def tokenize(documents: Iterable[Row], tokenizer: Tokenizer) -> Tokens:
     """Encode `documents` of one format (all texts or all conversations).
 
     A text gets the tokenizer's own special tokens and ends with its end-of-sequence token; a
@@ -95,19 +95,19 @@ def check_vocabulary(tokens: Tokens, embedding_rows: int) -> None:
 _Encoded = tuple[Ids, npt.NDArray[np.bool_] | None]
 
 
-def _texts(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Encoded]:
+def _texts(documents: Iterable[Row], tokenizer: Tokenizer) -> Iterator[_Encoded]:
     for batch in _batches(documents):
         encoded = tokenizer([document.text for document in batch], verbose=False)["input_ids"]
         for document, tokens in zip(batch, encoded, strict=True):
             ids = list(tokens)
             end = tokenizer.eos_token_id
-            if document.complete and end is not None and (not ids or ids[-1] != end):
+            if document.ends and end is not None and (not ids or ids[-1] != end):
                 ids.append(end)
             yield np.asarray(ids, dtype=np.uint32), None
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(documents: Iterable[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
     characters = 0
     for document in documents:
         batch.append(document)
@@ -119,7 +119,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _conversations(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Encoded]:
+def _conversations(documents: Iterable[Row], tokenizer: Tokenizer) -> Iterator[_Encoded]:
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:
@@ -139,13 +139,13 @@ def _conversations(documents: Iterable[Document], tokenizer: Tokenizer) -> Itera
         ids, mask = encode(document, tokenizer)
         if not any(mask):
             raise BadInput(
-                f"line {document.line}: the chat template renders no assistant tokens of this "
+                f"{document.origin}: the chat template renders no assistant tokens of this "
                 "conversation, so there is nothing to learn from it"
             )
         yield np.asarray(ids, dtype=np.uint32), np.asarray(mask, dtype=np.bool_)
 
 
-def _by_generation_tag(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _by_generation_tag(document: Row, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     try:
         rendered = tokenizer.apply_chat_template(
             list(document.messages),
@@ -158,7 +158,7 @@ def _by_generation_tag(document: Document, tokenizer: Tokenizer) -> tuple[list[i
     return list(rendered["input_ids"]), [bool(mark) for mark in rendered["assistant_masks"]]
 
 
-def _by_prefixes(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _by_prefixes(document: Row, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Find assistant spans by rendering the conversation up to and with each of its messages."""
     whole = _rendered(document, document.messages, tokenizer)
     spans: list[tuple[int, int]] = []
@@ -169,7 +169,7 @@ def _by_prefixes(document: Document, tokenizer: Tokenizer) -> tuple[list[int], l
         with_it = _rendered(document, document.messages[: index + 1], tokenizer)
         if not (with_it.startswith(before) and whole.startswith(with_it)):
             raise BadInput(
-                f"line {document.line}: the chat template renders message {index + 1} otherwise "
+                f"{document.origin}: the chat template renders message {index + 1} otherwise "
                 "when more follows, so the assistant's tokens cannot be told apart: add "
                 "{% generation %} to the template, or give one assistant turn a conversation"
             )
@@ -183,7 +183,7 @@ def _by_prefixes(document: Document, tokenizer: Tokenizer) -> tuple[list[int], l
 
 
 def _rendered(
-    document: Document,
+    document: Row,
     messages: tuple[Message, ...],
     tokenizer: Tokenizer,
     opened: bool = False,
@@ -197,5 +197,5 @@ def _rendered(
     return str(text)
 
 
-def _template_refused(document: Document, error: BaseException) -> BadInput:
-    return BadInput(f"line {document.line}: the model's chat template refuses this: {error}")
+def _template_refused(document: Row, error: BaseException) -> BadInput:
+    return BadInput(f"{document.origin}: the model's chat template refuses this: {error}")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 
 from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.demo import PROMPT
-from fluxtrain.data.formats import documents
-from fluxtrain.data.hub import local_file
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
+from fluxtrain.data.reading.corpus import Reading
+from fluxtrain.data.reading.request import read_request
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
@@ -58,8 +57,7 @@ def load_inputs(
     )
     data = prepare(
         DataSource(
-            path=config.data.path,
-            format=config.data.format,
+            request=read_request(config.data.model_dump()),
             sequence_length=config.data.sequence_length,
             held_out=config.data.held_out,
             seed=config.data.seed,
@@ -76,11 +74,11 @@ def load_inputs(
     return Inputs(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
 
 
-def _prompt(path: str, data: PreparedData) -> str:
+def _prompt(path: object, data: PreparedData) -> str:
     """Return the first words of the data, which the model should know how to continue."""
     if path == DEMO:
         return PROMPT
-    first = next(islice(documents(local_file(path), data.format), 1))
+    first = next(iter(Reading(data.corpus)))
     if first.messages:
         return str(next((m["content"] for m in first.messages if m["role"] == "user"), ""))
     words = first.text.strip()[:PROMPT_CHARACTERS]

@@ -10,6 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.run_dir import RunDir
@@ -102,10 +103,19 @@ def check_data(answers: Answers) -> Check:
     if answers.data_source == "hub" or answers.data_file.startswith(HUB_SCHEME):
         return _check_hub_data(answers.data_file)
     try:
-        facts = read_data_file(answers.data_file, format=_said(answers, "data.format") or "auto")
+        facts = read_data_file(answers.data_file, settings=_data_settings(answers))
     except BadInput as error:
         return Check(error=str(error), open=not answers.data_file)
-    return Check(facts=facts.rows(), samples=facts.samples)
+    return Check(facts=facts.rows(), samples=facts.samples, warnings=facts.notes)
+
+
+def _data_settings(answers: Answers) -> Mapping[str, Any]:
+    """The `data` section that the wizard does not ask for: of a file, with what `--set` says."""
+    from fluxtrain.config.text import apply_overrides
+
+    own = [override for override in answers.overrides if override.startswith("data.")]
+    settings: Mapping[str, Any] = apply_overrides({"data": answers.base.get("data", {})}, own)
+    return settings["data"] or {}
 
 
 def _said(answers: Answers, key: str) -> str:

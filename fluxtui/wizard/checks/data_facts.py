@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
 import pathlib
 import textwrap
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fluxtrain.client.inspection import TextPiece
-from fluxtrain.data.formats import Document, detected, documents
+from fluxtrain.data.reading.corpus import Reading
+from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.row import Row
+from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text
 from fluxtui.home import expanded
@@ -33,64 +34,80 @@ Sample = tuple[TextPiece, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """A data file as far as it was looked at.
+    """The data as far as it was looked at.
 
     Attributes:
+        shape: what the first file is read as, in words, and `because` why.
+        files: the number of files.
         documents: counted to the end when `counted`, else estimated from the part that was read.
+        notes: what is left out, in sentences.
     """
 
-    name: str
-    format: str
+    shape: str
+    title: str
     because: str
+    files: int
     bytes: int
     documents: int
     counted: bool
     samples: tuple[Sample, ...]
+    notes: tuple[str, ...] = ()
 
     def rows(self) -> tuple[tuple[str, str], ...]:
         """Name and value of every fact."""
         about = "" if self.counted else "about "
+        files = (("files", f"{self.files:,}"),) if self.files > 1 else ()
         return (
-            ("format", f"{self.format}: {self.because}"),
+            ("format", f"{self.shape}: {self.title}, because {self.because}"),
+            *files,
             ("documents", f"{about}{self.documents:,}"),
             ("size", bytes_text(self.bytes)),
         )
 
 
 def read_data_file(
-    name: str, count_limit_s: float = COUNT_LIMIT_S, format: str = "auto"
+    name: str,
+    count_limit_s: float = COUNT_LIMIT_S,
+    settings: Mapping[str, Any] | None = None,
 ) -> DataFacts:
-    """Look at a data file for at most about `count_limit_s`. `format` is that of the configuration.
+    """Look at a file, a folder or a pattern for at most about `count_limit_s`.
+
+    `settings` is the configuration's `data` section; `name` stands in for its path.
 
     Raises:
         BadInput: what the trainer would refuse in the part that was read.
     """
     if not name.strip():
-        raise BadInput("type the path of a .txt or .jsonl file")
-    path = Path(expanded(name))
-    found = detected(path, format)
-    size_bytes = path.stat().st_size
+        raise BadInput("type the path of a data file or a folder of them")
+    return read_data({**(settings or {}), "path": expanded(name)}, count_limit_s)
+
+
+def read_data(settings: Mapping[str, Any], count_limit_s: float = COUNT_LIMIT_S) -> DataFacts:
+    """Look at the data of a configuration's `data` section, as `read_data_file` does."""
+    corpus = read_request(settings).corpus()
+    reading = Reading(corpus)
     samples: list[Sample] = []
-    seen, seen_bytes, counted = 0, 0, True
+    counted = True
     deadline = time.monotonic() + count_limit_s
-    for document in documents(path, found.format):
-        seen += document.complete
-        seen_bytes += _bytes_of(document)
+    for row in reading:
         if len(samples) < SAMPLES:
-            samples.append(_sample(document))
+            samples.append(_sample(row))
         if time.monotonic() > deadline:
             counted = False
             break
-    if not counted:
-        seen = max(1, round(seen * size_bytes / max(seen_bytes, 1)))
+    reading.check()
+    seen = reading.report.rows
+    first = corpus.parts[0]
     return DataFacts(
-        name=path.name,
-        format=found.format,
-        because=found.because,
-        bytes=size_bytes,
-        documents=seen,
+        shape=first.shape,
+        title=TITLES[first.shape],
+        because=first.because,
+        files=len(corpus.parts),
+        bytes=corpus.size_bytes,
+        documents=seen if counted else max(1, round(seen / (reading.share or 1.0))),
         counted=counted,
         samples=tuple(samples),
+        notes=tuple(reading.report.lines()),
     )
 
 
@@ -100,19 +117,19 @@ def demo_samples() -> tuple[Sample, ...]:
     return tuple((TextPiece(inspect.getdoc(source) or "", True),) for source in sources)
 
 
-def _sample(document: Document) -> Sample:
-    if not document.messages:
-        return (TextPiece(document.text[:SAMPLE_CHARACTERS].strip(), True),)
-    return tuple(_said(message) for message in document.messages)
+def _sample(row: Row) -> Sample:
+    if not row.messages:
+        return (TextPiece(row.text[:SAMPLE_CHARACTERS].strip(), True),)
+    tools = [tool["function"]["name"] for tool in row.tools]
+    told = (TextPiece(f"tools: {', '.join(tools)}", False),) if tools else ()
+    said = zip(row.messages, row.weights, strict=True)
+    return (*told, *(_said(message, weight > 0) for message, weight in said))
 
 
-def _said(message: Mapping[str, Any]) -> TextPiece:
+def _said(message: Mapping[str, Any], learnt: bool) -> TextPiece:
     """A message after the name of its speaker."""
-    text = str(message.get("content") or "(calls a tool)")[:SAMPLE_CHARACTERS].strip()
-    return TextPiece(f"{message['role']}: {text}", message["role"] == "assistant")
-
-
-def _bytes_of(document: Document) -> int:
-    if document.messages:
-        return len(json.dumps(document.messages, ensure_ascii=False).encode())
-    return len(document.text.encode())
+    calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    text = str(message.get("content") or "").strip()
+    if calls:
+        text = f"{text} (calls {', '.join(calls)})".strip()
+    return TextPiece(f"{message['role']}: {text[:SAMPLE_CHARACTERS]}", learnt)

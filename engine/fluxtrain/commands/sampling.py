@@ -1,0 +1,89 @@
+"""Takes the first rows of every data file, and looks further on for bad and repeated rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fluxtrain.data.reading.corpus import Corpus, Reading
+from fluxtrain.data.reading.repeats import RepeatSearch
+from fluxtrain.data.reading.report import Report
+from fluxtrain.data.row import Row
+
+DOCUMENTS = 512
+CHARACTERS = 2 << 20
+LEAST_DOCUMENTS = 4  # of each file, where there are many
+READ_ON_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """The first rows of the data, their share of it, and what was found in more of it."""
+
+    rows: list[Row]
+    share: float  # of the documents that an epoch draws; 1 is all
+    report: Report
+    read_share: float  # of the data's bytes: `report` is about them
+
+
+def sampled(corpus: Corpus, apart: Corpus | None = None, whole: bool = False) -> Sampled:
+    """Take the first rows, and look at more for `READ_ON_S` seconds, or with `whole` at all.
+
+    `apart` is data of its own for evaluation: it is looked at, and no row of it is taken.
+    Raises BadInput if a file cannot be used, or if more rows are bad than the configuration allows.
+    """
+    rows: list[Row] = []
+    drawn = 0.0  # rows that an epoch draws, estimated
+    most = max(LEAST_DOCUMENTS, DOCUMENTS // len(corpus.parts))
+    for part in corpus.parts:
+        alone = replace(corpus, parts=(replace(part, weight=1.0),))
+        first, share = _first(Reading(alone), most, CHARACTERS // len(corpus.parts))
+        rows += first
+        drawn += len(first) * part.weight / (share or 1.0)
+    report, read_share = _looked_at(corpus, apart, math.inf if whole else READ_ON_S)
+    share = 1.0 if math.isclose(drawn, len(rows)) else len(rows) / max(drawn, 1.0)
+    return Sampled(rows=rows, share=share, report=report, read_share=read_share)
+
+
+def _first(reading: Reading, most: int, most_characters: int) -> tuple[list[Row], float]:
+    """Return the first rows, and the share of the file that was read for them."""
+    taken: list[Row] = []
+    characters, share = 0, 0.0
+    for row in reading:
+        if len(taken) >= most or characters >= most_characters:
+            return taken, share
+        taken.append(row)
+        characters += row.characters
+        share = reading.share
+    return taken, 1.0
+
+
+def _looked_at(corpus: Corpus, apart: Corpus | None, seconds: float) -> tuple[Report, float]:
+    deadline = time.monotonic() + seconds
+    corpora = [corpus, *([apart] if apart else [])]
+    with RepeatSearch() as search:
+        readings: list[Reading] = []
+        first_file = 0
+        for one in corpora:
+            readings.append(Reading(one, search, first_file))
+            first_file += len(one.parts)
+            for _ in _until(deadline, readings[-1]):
+                pass
+            readings[-1].check()
+        names = [part.name for one in corpora for part in one.parts]
+        report = readings[0].report
+        for reading in readings[1:]:
+            report.add(reading.report)
+        search.describe(report, names, len(corpus.parts))
+    size_bytes = sum(one.size_bytes for one in corpora)
+    read_bytes = sum(r.share * r.corpus.size_bytes for r in readings)
+    return report, min(1.0, read_bytes / max(1, size_bytes))
+
+
+def _until(deadline: float, rows: Iterator[Row] | Reading) -> Iterator[Row]:
+    for row in rows:
+        yield row
+        if time.monotonic() > deadline:
+            return

@@ -1,0 +1,70 @@
+"""Reads the lines of a file as text, within a bound of memory; bad lines do not end the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fluxtrain.data.containers.record import Problem
+from fluxtrain.data.containers.streams import Source
+from fluxtrain.data.row import Origin
+from fluxtrain.errors import BadInput
+from fluxtrain.units import bytes_text
+
+LINE_LIMIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A decoded line with its end."""
+
+    number: int  # from 1
+    text: str
+
+
+def lines(source: Source) -> Iterator[Line | Problem]:
+    """Yield every line; one that is no UTF-8, holds a NUL or is too long is a `Problem`."""
+    number, offset = 1, 0
+    while raw := source.readline(LINE_LIMIT_BYTES + 1):
+        origin = Origin(source.name, number)
+        too_long = len(raw) > LINE_LIMIT_BYTES
+        if (nul := raw.find(b"\0")) >= 0:
+            yield Problem(
+                origin,
+                f" is binary: a NUL byte at offset {offset + nul} of the file; data is UTF-8 text",
+            )
+        elif too_long:
+            yield Problem(origin, _too_long())
+        while too_long and raw and not raw.endswith(b"\n"):
+            raw = source.readline(1 << 20)
+        if nul < 0 and not too_long:
+            yield _decoded(raw, origin, offset)
+        number += 1
+        offset = source.at
+
+
+def text_lines(source: Source) -> Iterator[Line]:
+    """Yield every line. Raises BadInput at the first that cannot be read."""
+    for line in lines(source):
+        if isinstance(line, Problem):
+            raise BadInput(str(line))
+        yield line
+
+
+def _too_long() -> str:
+    return (
+        f" is longer than {bytes_text(LINE_LIMIT_BYTES)}: break it into lines (.txt) or one "
+        "document a line (.jsonl)"
+    )
+
+
+def _decoded(raw: bytes, origin: Origin, offset: int) -> Line | Problem:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Problem(
+            origin,
+            f" is not UTF-8: byte 0x{raw[error.start]:02x} at offset {offset + error.start} of "
+            "the file; convert it, for example with `iconv -f LATIN1 -t UTF-8`",
+        )
+    return Line(origin.number, text.removeprefix("\ufeff") if origin.number == 1 else text)

@@ -1,0 +1,151 @@
+"""One file of a corpus: its container, its shape with the reason, and how its rows are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from fluxtrain.data.containers.opening import Opened, container_of, records
+from fluxtrain.data.containers.record import Problem, Record, keys_of
+from fluxtrain.data.containers.streams import Source
+from fluxtrain.data.containers.texts import texts
+from fluxtrain.data.row import Row
+from fluxtrain.data.shapes.convert import KeyRules, Recognised, recognised, renamed
+from fluxtrain.data.shapes.keys import SHAPES, TITLES, Shape, advice_for
+from fluxtrain.errors import BadInput
+
+PLAIN = "plain"  # as data.format: the file is plain text, whatever its name says
+FORMATS = ("auto", *SHAPES, PLAIN)
+LOOKED_AT = 64  # rows among which one must show the shape of its file
+
+_NEVER_PLAIN = ("csv", "tsv", "parquet", "arrow")
+
+
+class Items(Protocol):
+    """What a part holds, from its beginning; a context manager."""
+
+    @property
+    def share(self) -> float:
+        """Return which part was read, from 0 to 1."""
+
+    def __enter__(self) -> Items: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+    def __iter__(self) -> Iterator[Row | Record | Problem]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One file, or one split of a data set on the hub."""
+
+    name: str
+    container: str
+    shape: Shape
+    because: str
+    open: Callable[[], Items]
+    size_bytes: int
+    weight: float = 1.0  # how often an epoch draws each row
+    rules: KeyRules = field(default_factory=KeyRules)
+
+    @property
+    def title(self) -> str:
+        """Say what the part is read as, and why."""
+        return f"{self.name}: {TITLES[self.shape]} ({self.shape}); {self.because}"
+
+
+class _FileItems:
+    def __init__(self, path: Path, opened: Opened) -> None:
+        self._source = Source(path)
+        self._opened = opened
+
+    def __enter__(self) -> _FileItems:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._source.__exit__(kind, error, trace)
+
+    @property
+    def share(self) -> float:
+        return self._source.share
+
+    def __iter__(self) -> Iterator[Row | Record | Problem]:
+        if self._opened.container == "text":
+            return texts(self._source)
+        return records(self._source, self._opened.container)
+
+
+def file_part(path: Path, rules: KeyRules, weight: float = 1.0) -> Part:
+    """Look at a file, and return how it is read. Raises BadInput if it cannot be."""
+    opened = _opened(path, rules)
+    part = Part(
+        name=str(path),
+        container=opened.container,
+        shape="text",
+        because=opened.because,
+        open=lambda: _FileItems(path, opened),
+        size_bytes=path.stat().st_size,
+        weight=weight,
+        rules=rules,
+    )
+    return part if opened.container == "text" else with_shape(part)
+
+
+def with_shape(part: Part) -> Part:
+    """Return the part with the shape that its first rows show. Raises BadInput if they do not."""
+    shown = _shown(part)
+    because = f"{part.because}, and {shown.because}" if part.because else shown.because
+    return replace(part, shape=shown.shape, because=because)
+
+
+def _shown(part: Part) -> Recognised:
+    first: Record | None = None
+    problem: Problem | None = None
+    with part.open() as items:
+        for item in islice(items, LOOKED_AT):
+            if isinstance(item, Problem):
+                problem = problem or item
+            elif isinstance(item, Record):
+                if (shown := recognised(item, part.rules)) is not None:
+                    return shown
+                first = first or item
+    if first is not None:
+        values = renamed(first.values, part.rules)
+        raise BadInput(
+            f"{first.origin} has no keys that are known (its keys: {keys_of(first.values)}): "
+            f"{advice_for(values)}"
+        )
+    if problem is not None:
+        raise BadInput(str(problem))
+    raise BadInput(f"{part.name} is empty: there is nothing to train on")
+
+
+def _opened(path: Path, rules: KeyRules) -> Opened:
+    if rules.shape not in FORMATS:
+        raise BadInput(f"data.format {rules.shape!r} is not one of {', '.join(FORMATS)}")
+    opened = container_of(path)
+    if rules.shape != PLAIN:
+        if opened.container == "text" and rules.shape not in ("auto", "text"):
+            raise BadInput(
+                f"{path} is plain text ({opened.because}), and data.format is {rules.shape}: "
+                "rows with keys are .jsonl, .json, .csv, .tsv, .parquet or .arrow"
+            )
+        return opened
+    if opened.container in _NEVER_PLAIN:
+        raise BadInput(
+            f"{path} is {opened.container}, which is never read as plain text: leave out "
+            "data.format, or set data.columns: {text: the column to learn}"
+        )
+    return Opened("text", "data.format says so")
