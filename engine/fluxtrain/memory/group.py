@@ -276,14 +276,16 @@ class Group:
             packed = flat[segment.offset_bytes : segment.offset_bytes + segment.size_bytes]
             unpack(segment.packed, packed, part)
 
-    def dense_weights(self, member: Member) -> Tensor:
-        """Compute a packed member's weights as they are computed with, in its shape, where the
+    def all_dense_weights(self) -> dict[int, Tensor]:
+        """Compute the packed members' weights as they are computed with, by index, where the
         group's weights are stored."""
-        segment = member.segment
-        assert segment.packed is not None and segment.weights is not None
-        part = torch.empty(segment.elements, dtype=segment.dtype, device=segment.weights.device)
-        unpack(segment.packed, segment.weights, part)
-        return member.slice(part).clone()
+        found: dict[int, Tensor] = {}
+        for segment in self.packed_segments:
+            assert segment.packed is not None and segment.weights is not None
+            part = torch.empty(segment.elements, dtype=segment.dtype, device=segment.weights.device)
+            unpack(segment.packed, segment.weights, part)
+            found |= {member.index: member.slice(part) for member in segment.members}
+        return found
 
     def _dense_parts(self, dense: Tensor) -> Iterator[tuple[Segment, Tensor]]:
         """Yield each packed segment with its range (elements,) of `dense`."""
