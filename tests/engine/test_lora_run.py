@@ -140,6 +140,13 @@ def test_a_checkpoint_holds_trained_weights_alone(run_config: MakeConfig, tmp_pa
     assert names and all(".lora_" in name for name in names)
 
 
+def scale_a_weight(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "q_proj" in name)
+    save_file(tensors | {name: tensors[name] * 1.5}, path, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -157,13 +164,6 @@ def test_adapters_do_not_go_on_beside_other_weights_or_settings(
     other = first if "weights" in says else settings({"name": "lora", "alpha": 5})
     with pytest.raises(BadInput, match=says):
         run(config, tmp_path / "run", *other, resume=str(tmp_path / "run"))
-
-
-def scale_a_weight(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    name = next(name for name in tensors if "q_proj" in name)
-    save_file(tensors | {name: tensors[name] * 1.5}, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
