@@ -20,7 +20,9 @@ _FORMATS = {
 }
 
 
-def arguments(layout: PackedLayout, index: int | None, dense: Tensor, packed: Tensor) -> PackingArgs:
+def arguments(
+    layout: PackedLayout, index: int | None, dense: Tensor, packed: Tensor
+) -> PackingArgs:
     """Describe weight `index`, or all (index None: not of int8), with its contiguous dense form.
 
     Tensors must outlive the call: the arguments hold addresses.
