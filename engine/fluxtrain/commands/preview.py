@@ -84,6 +84,7 @@ def preview(
         constants = _known(config, facts, machine, device.value, per_s)
     facts = constants.applied(facts)
     corpus = None if config.data.path == DEMO else corpora(_request(config))[0]
+    read = (read_as(corpus),) if corpus else ()
     rows = _rows_within(config, corpus)
     placement = decide(
         config,
@@ -112,14 +113,7 @@ def preview(
         host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
         estimated_rows=rows,
         steps=schedule.total_steps,
-        choices=(
-            device,
-            dtype,
-            *([read_as(corpus)] if corpus else []),
-            *placement.choices,
-            *locks,
-            *schedule.choices,
-        ),
+        choices=(device, dtype, *read, *placement.choices, *locks, *schedule.choices),
     )
 
 
