@@ -106,7 +106,7 @@ def test_every_file_of_a_list_is_sampled_and_weighed(
     found = inspection.inspect(load_config(run_config(data__path=entries)))
     assert [file.weight for file in found.files] == [1.0, 3.0]
     assert found.estimated_documents == 20 + 3 * 20
-    assert "b.jsonl: text, texts" in inspection.page(found)
+    assert "b.jsonl: texts (text)" in inspection.page(found)
     assert "drawn 3 times an epoch" in inspection.page(found)
 
 

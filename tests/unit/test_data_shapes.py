@@ -260,7 +260,7 @@ def test_a_row_that_could_be_read_in_two_ways_is_not_guessed(tmp_path: Path) -> 
     path = lines(tmp_path, record)
     assert "can be read as completion (`prompt` and `completion`) or text (`text`)" in refusal(path)
     both = refusal(path, format="completion")
-    assert "has the key `text`, which is not read in prompts with their completion" in both
+    assert "has the key `text`, which is not read in prompts with completions" in both
     [row] = rows(path, format="completion", ignore=["text"])
     assert said(row) == [ASKED, ANSWERED]
 
