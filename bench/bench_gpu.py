@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--blocks-without-recompute", type=count, default="auto")
     parser.add_argument("--chunk-rows", type=count, default="auto")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
+    parser.set_defaults(frozen="plain", vocabulary=None)
     parser.add_argument("--moments", default="auto", choices=DEFERS_MOMENTS)
     parser.add_argument("--in-backward", action="store_true", help="no clipping, update at once")
     parser.add_argument("--unclipped", action="store_true", help="resident-fp32 does not clip")
@@ -125,7 +126,8 @@ def wrapped(
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
-    fluxtrain.wrap(model, device="cuda", placement=plan, states=options.states, overlap=True)
+    how = {"states": options.states, "frozen": options.frozen}
+    fluxtrain.wrap(model, device="cuda", placement=plan, overlap=True, **how)
     engine = engine_of(model)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -136,7 +138,7 @@ def planned(
     model: Qwen2ForCausalLM, options: argparse.Namespace, budget_bytes: int
 ) -> tuple[Placement, dict[str, Any]]:
     """The plan for the rows, and what it rests on."""
-    facts = model_facts(model, model.config, options.sequence, options.states)
+    facts = model_facts(model, model.config, options.sequence, options.states, options.frozen)
     constants = measure_constants(
         facts, read_machine(), "cuda", options.batch, model, partial(timing_batch, options),
         in_backward=options.in_backward,
@@ -147,7 +149,7 @@ def planned(
     timing = None if isinstance(rates, str) else Timing(rates=rates, clips=clips, passes=passes)
     plan = place_timed(
         facts,
-        Capacity(device_free_bytes=budget_bytes, host_available_bytes=_available(model)),
+        Capacity(device_free_bytes=budget_bytes, host_available_bytes=available(model)),
         RunRequest(
             offload=options.offload,
             batch_rows=options.batch,
@@ -181,7 +183,7 @@ def planned(
     return plan, told
 
 
-def _available(model: Qwen2ForCausalLM) -> int | None:
+def available(model: Qwen2ForCausalLM) -> int | None:
     """Host memory (bytes) for weights and all that comes to them; the weights are there already.
     None: not known."""
     free = read_machine().memory_available_bytes
@@ -191,7 +193,8 @@ def _available(model: Qwen2ForCausalLM) -> int | None:
 
 def timing_batch(options: argparse.Namespace, rows: int) -> BoundBatch[Batch]:
     """Make rows for timing a block before the plan."""
-    ids = batch(corpus(SHAPES[options.shape]["vocab_size"]), 0, rows, options.sequence)
+    words = options.vocabulary or SHAPES[options.shape]["vocab_size"]
+    ids = batch(corpus(words), 0, rows, options.sequence)
     return BoundBatch(CausalLM(), Batch(
         input_ids=ids, labels=ids, position_ids=torch.zeros_like(ids), packed=False,
         predicted=ids.numel(), tokens=ids.numel(),

@@ -41,7 +41,8 @@ class FluxLoop:
             in_backward,
             passes,
         )
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=rate)
 
     def step(self, ids: Tensor) -> Tensor:
         told = torch.zeros((), device=ids.device)

@@ -60,6 +60,23 @@
  * the nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
  * number is the exclusive-or of two hashes with the step's two keys: of the element's number modulo
  * 1024, and of the complement of how many times 1024 it is. Low half m, high half v.
+ *
+ * Packed weights, of Dettmers et al. 2023 (QLoRA) and 2022 (LLM.int8()), with the arithmetic of
+ * bitsandbytes' CUDA kernels. A dense range of n elements becomes, each operation rounded to fp32,
+ *
+ *   nf4     for each 64 elements absmax = max|x| and codes: how many of 15 borders are less than
+ *           x * (1 / absmax). Two codes a byte, the first in its upper four bits. A code's value is
+ *           value[code] * absmax
+ *   double  the same codes. absmax of the weight's blocks have a mean, summed in fp64 as sums of squares
+ *           are (16 interleaved sums of each 256, folded in halves, added in order), divided by their
+ *           number and rounded to fp32: the offset. For each 256 scale = max|absmax - offset|, and
+ *           codes of 8 bits: the value of the map nearest to (absmax - offset) * (1 / scale); in the
+ *           middle of two, that with the even code. absmax is map[code] * scale + offset
+ *   int8    for each row absmax = max|x|, codes: x * ((1 / absmax) * 127) to the nearest integer, ties
+ *           to even. A code's value is (code * absmax) * (1 / 127 in fp32)
+ *
+ * Where an absmax or a scale is zero, or so small that its reciprocal is infinite, all codes are those of
+ * zero. Elements behind n up to `padded` have codes of zero and an absmax of zero; unpacked they are 0.
  */
 #ifndef FLUX_NATIVE_H
 #define FLUX_NATIVE_H
@@ -68,7 +85,7 @@
 #include <stdint.h>
 
 #define FLUX_API __attribute__((visibility("default")))
-#define FLUX_ABI_VERSION 8
+#define FLUX_ABI_VERSION 9
 
 #ifdef __cplusplus
 extern "C" {
@@ -102,7 +119,9 @@ enum flux_status {
     FLUX_WRONG_SIZE = 1,     /* `size` is not that of this library's flux_adamw_args */
     FLUX_UNKNOWN_FORMAT = 2, /* a format or the pass is none of its enum */
     FLUX_NOT_OFFERED = 3,    /* no kernel has this combination of them */
-    FLUX_NULL_POINTER = 4    /* an array that this combination needs is missing */
+    FLUX_NULL_POINTER = 4,   /* an array that this combination needs is missing */
+    FLUX_WRONG_COUNT = 5,    /* n, padded and columns do not go together */
+    FLUX_NO_MEMORY = 6       /* for 4 bytes of each 64 elements */
 };
 
 /* One call of flux_adamw. fp32 weights take fp32 gradients, and only fp32 states have two passes; the
@@ -126,6 +145,27 @@ typedef struct flux_adamw_args {
     flux_adamw_step step;
 } flux_adamw_args;
 
+enum flux_packed_format { FLUX_PACKED_NF4 = 0, FLUX_PACKED_NF4_DOUBLE = 1, FLUX_PACKED_INT8 = 2 };
+enum flux_dense_format { FLUX_DENSE_F32 = 0, FLUX_DENSE_BF16 = 1, FLUX_DENSE_F16 = 2 };
+
+/* One call of flux_pack or flux_unpack. `padded` is a multiple of 16384; flux_unpack writes it all. */
+typedef struct flux_packing_args {
+    uint32_t size; /* sizeof(flux_packing_args) */
+    uint32_t format;
+    uint32_t dense_format;
+    int32_t threads;
+    size_t n;       /* elements; of int8 whole rows */
+    size_t padded;  /* elements of the packed range, n or more */
+    size_t columns; /* of int8: elements of a row */
+    void* dense;    /* flux_pack reads n elements, flux_unpack writes `padded` */
+    uint8_t* codes;
+    void* absmax;      /* fp32; of nf4-double codes of 8 bits */
+    float* scales;     /* of nf4-double, as the two that follow */
+    float* offsets;
+    const float* map;  /* 256 values, ascending */
+    size_t not_finite; /* flux_pack: how many elements are NaN or infinite; the rest is packed */
+} flux_packing_args;
+
 enum flux_isa_level { FLUX_SCALAR = 0, FLUX_AVX2 = 1, FLUX_AVX512 = 2 };
 
 FLUX_API int flux_abi_version(void);
@@ -141,6 +181,11 @@ FLUX_API void flux_zero(void* memory, size_t bytes, int threads);
 
 /* AdamW in place over one flat range, as `args` says. Returns FLUX_OK, or why nothing was touched. */
 FLUX_API int flux_adamw(const flux_adamw_args* args);
+
+/* Packs one weight, and unpacks one or, of nf4, a range of several. Return FLUX_OK, or why nothing was
+ * touched. */
+FLUX_API int flux_pack(flux_packing_args* args);
+FLUX_API int flux_unpack(const flux_packing_args* args);
 
 /* For measurements: reads and writes what flux_adamw does with the same arguments, and computes
  * nothing. Split weights with a bf16 gradient alone; scales, a hundredth of it, are left out. */

@@ -5,6 +5,7 @@
 
 #include "kernels.h"
 #include "map8.h"
+#include "packing.h"
 #include "threads.h"
 
 namespace {
@@ -18,8 +19,8 @@ static_assert(flux::kStateBlock % kCut == 0);
 int processor_level() {
 #ifdef FLUX_X86
     __builtin_cpu_init();
-    // Every processor with AVX2 that is sold has FMA, which 8-bit states are defined with.
-    if (!__builtin_cpu_supports("fma")) return FLUX_SCALAR;
+    // Every processor with AVX2 that is sold has FMA, which 8-bit states are defined with, and F16C.
+    if (!__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return FLUX_SCALAR;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return FLUX_AVX512;
@@ -123,6 +124,14 @@ double sum_squares(const Value* x, size_t n, int threads, double (*of_block)(con
 
 // Measured: AMD's Zen 5 is a tenth slower with it, an Intel server a tenth faster (docs/benchmarks.md).
 extern const bool flux::kFetchesFewFar = is_of_intel();
+
+const flux::PackingKernels& flux::packing_kernels() {
+#ifdef FLUX_X86
+    if (in_use == FLUX_AVX512) return kAvx512Packing;
+    if (in_use == FLUX_AVX2) return kAvx2Packing;
+#endif
+    return kScalarPacking;
+}
 
 extern "C" {
 

@@ -54,10 +54,9 @@ def test_every_method_of_the_configuration_is_there_and_no_other() -> None:
     assert method_of(validate({})) is METHODS["full"]
 
 
-@pytest.mark.parametrize("name", ["lora", "qlora", "ful"])
-def test_a_method_that_is_not_built_is_refused(name: str) -> None:
-    with pytest.raises(BadInput, match=rf"method\.name = '{name}': must be 'full'"):
-        validate({"method": {"name": name}})
+def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadInput, match=r"method\.name = 'ful': must be 'full', 'lora' or 'qlora'"):
+        validate({"method": {"name": "ful"}})
 
 
 def test_a_run_trains_and_saves_what_its_method_says(

@@ -111,7 +111,6 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
         (GroupPlacement.on("disk", name="a"), "weights cannot live on disk yet"),
         (GroupPlacement(name="a", state="disk"), "state cannot live on disk yet"),
         (GroupPlacement(name="a", weights="device"), "cannot be apart yet"),
-        (GroupPlacement(name="a", storage="nf4"), "stored as nf4 cannot be used yet"),
         (GroupPlacement(name="a", card=1), "card 1 cannot be used yet"),
     ],
 )

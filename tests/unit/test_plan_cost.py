@@ -40,6 +40,7 @@ def qwen(
             kind="block" if name.startswith("layers") else "edge",
             weight_bytes=2 * size,
             trained_bf16=size if trained else 0,
+            frozen=0 if trained else size,
             users=users,
         )
 

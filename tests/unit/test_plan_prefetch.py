@@ -51,6 +51,7 @@ def model(layers: int = 24, *, trained: bool = True) -> ModelFacts:
             kind="block" if name.startswith("layers") else "edge",
             weight_bytes=2 * size,
             trained_bf16=size if trained else 0,
+            frozen=0 if trained else size,
         )
 
     return ModelFacts(

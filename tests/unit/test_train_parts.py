@@ -101,7 +101,7 @@ def test_the_estimate_is_the_mean_of_recent_steps(times_s: list[float], remainin
 
 def test_each_automatic_number_of_the_course_has_its_reason() -> None:
     schedule = choose_schedule(
-        TrainSettings(epochs=2.5), steps_per_epoch=100, usual_rate=(2e-5, "")
+        TrainSettings(epochs=2.5), steps_per_epoch=100, usual_rate=(2e-5, "trained already")
     )
     assert schedule.total_steps == 250
     assert schedule.warmup_steps == 8

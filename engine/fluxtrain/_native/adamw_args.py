@@ -42,6 +42,8 @@ STATUS_TEXT = {  # enum flux_status
     2: "a format or the pass is unknown to it",
     3: "it has no kernel for this combination of formats and pass",
     4: "an array is missing",
+    5: "its counts of elements, padding and columns do not go together",
+    6: "there is no memory for 4 bytes of each 64 elements",
 }
 
 

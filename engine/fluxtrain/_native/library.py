@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain._native.adamw_args import STATUS_TEXT, AdamWArgs
+from fluxtrain._native.packing_args import PackingArgs
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
-ABI_VERSION = 8
+ABI_VERSION = 9
 OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
 ISA_VARIABLE = "FLUXTRAIN_ISA"
 ISA_NAMES = ("scalar", "avx2", "avx512")
@@ -28,6 +29,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_zero": (None, (c_void_p, c_size_t, c_int)),
     "flux_adamw": (c_int, (POINTER(AdamWArgs),)),
     "flux_adamw_stream": (c_int, (POINTER(AdamWArgs),)),
+    "flux_pack": (c_int, (POINTER(PackingArgs),)),
+    "flux_unpack": (c_int, (POINTER(PackingArgs),)),
     "flux_quantise8": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "flux_encode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_decode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
@@ -59,6 +62,16 @@ def library_path() -> Path:
             return folder / LIBRARY
     looked = ", ".join(str(folder) for folder in folders)
     raise FluxTrainError(f"{LIBRARY} is not in {looked}: run `make native`")
+
+
+@lru_cache(maxsize=1)
+def is_built() -> bool:
+    """Return whether the library is there. One that is there and does not load is an error."""
+    try:
+        library_path()
+    except FluxTrainError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)
@@ -98,6 +111,26 @@ def adamw(args: AdamWArgs, *, moves_only: bool = False) -> None:
     The caller must pass valid addresses. `moves_only`: `flux_adamw_stream`, for measurements.
     """
     name = "adamw_stream" if moves_only else "adamw"
+    status = kernel(name)(byref(args))
+    if status != 0:
+        raise ValueError(f"flux_{name} refuses the call: {STATUS_TEXT.get(status, status)}")
+
+
+def pack(args: PackingArgs) -> int:
+    """Run `flux_pack` over one weight; return how many of its elements are NaN or infinite.
+
+    The caller must pass valid addresses. Raises ValueError if the library refuses `args`.
+    """
+    _packing("pack", args)
+    return int(args.not_finite)
+
+
+def unpack(args: PackingArgs) -> None:
+    """Run `flux_unpack` over one range; raises ValueError if the library refuses `args`."""
+    _packing("unpack", args)
+
+
+def _packing(name: str, args: PackingArgs) -> None:
     status = kernel(name)(byref(args))
     if status != 0:
         raise ValueError(f"flux_{name} refuses the call: {STATUS_TEXT.get(status, status)}")

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.errors import BadInput
@@ -23,6 +24,7 @@ from fluxtrain.models.export import save_folder
 ADAPTER = "default"  # peft's name of the only adapter
 _PREFIX = "base_model.model."  # of the names in peft's files
 _WEIGHTS = "adapter_model.safetensors"
+_LINEAR = (nn.Linear, Conv1D)  # what peft's LoRA stands beside; Conv1D is GPT-2's linear layer
 
 
 def attach_adapters(
@@ -62,7 +64,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     found = dict.fromkeys(
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, _LINEAR) and module is not head
     )
     if not found:
         raise BadInput(
@@ -107,7 +109,7 @@ def save_adapter(
 
 def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
     """Raise BadInput with the nearest names for a target that no layer has."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layers = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
     for target in targets:
         if any(name == target or name.endswith(f".{target}") for name in layers):
             continue
@@ -122,12 +124,13 @@ def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
 def _check_rank(model: nn.Module, targets: Iterable[str], rank: int) -> None:
     """Raise BadInput for a rank above that of the layers themselves."""
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or name.rpartition(".")[2] not in targets:
+        if not isinstance(module, _LINEAR) or name.rpartition(".")[2] not in targets:
             continue
-        least = min(module.in_features, module.out_features)
+        sizes: tuple[int, ...] = tuple(module.weight.shape)
+        least = min(sizes)
         if rank > least:
             raise BadInput(
-                f"method.rank is {rank} and {name} is {module.out_features} x "
-                f"{module.in_features}: an adapter of rank {least} can express every change of it; "
-                f"use {least} or less, or leave that layer out of method.targets"
+                f"method.rank is {rank} and {name} is {sizes[0]} x {sizes[1]}: an adapter of rank "
+                f"{least} can express every change of it; use that or less, or leave the layer "
+                "out of method.targets"
             )

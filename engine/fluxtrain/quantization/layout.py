@@ -43,10 +43,14 @@ class Place:
     count: int
     offset_bytes: int
 
+    @property
+    def size_bytes(self) -> int:
+        """Count its bytes."""
+        return self.count * self.dtype.itemsize
+
     def of(self, packed: Tensor) -> Tensor:
         """Return the array in `packed` (bytes,) uint8."""
-        size = self.count * self.dtype.itemsize
-        return packed[self.offset_bytes : self.offset_bytes + size].view(self.dtype)
+        return packed[self.offset_bytes :][: self.size_bytes].view(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,16 @@ class PackedLayout:
     def size_bytes(self) -> int:
         """Count the bytes of the packed form."""
         last = list(self.places.values())[-1]
-        return last.offset_bytes + last.count * last.dtype.itemsize
+        return last.offset_bytes + last.size_bytes
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The bytes [start, end) between the arrays."""
+        ends = [place.offset_bytes + place.size_bytes for place in self.places.values()]
+        starts = [place.offset_bytes for place in self.places.values()][1:]
+        return tuple(
+            (end, start) for end, start in zip(ends[:-1], starts, strict=True) if end < start
+        )
 
     def arrays(self, packed: Tensor) -> dict[str, Tensor]:
         """Return the arrays in `packed` (size_bytes,) uint8 by name."""

@@ -1,6 +1,10 @@
 """The oracle of packed weights: what every faster implementation equals, bit for bit.
 
-All arithmetic is in fp32, each operation rounded by itself, in the order written here.
+All arithmetic is in fp32, each operation rounded by itself, in the order written here. It is that
+of bitsandbytes' CUDA kernels (csrc/kernels.cu, `kQuantizeBlockwise`): a reciprocal and a product. For
+the codes of absolute maxima bitsandbytes on a CPU divides, which gives some of them (6 of 2048) the
+neighbouring code, and so does its last block of a weight, where that is not full. On a GPU it is
+compiled for approximate reciprocals, so that a value next to a border may fall on its other side.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fluxtrain.quantization.layout import BLOCK, MEMBER_ELEMENTS, NESTED, PackedLayout
+from fluxtrain.quantization.layout import BLOCK, MEMBER_ELEMENTS, NESTED, PackedLayout, PackedWeight
 
 # The 16 values of NF4: quantiles of the normal distribution, scaled to [-1, 1] (QLoRA, appendix E).
 NF4 = (
@@ -29,6 +33,7 @@ NF4_BORDERS = (
 )  # fmt: skip
 ZERO_CODE = 7
 INT8_STEP = 7.874015718698502e-3  # 1 / 127 as bitsandbytes writes it
+PIECE_ELEMENTS = 1024 * MEMBER_ELEMENTS  # unpacked at once
 
 
 @lru_cache(maxsize=1)
@@ -51,42 +56,82 @@ def nf4_codes(flat: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise flat (N,), N a multiple of 64: codes (N / 2,) uint8 and absmax (N / 64,) fp32."""
     blocks = flat.float().view(-1, BLOCK)
     absmax = blocks.abs().amax(dim=1)
-    scaled = blocks * (1.0 / absmax)[:, None]
-    codes = torch.bucketize(scaled, torch.tensor(NF4_BORDERS), out_int32=True)
-    codes.masked_fill_((absmax == 0)[:, None], ZERO_CODE)
+    inverse = _inverse(absmax)
+    codes = torch.bucketize(blocks * inverse[:, None], torch.tensor(NF4_BORDERS), out_int32=True)
+    codes.masked_fill_((inverse == 0)[:, None], ZERO_CODE)
     pairs = codes.view(-1, 2).to(torch.uint8)
     return (pairs[:, 0] << 4) | pairs[:, 1], absmax
+
+
+def _inverse(largest: Tensor, factor: float = 1.0) -> Tensor:
+    """Return (1 / largest) * factor, and 0 where it is not finite: what is so small counts as 0."""
+    inverse = largest.reciprocal() * factor
+    return torch.where(largest.isfinite() & inverse.isfinite(), inverse, 0.0)
+
+
+@lru_cache(maxsize=1)
+def nested_borders() -> Tensor:
+    """Return the borders between the values of the dynamic map, (255,) fp32.
+
+    A code is the count of these that are less than the value. What lies in the middle between two
+    values goes to the even code, as bitsandbytes' search has it (`dQuantize`): such a border above
+    an odd code is the number before it.
+    """
+    values = dynamic_map()
+    borders = (values[:-1] + values[1:]) / 2
+    borders[1::2] = torch.nextafter(borders[1::2], torch.tensor(-torch.inf))
+    return borders
+
+
+def mean(absmax: Tensor, count: int) -> Tensor:
+    """Return the mean () of absmax (N / 64,), the sum of all over `count`, summed in fp64.
+
+    16 interleaved sums of each 256, folded in halves, the sums of all 256 added in order.
+    """
+    sums = np.zeros((len(absmax) // NESTED, 16))
+    for row in absmax.numpy().astype(np.float64).reshape(-1, 16, 16).swapaxes(0, 1):
+        sums += row
+    while sums.shape[1] > 1:
+        sums = sums[:, : sums.shape[1] // 2] + sums[:, sums.shape[1] // 2 :]
+    total = np.add.accumulate(sums[:, 0])[-1] if len(sums) else 0.0
+    return torch.tensor(np.float32(total / max(count, 1)))
 
 
 def nested(absmax: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise absmax (N / 64,) of one weight, of which the first `count` are no padding.
 
-    Returns codes (N / 64,) uint8, scales (N / 16384,) and the offset (), both fp32. The offset is
-    the mean, summed in fp64.
+    Returns codes (N / 64,) uint8, scales (N / 16384,) and the offset (), both fp32: the mean.
     """
-    real = absmax[:count].numpy().astype(np.float64)
-    offset = torch.tensor(np.float32(real.sum() / max(count, 1)))
+    offset = mean(absmax, count)
     centred = torch.zeros_like(absmax)
     centred[:count] = absmax[:count] - offset
     blocks = centred.view(-1, NESTED)
     scales = blocks.abs().amax(dim=1)
-    values = dynamic_map()
-    borders = (values[:-1] + values[1:]) / 2
-    scaled = torch.where(scales[:, None] > 0, blocks * (1.0 / scales)[:, None], 0.0)
-    return torch.bucketize(scaled, borders).to(torch.uint8).view(-1), scales, offset
+    scaled = blocks * _inverse(scales)[:, None]
+    return torch.bucketize(scaled, nested_borders()).to(torch.uint8).view(-1), scales, offset
 
 
 def pack(layout: PackedLayout, index: int, weight: Tensor, packed: Tensor) -> None:
-    """Write weight `index` (its shape, any floating dtype) into packed (size_bytes,) uint8."""
+    """Write weight `index` (its shape, any floating dtype) into packed (size_bytes,) uint8.
+
+    Padding behind it has the codes and the absmax of zero, gaps between arrays are zero.
+    """
     place, arrays = layout.weights[index], layout.arrays(packed)
+    zero_gaps(layout, packed)
     if layout.format == "int8":
-        _pack_int8(place.first, place.first_row, weight, arrays)
+        _pack_int8(place, weight, arrays)
         return
     flat = torch.zeros(place.padded, dtype=torch.float32)
     flat[: place.count] = weight.detach().reshape(-1).float()
     codes, absmax = nf4_codes(flat)
     arrays["codes"][place.first // 2 :][: len(codes)] = codes
     put_absmax(layout, index, absmax, packed)
+
+
+def zero_gaps(layout: PackedLayout, packed: Tensor) -> None:
+    """Write zeros between the arrays, so that all bytes of `packed` are defined."""
+    for start, end in layout.gaps:
+        packed[start:end] = 0
 
 
 def put_absmax(layout: PackedLayout, index: int, absmax: Tensor, packed: Tensor) -> None:
@@ -104,35 +149,51 @@ def put_absmax(layout: PackedLayout, index: int, absmax: Tensor, packed: Tensor)
     arrays["map"].copy_(dynamic_map())
 
 
-def _pack_int8(first: int, first_row: int, weight: Tensor, arrays: dict[str, Tensor]) -> None:
+def _pack_int8(place: PackedWeight, weight: Tensor, arrays: dict[str, Tensor]) -> None:
     rows = weight.detach().reshape(-1, weight.shape[-1]).float()
     absmax = rows.abs().amax(dim=1)
-    scaled = torch.where(absmax[:, None] > 0, rows * (127.0 / absmax)[:, None], 0.0)
-    codes = arrays["codes"]
-    codes[first : first + rows.numel()] = scaled.round().to(torch.int8).view(-1)
-    arrays["absmax"][first_row : first_row + len(absmax)] = absmax
+    scaled = rows * _inverse(absmax, 127.0)[:, None]
+    codes = arrays["codes"][place.first : place.first + place.padded]
+    codes[: place.count] = scaled.round().to(torch.int8).view(-1)
+    codes[place.count :] = 0
+    arrays["absmax"][place.first_row : place.first_row + len(absmax)] = absmax
 
 
 def unpack(layout: PackedLayout, packed: Tensor, out: Tensor) -> None:
-    """Compute the dense form into out (elements,), bf16, fp16 or fp32; on any device."""
+    """Compute the dense form into out (elements,), bf16, fp16 or fp32; on any device.
+
+    In pieces: beside `out` it takes at most 16 bytes for each of `PIECE_ELEMENTS`.
+    """
     arrays = layout.arrays(packed)
     if layout.format == "int8":
-        _unpack_int8(layout, arrays, out)
+        for weight in layout.weights:
+            _unpack_int8(weight, arrays, out)
         return
-    absmax = arrays["absmax"]
-    if layout.format == "nf4-double":
-        spread = arrays["map"][absmax.int()].view(-1, NESTED)
-        absmax = (spread * arrays["scales"][:, None] + arrays["offsets"][:, None]).view(-1)
-    table = torch.tensor(NF4, device=packed.device)
-    pairs = arrays["codes"]
+    for first in range(0, layout.elements, PIECE_ELEMENTS):
+        piece = slice(first, min(first + PIECE_ELEMENTS, layout.elements))
+        _unpack_nf4(arrays, piece, out[piece])
+
+
+def _unpack_nf4(arrays: dict[str, Tensor], piece: slice, out: Tensor) -> None:
+    """Compute elements `piece`, whose bounds are multiples of 16384."""
+    absmax = arrays["absmax"][piece.start // BLOCK : piece.stop // BLOCK]
+    if "map" in arrays:  # nf4-double
+        members = slice(piece.start // MEMBER_ELEMENTS, piece.stop // MEMBER_ELEMENTS)
+        scales, offsets = arrays["scales"][members, None], arrays["offsets"][members, None]
+        absmax = (arrays["map"][absmax.int()].view(-1, NESTED) * scales + offsets).view(-1)
+    table = torch.tensor(NF4, device=out.device)
+    pairs = arrays["codes"][piece.start // 2 : piece.stop // 2]
     values = table[torch.stack((pairs >> 4, pairs & 15), dim=1).int()]
     out.view(-1, BLOCK).copy_(values.view(-1, BLOCK) * absmax[:, None])
 
 
-def _unpack_int8(layout: PackedLayout, arrays: dict[str, Tensor], out: Tensor) -> None:
-    for weight in layout.weights:
-        codes = arrays["codes"][weight.first : weight.first + weight.count].view(weight.rows, -1)
-        absmax = arrays["absmax"][weight.first_row : weight.first_row + weight.rows]
-        dense = out[weight.first : weight.first + weight.count].view(weight.rows, -1)
-        dense.copy_(codes.float() * absmax[:, None] * INT8_STEP)
-        out[weight.first + weight.count : weight.first + weight.padded] = 0
+def _unpack_int8(weight: PackedWeight, arrays: dict[str, Tensor], out: Tensor) -> None:
+    end = weight.first + weight.count
+    codes = arrays["codes"][weight.first : end].view(weight.rows, -1)
+    absmax = arrays["absmax"][weight.first_row : weight.first_row + weight.rows]
+    dense = out[weight.first : end].view(weight.rows, -1)
+    step = max(1, PIECE_ELEMENTS // weight.columns)
+    for first in range(0, weight.rows, step):
+        rows = slice(first, first + step)
+        dense[rows] = codes[rows].float() * absmax[rows, None] * INT8_STEP
+    out[end : weight.first + weight.padded] = 0

@@ -13,9 +13,11 @@ from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepar
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.shapes.keys import TITLES
+from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
+from fluxtrain.plan.states import LEAST_PACKED
 from fluxtrain.telemetry.events import ChoiceMade
 
 DEMO = "demo"
@@ -46,6 +48,7 @@ def load_inputs(
         DoesNotFit: from `fits`.
         BadInput: the files need a repair, which the message names.
     """
+    frozen = method_of(config).frozen_storage(config.method)
     loaded = load_model(
         ModelSource(
             path=config.model.path,
@@ -56,6 +59,7 @@ def load_inputs(
             seed=config.train.seed,
         ),
         fits,
+        packed_elements=None if frozen == "plain" else LEAST_PACKED,
     )
     data = prepare(
         DataSource(

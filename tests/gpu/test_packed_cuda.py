@@ -1,0 +1,129 @@
+"""Packed weights on a GPU: unpacked to the oracle's bits, and trained with like dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fluxtrain
+from fluxtrain.plan import states
+from fluxtrain.plan.states import PACKED_FORMATS, PackedFormat
+from fluxtrain.quantization import reference, triton_unpack
+from fluxtrain.quantization.layout import PackedLayout
+from fluxtrain.wrapping.engine import engine_of
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(256, 512), (100, 96), (64, 72), (3, 64, 128), (1024, 333)]
+LAYOUTS: list[dict[str, Any]] = [
+    {"offload": "none"},
+    {"offload": "optimizer"},
+    {"offload": "weights"},
+    {"offload": "max"},
+    {"offload": "weights", "placement": fluxtrain.PlacementRequest(resident_blocks=2)},
+    {"offload": "optimizer", "placement": fluxtrain.PlacementRequest(blocks_without_recompute=4)},
+]
+LEAST = 1024
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_weights_are_packed() -> Iterator[None]:
+    """Tests have small models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "LEAST_PACKED", LEAST)
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("storage", PACKED_FORMATS)
+def test_a_gpu_unpacks_the_oracles_bits(storage: PackedFormat, dtype: torch.dtype) -> None:
+    assert triton_unpack.AVAILABLE
+    layout = PackedLayout.of(storage, SHAPES)
+    packed = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    for index, shape in enumerate(SHAPES):
+        weight = torch.randn(shape).to(dtype)
+        weight.view(-1)[:64] = 0.0
+        reference.pack(layout, index, weight, packed)
+    expected = torch.empty(layout.elements, dtype=dtype)
+    reference.unpack(layout, packed, expected)
+    found = torch.full((layout.elements,), torch.nan, dtype=dtype, device="cuda")
+    triton_unpack.unpack(layout, packed.cuda(), found)
+    for weight in layout.weights:
+        span = slice(weight.first, weight.first + weight.count)
+        assert torch.equal(found[span].cpu(), expected[span])
+
+
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=256, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def with_unpacked(model: nn.Module, storage: PackedFormat) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers." in name and parameter.numel() >= LEAST:
+            layout = PackedLayout.of(storage, [parameter.shape])
+            packed = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+            reference.pack(layout, 0, parameter.data, packed)
+            out = torch.empty(layout.elements, dtype=parameter.dtype)
+            reference.unpack(layout, packed, out)
+            parameter.data = out[: parameter.numel()].view(parameter.shape).clone()
+
+
+def adapted(model: nn.Module) -> Any:
+    torch.manual_seed(2)
+    config = LoraConfig(
+        r=8, target_modules="all-linear", exclude_modules=["lm_head"], task_type="CAUSAL_LM"
+    )
+    made = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return made.train()
+
+
+def trained(model: nn.Module, steps: int = 4) -> list[float]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    random = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(0, 256, (8, 64), generator=random)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("storage", PACKED_FORMATS)
+def test_a_packed_base_trains_like_the_weights_it_unpacks_to(storage: PackedFormat) -> None:
+    model = llama()
+    with_unpacked(model, storage)
+    dense = fluxtrain.wrap(adapted(model), device="cuda", offload="none", chunk_rows=4)
+    expected = trained(dense)
+    for layout in LAYOUTS:
+        packed = fluxtrain.wrap(
+            adapted(llama()), device="cuda", chunk_rows=4, frozen=storage, **layout
+        )
+        assert trained(packed) == expected, layout
+
+
+def test_a_resident_block_uploads_its_trained_bytes_alone() -> None:
+    model = fluxtrain.wrap(adapted(llama()), device="cuda", offload="optimizer", frozen="nf4")
+    engine = engine_of(model)
+    trained(model, steps=2)
+    before = engine.traffic().h2d_bytes
+    trained(model, steps=1)
+    adapters = sum(group.trained_bytes for group in engine.groups if group.kind == "block")
+    assert 0 < engine.traffic().h2d_bytes - before <= adapters
