@@ -1,4 +1,4 @@
-"""The arguments of the native kernels for one weight, or a range of weights, of a packed segment."""
+"""The arguments of the native kernels for one weight or all weights of a packed segment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _FORMATS = {
 }
 
 
-def arguments(layout: PackedLayout, index: int | None, dense: Tensor, packed: Tensor) -> PackingArgs:
+def arguments(
+    layout: PackedLayout, index: int | None, dense: Tensor, packed: Tensor
+) -> PackingArgs:
     """Describe weight `index`, or all (index None: not of int8), with its contiguous dense form.
 
     Tensors must outlive the call: the arguments hold addresses.
