@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fluxtrain.checkpoint.recovery import locate
@@ -138,6 +138,32 @@ def test_a_checkpoint_holds_trained_weights_alone(run_config: MakeConfig, tmp_pa
         with safe_open(shard, "pt") as file:
             names += list(file.keys())
     assert names and all(".lora_" in name for name in names)
+
+
+def scale_a_weight(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "q_proj" in name)
+    save_file(tensors | {name: tensors[name] * 1.5}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (scale_a_weight, "model.weights was"),
+        (lambda folder: None, "method.alpha was 8 and is 5"),
+    ],
+)
+def test_adapters_do_not_go_on_beside_other_weights_or_settings(
+    change: Callable[[Path], None], says: str, run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = run_config(model__dtype="bf16", train__steps=4, train__checkpoint_every=2)
+    first = settings({"name": "lora", "alpha": 8})
+    run(config, tmp_path / "run", *first, "train.steps=2")
+    change(Path(load_config(config).model.path))
+    other = first if "weights" in says else settings({"name": "lora", "alpha": 5})
+    with pytest.raises(BadInput, match=says):
+        run(config, tmp_path / "run", *other, resume=str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

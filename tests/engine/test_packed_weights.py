@@ -148,6 +148,34 @@ def test_variants_of_lora_run_on_a_packed_base(settings: dict[str, Any]) -> None
     assert trained(packed) == losses
 
 
+def test_magnitudes_of_a_fresh_dora_are_those_of_the_packed_weights() -> None:
+    model = llama()
+    with_unpacked(model, "nf4-double")
+    resident = fresh_dora(model)
+    packed = fresh_dora(llama())
+    before = dict(packed.named_parameters())
+    name = next(n for n in before if "magnitude" in n)
+    original = before[name].detach().clone()
+    fluxtrain.wrap(resident, device="cpu", offload="none", chunk_rows=4)
+    fluxtrain.wrap(packed, device="cpu", offload="weights", chunk_rows=4, frozen="nf4-double")
+    assert not torch.equal(original, before[name].detach())
+    assert trained(packed) == trained(resident)
+
+
+def test_magnitudes_of_a_trained_dora_stay() -> None:
+    packed = adapted(llama(), use_dora=True)  # whose second matrices are not zero
+    name, before = next((n, p) for n, p in packed.named_parameters() if "magnitude" in n)
+    before = before.detach().clone()
+    fluxtrain.wrap(packed, device="cpu", frozen="nf4")
+    assert torch.equal(before, dict(packed.named_parameters())[name].detach())
+
+
+def fresh_dora(model: nn.Module) -> Any:
+    torch.manual_seed(3)
+    config = LoraConfig(r=8, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM")
+    return get_peft_model(cast(Any, model), config, autocast_adapter_dtype=False).train()
+
+
 def test_a_resident_block_uploads_its_trained_bytes_alone() -> None:
     for storage in ("plain", *PACKED_FORMATS):
         model = fluxtrain.wrap(adapted(llama()), device="cpu", offload="optimizer", frozen=storage)

@@ -11,8 +11,13 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.units import count_text
 
 
-def fingerprint(config: RunConfig, model: nn.Module, batch_rows: int) -> dict[str, Any]:
-    """Return the settings that must be equal to resume exactly; compared key by key."""
+def fingerprint(
+    config: RunConfig, model: nn.Module, batch_rows: int, base: str = ""
+) -> dict[str, Any]:
+    """Return the settings that must be equal to resume exactly; compared key by key.
+
+    `base`: the key of the model's weight files. It counts where checkpoints hold no frozen weights.
+    """
     settings = config.train.model_dump(mode="json")
     keys = (
         "accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay", "no_decay",
@@ -20,13 +25,24 @@ def fingerprint(config: RunConfig, model: nn.Module, batch_rows: int) -> dict[st
     )  # fmt: skip
     return {
         "model": _model_digest(model),
-        "method": config.method.name,
+        **_method(config, base),
         "data.sequence_length": config.data.sequence_length,
         "data.held_out": config.data.held_out,
         "data.seed": config.data.seed,
         "batch_rows": batch_rows,
         **{f"train.{key}": settings[key] for key in keys},
     }
+
+
+def _method(config: RunConfig, base: str) -> dict[str, Any]:
+    """Return the method, with what decides the result of adapters."""
+    chosen = config.method.model_dump(mode="json")
+    if chosen["name"] == "full":
+        return {"method": "full"}
+    if chosen["name"] != "qlora":
+        chosen.pop("base")
+    settings = {f"method.{key}": value for key, value in chosen.items() if key != "name"}
+    return {"method": chosen["name"], "model.weights": base, **settings}
 
 
 def _model_digest(model: nn.Module) -> str:

@@ -33,7 +33,8 @@ from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.group_placement import GroupPlacement, Tier
 from fluxtrain.plan.states import StateFormat, StorageFormat
-from fluxtrain.quantization.reference import pack, unpack
+from fluxtrain.quantization.pack import pack
+from fluxtrain.quantization.unpack import unpack
 
 if TYPE_CHECKING:
     from fluxtrain.memory.rows import RowBuffers
@@ -225,22 +226,31 @@ class Group:
         )
         for segment, flat in zip(self.segments, weights, strict=True):
             segment.weights = flat
+        for segment in self.packed_segments:
+            self._pack(segment)
         for member in self.members:
-            self.home_views.append(self._moved_in(member))
-            member.parameter.data = self.home_views[-1]
+            view = self.own_view(member)
+            if member.segment.packed is None:
+                with torch.no_grad():
+                    view.copy_(member.parameter.detach())
+            self.home_views.append(view)
+            member.parameter.data = view
             member.write_version = member.parameter._version
 
-    def _moved_in(self, member: Member) -> Tensor:
-        """Copy or pack a member's weights into the group's memory; return its host view."""
-        segment, weights = member.segment, member.parameter.detach()
-        if segment.packed is None:
-            view = self.own_view(member)
-            with torch.no_grad():
-                view.copy_(weights)
-            return view
-        assert segment.weights is not None
-        pack(segment.packed, segment.members.index(member), weights, segment.weights)
-        return placeholder(member)
+    def _pack(self, segment: Segment) -> None:
+        """Pack the weights of a segment's members, on the host, into the group's memory."""
+        layout, weights = segment.packed, segment.weights
+        assert layout is not None and weights is not None
+        packed = (
+            weights
+            if weights.device.type == "cpu"
+            else torch.zeros(len(weights), dtype=torch.uint8)
+        )
+        for index, member in enumerate(segment.members):
+            name = f"{self.name}.{member.name}"
+            pack(layout, index, member.parameter.detach(), packed, name=name)
+        if packed is not weights:
+            weights.copy_(packed)
 
     def own_view(self, member: Member) -> Tensor:
         """The member's weights on the host, in its shape, with a storage of its own; a placeholder
@@ -276,14 +286,16 @@ class Group:
             packed = flat[segment.offset_bytes : segment.offset_bytes + segment.size_bytes]
             unpack(segment.packed, packed, part)
 
-    def dense_weights(self, member: Member) -> Tensor:
-        """Compute a packed member's weights as they are computed with, in its shape, where the
+    def all_dense_weights(self) -> dict[int, Tensor]:
+        """Compute the packed members' weights as they are computed with, by index, where the
         group's weights are stored."""
-        segment = member.segment
-        assert segment.packed is not None and segment.weights is not None
-        part = torch.empty(segment.elements, dtype=segment.dtype, device=segment.weights.device)
-        unpack(segment.packed, segment.weights, part)
-        return member.slice(part).clone()
+        found: dict[int, Tensor] = {}
+        for segment in self.packed_segments:
+            assert segment.packed is not None and segment.weights is not None
+            part = torch.empty(segment.elements, dtype=segment.dtype, device=segment.weights.device)
+            unpack(segment.packed, segment.weights, part)
+            found |= {member.index: member.slice(part) for member in segment.members}
+        return found
 
     def _dense_parts(self, dense: Tensor) -> Iterator[tuple[Segment, Tensor]]:
         """Yield each packed segment with its range (elements,) of `dense`."""

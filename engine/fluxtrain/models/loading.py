@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -27,6 +27,7 @@ from transformers import (
 
 from fluxtrain.data.hub import network_errors
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.models.base_key import base_key
 from fluxtrain.models.copies import Copied, copied_by_loading
 from fluxtrain.models.isolation import keeps_documents_apart
 from fluxtrain.models.left_out import further_blocks
@@ -72,15 +73,21 @@ class LoadedModel:
     max_positions: int | None
     pad_id: int
     merged_bytes: int = 0  # bytes of weights merged from several tensors
+    base_key: str = ""  # of its weight files (models/base_key.py); empty for fresh weights
 
 
 def load_model(
-    source: ModelSource, fits: Callable[[PreTrainedModel, Copied], None] | None = None
+    source: ModelSource,
+    fits: Callable[[PreTrainedModel, Copied], None] | None = None,
+    *,
+    packed_elements: int | None = None,
 ) -> LoadedModel:
     """Check, load and check again.
 
     `fits` gets the model without its weights before they are read, and the bytes that will be
     copied; it raises DoesNotFit without room, because a process that runs out of memory is killed.
+    Matrices of `packed_elements` and more will be packed, which checks their values as it reads
+    them: they are not read here.
 
     Raises BadInput for everything a user can repair: a wrong name, a damaged or incomplete folder,
     code of its own, quantised weights, weights that are not finite.
@@ -102,8 +109,9 @@ def load_model(
     tokenizer = _tokenizer(folder, source.trust_remote_code)
     model, left_out = _weights(files, chosen, source.trust_remote_code)
     choice = with_left_out(choice, left_out)
-    check_finite(model, str(folder))
-    return _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
+    check_finite(model, str(folder), packed_elements)
+    loaded = _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
+    return replace(loaded, base_key=base_key(files.weights))
 
 
 def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
@@ -123,10 +131,15 @@ def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, Pretra
     return _tokenizer(folder, source.trust_remote_code), _shape(folder, source.trust_remote_code)
 
 
-def check_finite(model: nn.Module, name: str) -> None:
-    """Raise BadInput if a parameter or buffer holds NaN or infinity; reads the weights once."""
+def check_finite(model: nn.Module, name: str, packed_elements: int | None = None) -> None:
+    """Raise BadInput if a parameter or buffer holds NaN or infinity; reads the weights once, but
+    for matrices of `packed_elements` and more beside embedding and head."""
+    edges = {id(p) for module in _edges(model) for p in module.parameters()}
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        large = packed_elements is not None and tensor.numel() >= packed_elements
+        if large and tensor.dim() > 1 and id(tensor) not in edges:
             continue
         low, high = torch.aminmax(tensor.detach())  # NaN comes through both
         if not bool(torch.isfinite(low) & torch.isfinite(high)):
@@ -136,6 +149,13 @@ def check_finite(model: nn.Module, name: str) -> None:
                 f"of {tensor.numel():,}: the checkpoint is damaged or its training diverged; "
                 "use an earlier one"
             )
+
+
+def _edges(model: nn.Module) -> list[nn.Module]:
+    """List embedding and head."""
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    found = [getattr(model, getter, lambda: None)() for getter in getters]
+    return [module for module in found if isinstance(module, nn.Module)]
 
 
 def _demo(source: ModelSource, choice: Precision) -> LoadedModel:

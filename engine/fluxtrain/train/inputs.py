@@ -12,9 +12,11 @@ from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
+from fluxtrain.plan.states import LEAST_PACKED
 
 DEMO = "demo"
 PROMPT_CHARACTERS = 60
@@ -44,6 +46,7 @@ def load_inputs(
         DoesNotFit: from `fits`.
         BadInput: the files need a repair, which the message names.
     """
+    frozen = method_of(config).frozen_storage(config.method)
     loaded = load_model(
         ModelSource(
             path=config.model.path,
@@ -54,6 +57,7 @@ def load_inputs(
             seed=config.train.seed,
         ),
         fits,
+        packed_elements=None if frozen == "plain" else LEAST_PACKED,
     )
     data = prepare(
         DataSource(

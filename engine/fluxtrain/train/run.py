@@ -196,7 +196,7 @@ class Run:
             cadence,
             config.train.keep_checkpoints,
             session.announcer,
-            fingerprint(config, self.model, self.batch_rows),
+            fingerprint(config, self.model, self.batch_rows, self._inputs.loaded.base_key),
             optimizer,
         )
 

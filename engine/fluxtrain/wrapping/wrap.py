@@ -35,6 +35,7 @@ from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.runtime.passes import take_in
 from fluxtrain.wrapping.block_discovery import Parts, take_apart
+from fluxtrain.wrapping.dora import take_magnitudes_of_packed
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.wrapping.module_patches import guard_module, release_module, replace_forward
@@ -157,8 +158,9 @@ def unwrap(model: nn.Module) -> nn.Module:
                 hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None) or {}
                 release_parameter(member.parameter)
                 hooks.pop(key, None)
-                if member.segment.packed is not None:
-                    member.parameter.data = group.dense_weights(member).cpu()
+    for group in engine.groups:
+        for index, weights in group.all_dense_weights().items():
+            group.members[index].parameter.data = weights.cpu().clone()
     for module in model.modules():
         release_module(module)
     del model.__dict__["_fluxtrain_engine"]
@@ -243,6 +245,7 @@ def _furnish(
 ) -> None:
     """Homes, units and slots; the model is the engine's from here on."""
     _settle(engine, groups)
+    take_magnitudes_of_packed(model, engine.groups)
     _make_units(engine, model, parts, groups, borrowed)
     choose_rows(engine)
     choose_slices(engine)
