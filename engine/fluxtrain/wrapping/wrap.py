@@ -22,6 +22,7 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.mapped import cool, copied_bytes
+from fluxtrain.memory.packed import all_dense_weights
 from fluxtrain.memory.unit import Unit
 from fluxtrain.optimizer.hook import install as install_adoption
 from fluxtrain.optimizer.plain_state import let_go
@@ -159,7 +160,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 release_parameter(member.parameter)
                 hooks.pop(key, None)
     for group in engine.groups:
-        for index, weights in group.all_dense_weights().items():
+        for index, weights in all_dense_weights(group.segments).items():
             group.members[index].parameter.data = weights.cpu().clone()
     for module in model.modules():
         release_module(module)
