@@ -79,4 +79,4 @@ def test_a_run_learns_and_resumes_with_the_same_losses(
     packed = {rows["storage"] for rows in plan["placement"]}
     assert ("nf4-double" in packed) == (method == "qlora")
     checked = json.loads((tmp_path / "whole" / "result.json").read_text())["plan"]
-    print(method, [(row["name"], row["predicted"], row["measured"]) for row in checked])
+    print(method, [(row["quantity"], row["predicted"], row["measured"]) for row in checked])
