@@ -54,6 +54,7 @@ class Part:
     size_bytes: int
     weight: float = 1.0  # how often an epoch draws each row
     rules: KeyRules = field(default_factory=KeyRules)
+    has_end: bool = True  # False: how much it holds is not known before it was read
 
     @property
     def title(self) -> str:
