@@ -43,11 +43,11 @@ def compression_of(path: Path) -> Compression | None:
 
 def opened_raw(path: Path) -> BinaryIO:
     """Open a regular file. Raises BadInput for everything else."""
-    if not path.exists():
-        raise BadInput(f"{path} does not exist: check data.path")
-    if not path.is_file():
-        raise BadInput(f"{path} is not a regular file: data is read more than once")
     try:
+        if not path.exists():
+            raise BadInput(f"{path} does not exist: check data.path")
+        if not path.is_file():
+            raise BadInput(f"{path} is not a regular file: data is read more than once")
         return path.open("rb")
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error

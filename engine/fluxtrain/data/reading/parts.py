@@ -15,7 +15,7 @@ from fluxtrain.data.containers.streams import Source
 from fluxtrain.data.containers.texts import texts
 from fluxtrain.data.row import Row
 from fluxtrain.data.shapes.convert import KeyRules, Recognised, recognised, renamed
-from fluxtrain.data.shapes.keys import SHAPES, TITLES, Shape, advice_for
+from fluxtrain.data.shapes.keys import SHAPES, Shape, advice_for
 from fluxtrain.errors import BadInput
 
 PLAIN = "plain"  # as data.format: the file is plain text, whatever its name says
@@ -55,11 +55,6 @@ class Part:
     weight: float = 1.0  # how often an epoch draws each row
     rules: KeyRules = field(default_factory=KeyRules)
     has_end: bool = True  # False: how much it holds is not known before it was read
-
-    @property
-    def title(self) -> str:
-        """Say what the part is read as, and why."""
-        return f"{self.name}: {TITLES[self.shape]} ({self.shape}); {self.because}"
 
 
 class _FileItems:
