@@ -28,7 +28,7 @@ SUFFIXES: dict[str, Compression] = {
 
 _GZIP = b"\x1f\x8b"
 _ZSTANDARD = b"(\xb5/\xfd"
-_PACKED_AT_ONCE_BYTES = {"gzip": 64 << 10, "zstandard": 4 << 10}  # 4 KiB unpack to 170 MiB at most
+_PACKED_AT_ONCE_BYTES = {"gzip": 16 << 10, "zstandard": 4 << 10}  # at most 16 and 170 MiB unpacked
 _BUFFER_BYTES = 256 << 10
 
 
