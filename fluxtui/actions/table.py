@@ -63,7 +63,7 @@ class Action:
 
 KEY_TEXTS = {
     "question_mark": "?", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
-    "colon": ":", "comma": ",", "full_stop": ".", "ctrl+p": "^p", "enter": "enter",
+    "colon": ":", "comma": ",", "full_stop": ".", "ctrl+p": "^p", "ctrl+r": "^r", "enter": "enter",
     "left": "←", "right": "→", "shift+left": "⇧←", "shift+right": "⇧→", "escape": "esc",
     "up": "↑", "down": "↓", "pageup": "pgup", "pagedown": "pgdn",
 }  # fmt: skip
@@ -197,6 +197,8 @@ ACTIONS: tuple[Action, ...] = (
            "Wizard", "next", PAGES),
     Action("wizard_back", "escape", "back", "The step before; nothing is lost", "Wizard", "back",
            PAGES),
+    Action("wizard_read_as", "ctrl+r", "read as", "Read the data in the next shape", "Wizard",
+           "read_as", PAGES[2:3]),
     Action("wizard_again", "r", "again", "Ask the engine, or measure, once more", "Wizard",
            "again", PAGES[3:7]),
     Action("wizard_faster", "left,h", "dial", "A plan that is faster and takes more", "Wizard",

@@ -19,7 +19,10 @@ WITH_FIELDS: tuple[StepName, ...] = ("start", "model", "data")  # a letter there
 HINTS: dict[StepName, tuple[Hint, ...]] = {
     "start": (NEXT, CHOOSE, (("tab",), "list"), (("wizard_back",), "leave"), HELP),
     "model": (NEXT, CHOOSE, (("tab",), "field"), BACK, HELP),
-    "data": (NEXT, CHOOSE, (("tab",), "field"), (("pgdn",), "more"), BACK, HELP),
+    "data": (
+        NEXT, CHOOSE, (("tab",), "field"), (("wizard_read_as",), "read as"), (("pgdn",), "more"),
+        BACK, HELP,
+    ),
     "method": (NEXT, (("wizard_again",), "again"), BACK, HELP),
     "hardware": (NEXT, (("wizard_again",), "measure again"), SCROLL, BACK, HELP),
     "strategy": (

@@ -177,7 +177,7 @@ def test_data_is_read_in_the_format_that_was_set(tmp_path: Path, said: Any) -> N
     check = check_data(Answers(data_source="file", data_path=str(log), **said))
     assert check.error is None and check.facts[0] == (
         "format",
-        "text: texts, because data.format says so",
+        "texts (text), because data.format says so",
     )
 
 

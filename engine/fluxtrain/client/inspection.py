@@ -48,7 +48,7 @@ class InspectedFile(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> str:
         """The file, what it is read as, and why."""
         times = "" if self.weight == 1 else f"; drawn {self.weight:g} times an epoch"
-        return f"{self.name}: {self.shape}, {self.title}, because {self.because}{times}"
+        return f"{self.name}: {self.title} ({self.shape}), because {self.because}{times}"
 
 
 class InspectionAnswer(Answer, frozen=True, kw_only=True):

@@ -17,7 +17,8 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, settings
 from fluxtrain.data.demo import VOCABULARY
 from fluxtrain.data.prepare import check_sequence_length, corpora
-from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.reading.corpus import Corpus
+from fluxtrain.data.reading.request import ReadRequest, read_request
 from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import read_machine
@@ -50,7 +51,7 @@ from fluxtrain.planning.placing import (
 from fluxtrain.planning.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.events import ChoiceMade
-from fluxtrain.train.inputs import DEMO
+from fluxtrain.train.inputs import DEMO, read_as
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
@@ -82,7 +83,9 @@ def preview(
     if elsewhere is None:
         constants = _known(config, facts, machine, device.value, per_s)
     facts = constants.applied(facts)
-    rows = _rows_within(config)
+    corpus = None if config.data.path == DEMO else corpora(_request(config))[0]
+    read = (read_as(corpus),) if corpus else ()
+    rows = _rows_within(config, corpus)
     placement = decide(
         config,
         facts,
@@ -110,7 +113,7 @@ def preview(
         host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
         estimated_rows=rows,
         steps=schedule.total_steps,
-        choices=(device, dtype, *placement.choices, *locks, *schedule.choices),
+        choices=(device, dtype, *read, *placement.choices, *locks, *schedule.choices),
     )
 
 
@@ -171,10 +174,11 @@ def _known(
     )
 
 
-def _rows_within(config: RunConfig) -> int:
+def _rows_within(config: RunConfig, corpus: Corpus | None) -> int:
     """Estimate the rows of an epoch; a batch is refused only from twice as many on."""
     held_out = 0.0 if config.data.held_out_path is not None else config.data.held_out
-    tokens = _tokens(config) * (1 - held_out)
+    counted = DEMO_TOKENS if corpus is None else estimated_tokens(corpus)
+    tokens = counted * (1 - held_out)
     rows = max(1, round(tokens / config.data.sequence_length))
     batch, parts = config.train.batch_rows, config.train.accumulation
     if (1 if batch == "auto" else batch) * parts > 2 * rows:
@@ -188,6 +192,7 @@ def _rows_within(config: RunConfig) -> int:
 def table(plan: PlanAnswer) -> str:
     """Format the plan for people: what it needs, every choice with its reason, every setting."""
     model = plan.model
+    named = max((len(choice.name) for choice in plan.choices), default=0)
     lines = [
         f"{model.name}: {count_text(model.parameters)} parameters in {model.blocks} blocks, "
         f"{model.dtype}; {plan.machine}",
@@ -196,13 +201,16 @@ def table(plan: PlanAnswer) -> str:
         *plan_lines(plan),
         "",
         "chosen",
-        *(f"  {c.name:<26} {c.value:<12} {c.because}" for c in plan.choices),
+        *(f"  {c.name:<{named}} {c.value:<12} {c.because}" for c in plan.choices),
         "",
         "settings (* changed from the default)",
     ]
+    width = max((len(setting.key) for setting in plan.settings), default=0)
     for setting in plan.settings:
         mark = "*" if setting.changed else " "
-        lines.append(f"{mark} {setting.key:<26} {_shown(setting.value):<22} {setting.description}")
+        lines.append(
+            f"{mark} {setting.key:<{width}} {_shown(setting.value):<22} {setting.description}"
+        )
     return "\n".join(lines)
 
 
@@ -302,11 +310,8 @@ def _local_shape(folder: Path, trusted: bool) -> Any:
         raise unloadable(folder, error) from error
 
 
-def _tokens(config: RunConfig) -> int:
-    if config.data.path == DEMO:
-        return DEMO_TOKENS
-    corpus, _ = corpora(read_request(config.data.model_dump()))
-    return estimated_tokens(corpus)
+def _request(config: RunConfig) -> ReadRequest:
+    return read_request(config.data.model_dump())
 
 
 def _host_limit(capacity: Capacity, placement: Placement, here: Machine | None) -> int | None:

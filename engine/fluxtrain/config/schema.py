@@ -11,49 +11,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fluxtrain.client.plan import Setting
 from fluxtrain.config.errors import explain
+from fluxtrain.config.section import Section
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.request import (
-    Auto,
-    PlacementRequest,
-    Positive,
-    refuse_boolean,
-    refuse_uncountable,
-)
+from fluxtrain.plan.request import Auto, PlacementRequest, Positive
 from fluxtrain.plan.states import OptimizerName, PackedFormat
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of dtypes
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """A group of settings; unknown keys and values out of bounds are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields[info.field_name or ""]
-        return value if field.annotation is bool else refuse_boolean(value)
-
-    @field_validator("*")
-    @classmethod
-    def _within_what_can_be_counted(cls, value: Any) -> Any:
-        return refuse_uncountable(value)
 
 
 class ModelSettings(Section):

@@ -31,12 +31,20 @@ CORPUS_LIMIT_BYTES = 4 << 20
 SHORTEST_DOCSTRING = 40  # characters: below that it is mostly a repeated name
 PROMPT = "Return the "
 END_OF_TEXT = "<|endoftext|>"
-RECIPE = 2  # raise it when corpus or tokenizer would change
+RECIPE = 3  # raise it when corpus or tokenizer would change
 
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
+    "{% if message['role'] == 'assistant' and message['tool_calls'] %}"
+    "{% generation %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] %}"
+    "{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% elif message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}"

@@ -10,13 +10,15 @@ from transformers import PreTrainedModel
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
-from fluxtrain.data.reading.corpus import Reading
+from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
 from fluxtrain.plan.states import LEAST_PACKED
+from fluxtrain.telemetry.events import ChoiceMade
 
 DEMO = "demo"
 PROMPT_CHARACTERS = 60
@@ -76,6 +78,15 @@ def load_inputs(
         tell,
     )
     return Inputs(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
+
+
+def read_as(corpus: Corpus) -> ChoiceMade:
+    """Say what the data is read as, and why."""
+    shapes = dict.fromkeys(part.shape for part in corpus.parts)
+    first = corpus.parts[0]
+    more = f"; and {len(corpus.parts) - 1} more files" if len(corpus.parts) > 1 else ""
+    because = f"{TITLES[first.shape]}: {first.because}{more}"
+    return ChoiceMade(name="data.format", value=", ".join(shapes), because=because)
 
 
 def _prompt(path: object, data: PreparedData) -> str:

@@ -29,12 +29,12 @@ from fluxtrain.methods.objective import Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.models.sampling import sample_text
-from fluxtrain.plan.guard import DiskRoom
+from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.placing import card_capability, choose_device, dtype_choice, wrapped
 from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
-from fluxtrain.train.inputs import Inputs, load_inputs
+from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
@@ -77,6 +77,8 @@ def train(
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
         tell = partial(session.announcer.phase, "loading")
         inputs = load_inputs(config, fits, card_capability(device.value), tell)
+        for line in inputs.data.report.lines():
+            session.announcer.warn(line)
         method_of(config).prepare(inputs.loaded.model, config)
         run = made(config, inputs, session, checkpoint, machine, device)
         run.announce(hello)
@@ -92,7 +94,7 @@ class Run:
     """A run whose model is loaded, wrapped and, on a resume, restored."""
 
     @staticmethod
-    def files(session: Session) -> DiskRoom:
+    def files(session: Session) -> DiskCapacity:
         """Describe the disk that the run writes to, for the check before it starts."""
         return disk_room(session.run_dir.path)
 
@@ -126,6 +128,7 @@ class Run:
             device,
             dtype_choice(inputs.loaded.precision),
             ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because),
+            *([read_as(inputs.data.corpus)] if config.data.path != DEMO else []),
             *self._plan.placement.choices,
             *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,

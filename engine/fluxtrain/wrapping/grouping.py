@@ -129,8 +129,8 @@ def _head_facts(
         group = next(iter(others), groups[name])
         return HeadFacts(
             group=group.name,
-            words=module.out_features,
-            word_bytes=module.in_features * module.weight.element_size(),
+            vocabulary=module.out_features,
+            row_bytes=module.in_features * module.weight.element_size(),
             dtype_bytes=module.weight.element_size(),
             trained=module.weight.requires_grad,
             tied=group.users > 1,

@@ -17,11 +17,13 @@ StartSource = Literal["new", "resume", "attach", "file"]
 ModelSource = Literal["demo", "recent", "folder", "hub"]
 DataSource = Literal["demo", "path", "hub"]
 Method = Literal["full"]
+DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca", "completion", "plain"]
 Offload = Literal["auto", "none", "optimizer", "weights", "max"]
 Dial = Literal["auto", "fast", "balanced", "fit"]
 StepName = Literal["start", "model", "data", "method", "hardware", "strategy", "preview", "launch"]
 
 STEPS: tuple[StepName, ...] = get_args(StepName)
+DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 METHODS: tuple[Method, ...] = get_args(Method)
 DIAL: tuple[Dial, ...] = get_args(Dial)
@@ -39,6 +41,7 @@ class Answers:
     Attributes:
         resume_run, attach_run, config_path, model_recent, model_folder, model_hub, data_path,
             data_hub: kept when another source is chosen, so that nothing typed is lost.
+        data_path: a file, a folder or a pattern; or a list of sources, written as in YAML.
         loaded_from: the configuration file that `base` was read from.
         dial, dial_settings: the chosen one of the ranked plans, and the settings it consists of.
         sequence_length, batch_rows, chunk_rows, steps: None leaves them to the trainer.
@@ -60,6 +63,7 @@ class Answers:
     data_source: DataSource = "demo"
     data_path: str = ""
     data_hub: str = ""
+    data_format: DataFormat = "auto"
     method: Method = "full"
     dial: Dial = "auto"
     dial_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -83,14 +87,19 @@ class Answers:
         return self.model_hub.strip() if hub else expanded(self.model_folder)
 
     @property
-    def data_file(self) -> str:
+    def data_sources(self) -> str | list[Any]:
         """What the configuration calls `data.path`."""
+        return listed_sources(self.data_file) or self.data_file
+
+    @property
+    def data_file(self) -> str:
+        """The same as one text."""
         if self.data_source == "hub":
             return HUB_DATA + self.data_hub.strip().removeprefix(HUB_DATA)
         if self.data_source == "demo":
             return DEMO
         path = self.data_path.strip()
-        return path if path.startswith(HUB_SCHEME) else expanded(path)
+        return path if path.startswith((HUB_SCHEME, "[")) else expanded(path)
 
     @property
     def is_demo(self) -> bool:
@@ -103,7 +112,7 @@ def with_model(answers: Answers, path: str) -> Answers:
     return dataclasses.replace(answers, **model_answer(path))
 
 
-def with_data(answers: Answers, path: str) -> Answers:
+def with_data(answers: Answers, path: str | list[Any]) -> Answers:
     """The same answers with other data: `demo`, a file, or one on the hub."""
     return dataclasses.replace(answers, **data_answer(path))
 
@@ -130,8 +139,26 @@ def neighbour(answers: Answers, offset: int) -> StepName | None:
     return steps[index] if 0 <= index < len(steps) else None
 
 
-def data_answer(path: str) -> dict[str, Any]:
-    """The fields of the answers that a `data.path` means: `demo`, a file, or one on the hub."""
+def listed_sources(text: str) -> list[Any] | None:
+    """Read a list of sources, written as in YAML; None for any other text."""
+    if not text.startswith("["):
+        return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    return found if isinstance(found, list) else None
+
+
+def data_answer(path: str | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
+    """The fields of the answers that a `data.path` means: `demo`, files, or data on the hub."""
+    if not isinstance(path, str):
+        import yaml
+
+        text = yaml.safe_dump(list(path), default_flow_style=True, width=1 << 20)
+        return {"data_source": "path", "data_path": text.strip()}
     if path == DEMO:
         return {"data_source": "demo"}
     if path.startswith(HUB_DATA):

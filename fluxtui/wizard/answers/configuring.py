@@ -11,6 +11,7 @@ from fluxtui.home import expanded
 from fluxtui.wizard.answers.answers import DEMO, DIAL, Answers, data_answer, model_answer
 
 SETTINGS: dict[str, str] = {
+    "data_format": "data.format",
     "sequence_length": "data.sequence_length",
     "steps": "train.steps",
     "batch_rows": "train.batch_rows",
@@ -39,7 +40,7 @@ def configuration(answers: Answers) -> dict[str, Any]:
         for section, value in answers.base.items()
     }
     _set(merged, "model.path", answers.model_path)
-    _set(merged, "data.path", answers.data_file)
+    _set(merged, "data.path", answers.data_sources)
     _set(merged, "method.name", answers.method)
     chosen = chosen_settings(answers)
     for key in dict.fromkeys((*SETTINGS.values(), *chosen)):

@@ -14,6 +14,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.storage import read_json
 from fluxtui.home import home_folder
 from fluxtui.wizard.answers.answers import (
+    DATA_FORMATS,
     DIAL,
     METHODS,
     OFFLOADS,
@@ -30,6 +31,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "start": get_args(StartSource),
     "model_source": get_args(ModelSource),
     "data_source": get_args(DataSource),
+    "data_format": DATA_FORMATS,
     "method": METHODS,
     "dial": DIAL,
     "offload": OFFLOADS,

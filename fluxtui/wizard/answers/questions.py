@@ -42,12 +42,18 @@ DATA = SourceQuestion(
     source="data_source",
     options=(
         Option("demo", "Demo", "the docstrings of Python's standard library"),
-        Option("path", "File", ".txt, .jsonl with `text`, or .jsonl with `messages`"),
-        Option("hub", "Hub", "such a file of a data set on the Hugging Face hub"),
+        Option(
+            "path",
+            "File",
+            "a file, a folder or a pattern: .jsonl .json .csv .parquet .txt, also .gz",
+        ),
+        Option("hub", "Hub", "a data set on the Hugging Face hub, or a file of it"),
     ),
     fields={
         "path": Field("data_path", "file", "~/data/conversations.jsonl", "file"),
-        "hub": Field("data_hub", "data set, or a file of it", "owner/name/train.jsonl"),
+        "hub": Field(
+            "data_hub", "data set, or a file of it", "owner/name or owner/name?split=train"
+        ),
     },
     number=Field("sequence_length", "tokens in a row", "tokens in a row, as the trainer has it"),
 )

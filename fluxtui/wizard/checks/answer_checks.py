@@ -24,7 +24,7 @@ from fluxtui.wizard.answers.answers import (
     is_hub_id,
 )
 from fluxtui.wizard.answers.configuring import answers_from_file
-from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data_file
+from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data, read_data_file
 from fluxtui.wizard.checks.known_runs import RESUMABLE, run_rows
 from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder
 
@@ -103,7 +103,11 @@ def check_data(answers: Answers) -> Check:
     if answers.data_source == "hub" or answers.data_file.startswith(HUB_SCHEME):
         return _check_hub_data(answers.data_file)
     try:
-        facts = read_data_file(answers.data_file, settings=_data_settings(answers))
+        settings = _data_settings(answers)
+        if answers.data_file != answers.data_sources:
+            facts = read_data({**settings, "path": answers.data_sources})
+        else:
+            facts = read_data_file(answers.data_file, settings=settings)
     except BadInput as error:
         return Check(error=str(error), open=not answers.data_file)
     return Check(facts=facts.rows(), samples=facts.samples, warnings=facts.notes)
@@ -114,7 +118,8 @@ def _data_settings(answers: Answers) -> Mapping[str, Any]:
     from fluxtrain.config.text import apply_overrides
 
     own = [override for override in answers.overrides if override.startswith("data.")]
-    settings: Mapping[str, Any] = apply_overrides({"data": answers.base.get("data", {})}, own)
+    base = {**answers.base.get("data", {}), "format": answers.data_format}
+    settings: Mapping[str, Any] = apply_overrides({"data": base}, own)
     return settings["data"] or {}
 
 
@@ -147,13 +152,13 @@ def _check_hub_data(address: str) -> Check:
     if not address.startswith(HUB_DATA):
         written = f"{HUB_DATA}owner/name or {HUB_DATA}owner/name/file.jsonl"
         return Check(error=f"{address} is not {written}")
-    name = address.removeprefix(HUB_DATA)
+    name = address.removeprefix(HUB_DATA).partition("?")[0]
     owner, _, rest = name.partition("/")
     problem = hub_id_problem("/".join((owner, rest.partition("/")[0])) if name else "")
     if problem:
         return Check(error=problem.replace("Qwen/Qwen2.5-0.5B", "HuggingFaceH4/no_robots"),
                      open=not name)  # fmt: skip
-    return Check(facts=(("place", "the hub: fetched once, then read from this machine"),))
+    return Check(facts=(("place", "the hub: a single file is fetched once, a data set streamed"),))
 
 
 def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Check:

@@ -58,7 +58,7 @@ class DataFacts:
         about = "" if self.counted else "about "
         files = (("files", f"{self.files:,}"),) if self.files > 1 else ()
         return (
-            ("format", f"{self.shape}: {self.title}, because {self.because}"),
+            ("format", f"{self.title} ({self.shape}), because {self.because}"),
             *files,
             ("documents", f"{about}{self.documents:,}"),
             ("size", bytes_text(self.bytes)),

@@ -11,7 +11,7 @@ from textual.content import Content
 from textual.widgets import Input
 
 from fluxtui.widgets.entry import Entry
-from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.answers import DATA_FORMATS, Answers
 from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.paths import PathSuggester
@@ -99,6 +99,11 @@ class SourceStep(Step):
     def take_focus(self) -> None:
         """The list has the focus first."""
         self.query_one(f"#{self._question.step}-choices", ChoiceList).focus()
+
+    def action_read_as(self) -> None:
+        """Read the data in the next shape; after the last one, as its keys say."""
+        now = DATA_FORMATS.index(self.view.answers.data_format)
+        self.answer({"data_format": DATA_FORMATS[(now + 1) % len(DATA_FORMATS)]})
 
     def on_key(self, event: events.Key) -> None:
         """Send keys typed on the list to the text field below it.

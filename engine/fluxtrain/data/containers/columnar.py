@@ -20,6 +20,8 @@ from fluxtrain.errors import BadInput
 BATCH_ROWS = 256
 ARROW_FILE = b"ARROW1"
 
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+
 
 def columnar_rows(source: Source, kind: str) -> Iterator[Record]:
     """Yield the rows of a Parquet file, an Arrow file or an Arrow stream. Raises BadInput."""
@@ -87,7 +89,11 @@ def _arrow(file: Any, arrow: Any) -> Iterator[tuple[float, Any]]:
     is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
     file.seek(0, 2)
     whole = max(1, file.tell())
+    file.seek(max(0, whole - len(_STREAM_END)))
+    ended = file.read() == _STREAM_END
     file.seek(0)
+    if not is_file and not ended:
+        raise OSError("the end of the stream is missing, so the file is cut off")
     if is_file:
         opened = ipc.open_file(file)
         batches = (opened.get_batch(index) for index in range(opened.num_record_batches))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ ROW_LIMIT_CHARACTERS = 64 << 20
 WINDOW_BYTES = 1 << 20
 
 _BLANKS = " \t\r\n"
+_BLANK_RUN = re.compile(r"[ \t\r\n]*")
 _TOKEN_CHARACTERS = 16  # an error so close to the window's end may be one of the window
 
 
@@ -134,12 +136,11 @@ class _Window:
     def has_more(self) -> bool:
         """Skip blanks; tell whether anything is left."""
         while True:
-            rest = self._text[self._at : self._at + 4096]
-            blanks = len(rest) - len(rest.lstrip(_BLANKS))
-            self._skip(blanks)
-            if blanks < len(rest):
+            blanks = _BLANK_RUN.match(self._text, self._at)
+            self._skip(blanks.end() - self._at if blanks else 0)
+            if self._at < len(self._text):
                 return True
-            if self._at >= len(self._text) and not self._fill():
+            if not self._fill():
                 return False
 
     def next_is(self, mark: str) -> bool:

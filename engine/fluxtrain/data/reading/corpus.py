@@ -107,8 +107,8 @@ class Reading:
         counts: bool,
     ) -> Iterator[Row]:
         """Yield the rows of one part that are drawn; in its first round they are counted."""
-        left_out: set[str] = set()
-        converter = Converter(part.shape, part.rules, left_out.add)
+        left_out: dict[str, None] = {}  # keys in their order
+        converter = Converter(part.shape, part.rules, left_out.setdefault)
         limit = max(self.corpus.max_bad_rows + 1, LISTED)
         document = 0
         for item in items:
@@ -132,14 +132,14 @@ class Reading:
         self,
         item: Row | Record | Problem,
         made: Row | Problem | None,
-        left_out: set[str],
+        left_out: dict[str, None],
         part: int,
     ) -> None:
         report = self.report
         if isinstance(made, Problem):
             report.take(made)
             return
-        report.ignored.update(left_out)
+        report.ignored.update(left_out.keys())
         if made is None:
             report.blank += 1
             return

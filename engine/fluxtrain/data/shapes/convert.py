@@ -25,7 +25,7 @@ from fluxtrain.data.shapes.refused import RowRefused, filled_string, list_of, st
 from fluxtrain.data.shapes.tools import tools_of
 from fluxtrain.errors import BadInput
 
-Count = Callable[[str], None]  # told of every key that is left out
+Count = Callable[[str], object]  # told of every key that is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +224,9 @@ class Converter:
                 "content": filled_string(completion, "completion", "there is nothing to learn"),
             },
         )
-        if values.get("tools") or values.get("functions"):
-            raise RowRefused(": `tools` belong to messages, and `prompt` is a string")
+        for name in ("tools", "functions"):
+            if values.get(name):
+                raise RowRefused(f": `{name}` belong to messages, and `prompt` is a string")
         return Row(
             origin=record.origin, messages=messages, weights=weights_of(messages), plain=True
         )

@@ -16,10 +16,10 @@ SHAPES: tuple[Shape, ...] = get_args(Shape)
 
 TITLES: dict[Shape, str] = {
     "text": "texts",
-    "messages": "conversations of messages with role and content",
-    "sharegpt": "ShareGPT conversations with from and value",
-    "alpaca": "Alpaca instructions with their output",
-    "completion": "prompts with their completion",
+    "messages": "conversations",
+    "sharegpt": "ShareGPT conversations",
+    "alpaca": "Alpaca instructions",
+    "completion": "prompts with completions",
 }
 
 CONVERSATIONS = (

@@ -46,7 +46,7 @@ class Turns:
 
 
 def conversation(
-    turns: list[Any], written: Turns, count: Callable[[str], None], key: str = "messages"
+    turns: list[Any], written: Turns, count: Callable[[str], object], key: str = "messages"
 ) -> tuple[tuple[Message, ...], tuple[float, ...]]:
     """Return the messages and their weights; `count` is called with each key that is left out.
 
@@ -77,7 +77,7 @@ def conversation(
     return tuple(messages), tuple(weights)
 
 
-def _message(turn: Any, written: Turns, count: Callable[[str], None]) -> Message:
+def _message(turn: Any, written: Turns, count: Callable[[str], object]) -> Message:
     if not isinstance(turn, dict):
         raise RowRefused(
             f' is {kind_of(turn)}: write {{"{written.role}": ..., "{written.content}": ...}}'
@@ -125,7 +125,7 @@ def _role(turn: Mapping[str, Any], written: Turns) -> str:
     return role
 
 
-def _account_for(turn: Mapping[str, Any], written: Turns, count: Callable[[str], None]) -> None:
+def _account_for(turn: Mapping[str, Any], written: Turns, count: Callable[[str], object]) -> None:
     """Count keys that say nothing to the model; refuse those that do."""
     for key, value in turn.items():
         if key in (written.role, written.content) or key in _USED:
