@@ -38,7 +38,8 @@ def copied_bytes(model: nn.Module, maps: Path = MAPS) -> int:
     """Return the bytes of weights on the host that are no pages of a file; of all weights where the
     system does not tell."""
     mapped = sum(p.nbytes for p in _mapped(model, maps))
-    return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu") - mapped
+    every = (p for p in model.parameters() if p.device.type == "cpu")
+    return sum(min(p.nbytes, p.untyped_storage().nbytes()) for p in every) - mapped
 
 
 def cool(model: nn.Module, maps: Path = MAPS) -> None:

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluxtrain.device.arena import aligned
 from fluxtrain.memory.segment import Member, Segment
+from fluxtrain.plan.states import PackedFormat
 from fluxtrain.quantization.pack import pack
 from fluxtrain.quantization.unpack import unpack
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """A weight that another package has packed: its arrays, as a layout names them."""
+
+    format: PackedFormat
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    arrays: Mapping[str, Tensor]
+
+    def copy_to(self, places: Mapping[str, Tensor]) -> None:
+        """Copy the arrays to where a packed segment has them."""
+        with torch.no_grad():
+            for name, place in places.items():
+                place.copy_(self.arrays[name].reshape(-1)[: len(place)])
+
+
+def packed_source(parameter: nn.Parameter) -> PackedSource | None:
+    """Return what another package has packed of a parameter; None for ordinary ones."""
+    found: PackedSource | None = parameter.__dict__.get("_fluxtrain_packed")
+    return found
 
 
 def pack_segment(segment: Segment, group: str) -> None:
@@ -23,7 +47,11 @@ def pack_segment(segment: Segment, group: str) -> None:
     on_host = weights.device.type == "cpu"
     packed = weights if on_host else torch.zeros(len(weights), dtype=torch.uint8)
     for index, member in enumerate(segment.members):
-        pack(layout, index, member.parameter.detach(), packed, name=f"{group}.{member.name}")
+        source = member.parameter.__dict__.pop("_fluxtrain_packed", None)
+        if source is not None:
+            source.copy_to(layout.arrays_of(index, packed))
+        else:
+            pack(layout, index, member.parameter.detach(), packed, name=f"{group}.{member.name}")
     if packed is not weights:
         weights.copy_(packed)
 
@@ -63,5 +91,11 @@ def placeholder(member: Member) -> Tensor:
     """Make what a packed parameter holds at rest: NaN in its shape, of one element's memory."""
     weights = member.segment.weights
     device = torch.device("cpu") if weights is None else weights.device
-    nan = torch.full((1,), torch.nan, dtype=member.segment.dtype, device=device)
-    return nan.expand(member.shape)
+    return without_values(member.shape, member.segment.dtype, device)
+
+
+def without_values(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """Make a tensor of NaN that takes the memory of one element."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(tuple(shape))

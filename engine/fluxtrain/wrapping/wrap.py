@@ -35,6 +35,7 @@ from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.runtime.passes import take_in
+from fluxtrain.wrapping.bitsandbytes_layers import give_back_quantised, take_over_quantised
 from fluxtrain.wrapping.block_discovery import Parts, take_apart
 from fluxtrain.wrapping.dora import take_magnitudes_of_packed
 from fluxtrain.wrapping.engine import Engine, engine_of
@@ -85,6 +86,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
+    take_over_quantised(model)
     refuse_unsupported(model)
     asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
     asked = {name: value for name, value in asked.items() if value is not None}
@@ -160,8 +162,9 @@ def unwrap(model: nn.Module) -> nn.Module:
                 release_parameter(member.parameter)
                 hooks.pop(key, None)
     for group in engine.groups:
-        for index, weights in all_dense_weights(group.segments).items():
-            group.members[index].parameter.data = weights.cpu().clone()
+        if not give_back_quantised(group):
+            for index, weights in all_dense_weights(group.segments).items():
+                group.members[index].parameter.data = weights.cpu().clone()
     for module in model.modules():
         release_module(module)
     del model.__dict__["_fluxtrain_engine"]
