@@ -265,6 +265,16 @@ def test_without_room_the_run_goes_on_and_leaves_nothing(tmp_path: Path, limit_b
     assert start(tmp_path) == []
 
 
+def test_a_disk_that_becomes_full_is_told(tmp_path: Path) -> None:
+    (tmp_path / f"{KEY}.partial").symlink_to("/dev/full")
+    said: list[str] = []
+    assert start(tmp_path, said) == list(SIZES)
+    assert len(said) == 1 and "the disk is full" in said[0]
+    assert list(tmp_path.iterdir()) == []
+    assert start(tmp_path) == list(SIZES)
+    assert start(tmp_path) == []
+
+
 def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
