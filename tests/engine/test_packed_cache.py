@@ -286,6 +286,20 @@ def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_that_nobody_finished_are_removed_after_a_week(tmp_path: Path) -> None:
+    names = ("old.partial", "old.journal", "new.partial", "new.journal", "busy.partial")
+    for name in names:
+        (tmp_path / name).write_text("x")
+        if not name.startswith("new"):
+            week_ago_s = time.time() - 8 * 86_400
+            os.utime(tmp_path / name, (week_ago_s, week_ago_s))
+    with (tmp_path / "busy.partial").open("rb") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        start(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"new.partial", "new.journal", "busy.partial", f"{KEY}.packed"}
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     said: list[str] = []

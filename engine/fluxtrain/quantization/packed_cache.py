@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,7 @@ from fluxtrain.units import GIB
 
 _MOST_THREADS = 8
 _LEFT_FREE_BYTES = GIB  # of the disk
+_FORGOTTEN_S = 7 * 86_400.0  # after so long nobody goes on with a file that is not whole
 _REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
@@ -54,7 +56,7 @@ class PackedCache:
         self._partial = folder / f"{contents.key}.partial"
         self._journal_path = folder / f"{contents.key}.journal"
         self._say = say
-        self._pieces = Pieces(min(_MOST_THREADS, os.cpu_count() or 1))
+        self._pieces = Pieces(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="packed-cache-writer")
         self._writing: list[Future[None]] = []
         self._checksums: dict[str, str] = {}
@@ -171,6 +173,7 @@ class PackedCache:
     def _open_partial(self) -> None:
         """Lock and open the file that is being written, with the groups that its journal names."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_forgotten(self._path.parent)
         fd = os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,12 +215,15 @@ class PackedCache:
         missing = sum(
             size for name, size in self._contents.sizes.items() if name not in self._checksums
         )
-        free = shutil.disk_usage(self._path.parent).free
+        folder = self._path.parent
+        free = shutil.disk_usage(folder).free
+        others = sum(path.stat().st_size for path in folder.glob("*.packed"))
         if missing + _LEFT_FREE_BYTES > free:
             self._trouble = "no room"
             self._say(
-                f"no packed model is kept: it takes {missing / GIB:.1f} GiB and "
-                f"{self._path.parent} has {free / GIB:.1f} GiB free; the next start packs again"
+                f"no packed model is kept: it takes {missing / GIB:.1f} GiB and {folder} has "
+                f"{free / GIB:.1f} GiB free (packed models there take {others / GIB:.1f} GiB: "
+                "delete those that you no longer need); the next start packs again"
             )
             if not self._checksums:
                 self._remove_partial()
@@ -284,6 +290,26 @@ class PackedCache:
             if fd is not None:
                 os.close(fd)
         self._fd = self._journal = None
+
+
+def _remove_forgotten(folder: Path) -> None:
+    """Remove unfinished files of other models that nobody has written to for a week."""
+    for partial in folder.glob("*.partial"):
+        try:
+            if time.time() - partial.stat().st_mtime < _FORGOTTEN_S:
+                continue
+            fd = os.open(partial, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, partial):
+                partial.with_suffix(".journal").unlink(missing_ok=True)
+                partial.unlink()
+        except OSError:  # it is being written
+            continue
+        finally:
+            os.close(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:
