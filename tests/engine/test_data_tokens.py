@@ -107,9 +107,9 @@ def test_where_a_template_rewrites_earlier_turns_each_answer_is_learnt_as_infere
     tokens = tokenize(_talk(*TALK), tokenizer)
     assert tokens.documents == 2 and tokens.rows.tolist() == [0, 0]
     assert _learnt(tokens, tokenizer) == (
-        "<think></think>it is four<|im_end|><think></think>six<|im_end|>"
+        "<think></think>six<|im_end|><think></think>it is four<|im_end|>"
     )
-    first = tokenizer.decode(tokens.ids_at(0, int(tokens.starts[1])))
+    first = tokenizer.decode(tokens.ids[tokens.starts[1] :])
     assert first == tokenizer.apply_chat_template(list(TALK[:3]), tokenize=False)
 
 

@@ -81,7 +81,7 @@ def test_the_answers_and_their_ends_are_learnt_and_nothing_else(
 ) -> None:
     tokenizer = TOKENIZERS[kind, name]
     samples, notes = encoded(row_of(messages), tokenizer)
-    told = [part for sample in samples for part in learnt(sample, tokenizer)]
+    told = [part for sample in reversed(samples) for part in learnt(sample, tokenizer)]
     answers = [m["content"] for m in messages if m["role"] == "assistant"]
     prefix = "<think></think>" if name.startswith("thoughts") else ""
     if name == "opened with a thought":
@@ -167,7 +167,7 @@ def test_a_message_with_the_weight_0_is_seen_and_not_learnt(name: str) -> None:
     samples, _ = encoded(row_of(talk, weights=(0.0, 0.0, 0.0, 1.0)), tokenizer)
     told = [dense(part) for sample in samples for part in learnt(sample, tokenizer)]
     assert [part.removeprefix("<think></think>") for part in told] == ["river<|im_end|>"]
-    assert "mill" in tokenizer.decode(samples[-1].ids)
+    assert "mill" in tokenizer.decode(samples[0].ids)
     with pytest.raises(BadInput, match=r"talk.jsonl line 3: message 4 has the weight 0.5"):
         encoded(row_of(talk, weights=(0.0, 1.0, 0.0, 0.5)), tokenizer)
     with pytest.raises(BadInput, match="its answers have the weight 0"):

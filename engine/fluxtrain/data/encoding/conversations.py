@@ -97,7 +97,7 @@ class ConversationEncoder:
     ) -> Iterator[Sample]:
         """Yield a sample of the answers that end, and one of each other, with an end behind it."""
         learnt = [one for one in learnt if one.last > max(one.first, 1)]
-        for one in (found for found in learnt if found.end is None):
+        for one in (found for found in reversed(learnt) if found.end is None):
             if self._end is None:
                 raise _no_end()
             notes.added_ends += 1

@@ -33,7 +33,7 @@ class Rendering:
 
 
 def renderings(row: Row, template: ChatTemplate) -> list[Rendering]:
-    """Render a conversation so that each learnt answer is in one rendering, in its order.
+    """Render a conversation so that each learnt answer is in one rendering, the whole one first.
 
     Raises TemplateRefused where the template fails or hides where an answer is.
     """
@@ -105,7 +105,7 @@ def _by_prefixes(
             made.append(shared)
         start = _start(text, messages, index, row, template)
         shared.answers.insert(0, Answer(start=start, end=len(text)))
-    return made[::-1]
+    return made
 
 
 def _with_the_rest(
