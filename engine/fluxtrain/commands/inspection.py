@@ -14,13 +14,14 @@ import numpy as np
 from fluxtrain.client.inspection import InspectedFile, InspectedSample, InspectionAnswer, TextPiece
 from fluxtrain.commands.sampling import sampled
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import check_sequence_length, corpora
 from fluxtrain.data.reading.parts import Part
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
-from fluxtrain.data.tokens import Tokens, check_vocabulary, tokenize
+from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.models.loading import ModelSource, load_tokenizer, pad_id
 from fluxtrain.units import count_text
 
@@ -50,8 +51,9 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
     check_sequence_length(row_tokens, positions)
     corpus, apart = corpora(read_request(config.data.model_dump()))
     seen = sampled(corpus, apart, whole)
-    tokens = tokenize(seen.rows, tokenizer)
-    check_vocabulary(tokens, text_shape.vocab_size)
+    encoder = Encoder(tokenizer, corpus.max_bad_rows, bad=lambda: seen.report.bad)
+    tokens = in_memory(encoder.samples(seen.rows))
+    check_vocabulary(tokens.largest, text_shape.vocab_size)
     lengths = np.diff(tokens.starts)
     rows = PackedRows(tokens, Spans(tokens.starts[:-1], lengths), row_tokens, pad_id(tokenizer))
     longer = lengths > row_tokens

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from fluxtrain.models.stopping import stops_of
+
 
 def sample_text(
     model: PreTrainedModel,
@@ -25,7 +27,7 @@ def sample_text(
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=max_new_tokens,
         do_sample=seed is not None,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=stops_of(model.generation_config) or tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id
         if tokenizer.pad_token_id is not None
         else tokenizer.eos_token_id,

@@ -17,6 +17,7 @@ from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
+from fluxtrain.models.stopping import stop_at
 from fluxtrain.plan.states import LEAST_PACKED
 from fluxtrain.telemetry.events import ChoiceMade
 
@@ -78,6 +79,19 @@ def load_inputs(
         tell,
     )
     return Inputs(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
+
+
+def told_of(inputs: Inputs, whole: bool) -> list[str]:
+    """Return what a person should know of the data before it is trained on, a sentence each.
+
+    Makes generation stop at the ends that are learnt. `whole`: the model itself is saved at the
+    end, not an adapter.
+    """
+    data, loaded = inputs.data, inputs.loaded
+    ends = [end for end, _ in data.notes.ends.most_common()]
+    told = [*data.report.lines(), *data.notes.sentences(), *data.trained.fit.sentences()]
+    stopping = stop_at(loaded.model, loaded.tokenizer, ends, whole)
+    return [*told, stopping] if stopping else told
 
 
 def read_as(corpus: Corpus) -> ChoiceMade:

@@ -34,7 +34,7 @@ from fluxtrain.planning.placing import card_capability, choose_device, dtype_cho
 from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
-from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as
+from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as, told_of
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
@@ -77,7 +77,7 @@ def train(
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
         tell = partial(session.announcer.phase, "loading")
         inputs = load_inputs(config, fits, card_capability(device.value), tell)
-        for line in inputs.data.report.lines():
+        for line in told_of(inputs, whole=config.method.name == "full"):
             session.announcer.warn(line)
         method_of(config).prepare(inputs.loaded.model, config)
         run = made(config, inputs, session, checkpoint, machine, device)
