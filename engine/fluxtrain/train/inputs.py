@@ -15,9 +15,9 @@ from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
+from fluxtrain.models.generation import stop_at
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
-from fluxtrain.models.stopping import stop_at
 from fluxtrain.plan.states import LEAST_PACKED
 from fluxtrain.telemetry.events import ChoiceMade
 

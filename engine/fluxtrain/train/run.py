@@ -27,8 +27,8 @@ from fluxtrain.live.setup import live_changes
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
+from fluxtrain.models.generation import sample_text
 from fluxtrain.models.kernels import choose_kernels
-from fluxtrain.models.sampling import sample_text
 from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.placing import card_capability, choose_device, dtype_choice, wrapped
 from fluxtrain.planning.prediction import compared, steady_step_s
