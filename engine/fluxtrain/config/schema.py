@@ -47,6 +47,11 @@ class ModelSettings(Section):
         "bfloat16 on a card that has it (compute capability 8.0), float16 on one from 7.0, and "
         "without a card the model's own",
     )
+    packed_cache: bool = Field(
+        default=True,
+        description="keep the packed weights of qlora in ~/.cache/fluxtrain/packed, so that the "
+        "next start reads those (half a byte a weight) and packs nothing",
+    )
     kernels: Literal["auto", "liger", "torch"] = Field(
         default="auto",
         description="kernels of norms, rotary embeddings and gated activations on a GPU: those of "

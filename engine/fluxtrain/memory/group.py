@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fluxtrain.device.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.memory.packed import dense_parts, pack_segment, packed_source, placeholder
+from fluxtrain.memory.packed import Kept, dense_parts, pack_segment, packed_source, placeholder
 from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.group_placement import GroupPlacement, Tier
@@ -207,8 +207,16 @@ class Group:
         )
         return self.frozen if packs else "plain"
 
-    def settle(self, placement: GroupPlacement, device: torch.device, *, pin: bool) -> None:
-        """Fix the layout, allocate the weights' memory and move the weights into it."""
+    def settle(
+        self,
+        placement: GroupPlacement,
+        device: torch.device,
+        *,
+        pin: bool,
+        kept: Kept | None = None,
+    ) -> None:
+        """Fix the layout, allocate the weights' memory and move the weights into it; packed ones
+        may be `kept` from an earlier start."""
         self.placement, self._device, self._pin = placement, device, pin
         order = {dtype: place for place, dtype in enumerate(TRAINED_DTYPES)}
         self.segments.sort(
@@ -231,7 +239,7 @@ class Group:
         for segment, flat in zip(self.segments, weights, strict=True):
             segment.weights = flat
         for segment in self.packed_segments:
-            pack_segment(segment, self.name)
+            pack_segment(segment, self.name, kept)
         for member in self.members:
             view = self.own_view(member)
             if member.segment.packed is None:

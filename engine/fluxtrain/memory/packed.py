@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fluxtrain.device.arena import aligned
+from fluxtrain.memory.mapped import drop
 from fluxtrain.memory.segment import Member, Segment
 from fluxtrain.plan.states import PackedFormat
+from fluxtrain.quantization.layout import PackedLayout
 from fluxtrain.quantization.pack import pack
 from fluxtrain.quantization.unpack import unpack
 
@@ -37,8 +40,19 @@ def packed_source(parameter: nn.Parameter) -> PackedSource | None:
     return found
 
 
-def pack_segment(segment: Segment, group: str) -> None:
-    """Pack the weights of a segment's members, on the host, into the memory of `group`.
+class Kept(Protocol):
+    """Packed weights that an earlier start has kept (quantization/packed_cache.py)."""
+
+    def read_into(self, name: str, out: Tensor) -> bool:
+        """Fill out (bytes,) uint8 on the host with what is kept under a name, if it is there."""
+
+    def add(self, name: str, packed: Tensor) -> None:
+        """Keep packed (bytes,) uint8 under a name; it must not change before the end of packing."""
+
+
+def pack_segment(segment: Segment, group: str, kept: Kept | None = None) -> None:
+    """Pack the weights of a segment's members, on the host, into the memory of `group`, or read
+    them from where they are `kept`. Pages of files that they were are given back to the system.
 
     Raises BadInput where a weight holds NaN or infinity.
     """
@@ -46,14 +60,29 @@ def pack_segment(segment: Segment, group: str) -> None:
     assert layout is not None and weights is not None
     on_host = weights.device.type == "cpu"
     packed = weights if on_host else torch.zeros(len(weights), dtype=torch.uint8)
+    name = kept_name(segment, group)
+    if kept is None or not kept.read_into(name, packed):
+        _pack_members(segment, layout, packed, group)
+        if kept is not None:
+            kept.add(name, packed)
+    if packed is not weights:
+        weights.copy_(packed)
+
+
+def kept_name(segment: Segment, group: str) -> str:
+    """Name a segment in a cache."""
+    return f"{group} {segment.storage} {segment.dtype}"
+
+
+def _pack_members(segment: Segment, layout: PackedLayout, packed: Tensor, group: str) -> None:
     for index, member in enumerate(segment.members):
         source = member.parameter.__dict__.pop("_fluxtrain_packed", None)
         if source is not None:
             source.copy_to(layout.arrays_of(index, packed))
         else:
-            pack(layout, index, member.parameter.detach(), packed, name=f"{group}.{member.name}")
-    if packed is not weights:
-        weights.copy_(packed)
+            weight = member.parameter.detach()
+            pack(layout, index, weight, packed, name=f"{group}.{member.name}")
+            drop(weight)
 
 
 def unpack_group(segments: Iterable[Segment], flat: Tensor, dense: Tensor) -> None:

@@ -18,7 +18,7 @@ from fluxtrain.models.copies import Copied
 from fluxtrain.models.generation import stop_at
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
-from fluxtrain.plan.states import LEAST_PACKED
+from fluxtrain.plan import states
 from fluxtrain.telemetry.events import ChoiceMade
 
 DEMO = "demo"
@@ -60,7 +60,7 @@ def load_inputs(
             seed=config.train.seed,
         ),
         fits,
-        packed_elements=None if frozen == "plain" else LEAST_PACKED,
+        packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
     )
     data = prepare(
         DataSource(

@@ -122,7 +122,12 @@ class Run:
             usual_rate=usual_rate(config),
         )
         self.model, self.engine = wrapped(
-            config, inputs.loaded.model, device.value, self._plan.placement, self._plan.facts
+            config,
+            inputs.loaded,
+            device.value,
+            self._plan.placement,
+            self._plan.facts,
+            session.announcer.warn,
         )
         self._choices = (
             device,
