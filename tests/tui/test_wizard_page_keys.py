@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from textual.content import Content
 
+from fluxtrain.client.inspection import InspectionAnswer
 from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import ACTIONS
 from fluxtui.wizard.answers.answers import DATA_FORMATS, Answers
@@ -21,7 +23,7 @@ from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.pages.preview import preview_page
 from fluxtui.wizard.pages.strategy import strategy_page
 from fluxtui.wizard.pages.wizard_view import WizardView
-from tests.tui.wizard_pilot import opened, planned, probed
+from tests.tui.wizard_pilot import INSPECTION, opened, planned, probed
 
 OWN = {
     action.id: f"f{number}"
@@ -102,3 +104,15 @@ async def test_a_key_reads_the_data_in_the_next_shape_and_back(tmp_path: Path) -
             await wizard.until(lambda: wizard.screen.checks["data"] is not None)
             seen.append(wizard.screen.answers.data_format)
         assert seen == [*DATA_FORMATS, "auto"]
+
+
+def test_the_shape_of_data_on_the_hub_is_what_the_engine_says() -> None:
+    answers = Answers(step="data", data_source="hub", data_hub="owner/name")
+    found = Asked(value=msgspec.convert(INSPECTION, InspectionAnswer))
+    view = WizardView(
+        answers=answers, checks={"data": Check(facts=(("place", "the hub"),))}, inspection=found
+    )
+    for width in (76, 120):
+        text = " ".join(data_page(view, width).plain.split())
+        assert "format conversations (messages), because its first line" in text
+        assert "keys that are left out: `id` (in 4 rows)" in text

@@ -174,5 +174,5 @@ def _extent(found: InspectionAnswer) -> str:
     return (
         f"about {count_text(found.estimated_documents)} documents and "
         f"{count_text(found.estimated_tokens)} tokens, estimated from the first "
-        f"{found.sampled_documents:,} ({found.sampled_share:.1%} of the file)"
+        f"{found.sampled_documents:,} ({found.sampled_share:.1%} of the data)"
     )

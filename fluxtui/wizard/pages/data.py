@@ -26,6 +26,8 @@ def data_page(view: WizardView, width: int) -> Content:
         return _refused(view, check, width)
     parts = [_in_a_line(check, width) if view.short else found_page(view, width)]
     if asked.value is not None:
+        if view.answers.data_source == "hub":  # its shape is known to the engine alone
+            parts.append(drawing.pairs([_read_as(asked.value)], width))
         more = [note for note in asked.value.notes if note not in check.warnings]
         parts += [drawing.caution(note, width) for note in more]
         parts += _inspected(asked.value, width, view.short)
@@ -36,6 +38,12 @@ def data_page(view: WizardView, width: int) -> Content:
             parts.append(pending("The engine reads the first documents", asked, width))
         parts.append(_first_documents(check, width))
     return Content("\n\n").join(part for part in parts if part.plain)
+
+
+def _read_as(found: InspectionAnswer) -> tuple[str, str]:
+    first = found.files[0]
+    more = f"; {len(found.files) - 1} more files" if len(found.files) > 1 else ""
+    return "format", f"{first.title} ({first.shape}), because {first.because}{more}"
 
 
 def _refused(view: WizardView, check: Check | None, width: int) -> Content:
