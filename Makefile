@@ -37,8 +37,8 @@ check: lint test ## lint and test, as continuous integration does
 lint: dev ## ruff, mypy --strict, import contracts and circles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/python -m mypy
+	$(BIN)/python $(BIN)/lint-imports
 	$(BIN)/python .ci/check_imports.py engine/fluxtrain fluxtui
 
 test: dev test-native ## native tests, then pytest without gpu and slow tests

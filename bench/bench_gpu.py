@@ -42,7 +42,7 @@ from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Capacity
-from fluxtrain.plan.footprint import boundaries_on_host, homes
+from fluxtrain.plan.footprint import block_inputs_on_host_bytes, by_tier
 from fluxtrain.plan.request import Auto, RunRequest
 from fluxtrain.planning.placing import model_facts
 
@@ -174,8 +174,8 @@ def planned(
         "because": {choice.name: choice.because for choice in plan.choices},
     }
     layout = plan.layout
-    told["parameters_at_home"] = sum(group.trained for group in homes(facts, layout)[1])
-    told["boundaries_on_host_gib"] = round(boundaries_on_host(facts, layout) / GIB, 2)
+    told["parameters_on_host"] = sum(group.trained for group in by_tier(facts, layout)[1])
+    told["block_inputs_on_host_gib"] = round(block_inputs_on_host_bytes(facts, layout) / GIB, 2)
     if timing is not None:
         predicted = cost(facts, layout, timing.rates, clips=clips, passes=passes)
         told["predicted_step_s"] = round(predicted.step_s, 3)

@@ -47,14 +47,14 @@ DOCS = HERE.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- table of bench_table.py -->", "<!-- end of the table -->"
 LEARNING_RATE = 1e-5  # random weights leap at more, and then no two loops agree
 HEAD = (
-    "| row | s/step | tokens/s | TFLOP/s | beside | GPU (NVML) | host | boundaries there "
+    "| row | s/step | tokens/s | TFLOP/s | beside | GPU (NVML) | host | block inputs there "
     "| host bytes a parameter | wanted |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 LEGEND = (
     "Host memory is the process's peak less what it had with all imported, the GPU opened and one "
     "kernel run; where it was taken before the engine stood (block timing and timed steps), the "
-    "peak since then stands beside it. Bytes of it a parameter, boundaries apart: by all trained "
-    "parameters, which is what is judged, and (by those at home there). In `wanted`, shares and "
+    "peak since then stands beside it. Bytes of it a parameter, block inputs apart: by all trained "
+    "parameters, which is what is judged, and (by those on the host). In `wanted`, shares and "
     "multiples are of throughput."
 )
 
@@ -97,10 +97,10 @@ def line(row: Row, rows: Mapping[str, Row], slow: Mapping[str, Slow] | None = No
     found = rows[row["name"]]
     if "error" in found:
         return f"| {row['name']} | {found['error']} |" + " |" * 8
-    each, at_home = (found.get(f"host_bytes_per_{which}") for which in ("trained", "at_home"))
+    each, on_host = (found.get(f"host_bytes_per_{which}") for which in ("trained", "on_host"))
     bytes_each = "" if each is None else f"{each:.2f}"
-    bytes_each += "" if at_home is None else f" ({at_home:.2f})"
-    apart = found.get("boundaries_on_host_gib")
+    bytes_each += "" if on_host is None else f" ({on_host:.2f})"
+    apart = found.get("block_inputs_on_host_gib")
     host = f"{found['host_gib']:.1f} GiB"
     if found.get("host_setup_gib", 0) > found.get("host_training_gib", math.inf):
         host += f" (training {found['host_training_gib']:.1f})"
@@ -116,12 +116,12 @@ def plan_line(row: Row, found: Row) -> str:
     """What was planned for a row of FluxTrain, and what bound its median step."""
     words = [
         f"{found['offload']}, {found['device_groups']} groups and {found['resident_blocks']} "
-        f"blocks' weights on the GPU, chunks of {found['chunk_rows']}, boundaries on the "
+        f"blocks' weights on the GPU, chunks of {found['chunk_rows']}, block inputs on the "
         f"{found['activations']}, {found['blocks_without_recompute']} blocks keep activations"
     ]
-    at_home = found["offload"] != "none"
-    words += ["embedding by rows"] if at_home and found.get("embedding") == "rows" else []
-    words += ["head in slices"] if found.get("head") == "chunks" else []
+    on_host = found["offload"] != "none"
+    words += ["embedding by rows"] if on_host and found.get("embedding") == "rows" else []
+    words += ["head in vocabulary chunks"] if found.get("head") == "chunks" else []
     words += ["moments deferred"] if found.get("deferred_moments") else []
     if "predicted_step_s" in found:
         words.append(f"{found['predicted_step_s']:.3f} s predicted")

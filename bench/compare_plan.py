@@ -115,7 +115,9 @@ def lanes_of(trace: Path) -> StepLanes:
 def measured_terms(step: StepLanes, found: Attribution) -> dict[str, float]:
     """Seconds by the names of `predicted_terms`."""
     on_gpu = [one for one in step.intervals if one.lane == "gpu"]
-    heads = [one for one in on_gpu if one.kind == "head"]  # in slices: forward and backward
+    heads = [
+        one for one in on_gpu if one.kind == "head"
+    ]  # in vocabulary chunks: forward and backward
     begins_s, left_s = heads[0].start_s, max(one.stop_s for one in heads)
     ends_s = max(one.stop_s for one in on_gpu if one.kind in ("backward", "gradients"))
 

@@ -60,16 +60,16 @@ class MemoryWatch(threading.Thread):
 
 def host_figures(row: Mapping[str, Any], training_bytes: int, setup_bytes: int) -> dict[str, float]:
     """Peaks of host memory above an empty process: GiB until the engine stood (`host_setup_gib`),
-    since then, and of all; and bytes of all a parameter with boundaries apart, by all parameters
-    that the row trains and by those at home there."""
-    apart_bytes = row.get("boundaries_on_host_gib", 0.0) * GIB
+    since then, and of all; and bytes of all a parameter with block inputs apart, by all parameters
+    that the row trains and by those on the host there."""
+    apart_bytes = row.get("block_inputs_on_host_gib", 0.0) * GIB
     host_bytes = max(training_bytes, setup_bytes)
     figures = {
         "host_gib": round(host_bytes / GIB, 2),
         "host_setup_gib": round(setup_bytes / GIB, 2),
         "host_training_gib": round(training_bytes / GIB, 2),
     }
-    for which in ("trained", "at_home"):
+    for which in ("trained", "on_host"):
         if row.get(f"parameters_{which}"):
             each = (host_bytes - apart_bytes) / row[f"parameters_{which}"]
             figures[f"host_bytes_per_{which}"] = round(each, 3)

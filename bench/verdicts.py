@@ -10,7 +10,7 @@ from typing import Any, Literal
 SAME_LOSSES = 1e-3  # relative
 COMPARED_STEPS = 20
 SLOWER = 1.05  # a machine whose reference takes longer by more is not the one that was meant
-# Bytes of host memory a trained parameter, boundaries apart, by what the row keeps there.
+# Bytes of host memory a trained parameter, block inputs apart, by what the row keeps there.
 HOST_BYTES = {"exact": 14.5, "in_backward": 12.5, "8bit": 8.5}
 
 Row = dict[str, Any]

@@ -25,6 +25,7 @@ from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.typed import typed
 from fluxtui.wizard.answers.answers import (
+    DATA_FORMATS,
     DIAL,
     METHODS,
     OFFLOADS,
@@ -90,13 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     answers = parser.add_argument_group("answers of the wizard")
     add = answers.add_argument
     add("--model", metavar="M", help="demo, a folder, or a hub id")
-    add("--data", metavar="D", help="demo, a .txt or .jsonl file, or hf://datasets/owner/name")
+    add("--data", metavar="D", help="demo, a file, a folder, or hf://datasets/owner/name")
     add("--method", choices=METHODS, help="what is trained of the model")
     add("--sequence-length", type=_positive, metavar="N", help="tokens in a row")
     add("--aggressiveness", choices=DIAL, help="from as fast as possible to what fits easily")
     add("--offload", choices=OFFLOADS, help="what lives in host memory")
     add("--batch-rows", type=_positive, metavar="N", help="rows of one backward pass")
     add("--chunk-rows", type=_positive, metavar="N", help="rows computed at once in a block")
+    add("--data-format", choices=DATA_FORMATS, help="the shape of the data, where auto errs")
     add("--steps", type=_positive, metavar="N", help="optimizer steps")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
     look = parser.add_argument_group("the screen")

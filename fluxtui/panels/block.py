@@ -14,7 +14,7 @@ from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, wrapped
 
 WORDS = {
-    "G": "device", "C": "host", "N": "disk", ">": "on its way in", "<": "on its way home",
+    "G": "device", "C": "host", "N": "disk", ">": "on its way in", "<": "on its way to the host",
     ".": "not there",
 }  # fmt: skip
 

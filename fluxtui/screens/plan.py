@@ -174,7 +174,9 @@ def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
         "step_s": planned.step_s,
     }
     for row in state.checked.rows if state.checked else ():
-        wanted[row.quantity], found[row.quantity] = row.predicted, row.measured
+        wanted[row.quantity] = row.predicted
+        if row.measured is not None:  # a run without a GPU compares no device memory
+            found[row.quantity] = row.measured
     names = (f"{'predicted':>12}", f"{'measured':>12}", f"{'error':>9}")
     so_far = "" if state.checked or state.done else "  so far"
     head: Line = (*_name(""), *((name, "dim") for name in names))

@@ -77,6 +77,7 @@
  *
  * Where an absmax or a scale is zero, or so small that its reciprocal is infinite, all codes are those of
  * zero. Elements behind n up to `padded` have codes of zero and an absmax of zero; unpacked they are 0.
+ * Where an absmax is NaN, which flux_pack reports, the bits of the NaN that it unpacks to are not defined.
  */
 #ifndef FLUX_NATIVE_H
 #define FLUX_NATIVE_H

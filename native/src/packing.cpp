@@ -56,25 +56,37 @@ double sum_of(const float* absmax) {
 }
 
 // The borders between the codes of a map, for comparison by "less": what lies in the middle of two has
-// the even code, so a border above an odd one is the number before it.
+// the even code, so a border above an odd one is the number before it. In the order of a binary search:
+// behind node k come 2k and 2k + 1, and behind the last level 256 + code. No branch depends on a value.
 struct Borders {
-    float above[255];
+    float node[256];
 
     explicit Borders(const float* map) {
-        for (int i = 0; i < 255; ++i) {
-            above[i] = (map[i] + map[i + 1]) / 2.0f;
-            if (i % 2 == 0) continue;
-            int32_t bits;
-            memcpy(&bits, &above[i], sizeof bits);
-            bits += bits > 0 ? -1 : 1;  // no border is zero
-            memcpy(&above[i], &bits, sizeof bits);
+        for (unsigned k = 1; k < 256; ++k) {
+            unsigned last = 2 * k;  // on its left side the last code is right of all that follow
+            while (last < 256) last = 2 * last + 1;
+            node[k] = border_above(map, last - 256);
         }
     }
 
-    uint8_t code_of(float x) const {
-        unsigned code = 0;
-        for (unsigned step = 128; step > 0; step /= 2) code += x > above[code + step - 1] ? step : 0;
-        return static_cast<uint8_t>(code);
+    static float border_above(const float* map, unsigned code) {
+        const float border = (map[code] + map[code + 1]) / 2.0f;
+        if (code % 2 == 0) return border;
+        int32_t bits;
+        memcpy(&bits, &border, sizeof bits);
+        bits += bits > 0 ? -1 : 1;  // no border is zero
+        float before;
+        memcpy(&before, &bits, sizeof before);
+        return before;
+    }
+
+    // Level by level, so that the processor works on many values at once.
+    void code(const float* x, uint8_t* codes) const {
+        uint32_t k[kNested];
+        for (size_t i = 0; i < kNested; ++i) k[i] = x[i] > node[1] ? 3 : 2;
+        for (int level = 1; level < 8; ++level)
+            for (size_t i = 0; i < kNested; ++i) k[i] = 2 * k[i] + (x[i] > node[k[i]] ? 1 : 0);
+        for (size_t i = 0; i < kNested; ++i) codes[i] = static_cast<uint8_t>(k[i]);
     }
 };
 
@@ -91,7 +103,8 @@ void nest(const float* absmax, size_t real, float offset, const Borders& borders
     *scale = most;
     const float reciprocal = 1.0f / most;
     const float inverse = reciprocal <= 3.4028234663852886e38f ? reciprocal : 0.0f;
-    for (size_t i = 0; i < kNested; ++i) codes[i] = borders.code_of(centred[i] * inverse);
+    for (size_t i = 0; i < kNested; ++i) centred[i] *= inverse;
+    borders.code(centred, codes);
 }
 
 void nest_all(const flux_packing_args& a, const float* absmax, double* sums) {

@@ -68,7 +68,8 @@ FLUX_INLINE float widened(float x) { return x; }
 FLUX_INLINE float widened(Bf16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 FLUX_INLINE float widened(F16 x) {
     const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-    if (rest >= 0x7c00u) return float_of(sign | kInfinityBits | (rest & 0x3ffu) << 13);
+    const uint32_t quiet = rest > 0x7c00u ? 0x00400000u : 0;  // of a NaN, as the processors make it
+    if (rest >= 0x7c00u) return float_of(sign | kInfinityBits | quiet | (rest & 0x3ffu) << 13);
     if (rest >= 0x0400u) return float_of(sign | ((rest << 13) + 0x38000000u));
     return float_of(sign | bits_of(static_cast<float>(rest) * 0x1p-24f));
 }

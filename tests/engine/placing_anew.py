@@ -38,7 +38,7 @@ def _facts_of(engine: Engine) -> ModelFacts:
     )
     heads = [g for g in engine.groups if "vocabulary_chunks" in g.placement.transfers]
     head = HeadFacts(
-        group=heads[0].name, words=1, word_bytes=2, dtype_bytes=2, trained=True,
+        group=heads[0].name, vocabulary=1, row_bytes=2, dtype_bytes=2, trained=True,
         tied=heads[0].users > 1,
     ) if heads else None  # fmt: skip
     return ModelFacts(groups=groups, head=head)

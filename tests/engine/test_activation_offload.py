@@ -95,9 +95,9 @@ def test_a_training_brings_back_all_but_the_last_ones_and_keeps_its_bits(
             optimizer.zero_grad()
         engine.flush()
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        boundaries_of_a_step = 5  # of four blocks and the last norm
+        inputs_of_a_step = 5  # of four blocks and the last norm
         assert engine.activation_offload.offloaded_count == (
-            0 if boundaries == "device" else 3 * boundaries_of_a_step
+            0 if boundaries == "device" else 3 * inputs_of_a_step
         )
         assert uploads.back == max(
             0, engine.activation_offload.offloaded_count - 3 * MOST_DOWNLOADS

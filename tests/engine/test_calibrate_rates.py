@@ -142,7 +142,7 @@ def test_steps_that_could_not_be_timed_are_told_and_timed_again_once_it_may_succ
     model = tiny("llama", torch.bfloat16)
     facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
     missed = StepsNotTimed(why="3 blocks take 9 GiB", host_bytes=36 << 30)
-    answers = [replace(timed, not_rehearsed=missed), timed]
+    answers = [replace(timed, steps_not_timed=missed), timed]
     monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
@@ -212,7 +212,7 @@ def test_a_model_whose_steps_cannot_be_timed_says_so_in_its_plan_and_is_not_time
     model = tiny("llama", torch.bfloat16)
     facts, timed = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
     missed = StepsNotTimed(why="no parameter of its blocks is trained", lasts=True)
-    answers = [replace(timed, not_rehearsed=missed)]
+    answers = [replace(timed, steps_not_timed=missed)]
     monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})

@@ -122,6 +122,9 @@ def test_held_out_data_of_its_own_is_evaluated_on_and_none_of_the_rest(
     assert data.trained.token_count == data.tokens
     assert data.held_out.token_count > 0 and data.documents == 60
     assert "held-out documents that are trained on too: 1" in data.report.leaked
+    found = inspection.inspect(load_config(config))
+    assert [file.name for file in found.held_out_files] == [held]
+    assert f"held out: {held}: texts (text), because" in inspection.page(found)
     missing = run_config(data__path=trained, data__held_out_path=str(tmp_path / "no.jsonl"))
     with pytest.raises(BadInput, match=r"no\.jsonl does not exist"):
         load_inputs(load_config(missing))

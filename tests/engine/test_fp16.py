@@ -229,7 +229,7 @@ def test_a_large_fp16_parameter_costs_sixteen_bytes_and_an_update_moves_28() -> 
     facts = facts_of(model).groups[0]
     assert facts.weight_bytes == 2 * n
     assert facts.state_bytes == 12 * n
-    assert facts.home_bytes() == 16 * n
-    assert facts.home_bytes(accumulates=True) == 20 * n
+    assert facts.host_bytes() == 16 * n
+    assert facts.host_bytes(accumulates=True) == 20 * n
     assert facts.update_bytes == 28 * n
-    assert facts_of(model, "8bit").groups[0].home_bytes() == 10 * n + 2 * 4 * n // 256
+    assert facts_of(model, "8bit").groups[0].host_bytes() == 10 * n + 2 * 4 * n // 256

@@ -109,8 +109,8 @@ def test_passes_have_the_bits_of_copies_in_order(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = random.Random(seed)
-    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 128)
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 128)
     if drawn.random() < 0.3:  # of what is so large one buffer alone is on the device
         monkeypatch.setattr(depths, "LARGE_STAGING_BYTES", 1)
     dtype, tied = drawn.choice((torch.float32, torch.bfloat16)), drawn.random() < 0.4

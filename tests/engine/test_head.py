@@ -38,9 +38,9 @@ Pair = Callable[..., tuple[Any, Any]]
 
 @pytest.fixture(params=["whole", "chunks"])
 def head(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the head is copied; slices are of 16 words of 50, or 32 in bf16."""
-    monkeypatch.setattr(heads, "SLICE_BYTES", 16 * WIDTH * 4)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 8)
+    """How the head is copied; chunks are of 16 words of 50, or 32 in bf16."""
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 16 * WIDTH * 4)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 8)
     found: str = request.param
     return found
 

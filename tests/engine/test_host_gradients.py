@@ -259,16 +259,18 @@ def test_forgotten_rows_leave_no_memory_on_the_device() -> None:
 def test_gradients_of_passes_are_those_of_everything_on_the_device(
     dtype: torch.dtype, head: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head, whole or in slices, blocks and an embedding by rows."""
-    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 128)
+    """A head, whole or in chunks, blocks and an embedding by rows."""
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 128)
     found = []
     for offload in ("none", "weights"):
         model = llama(dtype, tie_word_embeddings=tied)
         placed = {"embedding": "rows", "head": head} if offload == "weights" else {}
         wrap_with(model, device="cpu", offload=offload, **placed)
         engine = engine_of(model)
-        assert any(unit.in_slices for unit in engine.units) == (placed.get("head") == "chunks")
+        assert any(unit.in_vocab_chunks for unit in engine.units) == (
+            placed.get("head") == "chunks"
+        )
         with monkeypatch.context() as patch:
             patch.setattr(Arrival, "wait", lambda self: pytest.fail("the host waits"))
             passes_of(model, 3)

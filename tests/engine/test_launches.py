@@ -88,31 +88,31 @@ def loss_of_a_chunk() -> None:
     chunk_loss.FusedChunks(head, None).slope(torch.ones(2, 3), slice(0, 2), torch.zeros(2))
 
 
-def sliced() -> tuple[
+def chunked() -> tuple[
     vocab_chunk_loss.FusedVocabChunks,
     torch.Tensor,
     vocab_chunk_loss.VocabChunk,
     vocab_chunk_loss.Tokens,
 ]:
-    slices = vocab_chunk_loss.FusedVocabChunks(torch.float32, torch.device("cpu"), 5, None, 2)
+    chunks = vocab_chunk_loss.FusedVocabChunks(torch.float32, torch.device("cpu"), 5, None, 2)
     words = vocab_chunk_loss.VocabChunk(weight=torch.ones(5, 3), bias=None, first=0)
     tokens = vocab_chunk_loss.Tokens.of(torch.zeros(2, dtype=torch.int64))
-    return slices, torch.ones(2, 3), words, tokens
+    return chunks, torch.ones(2, 3), words, tokens
 
 
-def sums_of_a_slice() -> None:
-    slices, hidden, words, tokens = sliced()
-    slices.collect(hidden, words, tokens)
+def sums_of_a_vocab_chunk() -> None:
+    chunks, hidden, words, tokens = chunked()
+    chunks.collect(hidden, words, tokens)
 
 
-def slope_of_a_slice() -> None:
-    slices, hidden, words, tokens = sliced()
-    slices.slope(hidden, words, tokens, ONE)
+def slope_of_a_vocab_chunk() -> None:
+    chunks, hidden, words, tokens = chunked()
+    chunks.slope(hidden, words, tokens, ONE)
 
 
 LAUNCHES = (
     update, update_with_8_bits, update_with_bf16, loss_of_a_chunk,
-    sums_of_a_slice, slope_of_a_slice,
+    sums_of_a_vocab_chunk, slope_of_a_vocab_chunk,
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from fluxtrain.edges import head
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.pinned_pool import PinnedBuffer
 from fluxtrain.memory.unit import Unit
-from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
+from fluxtrain.plan.footprint import HIDDEN_AT_LOSS, INPUTS_IN_FLIGHT
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import bound
 from fluxtrain.wrapping.engine import engine_of
@@ -153,13 +153,13 @@ def test_as_many_boundaries_are_on_the_device_as_the_footprint_says(
         few = peaks(8, patch)
     with monkeypatch.context() as patch:
         many = peaks(16, patch)
-    boundary_bytes = 8 * TOKENS * HIDDEN * 2
-    grown = {phase: (many[phase] - few[phase]) / boundary_bytes for phase in few}
+    block_input_bytes = 8 * TOKENS * HIDDEN * 2
+    grown = {phase: (many[phase] - few[phase]) / block_input_bytes for phase in few}
     arriving_and_earlier_chunks = 2
     assert grown["backward block"] == pytest.approx(
-        BOUNDARIES_IN_FLIGHT + arriving_and_earlier_chunks, abs=0.25
+        INPUTS_IN_FLIGHT + arriving_and_earlier_chunks, abs=0.25
     )
-    assert grown["after head"] == pytest.approx(BOUNDARIES_IN_FLIGHT + HIDDEN_AT_LOSS, abs=0.25)
+    assert grown["after head"] == pytest.approx(INPUTS_IN_FLIGHT + HIDDEN_AT_LOSS, abs=0.25)
 
 
 def test_a_block_that_keeps_its_activations_keeps_its_input_on_the_device(tiny: Any) -> None:

@@ -16,6 +16,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.plan.choices.placement import Placement, placement_of
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.wrapping import wrap as wrapping
 from fluxtrain.wrapping.engine import engine_of
 from fluxtrain.wrapping.grouping import facts_of
@@ -53,6 +54,12 @@ def test_what_a_made_placement_has_already_cannot_be_asked_beside_it(tiny: Any) 
     for beside in ({"offload": "max"}, {"budget_gib": 2.0}, {"optimizer_in_backward": True}):
         with pytest.raises(BadInput, match=f"{next(iter(beside))} is part of the placement"):
             fluxtrain.wrap(model, device="cpu", placement=placed(model), **beside)
+
+
+@pytest.mark.parametrize("wrong", ["weights", {"offload": "weights"}, 3, PlacementRequest], ids=str)
+def test_a_placement_of_another_type_is_refused_with_what_to_give(tiny: Any, wrong: Any) -> None:
+    with pytest.raises(BadInput, match=r"placement is .*: give a fluxtrain\.PlacementRequest"):
+        fluxtrain.wrap(tiny("llama"), device="cpu", placement=wrong)
 
 
 def test_a_placement_of_another_model_or_for_what_is_not_there_yet_is_refused(tiny: Any) -> None:

@@ -86,7 +86,7 @@ def test_the_predicted_bytes_are_those_that_training_holds(
     assert plan.host_bytes >= plan.need.arena_bytes + plan.device_bytes  # one memory has both
     counted = plan.need.shown_device_bytes(has_gpu=False)
     if asked.offload == "max":  # two boundaries at a time on the device, held by nobody for long
-        counted -= plan.need.boundaries_bytes
+        counted -= plan.need.block_inputs_bytes
     assert memory.device_peak_bytes == pytest.approx(counted, rel=0.1)
     assert engine.plan is plan
     assert plan.slots == len([s for s in engine.window.slots if not s.owner])
@@ -134,8 +134,8 @@ def test_rows_of_several_backward_passes_are_planned_and_counted() -> None:
 def test_rows_that_a_tied_head_in_slices_keeps_are_planned_and_counted(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 100)
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 100)
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=256, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,

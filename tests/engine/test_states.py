@@ -286,7 +286,7 @@ def test_the_predicted_bytes_are_those_that_training_holds(
     assert facts == facts_of(tiny("llama", torch.bfloat16)).with_states(states) or states == "8bit"
     model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
     train(model, adamw(model), batch, range(1))
-    assert engine_of(model).memory().host_arena_bytes == facts.home_bytes
+    assert engine_of(model).memory().host_arena_bytes == facts.host_bytes
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_bytes_a_parameter_follow_from_the_format(states: Any, kept: int, moved:
         name="block", kind="block", weight_bytes=2 * n, trained_bf16=n, states=states, narrow=n
     )
     scales = 8 * n // 256 if states == "8bit" else 0
-    assert facts.home_bytes() == kept * n + scales
+    assert facts.host_bytes() == kept * n + scales
     assert facts.update_bytes == moved * n + 2 * scales
 
 

@@ -227,7 +227,7 @@ def test_without_masters_a_bf16_parameter_takes_fewer_bytes(name: str, bytes_eac
     layers = [nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(3)]
     facts = facts_of(nn.ModuleDict({"blocks": nn.ModuleList(layers)}))
     block = facts.without_masters(THIRD_PARTY_FORMATS[name]).groups[0]
-    assert block.home_bytes() == bytes_each * (1 << 20)
+    assert block.host_bytes() == bytes_each * (1 << 20)
 
 
 def test_every_optimizer_of_the_configuration_is_known() -> None:

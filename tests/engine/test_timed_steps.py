@@ -241,8 +241,8 @@ def test_why_no_steps_were_timed_is_among_the_constants_with_the_blocks_times(
     timed: Any = SimpleNamespace(few=alone, many=alone)
     why = StepsNotTimed(why="no room")
     found = calibrate_module._of_host(timed, why)
-    assert found == {"host_block_s": 0.1, "host_forward_s": 0.05, "not_rehearsed": why}
-    assert calibrate_module._of_host(timed, None)["not_rehearsed"] is None
+    assert found == {"host_block_s": 0.1, "host_forward_s": 0.05, "steps_not_timed": why}
+    assert calibrate_module._of_host(timed, None)["steps_not_timed"] is None
 
 
 def test_waiting_between_two_marks_is_taken_off() -> None:

@@ -58,9 +58,9 @@ LOSSES: dict[str, Loss] = {
 
 
 def towers(monkeypatch: pytest.MonkeyPatch, head: str, **shape: bool) -> tuple[Tower, nn.Module]:
-    """The plain model and the same one wrapped; slices are of 16 words of 50."""
-    monkeypatch.setattr(heads, "SLICE_BYTES", 16 * WIDTH * 4)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 8)
+    """The plain model and the same one wrapped; chunks are of 16 words of 50."""
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 16 * WIDTH * 4)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 8)
     wrapped = wrap_with(Tower(**shape), device="cpu", head=head, embedding="rows")
     return Tower(**shape), wrapped
 

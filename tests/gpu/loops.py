@@ -29,7 +29,9 @@ from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS, ROWS, TOKENS, WORDS, WIDTH = 6, 8, 128, 4096, 512
-SLICE_BYTES = WORDS // 4 * WIDTH * 2  # of a head that comes in slices: `plan.heads.SLICE_BYTES`
+VOCAB_CHUNK_BYTES = (
+    WORDS // 4 * WIDTH * 2
+)  # of a head that comes in vocabulary chunks: `plan.heads.VOCAB_CHUNK_BYTES`
 USED_WORDS = 64  # of them, so that a few steps learn which
 STREAMED: dict[str, Any] = {"offload": "weights", "device_groups": 0, "resident_blocks": 0}
 
@@ -127,9 +129,9 @@ class Training:
         """What only has an effect beside other choices has it."""
         by_rows = any(group.rows is not None for group in self.engine.groups)
         assert by_rows == (wished.get("embedding") == "rows")
-        slices = [unit.slices for unit in self.engine.units if unit.slices is not None]
-        assert bool(slices) == (wished.get("head") == "chunks")
-        assert all(4 * each.rows <= WORDS for each in slices)
+        chunks = [unit.vocab_chunks for unit in self.engine.units if unit.vocab_chunks is not None]
+        assert bool(chunks) == (wished.get("head") == "chunks")
+        assert all(4 * each.rows <= WORDS for each in chunks)
 
     def _note(self, event: object) -> None:
         if isinstance(event, StepFinished):

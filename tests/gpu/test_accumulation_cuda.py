@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 WORDS, WIDTH, ROWS, TOKENS, STEPS, MAX_NORM = 1000, 256, 8, 64, 3, 0.3
-SLICE = 256  # words of bf16, half as many of fp32: the last slice is a smaller one
+CHUNK_ROWS = 256  # words of bf16, half as many of fp32: the last chunk is a smaller one
 STREAMED: dict[str, Any] = {"offload": "weights", "device_groups": 0, "resident_blocks": 0}
 PLACES: dict[str, dict[str, Any]] = {
     "on the device": {"offload": "none"},
@@ -35,19 +35,21 @@ PLACES: dict[str, dict[str, Any]] = {
     "some at home": {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
     "boundaries at home": {"offload": "max"},
     "embedding by rows": {**STREAMED, "embedding": "rows"},
-    "head in slices": {**STREAMED, "head": "chunks"},
-    "rows and slices": {**STREAMED, "embedding": "rows", "head": "chunks"},
+    "head in vocabulary chunks": {**STREAMED, "head": "chunks"},
+    "rows and vocabulary chunks": {**STREAMED, "embedding": "rows", "head": "chunks"},
 }
-OF_TIED = [place for place in PLACES if place != "head in slices"]  # which need the rows too
-# Of the norm, for losses, norms and gradients in fp32. Slices add up otherwise than a whole head.
-CLOSE, CLOSE_IN_SLICES = 1e-4, 1e-3
+OF_TIED = [
+    place for place in PLACES if place != "head in vocabulary chunks"
+]  # which need the rows too
+# Of the norm, for losses, norms and gradients in fp32. Chunks add up otherwise than a whole head.
+CLOSE, CLOSE_IN_CHUNKS = 1e-4, 1e-3
 SIZE = 32 << 20
 LATE = 400_000_000  # clocks, some 0.2 s
 
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(heads, "SLICE_BYTES", SLICE * WIDTH * 2)
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", CHUNK_ROWS * WIDTH * 2)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -68,7 +70,7 @@ def wrapped(plain: nn.Module, place: dict[str, Any], device: str = "cuda", **opt
     wrap_with(model, device=device, chunk_rows=4, overlap=True, **place, **options)
     engine = engine_of(model)
     assert any(group.rows is not None for group in engine.groups) == ("embedding" in place)
-    assert any(unit.slices is not None for unit in engine.units) == ("head" in place)
+    assert any(unit.vocab_chunks is not None for unit in engine.units) == ("head" in place)
     return model
 
 
@@ -102,7 +104,7 @@ def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def follows_plain_torch(
     place: dict[str, Any], passes: int, *, tied: bool, device: str = "cuda"
 ) -> None:
-    close = CLOSE_IN_SLICES if place.get("head") == "chunks" else CLOSE
+    close = CLOSE_IN_CHUNKS if place.get("head") == "chunks" else CLOSE
     plain = build(tied=tied)
     ours = wrapped(plain, place, device)
     plain.to(device)

@@ -44,7 +44,7 @@ def test_a_block_is_timed_on_the_gpu_and_leaves_nothing_there() -> None:
     assert 0 < timed.host_forward_s < timed.host_block_s
     assert timed.host is not None  # whole steps were timed with blocks on the host
     assert 0 < timed.host.forward_s < 2 * timed.host.forward_beside_s
-    assert timed.host.home_update_s > 0 and timed.host.device_update_s > 0
+    assert timed.host.host_group_update_s > 0 and timed.host.device_update_s > 0
     for rate in ("adamw_per_s", "adamw_weights_per_s", "adamw_moments_per_s"):
         assert getattr(timed, rate)
     assert timed.edge_bytes > 0
@@ -61,8 +61,8 @@ def test_without_host_memory_for_whole_steps_calibration_says_so_and_keeps_the_b
     timed = calibrate(model, batch_of, torch.device("cuda"), (2, 8), host_available_bytes=1 << 20)
     assert timed.host is None
     assert 0 < timed.host_forward_s < timed.host_block_s
-    assert timed.not_rehearsed is not None
-    assert "of the 1.00 MiB of host memory" in timed.not_rehearsed.why
+    assert timed.steps_not_timed is not None
+    assert "of the 1.00 MiB of host memory" in timed.steps_not_timed.why
 
 
 def test_what_is_updated_is_copied_both_ways_and_is_unlocked_afterwards() -> None:

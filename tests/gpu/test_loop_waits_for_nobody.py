@@ -15,7 +15,7 @@ import torch
 
 import fluxtrain
 from fluxtrain.plan import heads
-from tests.gpu.loops import LAYERS, SLICE_BYTES, STREAMED, Training
+from tests.gpu.loops import LAYERS, STREAMED, VOCAB_CHUNK_BYTES, Training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,9 +28,13 @@ PARTS: dict[str, dict[str, Any]] = {
     "embedding by rows": {"embedding": "rows"},
     "tied": TIED,
     "tied embedding by rows": {**TIED, "embedding": "rows"},
-    "head in slices": {"head": "chunks"},
-    "tied, rows and slices": {**TIED, "embedding": "rows", "head": "chunks"},
-    "8-bit states, rows and slices": {"states": "8bit", "embedding": "rows", "head": "chunks"},
+    "head in vocabulary chunks": {"head": "chunks"},
+    "tied, rows and vocabulary chunks": {**TIED, "embedding": "rows", "head": "chunks"},
+    "8-bit states, rows and vocabulary chunks": {
+        "states": "8bit",
+        "embedding": "rows",
+        "head": "chunks",
+    },
 }
 CASES: dict[str, dict[str, Any]] = {
     "exact": STREAMED,
@@ -64,8 +68,8 @@ CASES: dict[str, dict[str, Any]] = {
     "offload max": {"offload": "max"},
     "embedding by rows": {**STREAMED, "embedding": "rows"},
     "tied embedding by rows": {**STREAMED, **TIED, "embedding": "rows"},
-    "head in slices": {**STREAMED, "head": "chunks"},
-    "tied, rows and slices": {**STREAMED, **TIED, "embedding": "rows", "head": "chunks"},
+    "head in vocabulary chunks": {**STREAMED, "head": "chunks"},
+    "tied, rows and vocabulary chunks": {**STREAMED, **TIED, "embedding": "rows", "head": "chunks"},
     **{
         f"accumulating, {name}": {**STREAMED, "accumulation": 2, **parts}
         for name, parts in PARTS.items()
@@ -77,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def waiting_is_allowed_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(heads, "SLICE_BYTES", SLICE_BYTES)
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", VOCAB_CHUNK_BYTES)
     yield
     torch.cuda.set_sync_debug_mode("default")
 

@@ -21,7 +21,7 @@ import torch
 from fluxtrain.device.arena import HostArena
 from fluxtrain.device.page_locks import LOCKS
 from fluxtrain.plan import heads
-from tests.gpu.loops import SLICE_BYTES, STREAMED, Training
+from tests.gpu.loops import STREAMED, VOCAB_CHUNK_BYTES, Training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,7 +123,7 @@ def test_later_steps_ask_the_driver_for_no_memory(
     """One window of four may grow: a step may find the device further behind than any before it,
     and torch's allocators then take one more block. What every step asks for grows all four."""
     forget_what_is_free()
-    monkeypatch.setattr(heads, "SLICE_BYTES", SLICE_BYTES)
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", VOCAB_CHUNK_BYTES)
     watch = Watch(monkeypatch)
     training = Training(FIRST + WINDOWS * WINDOW_STEPS, **placement)
     training.batches.before_step = watch.before_step

@@ -15,6 +15,7 @@ from textual.pilot import Pilot
 from fluxtrain.rundir.control import ControlServer
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
+from fluxtrain.units import bytes_text
 from fluxtui.app import FluxApp
 from fluxtui.panels.trials import headline, trial_line, why_not
 from fluxtui.screens.plan import plan_lines
@@ -204,6 +205,14 @@ def test_the_prediction_is_compared_with_what_is_measured_so_far_and_at_the_end(
     row = ev.Compared(quantity="step_s", predicted=1.0, measured=0.8, error=0.25)
     ended = words(*plan_lines(view_after(made, planned, ev.PlanChecked(rows=(row,))), 100))
     assert "+25.0%" in ended and "so far" not in ended
+
+
+def test_a_peak_that_the_run_did_not_compare_is_the_one_that_was_seen(made: ModuleType) -> None:
+    row = ev.Compared(quantity="device_peak_bytes", predicted=1e9, measured=None, error=None)
+    seen = view_after(made, ev.PlanChecked(rows=(row,)))
+    assert seen.state.memory is not None and seen.state.memory.device_peak_bytes
+    (line,) = (a for a in words(*plan_lines(seen, 100)).splitlines() if "device peak" in a)
+    assert bytes_text(seen.state.memory.device_peak_bytes) in line
 
 
 def test_after_a_change_its_prediction_stands_beside_the_steps_since(made: ModuleType) -> None:

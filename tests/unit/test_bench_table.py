@@ -179,8 +179,8 @@ def test_a_multiple_of_a_loop_that_is_slow_here_is_of_what_it_is_known_to_do(
 
 
 def test_bytes_by_trained_parameters_are_shown_beside_those_at_home() -> None:
-    figures = {"host_bytes_per_trained": 9.312, "host_bytes_per_at_home": 14.92}
-    apart = {"boundaries_on_host_gib": 1.12}
+    figures = {"host_bytes_per_trained": 9.312, "host_bytes_per_on_host": 14.92}
+    apart = {"block_inputs_on_host_gib": 1.12}
     told = bench_table.line({"name": "a"}, {"a": found(1, []) | figures | apart})
     assert "| 26.0 GiB | 1.1 GiB | 9.31 (14.92) |" in told
     assert told.count("|") == bench_table.HEAD.splitlines()[0].count("|")

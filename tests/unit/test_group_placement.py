@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, keepable_count, kept_count, streamed_count
+from fluxtrain.plan.footprint import Layout, by_tier, keepable_count, kept_count, streamed_count
 from fluxtrain.plan.group_placement import (
     GroupPlacement,
     alike,
@@ -29,7 +29,7 @@ def facts(*, tied: bool = False) -> ModelFacts:
     edges += [] if tied else [GroupFacts(name="head", kind="edge", weight_bytes=64)]
     blocks = [GroupFacts(name=f"layer{i}", kind="block", weight_bytes=32) for i in range(BLOCKS)]
     head = HeadFacts(
-        group="embed" if tied else "head", words=8, word_bytes=8, dtype_bytes=2, trained=True,
+        group="embed" if tied else "head", vocabulary=8, row_bytes=8, dtype_bytes=2, trained=True,
         tied=tied,
     )  # fmt: skip
     return ModelFacts(groups=(edges[0], *blocks, *edges[1:]), head=head)
@@ -54,7 +54,7 @@ def test_rows_add_up_to_the_counts_that_they_are_made_of(layout: Layout, tied: b
     model = facts(tied=tied)
     rows = table_of(model, layout)
     assert [row.name for row in rows] == [group.name for group in model.groups]
-    on_device = [group.name for group in homes(model, layout)[0]]
+    on_device = [group.name for group in by_tier(model, layout)[0]]
     assert [row.name for row in rows if row.weights == "device"] == on_device
     assert all(row.weights == row.state == row.gradients for row in rows)
     streaming = [r for r in rows if r.kind == "block" and r.weights == "host" and not r.resident]
@@ -111,6 +111,9 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
         (GroupPlacement.on("disk", name="a"), "weights cannot live on disk yet"),
         (GroupPlacement(name="a", state="disk"), "state cannot live on disk yet"),
         (GroupPlacement(name="a", weights="device"), "cannot be apart yet"),
+        (GroupPlacement.on("moon", name="a"), "a: weights is 'moon': use one of device, host"),  # type: ignore[arg-type]
+        (GroupPlacement(name="a", activations="x"), "activations is 'x': use one of kept"),  # type: ignore[arg-type]
+        (GroupPlacement(name="a", transfers=("x",)), "transfer 'x' is unknown: use whole"),  # type: ignore[arg-type]
         (GroupPlacement(name="a", card=1), "card 1 cannot be used yet"),
     ],
 )

@@ -11,8 +11,10 @@ import msgspec
 import pytest
 from msgspec.structs import asdict, replace
 
+from fluxtrain import _native
 from fluxtrain.client.machine import Gpu, GpuProcess, Rate, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
@@ -263,6 +265,17 @@ def test_the_native_adamw_with_8_bit_states_is_timed_too() -> None:
     rate = adamw_rate(parameters=2 << 20, limit_s=0.2, eight_bit=True)
     assert rate.per_s is not None
     assert rate.per_s > 1e6
+
+
+def test_a_native_library_that_does_not_load_is_told_and_not_the_memory_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(name: str) -> None:
+        raise FluxTrainError("it does not load: run `make native`")
+
+    monkeypatch.setattr(_native, "kernel", broken)
+    with pytest.raises(FluxTrainError, match="run `make native`"):
+        adamw_rate(parameters=2 << 20, limit_s=0.2)
 
 
 def test_the_native_adamw_takes_an_eighth_of_the_memory_at_most() -> None:

@@ -24,6 +24,8 @@ VALUES: list[dict[str, Any]] = [
     {"offload": "everything"}, {"chunk_rows": 0}, {"chunk_rows": 1.5}, {"chunk_rows": True},
     {"device_groups": -1}, {"budget_gib": 0}, {"budget_gib": "much"}, {"aggressiveness": 2},
     {"aggressiveness": "quick"}, {"head": "slices"}, {"prefetch": 0}, {"activations": None},
+    {"budget_gib": float("inf")}, {"budget_gib": 1e300}, {"aggressiveness": float("nan")},
+    {"prefetch": 2**63},
 ]  # fmt: skip
 
 

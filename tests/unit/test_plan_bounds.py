@@ -152,7 +152,7 @@ def looks_of(blocks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     ]
     edge = GroupFacts(name="lm_head", kind="edge", weight_bytes=64_000, trained_bf16=32_000)
     head = HeadFacts(
-        group="lm_head", words=64, word_bytes=1000, dtype_bytes=2, trained=True, tied=False
+        group="lm_head", vocabulary=64, row_bytes=1000, dtype_bytes=2, trained=True, tied=False
     )
     row = RowFacts(
         hidden=16, vocabulary=64, sequence_length=8, dtype_bytes=2, activation_bytes=4000

@@ -96,7 +96,7 @@ def test_the_small_shape_with_the_embedding_and_eleven_blocks_on_the_device() ->
         + 2 * (2 * 1536)  # and the norm's
     )
     boundary = 8 * 1024 * 1536 * 2
-    assert found.boundaries_bytes == 29 * boundary  # each block's input, and the norm's
+    assert found.block_inputs_bytes == 29 * boundary  # each block's input, and the norm's
     activations = 4 * activation_estimate(1536, 8960, 1024, 2)
     block = 2 * 46_797_824  # its gradients in bf16
     hidden = boundary + boundary // 2  # what arrives, and what the first of two chunks gave
@@ -116,7 +116,7 @@ def test_the_large_shape_with_everything_at_home() -> None:
         + 2 * (2 * 3584)
     )
     boundary = 8 * 1024 * 3584 * 2
-    assert found.boundaries_bytes == 29 * boundary
+    assert found.block_inputs_bytes == 29 * boundary
     tokens = (512 * MIB) // (2 * 152_064)
     assert tokens < 8 * 1024  # logits come in chunks of 512 MiB
     assert found.workspace_bytes == 4 * edge + 512 * MIB + 2 * boundary  # fp32 sum, a chunk
@@ -188,17 +188,17 @@ def test_max_trades_boundaries_for_host_memory() -> None:
     streamed, least = need(small(), offload="weights"), need(small(), offload="max")
     boundary = 8 * 1024 * 1536 * 2
     assert streamed.weights_bytes - least.weights_bytes == 2 * SMALL_BLOCK  # one slot fewer
-    assert streamed.boundaries_bytes - least.boundaries_bytes == 27 * boundary  # two under way
+    assert streamed.block_inputs_bytes - least.block_inputs_bytes == 27 * boundary  # two under way
     assert least.host_bytes - least.arena_bytes == 29 * boundary
 
 
 def test_a_block_that_keeps_its_activations_keeps_its_input_beside_those_under_way() -> None:
     boundary = 8 * 1024 * 1536 * 2
     kept = need(small(), offload="max", device_groups=11, blocks_without_recompute=10)
-    assert kept.boundaries_bytes == (10 + 2) * boundary
+    assert kept.block_inputs_bytes == (10 + 2) * boundary
     assert kept.host_bytes - kept.arena_bytes == (29 - 10) * boundary
     every = need(small(), offload="none", activations="host", blocks_without_recompute=28)
-    assert every.boundaries_bytes == 29 * boundary  # never more than there are
+    assert every.block_inputs_bytes == 29 * boundary  # never more than there are
 
 
 def test_what_stands_behind_the_blocks_is_computed_with_the_whole_batch() -> None:
@@ -206,11 +206,11 @@ def test_what_stands_behind_the_blocks_is_computed_with_the_whole_batch() -> Non
     boundary = 8 * 1024 * 1536 * 2
     facts = small()
     assert facts.row is not None
-    most = replace(facts.row, edge_bytes=100 * facts.row.boundary_bytes)
+    most = replace(facts.row, edge_bytes=100 * facts.row.block_input_bytes)
     found = need(replace(facts, row=most), offload="weights")
     assert found.workspace_bytes == 102 * boundary
-    assert most.of_length(512).edge_bytes == 50 * facts.row.boundary_bytes
-    little = replace(facts.row, edge_bytes=facts.row.boundary_bytes)
+    assert most.of_length(512).edge_bytes == 50 * facts.row.block_input_bytes
+    little = replace(facts.row, edge_bytes=facts.row.block_input_bytes)
     assert need(replace(facts, row=little), offload="weights") == need(facts, offload="weights")
 
 
@@ -232,7 +232,7 @@ def test_parts_that_compute_with_several_groups_get_a_slot_for_each() -> None:
 
 def test_fp32_takes_sixteen_bytes_a_parameter() -> None:
     fp32 = GroupFacts(name="layers.0", kind="block", weight_bytes=4000, trained_fp32=1000)
-    assert fp32.home_bytes() == fp32.home_bytes(accumulates=True) == 16_000
+    assert fp32.host_bytes() == fp32.host_bytes(accumulates=True) == 16_000
 
 
 def test_frozen_bf16_with_trained_adapters_counts_each_at_its_own_width() -> None:
@@ -241,9 +241,9 @@ def test_frozen_bf16_with_trained_adapters_counts_each_at_its_own_width() -> Non
     plain = GroupFacts(name="layers.0", kind="block", weight_bytes=2 * SMALL_BLOCK)
     wide = replace(plain, weight_bytes=2 * SMALL_BLOCK + 4 * adapters, trained_fp32=adapters)
     narrow = replace(plain, weight_bytes=2 * SMALL_BLOCK + 2 * adapters, trained_bf16=adapters)
-    assert plain.home_bytes() == 2 * SMALL_BLOCK
-    assert wide.home_bytes() == 2 * SMALL_BLOCK + 16 * adapters
-    assert narrow.home_bytes() == 2 * SMALL_BLOCK + 14 * adapters
+    assert plain.host_bytes() == 2 * SMALL_BLOCK
+    assert wide.host_bytes() == 2 * SMALL_BLOCK + 16 * adapters
+    assert narrow.host_bytes() == 2 * SMALL_BLOCK + 14 * adapters
     assert wide.sum_bytes == narrow.sum_bytes == 4 * adapters
 
 
@@ -269,7 +269,7 @@ def test_without_a_gpu_the_device_buffer_counts_as_host_memory() -> None:
 def test_without_rows_only_what_does_not_depend_on_them_is_counted() -> None:
     facts = replace(small(), row=None)
     found = footprint(facts, Layout(offload="weights"), has_gpu=True)
-    assert found.boundaries_bytes == 0
+    assert found.block_inputs_bytes == 0
     assert (
         found.workspace_bytes == 2 * SMALL_EDGE
     )  # the embedding's gradient; its sum is the head's

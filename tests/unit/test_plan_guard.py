@@ -16,8 +16,8 @@ from fluxtrain.plan.guard import (
     JOURNAL_BYTES,
     STEP_BYTES,
     UNKNOWN_DISK,
+    DiskCapacity,
     DiskNeed,
-    DiskRoom,
     HostNeed,
     disk_need,
     loading_bytes,
@@ -31,11 +31,11 @@ NEED = DiskNeed(checkpoint_bytes=6 * GIB, kept=3, model_bytes=GIB, parameters=1_
 NO_FILES = DiskNeed(checkpoint_bytes=0, kept=1, journal_bytes=0)
 
 
-def room(free_bytes: int | None, **fields: object) -> DiskRoom:
-    return replace(DiskRoom(path="/runs", free_bytes=free_bytes), **fields)  # type: ignore[arg-type]
+def room(free_bytes: int | None, **fields: object) -> DiskCapacity:
+    return replace(DiskCapacity(path="/runs", free_bytes=free_bytes), **fields)  # type: ignore[arg-type]
 
 
-def refusal(need: DiskNeed, free: DiskRoom) -> str:
+def refusal(need: DiskNeed, free: DiskCapacity) -> str:
     with pytest.raises(DoesNotFit) as raised:
         refuse_disk(need, free)
     assert raised.value.exit_code == EXIT_DOES_NOT_FIT
@@ -117,7 +117,7 @@ def test_a_wish_for_endless_checkpoints_is_answered_with_how_many_fit() -> None:
 
 
 def test_weights_that_are_saved_count_beside_what_is_at_home() -> None:
-    need = HostNeed(home_bytes=10 * GIB, saving_bytes=4 * GIB, parameters=1_000_000_000)
+    need = HostNeed(lasting_bytes=10 * GIB, saving_bytes=4 * GIB, parameters=1_000_000_000)
     refuse_host(need, 14 * GIB, NO_FILES, UNKNOWN_DISK)
     refuse_host(need, None, NO_FILES, UNKNOWN_DISK)
     with pytest.raises(DoesNotFit) as raised:
@@ -130,7 +130,7 @@ def test_weights_that_are_saved_count_beside_what_is_at_home() -> None:
 
 
 def test_copies_of_loading_are_gone_before_states_come_and_do_not_add_to_them() -> None:
-    need = HostNeed(home_bytes=10 * GIB, loading_bytes=11 * GIB, saving_bytes=2 * GIB)
+    need = HostNeed(lasting_bytes=10 * GIB, loading_bytes=11 * GIB, saving_bytes=2 * GIB)
     assert need.total_bytes == 12 * GIB
     refuse_host(need, 12 * GIB, NO_FILES, UNKNOWN_DISK)
     with pytest.raises(DoesNotFit, match="are saved 2.00 GiB need 12.0 GiB"):
@@ -138,7 +138,7 @@ def test_copies_of_loading_are_gone_before_states_come_and_do_not_add_to_them() 
 
 
 def test_copies_of_loading_alone_can_be_too_much_and_files_that_need_none_are_the_cure() -> None:
-    need = HostNeed(home_bytes=GIB, loading_bytes=16 * GIB, parameters=8_000_000_000)
+    need = HostNeed(lasting_bytes=GIB, loading_bytes=16 * GIB, parameters=8_000_000_000)
     with pytest.raises(DoesNotFit) as raised:
         refuse_host(need, 8 * GIB, NO_FILES, UNKNOWN_DISK)
     assert raised.value.exit_code == EXIT_DOES_NOT_FIT
@@ -149,7 +149,7 @@ def test_copies_of_loading_alone_can_be_too_much_and_files_that_need_none_are_th
         "parameters"
     )
     with pytest.raises(DoesNotFit) as raised:
-        refuse_host(replace(need, home_bytes=9 * GIB), 8 * GIB, NO_FILES, UNKNOWN_DISK)
+        refuse_host(replace(need, lasting_bytes=9 * GIB), 8 * GIB, NO_FILES, UNKNOWN_DISK)
     assert "store them" not in str(raised.value), "what trains does not fit either"
 
 
@@ -184,7 +184,7 @@ def test_a_model_on_the_device_comes_to_the_host_one_file_at_a_time() -> None:
 
 
 def test_files_on_a_ram_disk_take_host_memory() -> None:
-    need = HostNeed(home_bytes=10 * GIB)
+    need = HostNeed(lasting_bytes=10 * GIB)
     ram = room(64 * GIB, in_memory=True, kind="tmpfs")
     refuse_host(need, 30 * GIB, NEED, room(64 * GIB))
     refuse_host(need, 36 * GIB, NEED, ram)

@@ -1,4 +1,4 @@
-"""When a head comes in slices, what the plan says of it, what that saves and what it costs."""
+"""When a head comes in vocabulary chunks, what the plan says of it, what it saves and costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost, least_cost
 from fluxtrain.plan.facts import Capacity, GroupFacts, HeadFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.heads import SLICE_BYTES, SLICES_GAIN, slice_words
+from fluxtrain.plan.heads import CHUNKS_GAIN, VOCAB_CHUNK_BYTES, vocab_chunk_rows
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE
 from fluxtrain.units import GIB, MIB, bytes_text
@@ -33,10 +33,10 @@ RATES = Rates(
 )
 VOCABULARY, HIDDEN, BLOCK = 152_064, 3584, 233_000_000
 EDGE = VOCABULARY * HIDDEN
-SLICE_WORDS = 9344  # of 7168 bytes each: the most of whole 128s in 64 MiB
+CHUNK_VOCABULARY = 9344  # of 7168 bytes each: the most of whole 128s in 64 MiB
 HOME = RunRequest(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
 LAYOUT = Layout(offload="weights", batch_rows=32, chunk_rows=8, embedding="rows")
-SLICES = replace(LAYOUT, head="chunks")
+CHUNKED = replace(LAYOUT, head="chunks")
 
 
 def model(*, tied: bool = False, trained: bool = True) -> ModelFacts:
@@ -52,8 +52,8 @@ def model(*, tied: bool = False, trained: bool = True) -> ModelFacts:
 
     head = HeadFacts(
         group="embed_tokens" if tied else "lm_head",
-        words=VOCABULARY,
-        word_bytes=2 * HIDDEN,
+        vocabulary=VOCABULARY,
+        row_bytes=2 * HIDDEN,
         dtype_bytes=2,
         trained=trained,
         tied=tied,
@@ -90,14 +90,16 @@ def chosen(facts: ModelFacts, request: RunRequest, device: float | None = 80) ->
     return (told[0].value, told[0].because) if told else (plan.layout.head, "")
 
 
-def test_slices_are_of_whole_hundreds_of_words_and_no_more_than_the_head() -> None:
-    assert slice_words(2 * HIDDEN, VOCABULARY) == SLICE_WORDS
-    assert SLICE_WORDS * 2 * HIDDEN <= SLICE_BYTES < (SLICE_WORDS + 128) * 2 * HIDDEN
-    assert slice_words(1 << 30, VOCABULARY) == 128
-    assert slice_words(64, 50) == 50
+def test_vocab_chunks_are_of_whole_hundreds_of_words_and_no_more_than_the_head() -> None:
+    assert vocab_chunk_rows(2 * HIDDEN, VOCABULARY) == CHUNK_VOCABULARY
+    assert (
+        CHUNK_VOCABULARY * 2 * HIDDEN <= VOCAB_CHUNK_BYTES < (CHUNK_VOCABULARY + 128) * 2 * HIDDEN
+    )
+    assert vocab_chunk_rows(1 << 30, VOCABULARY) == 128
+    assert vocab_chunk_rows(64, 50) == 50
 
 
-def test_the_head_comes_in_slices_where_that_is_asked_for() -> None:
+def test_the_head_comes_in_vocab_chunks_where_that_is_asked_for() -> None:
     assert chosen(model(), replace(HOME, head="chunks")) == ("chunks", "as set")
     assert chosen(model(), replace(HOME, head="whole")) == ("whole", "as set")
     assert chosen(model(), HOME)[0] == "whole"
@@ -105,9 +107,9 @@ def test_the_head_comes_in_slices_where_that_is_asked_for() -> None:
         chosen(model(), replace(HOME, head="half"))  # type: ignore[arg-type]
 
 
-def test_a_tied_head_comes_in_slices_where_rows_are_looked_up() -> None:
-    slices = replace(HOME, head="chunks")
-    few = replace(slices, batch_rows=8, chunk_rows=8)
+def test_a_tied_head_comes_in_vocab_chunks_where_rows_are_looked_up() -> None:
+    chunks = replace(HOME, head="chunks")
+    few = replace(chunks, batch_rows=8, chunk_rows=8)
     assert chosen(model(tied=True), few) == ("chunks", "as set")
     word, because = chosen(model(tied=True), replace(few, embedding="whole"))
     assert word == "whole" and "placement.embedding=rows" in because
@@ -117,18 +119,18 @@ def test_a_tied_head_comes_in_slices_where_rows_are_looked_up() -> None:
     assert word == "whole" and "more than one" in because
 
 
-def test_a_tied_head_in_slices_keeps_sums_of_looked_up_rows_alone() -> None:
+def test_a_tied_head_in_vocab_chunks_keeps_sums_of_looked_up_rows_alone() -> None:
     facts = model(tied=True)
-    whole, slices = (
+    whole, chunks = (
         footprint(facts, replace(one, batch_rows=8, chunk_rows=8), has_gpu=True)
-        for one in (LAYOUT, SLICES)
+        for one in (LAYOUT, CHUNKED)
     )
-    part, rows = SLICE_WORDS * HIDDEN, 8 * 1024 * HIDDEN
-    assert whole.weights_bytes - slices.weights_bytes == 2 * EDGE - 2 * 2 * part
+    part, rows = CHUNK_VOCABULARY * HIDDEN, 8 * 1024 * HIDDEN
+    assert whole.weights_bytes - chunks.weights_bytes == 2 * EDGE - 2 * 2 * part
     shared, staging = 4 * EDGE - 4 * rows, 2 * EDGE - 2 * 2 * part - 2 * 2 * rows
-    assert whole.gradients_bytes - slices.gradients_bytes == shared + staging
-    assert slices.arena_bytes - whole.arena_bytes == 2 * rows  # where their gradients arrive
-    assert slices.device_bytes < whole.device_bytes
+    assert whole.gradients_bytes - chunks.gradients_bytes == shared + staging
+    assert chunks.arena_bytes - whole.arena_bytes == 2 * rows  # where their gradients arrive
+    assert chunks.device_bytes < whole.device_bytes
 
 
 def test_a_head_that_lives_on_the_device_stays_whole() -> None:
@@ -136,24 +138,26 @@ def test_a_head_that_lives_on_the_device_stays_whole() -> None:
     assert word == "whole" and "lives on the device" in because
 
 
-def test_the_device_holds_two_slices_of_weight_and_no_sum_of_the_whole() -> None:
+def test_the_device_holds_two_vocab_chunks_of_weight_and_no_sum_of_the_whole() -> None:
     facts = model()
-    whole, slices = (footprint(facts, one, has_gpu=True) for one in (LAYOUT, SLICES))
-    part = SLICE_WORDS * HIDDEN
-    assert whole.weights_bytes - slices.weights_bytes == 2 * EDGE - 2 * 2 * part
-    assert whole.gradients_bytes - slices.gradients_bytes == 2 * EDGE - 2 * 2 * part
+    whole, chunks = (footprint(facts, one, has_gpu=True) for one in (LAYOUT, CHUNKED))
+    part = CHUNK_VOCABULARY * HIDDEN
+    assert whole.weights_bytes - chunks.weights_bytes == 2 * EDGE - 2 * 2 * part
+    assert whole.gradients_bytes - chunks.gradients_bytes == 2 * EDGE - 2 * 2 * part
     tokens = 32 * 1024
     hidden = tokens * HIDDEN
     assert whole.workspace_bytes == 4 * EDGE + 512 * MIB + 2 * 2 * hidden
-    assert slices.workspace_bytes == 512 * MIB + (4 + 2 * 2) * hidden
-    assert whole.arena_bytes == slices.arena_bytes
-    assert whole.device_bytes - slices.device_bytes > 3 * GIB
+    assert chunks.workspace_bytes == 512 * MIB + (4 + 2 * 2) * hidden
+    assert whole.arena_bytes == chunks.arena_bytes
+    assert whole.device_bytes - chunks.device_bytes > 3 * GIB
 
 
 def test_a_frozen_heads_gradient_takes_nothing() -> None:
-    whole, slices = (footprint(model(trained=False), one, has_gpu=True) for one in (LAYOUT, SLICES))
-    assert whole.weights_bytes - slices.weights_bytes == 2 * EDGE - 4 * SLICE_WORDS * HIDDEN
-    assert whole.gradients_bytes == slices.gradients_bytes
+    whole, chunks = (
+        footprint(model(trained=False), one, has_gpu=True) for one in (LAYOUT, CHUNKED)
+    )
+    assert whole.weights_bytes - chunks.weights_bytes == 2 * EDGE - 4 * CHUNK_VOCABULARY * HIDDEN
+    assert whole.gradients_bytes == chunks.gradients_bytes
 
 
 def test_on_the_device_the_word_changes_nothing() -> None:
@@ -169,33 +173,35 @@ def test_on_the_device_the_word_changes_nothing() -> None:
 
 @pytest.mark.parametrize("clips", [True, False])
 @pytest.mark.parametrize("passes", [1, 3])
-def test_slices_cost_a_second_copy_and_a_third_more_of_the_heads_operations(
+def test_vocab_chunks_cost_a_second_copy_and_a_third_more_of_the_heads_operations(
     clips: bool, passes: int
 ) -> None:
     facts = model()
-    whole, slices = (
-        cost(facts, one, RATES, clips=clips, passes=passes) for one in (LAYOUT, SLICES)
+    whole, chunks = (
+        cost(facts, one, RATES, clips=clips, passes=passes) for one in (LAYOUT, CHUNKED)
     )
-    assert slices.head_s == pytest.approx(4 / 3 * whole.head_s)
-    again = 2 * (EDGE - 2 * SLICE_WORDS * HIDDEN)  # the last two slices are there still
+    assert chunks.head_s == pytest.approx(4 / 3 * whole.head_s)
+    again = 2 * (EDGE - 2 * CHUNK_VOCABULARY * HIDDEN)  # the last two chunks are there still
     if passes == 1:
-        extra_s = slices.upload_forward_s - whole.upload_forward_s
+        extra_s = chunks.upload_forward_s - whole.upload_forward_s
         assert extra_s == pytest.approx(again / 50e9)
-    assert slices.step_s > whole.step_s
-    least = least_cost(facts, SLICES, RATES, clips=clips, passes=passes)
-    assert least.step_s <= slices.step_s * (1 + 1e-9)
-    assert least.carried_s <= slices.carried_s * (1 + 1e-9)
+    assert chunks.step_s > whole.step_s
+    least = least_cost(facts, CHUNKED, RATES, clips=clips, passes=passes)
+    assert least.step_s <= chunks.step_s * (1 + 1e-9)
+    assert least.carried_s <= chunks.carried_s * (1 + 1e-9)
 
 
-def test_few_tokens_wait_for_the_slices() -> None:
+def test_few_tokens_wait_for_the_vocab_chunks() -> None:
     """One row of 1024 tokens is computed with faster than the head crosses the bus twice."""
-    short = replace(SLICES, batch_rows=1, chunk_rows=1)
+    short = replace(CHUNKED, batch_rows=1, chunk_rows=1)
     rates = replace(RATES, adamw_per_s=1e12)
     found, whole = (cost(model(), replace(short, head=word), rates) for word in ("chunks", "whole"))
     assert found.binds == whole.binds == "copies of weights to the GPU"
-    twice_s = 2 * (2 * EDGE - 2 * SLICE_WORDS * HIDDEN) / 50e9  # in place of the head's computation
+    twice_s = (
+        2 * (2 * EDGE - 2 * CHUNK_VOCABULARY * HIDDEN) / 50e9
+    )  # in place of the head's computation
     once_s = 2 * EDGE / 50e9  # ahead, in the forward pass
-    first_s = SLICE_WORDS * 2 * HIDDEN / 50e9  # nothing is computed with before it is there
+    first_s = CHUNK_VOCABULARY * 2 * HIDDEN / 50e9  # nothing is computed with before it is there
     expected_s = twice_s - whole.head_s - once_s + first_s
     assert found.step_s - whole.step_s == pytest.approx(expected_s)
 
@@ -215,7 +221,7 @@ def least_gib(head: str) -> float:
     return footprint(model(), fewest, has_gpu=True).device_bytes / AUTO_SHARE / GIB
 
 
-def test_by_itself_the_head_comes_in_slices_where_nothing_fits_otherwise() -> None:
+def test_by_itself_the_head_comes_in_vocab_chunks_where_nothing_fits_otherwise() -> None:
     between = (least_gib("whole") + least_gib("chunks")) / 2
     request = RunRequest(embedding="whole")
     with pytest.raises(DoesNotFit):
@@ -225,7 +231,7 @@ def test_by_itself_the_head_comes_in_slices_where_nothing_fits_otherwise() -> No
     assert chosen(model(), request, least_gib("whole") + 0.2)[0] == "whole"
 
 
-def test_a_tied_head_comes_in_slices_where_nothing_fits_otherwise() -> None:
+def test_a_tied_head_comes_in_vocab_chunks_where_nothing_fits_otherwise() -> None:
     small = least_gib("whole") / 2
     asked = RunRequest(embedding="rows", batch_rows=1, chunk_rows=1)
     with pytest.raises(DoesNotFit):
@@ -237,18 +243,18 @@ def test_a_tied_head_comes_in_slices_where_nothing_fits_otherwise() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_of_a_head_no_larger_than_two_slices_no_less_is_said_to_be_on_the_device(
+def test_of_a_head_no_larger_than_two_vocab_chunks_no_less_is_said_to_be_on_the_device(
     tied: bool,
 ) -> None:
     facts = model(tied=tied)
     assert facts.head is not None
-    facts = replace(facts, head=replace(facts.head, words=1000))
+    facts = replace(facts, head=replace(facts.head, vocabulary=1000))
     word, because = chosen(facts, RunRequest(offload="weights", device_groups=0, embedding="rows"))
     assert word == "whole"
     assert "would hold all of its" in because
 
 
-def test_what_does_not_fit_is_told_with_the_head_in_slices() -> None:
+def test_what_does_not_fit_is_told_with_the_head_in_vocab_chunks() -> None:
     with pytest.raises(DoesNotFit) as refused:
         place(model(), room(least_gib("chunks") - 0.5), RunRequest(embedding="whole", batch_rows=1))
     need = footprint(
@@ -258,7 +264,7 @@ def test_what_does_not_fit_is_told_with_the_head_in_slices() -> None:
 
 
 @pytest.mark.parametrize(("device", "batch"), [(16, 32), (24, 4), (24, 32), (80, 4)])
-def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_margin(
+def test_a_timed_plan_takes_vocab_chunks_only_where_they_are_predicted_faster_by_the_margin(
     device: float, batch: int
 ) -> None:
     request, timing = RunRequest(batch_rows=batch), Timing(rates=RATES)
@@ -271,7 +277,7 @@ def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_m
         )
     }
     plan = place_timed(model(), room(device), request, timing)
-    better = steps["chunks"] * SLICES_GAIN < steps["whole"]
+    better = steps["chunks"] * CHUNKS_GAIN < steps["whole"]
     assert plan.layout.head == ("chunks" if better else "whole")
     assert steps["auto"] == pytest.approx(steps[plan.layout.head])
     told = next(choice for choice in plan.choices if choice.name == "placement.head")
@@ -281,7 +287,7 @@ def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_m
 
 @pytest.mark.parametrize("device", [16, 24, 48])
 @pytest.mark.parametrize("batch", [4, 8, 32])
-def test_no_other_choice_is_said_to_be_faster_for_a_head_in_slices_that_was_not_worth_it(
+def test_no_other_choice_is_said_to_be_faster_for_a_head_in_vocab_chunks_that_was_not_worth_it(
     device: float, batch: int
 ) -> None:
     plan = place_timed(model(), room(device), RunRequest(batch_rows=batch), Timing(rates=RATES))
@@ -314,8 +320,8 @@ def with_head(facts: ModelFacts, last: bool, words: int) -> ModelFacts:
         return facts
     head = HeadFacts(
         group=group.name,
-        words=words,
-        word_bytes=max(1, group.weight_bytes // words),
+        vocabulary=words,
+        row_bytes=max(1, group.weight_bytes // words),
         dtype_bytes=2,
         trained=group.trained > 0,
         tied=group.users > 1,
@@ -327,7 +333,7 @@ def with_head(facts: ModelFacts, last: bool, words: int) -> ModelFacts:
     models(), st.booleans(), st.integers(1, 200_000), layouts, gpus | cores,
     st.booleans(), st.integers(1, 3),
 )  # fmt: skip
-def test_no_step_in_slices_is_shorter_than_its_bound_and_no_peak_below_nothing(
+def test_no_step_in_vocab_chunks_is_shorter_than_its_bound_and_no_peak_below_nothing(
     facts: ModelFacts, last: bool, words: int, layout: Layout, rates: Rates, in_backward: bool,
     passes: int,
 ) -> None:  # fmt: skip

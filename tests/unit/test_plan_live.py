@@ -44,9 +44,9 @@ def test_a_part_on_the_device_takes_its_states_and_gradients_there_and_frees_the
     parts = on.facts.groups[:3]
     there = parts[0].weight_bytes  # the embedding's weights were on the device before
     staging = 2 * parts[0].rounded_bytes  # and its gradients left through buffers of their own
-    grown = sum(part.home_bytes() for part in parts) - there - staging
+    grown = sum(part.host_bytes() for part in parts) - there - staging
     assert on.device_growth_bytes(now, new) == grown
-    assert on.need(now).host_bytes - on.need(new).host_bytes == sum(p.home_bytes() for p in parts)
+    assert on.need(now).host_bytes - on.need(new).host_bytes == sum(p.host_bytes() for p in parts)
     full = LiveSettings(prefetch=2, resident_blocks=BLOCKS, chunk_rows=2, device_groups=3)
     assert on.layout_with(full).resident_blocks == BLOCKS - 2  # those that are left at home
 

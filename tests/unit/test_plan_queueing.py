@@ -18,7 +18,7 @@ from tests.unit.test_plan_calibration import BLOCK, FACTS, PER_S, TRIED
 HOST = HostTimes(
     forward_s=0.002, backward_s=0.004, forward_beside_s=0.003, backward_beside_s=0.006,
     offload_forward_s=0.0001, offload_backward_s=0.0003, outside_s=0.01,
-    home_update_s=0.0005, device_update_s=0.001,
+    host_group_update_s=0.0005, device_update_s=0.001,
 )  # fmt: skip
 AT_HOME = Layout(offload="weights", batch_rows=8, chunk_rows=4)
 ON_DEVICE = replace(AT_HOME, offload="none")
@@ -80,7 +80,7 @@ def test_a_step_that_the_host_binds_takes_as_long_as_the_host() -> None:
 def test_behind_a_backward_pass_that_the_host_binds_the_gpu_waits_for_its_last_work() -> None:
     """AdamW at home, so that the host is ahead under the head alone."""
     slow = replace(HOST, backward_s=0.1, outside_s=0.0)
-    quick, late = rates_of(slow, adamw_per_s=1e15), replace(slow, home_update_s=0.1)
+    quick, late = rates_of(slow, adamw_per_s=1e15), replace(slow, host_group_update_s=0.1)
     found = cost(FACTS, AT_HOME, quick)
     behind = cost(FACTS, AT_HOME, rates_of(late, adamw_per_s=1e15))
     assert found.backward_phase_s == pytest.approx(10 * 2 * 0.1 - found.head_s)
@@ -89,7 +89,7 @@ def test_behind_a_backward_pass_that_the_host_binds_the_gpu_waits_for_its_last_w
 
 def test_of_a_gpu_that_is_slower_the_hosts_last_work_takes_nothing() -> None:
     quick = HostTimes(**dict.fromkeys(HostTimes.__dataclass_fields__, 0.0))
-    last = replace(quick, home_update_s=0.001)
+    last = replace(quick, host_group_update_s=0.001)
     rates = {host: rates_of(host) for host in (quick, last)}
     assert cost(FACTS, AT_HOME, rates[last]).step_s == cost(FACTS, AT_HOME, rates[quick]).step_s
 

@@ -1,4 +1,4 @@
-"""The arguments of `flux_pack` and `flux_unpack`; native/include/flux_native.h says their meaning."""
+"""The arguments of `flux_pack` and `flux_unpack`, which native/include/flux_native.h explains."""
 
 from __future__ import annotations
 

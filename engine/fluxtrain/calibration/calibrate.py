@@ -154,7 +154,7 @@ def _of_host(timed: _Timed, steps: _TimedSteps | StepsNotTimed | None) -> dict[s
     """Return the fields of a calibration that are the host's: from whole steps, if these were
     timed."""
     if steps is None or isinstance(steps, StepsNotTimed):
-        return {**_host_alone(timed.many), "not_rehearsed": steps}
+        return {**_host_alone(timed.many), "steps_not_timed": steps}
     return _host_in_steps(timed.few, *steps)
 
 
@@ -184,7 +184,7 @@ def _host_in_steps(
         offload_forward_s=max(0.0, offloaded.forward_s - alone.forward_s),
         offload_backward_s=max(0.0, offloaded.backward_s - alone.backward_s),
         outside_s=min(few.seconds["host_outside"]),
-        home_update_s=(passes or whole).optimizer_s,
+        host_group_update_s=(passes or whole).optimizer_s,
         device_update_s=min(few.seconds["host_update"]),
     )
     found: dict[str, Any] = {

@@ -39,7 +39,7 @@ from fluxtrain.units import MIB, duration_text
 COPY_BYTES = 32 * MIB  # with more, this copy would be the memory peak of a small run
 RATE_LIMIT_S = 0.8  # for each rate of the native optimizer
 _log = logging.getLogger(__name__)
-FORMAT = 12  # of the file; files of other formats are ignored
+FORMAT = 13  # of the file; files of other formats are ignored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ def measure_constants(
 
 def _warned(found: Constants) -> Constants:
     """Warn when whole steps were not timed but may be the next time; return `found`."""
-    missed = None if found.calibration is None else found.calibration.not_rehearsed
+    missed = None if found.calibration is None else found.calibration.steps_not_timed
     if missed is not None and not missed.lasts:
         _log.warning("%s", missed.text)
     return found
@@ -216,14 +216,14 @@ def _timed_tokens(device: str) -> int:
 
 def _should_time_again(timed: Calibration, machine: Machine) -> bool:
     """Return whether what disturbed the measurement is gone now, or may be."""
-    missed = timed.not_rehearsed
+    missed = timed.steps_not_timed
     if missed is not None and missed.may_succeed(machine.memory_available_bytes):
         return True
     return is_calm_after(timed.others_share)
 
 
 def _source(timed: Calibration) -> str:
-    missed = "" if timed.not_rehearsed is None else f"; {timed.not_rehearsed.text}"
+    missed = "" if timed.steps_not_timed is None else f"; {timed.steps_not_timed.text}"
     return f"one block, timed {_when(timed)}{missed}"
 
 

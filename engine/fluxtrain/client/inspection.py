@@ -63,6 +63,7 @@ class InspectionAnswer(Answer, frozen=True, kw_only=True):
     format: str
     because: str  # why it is read in this format
     files: tuple[InspectedFile, ...]
+    held_out_files: tuple[InspectedFile, ...]  # data of its own for evaluation; else empty
     notes: tuple[str, ...]  # sentences: keys and rows that are left out, rows that repeat others
     read_share: float  # of the bytes: `notes` are about them
     sequence_length: int  # tokens of a row

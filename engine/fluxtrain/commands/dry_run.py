@@ -24,7 +24,7 @@ from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.method import usual_rate
-from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
+from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, Planned, StepFinished
 from fluxtrain.telemetry.journal import read_events
@@ -60,7 +60,7 @@ class DryRun(Run):
     """A run without checkpoints, evaluations and an exported model."""
 
     @staticmethod
-    def files(session: Session) -> DiskRoom:
+    def files(session: Session) -> DiskCapacity:
         """Name no disk to check, as no files are kept."""
         return UNKNOWN_DISK
 

@@ -69,7 +69,13 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
         format=", ".join(dict.fromkeys(part.shape for part in corpus.parts)),
         because=corpus.parts[0].because,
         files=tuple(_file(part) for part in corpus.parts),
-        notes=(*seen.report.lines(), *first.told(row_tokens), *_stopping(encoder.notes, tokenizer)),
+        held_out_files=tuple(_file(part) for part in apart.parts) if apart else (),
+        notes=(
+            *seen.report.lines(),
+            *([corpus.endless] if corpus.endless else []),
+            *first.told(row_tokens),
+            *_stopping(encoder.notes, tokenizer),
+        ),
         read_share=seen.read_share,
         sequence_length=row_tokens,
         sequence_length_because=chosen[0].because if chosen else "data.sequence_length says so",
@@ -174,7 +180,8 @@ def page(found: InspectionAnswer) -> str:
 def _told_files(found: InspectionAnswer) -> list[str]:
     shown = [file.line for file in found.files[:SHOWN_FILES]]
     more = len(found.files) - SHOWN_FILES
-    return [*shown, f"and {more:,} files more"] if more > 0 else shown
+    held = [f"held out: {file.line}" for file in found.held_out_files[:SHOWN_FILES]]
+    return [*shown, *([f"and {more:,} files more"] if more > 0 else []), *held]
 
 
 def _notes(found: InspectionAnswer) -> list[str]:

@@ -216,6 +216,7 @@ def _rows_within(config: RunConfig, corpus: Corpus | None) -> int:
 def table(plan: PlanAnswer) -> str:
     """Format the plan for people: what it needs, every choice with its reason, every setting."""
     model = plan.model
+    named = max((len(choice.name) for choice in plan.choices), default=0)
     lines = [
         f"{model.name}: {count_text(model.parameters)} parameters in {model.blocks} blocks, "
         f"{model.dtype}; {plan.machine}",
@@ -225,13 +226,16 @@ def table(plan: PlanAnswer) -> str:
         *plan.notes,
         "",
         "chosen",
-        *(f"  {c.name:<26} {c.value:<12} {c.because}" for c in plan.choices),
+        *(f"  {c.name:<{named}} {c.value:<12} {c.because}" for c in plan.choices),
         "",
         "settings (* changed from the default)",
     ]
+    width = max((len(setting.key) for setting in plan.settings), default=0)
     for setting in plan.settings:
         mark = "*" if setting.changed else " "
-        lines.append(f"{mark} {setting.key:<26} {_shown(setting.value):<22} {setting.description}")
+        lines.append(
+            f"{mark} {setting.key:<{width}} {_shown(setting.value):<22} {setting.description}"
+        )
     return "\n".join(lines)
 
 

@@ -13,11 +13,7 @@ _CURES = {
     "train.max_grad_norm": "use null to switch clipping off",
     "train.evaluate_every": "use `end` to evaluate only once, after the last step",
     "train.checkpoint_every": "use `end` to save only once, after the last step",
-    "train.learning_rate": "or `auto`",
-    "train.batch_rows": "or `auto`",
     "train.betas": "as in [0.9, 0.999]",
-    "train.warmup_steps": "or `auto`",
-    "placement.chunk_rows": "or `auto`",
     "placement.budget_gib": "leave it out to use all memory",
 }
 _SHORT = Repr()  # aliases in YAML make values that are too large to print
@@ -27,14 +23,22 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
 def explain(error: ValidationError, keys: list[str]) -> str:
     """Every mistake of `error`, joined by "; ". `keys` are the dotted keys that exist."""
     messages: dict[str, str] = {}
-    for item in sorted(error.errors(include_url=False), key=_preference):
+    items = sorted(error.errors(include_url=False), key=_preference)
+    words = {_dotted(item["loc"], keys): _words(item) for item in items}  # a Literal is the last
+    for item in items:
         key = _dotted(item["loc"], keys)
         if key not in messages:
-            messages[key] = _message(key, item, keys)
+            beside = "" if item["type"] == "literal_error" else words[key]
+            messages[key] = _message(key, item, keys, beside)
     return "; ".join(messages.values())
 
 
-def _message(key: str, item: Any, keys: list[str]) -> str:
+def _words(item: Any) -> str:
+    """The words that a setting takes beside numbers, as in "or 'auto'"; "" without such words."""
+    return f"or {item['ctx']['expected']}" if item["type"] == "literal_error" else ""
+
+
+def _message(key: str, item: Any, keys: list[str], words: str) -> str:
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_key(key, keys)
     if item["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
@@ -45,7 +49,8 @@ def _message(key: str, item: Any, keys: list[str]) -> str:
     text = _with_short_bound(text.replace("Input should be", "must be"), item.get("ctx", {}))
     if item["type"] in ("missing", "too_long"):  # every other key has a default
         text = "must be two numbers"
-    cure = f" ({_CURES[key]})" if key in _CURES else ""
+    cures = [text for text in (words, _CURES.get(key)) if text]
+    cure = f" ({', '.join(cures)})" if cures else ""
     return f"{key} = {_SHORT.repr(item['input'])}: {text}{cure}"
 
 

@@ -21,9 +21,9 @@ from fluxtrain.edges.head_call import HeadCall
 from fluxtrain.edges.vocab_chunk_loss import Tokens, VocabChunk, vocab_chunks_of
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.segment import Member
-from fluxtrain.memory.slices import WeightSlices
 from fluxtrain.memory.unit import Unit
-from fluxtrain.plan.heads import slice_words
+from fluxtrain.memory.vocab_chunks import ChunkedWeights
+from fluxtrain.plan.heads import vocab_chunk_rows
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import begin_backward, end_backward, end_forward, record
 
@@ -31,7 +31,7 @@ _SCALED_ROWS = 4096
 Slope = Callable[[Tensor, VocabChunk, slice], Tensor]  # hidden (n, H), chunk, tokens -> (n, w)
 
 
-def choose_slices(context: Context) -> None:
+def choose_vocab_chunks(context: Context) -> None:
     """Upload the head's weight in vocabulary chunks where the placement says so."""
     if not any("vocabulary_chunks" in row.transfers for row in context.plan.groups):
         return
@@ -45,12 +45,12 @@ def choose_slices(context: Context) -> None:
     by_parameter = {id(member.parameter): member for _, member in unit.members}
     biases = [] if linear.bias is None else [by_parameter[id(linear.bias)]]
     weight, group = by_parameter[id(linear.weight)], unit.group_of_weight()
-    rows = slice_words(weight.shape[1] * weight.segment.dtype.itemsize, weight.shape[0])
-    unit.slices = WeightSlices(
+    rows = vocab_chunk_rows(weight.shape[1] * weight.segment.dtype.itemsize, weight.shape[0])
+    unit.vocab_chunks = ChunkedWeights(
         context.device, group, [weight, *biases], rows, context.counters.uploaded
     )
     if group.users > 1:
-        context.updates.first_home = group
+        context.updates.first_to_arrive = group
 
 
 def _comes_apart(unit: Unit) -> bool:
@@ -91,11 +91,11 @@ def vocab_chunked_logits(
 
 def copy_whole(context: Context, unit: Unit, why: str) -> None:
     """Copy the head to the device whole from now on, while it computes."""
-    slices = unit.slices
-    assert slices is not None
-    slices.give_back()
-    unit.slices = None
-    context.window.add_slot(slices.group.weight_bytes, owner=slices.group)
+    chunks = unit.vocab_chunks
+    assert chunks is not None
+    chunks.give_back()
+    unit.vocab_chunks = None
+    context.window.add_slot(chunks.group.weight_bytes, owner=chunks.group)
     context.say(f"{unit.name} is copied to the device whole, not in vocabulary chunks: {why}")
 
 
@@ -105,10 +105,10 @@ class _VocabChunkedCrossEntropy(torch.autograd.Function):
         context = record(ctx, call)
         target, count, wrong = call.targets()
         tokens = Tokens.of(target)
-        slices = _slices(call.unit)
+        chunks = _vocab_chunks(call.unit)
         with _computing(context, call.unit, "head"):
             loss_of = _loss_of(call, hidden)
-            for chunk in _each(slices, range(slices.count)):
+            for chunk in _each(chunks, range(chunks.count)):
                 for rows in _spans(len(hidden), loss_of.tokens):
                     loss_of.collect(hidden[rows].detach(), chunk, tokens.cut(rows))
         end_forward(context)
@@ -124,7 +124,7 @@ class _VocabChunkedCrossEntropy(torch.autograd.Function):
         call: HeadCall = ctx.call
         (hidden,) = ctx.saved_tensors
         _begin_backward(ctx)
-        slope_scale = call.slope_scale(ctx.count, _slices(call.unit).members[0].segment.dtype)
+        slope_scale = call.slope_scale(ctx.count, _vocab_chunks(call.unit).members[0].segment.dtype)
         if call.kept_scale is not None:
             scale = scale * call.kept_scale
         loss_of = _loss_of(call, hidden)
@@ -141,13 +141,13 @@ class _VocabChunkedLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         context = record(ctx, call)
-        slices = _slices(call.unit)
+        chunks = _vocab_chunks(call.unit)
         out: Tensor | None = None  # (..., V)
         with _computing(context, call.unit, "head"):
-            for chunk in _each(slices, range(slices.count)):
+            for chunk in _each(chunks, range(chunks.count)):
                 found = nn.functional.linear(hidden, chunk.weight, chunk.bias)
                 if out is None:
-                    out = found.new_empty((*found.shape[:-1], slices.members[0].shape[0]))
+                    out = found.new_empty((*found.shape[:-1], chunks.members[0].shape[0]))
                 out[..., chunk.first : chunk.first + len(chunk.weight)] = found
         assert out is not None
         end_forward(context)
@@ -183,7 +183,7 @@ def vocab_chunked_logits_backward(
 def _begin_backward(ctx: Any) -> None:
     call: HeadCall = ctx.call
     begin_backward(ctx)
-    if call.unit.slices is None:
+    if call.unit.vocab_chunks is None:
         raise MisusedModel(
             f"{call.unit.name} was used in a way between its forward and its backward pass that "
             "needs all of it on the device: compute the loss again"
@@ -200,13 +200,13 @@ def _backward(
 ) -> Tensor | None:
     """Compute the gradients of the weights times `scale` (0-d fp32), for the engine, by vocabulary
     chunk; return that of hidden (N, H) where it is wanted. `most`: tokens at a time."""
-    context, unit, slices = call.context, call.unit, _slices(call.unit)
+    context, unit, chunks = call.context, call.unit, _vocab_chunks(call.unit)
     for_weight, for_bias = call.trained()
     sums: Tensor | None = None
     if for_hidden:
         sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     with _computing(context, unit, "backward"):
-        for chunk in _each(slices, reversed(range(slices.count))):
+        for chunk in _each(chunks, reversed(range(chunks.count))):
             total = context.gradients.zeros_for_chunk(chunk.weight.shape) if for_weight else None
             bias_total = torch.zeros(len(chunk.weight), device=hidden.device) if for_bias else None
             for rows in _spans(len(hidden), most):
@@ -218,21 +218,21 @@ def _backward(
                     add_product_(total, slope.t(), inner)
                 if bias_total is not None:
                     bias_total += slope.sum(0, dtype=torch.float32)
-            for member, found in zip(slices.members, (total, bias_total), strict=False):
+            for member, found in zip(chunks.members, (total, bias_total), strict=False):
                 if found is not None:
-                    _add(context, slices, member, chunk.first, found.mul_(scale))
+                    _add(context, chunks, member, chunk.first, found.mul_(scale))
     end_backward(context, unit)
     return None if sums is None else _scaled(sums, scale, hidden.dtype)
 
 
 def _add(
-    context: Context, slices: WeightSlices, member: Member, first: int, values: Tensor
+    context: Context, chunks: ChunkedWeights, member: Member, first: int, values: Tensor
 ) -> None:
     """Give the engine a member's gradient of one chunk, (n, ...) in fp32, from row `first` on."""
-    group, in_backward = slices.group, context.step_in_backward
+    group, in_backward = chunks.group, context.step_in_backward
     passing = in_backward is not None and in_backward.uses_up_now(group)
     context.gradients.add_vocab_chunk(
-        group, member, first, values, rows=slices.rows, passing=passing
+        group, member, first, values, rows=chunks.rows, passing=passing
     )
 
 
@@ -246,31 +246,31 @@ def _scaled(sums: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def _slices(unit: Unit) -> WeightSlices:
-    assert unit.slices is not None, "the head is whole"
-    return unit.slices
+def _vocab_chunks(unit: Unit) -> ChunkedWeights:
+    assert unit.vocab_chunks is not None, "the head is whole"
+    return unit.vocab_chunks
 
 
-def _each(slices: WeightSlices, order: Iterable[int]) -> Iterator[VocabChunk]:
+def _each(chunks: ChunkedWeights, order: Iterable[int]) -> Iterator[VocabChunk]:
     """Yield the chunks in this order while the next one is copied; each is valid until the next."""
     indices = list(order)
     for index, following in zip(indices, [*indices[1:], -1], strict=True):
-        weight, *biases = slices.take(index)
+        weight, *biases = chunks.take(index)
         try:
-            slices.prefetch(following)
+            chunks.prefetch(following)
             yield VocabChunk(
                 weight=weight,
                 bias=biases[0] if biases else None,
-                first=slices.span(index).start,
+                first=chunks.span(index).start,
             )
         finally:
-            slices.release(index)
+            chunks.release(index)
 
 
 def _loss_of(call: HeadCall, hidden: Tensor) -> Any:
-    slices = _slices(call.unit)
-    weights, most = slices.members[0].segment.dtype, call.context.head_tokens
-    return vocab_chunks_of(weights, hidden, call.dtype, slices.rows, most)
+    chunks = _vocab_chunks(call.unit)
+    weights, most = chunks.members[0].segment.dtype, call.context.head_tokens
+    return vocab_chunks_of(weights, hidden, call.dtype, chunks.rows, most)
 
 
 def _spans(count: int, most: int) -> list[slice]:

@@ -93,7 +93,9 @@ def look_up(
 
 def passes_in_parts(context: Context, group: Group) -> bool:
     """True when no unit computes with the whole group at once, so that it needs no slot."""
-    if any(unit.slices is not None and unit.slices.group is group for unit in context.units):
+    if any(
+        unit.vocab_chunks is not None and unit.vocab_chunks.group is group for unit in context.units
+    ):
         return True
     return group.rows is not None and group.by_rows
 
@@ -105,9 +107,9 @@ def _copy_whole(context: Context, unit: Unit, why: str) -> None:
     group.rows.give_back()
     group.rows = None
     for head in context.units:
-        if head.slices is not None and head.slices.group is group:
-            head.slices.give_back()
-            head.slices = None
+        if head.vocab_chunks is not None and head.vocab_chunks.group is group:
+            head.vocab_chunks.give_back()
+            head.vocab_chunks = None
     if slotless:
         context.window.add_slot(group.weight_bytes, owner=group)
     context.say(f"{unit.name} is copied to the device whole: {why}")

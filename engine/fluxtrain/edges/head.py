@@ -250,7 +250,7 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     context = lazy.head.context
     call = HeadCall(context, unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
-    if unit.in_slices:
+    if unit.in_vocab_chunks:
         return vocab_chunked_cross_entropy(call, lazy.hidden)
     return _ChunkedCrossEntropy.apply(call, context.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
 

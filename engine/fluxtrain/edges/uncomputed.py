@@ -57,7 +57,7 @@ class _Uncomputed(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         _refuse_other_gradients(call, ctx.seen)
         gradient, wanted = gradient.to(hidden.dtype), ctx.needs_input_grad[2]
-        backward = vocab_chunked_logits_backward if call.unit.in_slices else _whole_backward
+        backward = vocab_chunked_logits_backward if call.unit.in_vocab_chunks else _whole_backward
         return None, None, backward(ctx, hidden, gradient, wanted), None, None
 
 

@@ -29,7 +29,7 @@ from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use, sett
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Groups
-from fluxtrain.plan.footprint import homes
+from fluxtrain.plan.footprint import by_tier
 from fluxtrain.units import bytes_text, duration_text
 
 LEAST_GAIN = 0.02
@@ -118,7 +118,7 @@ def _resident(facts: RunFacts) -> Advice | None:
     streamed = context.streamed(settings)
     if not streamed or waited_s <= 0:
         return None
-    for count in range(context.home_blocks(settings), settings.resident_blocks, -1):
+    for count in range(context.host_blocks(settings), settings.resident_blocks, -1):
         change = Change(name="resident_blocks", value=count)
         if _fits(facts, change):
             break
@@ -344,7 +344,7 @@ def _free_bytes(facts: RunFacts) -> float:
 
 
 def _blocks(facts: RunFacts) -> Groups:
-    return homes(facts.context.facts, facts.context.layout_with(facts.settings))[1].blocks
+    return by_tier(facts.context.facts, facts.context.layout_with(facts.settings))[1].blocks
 
 
 def _copied_bytes(facts: RunFacts, settings: LiveSettings) -> int:

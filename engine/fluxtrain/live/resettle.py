@@ -78,8 +78,8 @@ def _come_to_rest(context: Context) -> None:
     context.flush()  # copies may wait for updates
     context.window.drain()
     for unit in context.units:
-        if unit.slices is not None:
-            unit.slices.drain()
+        if unit.vocab_chunks is not None:
+            unit.vocab_chunks.drain()
     context.gradients.host.drain()
 
 
@@ -90,8 +90,8 @@ def _tidy(context: Context, *, fewer_wait: bool) -> None:
         if group.rows is not None and group.placement.weights == "device":
             group.rows.give_back()
     for unit in context.units:
-        if unit.slices is not None and not unit.in_slices:
-            unit.slices.give_back()
+        if unit.vocab_chunks is not None and not unit.in_vocab_chunks:
+            unit.vocab_chunks.give_back()
     if fewer_wait:
         context.activation_offload.give_back()
     sent = [group for group in context.groups if group.placement.gradients != "device"]

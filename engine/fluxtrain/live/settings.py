@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.choices.boundaries import left_on_device
+from fluxtrain.plan.choices.activations import left_on_device
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     Footprint,
     Layout,
+    by_tier,
     footprint,
-    homes,
     keepable_count,
     kept_count,
     slot_count,
@@ -111,10 +111,10 @@ class LiveContext:
             activations_on_device=self.layout.activations_on_device,
         )
 
-    def home_blocks(self, settings: LiveSettings) -> int:
+    def host_blocks(self, settings: LiveSettings) -> int:
         """Blocks on the host, which may be resident or stream."""
         moved = replace(self.layout, device_groups=settings.device_groups)
-        return len(homes(self.facts, moved)[1].blocks)
+        return len(by_tier(self.facts, moved)[1].blocks)
 
     def layout_with(self, settings: LiveSettings) -> Layout:
         """The layout that `settings` make. InputsOn that stay on the device give way where it would
@@ -122,7 +122,7 @@ class LiveContext:
         layout = replace(
             self.layout,
             slots=settings.prefetch + 1,
-            resident_blocks=min(settings.resident_blocks, self.home_blocks(settings)),
+            resident_blocks=min(settings.resident_blocks, self.host_blocks(settings)),
             chunk_rows=settings.chunk_rows,
             device_groups=settings.device_groups,
             blocks_without_recompute=settings.blocks_without_recompute,
@@ -197,7 +197,7 @@ def _check_range(context: LiveContext, now: LiveSettings, change: Change) -> Non
         parts = len(context.facts.groups)
         _between(change, 0, parts, f"the model has {parts} parts")
     elif change.name == "resident_blocks":
-        home = context.home_blocks(now)
+        home = context.host_blocks(now)
         _between(change, 0, home, f"{home} blocks are on the host")
     elif streamed < 2:
         raise BadInput(f"{change}: {streamed} blocks stream, so none can be copied ahead")
@@ -211,10 +211,10 @@ def _between(change: Change, low: int, high: int, because: str) -> None:
 
 
 def steps_down(context: LiveContext, now: LiveSettings) -> list[Change]:
-    """What to give up when device memory runs out in a step: all boundaries that stay on the device
-    by choice (no computation is lost with them), or where the host has no room for them, and next,
-    half of the blocks that keep their activations, then half of the chunk, and of the smallest
-    chunk half of the resident blocks, else of the parts on the device."""
+    """Return what to give up when device memory runs out in a step: all block inputs that stay on
+    the device by choice (no computation is lost with them), or where the host has no room for
+    them, and next, half of the blocks that keep their activations, then half of the chunk, and of
+    the smallest chunk half of the resident blocks, else of the parts on the device."""
     staying = context.layout_with(now).activations_on_device
     first = [Change(name="activations_on_device", value=0)] if staying else []
     return [*first, *_later_steps(context, now)]

@@ -20,7 +20,6 @@ placeholders; on the device they are views of the scratch that they are unpacked
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
@@ -29,12 +28,11 @@ from torch import Tensor, nn
 
 from fluxtrain.device.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.errors import UnsupportedModel
+from fluxtrain.memory.packed import dense_parts, pack_segment, packed_source, placeholder
 from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.group_placement import GroupPlacement, Tier
 from fluxtrain.plan.states import StateFormat, StorageFormat
-from fluxtrain.quantization.pack import pack
-from fluxtrain.quantization.unpack import unpack
 
 if TYPE_CHECKING:
     from fluxtrain.memory.rows import RowBuffers
@@ -182,7 +180,7 @@ class Group:
                 "convert first, model.to(torch.bfloat16); of complex ones torch.view_as_real(...)"
             )
         large = trained and parameter.numel() >= state_formats.LEAST_LOW_BIT
-        storage = self.frozen if self._packs(parameter) and not shared else "plain"
+        storage = self._storage(parameter, shared=shared)
         states = self.states if large else "fp32"
         segment = self._segment(parameter.dtype, trained, states, storage)
         member = Member(
@@ -193,15 +191,21 @@ class Group:
         self.members.append(member)
         return member
 
-    def _packs(self, parameter: nn.Parameter) -> bool:
-        """Can this parameter's weights be packed? Large frozen matrices of a block can."""
-        return (
+    def _storage(self, parameter: nn.Parameter, *, shared: bool) -> StorageFormat:
+        """How this parameter's weights are stored: as another package has packed them; large frozen
+        matrices of a block as asked; others as they are."""
+        source = packed_source(parameter)
+        if source is not None:
+            return source.format
+        packs = (
             self.kind == "block"
+            and not shared
             and not parameter.requires_grad
             and parameter.dtype in TRAINED_DTYPES
             and parameter.dim() > 1
             and parameter.numel() >= state_formats.LEAST_PACKED
         )
+        return self.frozen if packs else "plain"
 
     def settle(self, placement: GroupPlacement, device: torch.device, *, pin: bool) -> None:
         """Fix the layout, allocate the weights' memory and move the weights into it."""
@@ -227,7 +231,7 @@ class Group:
         for segment, flat in zip(self.segments, weights, strict=True):
             segment.weights = flat
         for segment in self.packed_segments:
-            self._pack(segment)
+            pack_segment(segment, self.name)
         for member in self.members:
             view = self.own_view(member)
             if member.segment.packed is None:
@@ -236,21 +240,6 @@ class Group:
             self.home_views.append(view)
             member.parameter.data = view
             member.write_version = member.parameter._version
-
-    def _pack(self, segment: Segment) -> None:
-        """Pack the weights of a segment's members, on the host, into the group's memory."""
-        layout, weights = segment.packed, segment.weights
-        assert layout is not None and weights is not None
-        packed = (
-            weights
-            if weights.device.type == "cpu"
-            else torch.zeros(len(weights), dtype=torch.uint8)
-        )
-        for index, member in enumerate(segment.members):
-            name = f"{self.name}.{member.name}"
-            pack(layout, index, member.parameter.detach(), packed, name=name)
-        if packed is not weights:
-            weights.copy_(packed)
 
     def own_view(self, member: Member) -> Tensor:
         """The member's weights on the host, in its shape, with a storage of its own; a placeholder
@@ -275,34 +264,9 @@ class Group:
             if s.packed is None
         }
         if dense is not None:
-            for segment, part in self._dense_parts(dense):
+            for segment, part in dense_parts(self.segments, dense):
                 flats[id(segment)] = part
         return [m.slice(flats[id(m.segment)]) for m in self.members]
-
-    def unpack(self, flat: Tensor, dense: Tensor) -> None:
-        """Compute the packed weights of a device copy `flat` into `dense` (dense_bytes,)."""
-        for segment, part in self._dense_parts(dense):
-            assert segment.packed is not None
-            packed = flat[segment.offset_bytes : segment.offset_bytes + segment.size_bytes]
-            unpack(segment.packed, packed, part)
-
-    def all_dense_weights(self) -> dict[int, Tensor]:
-        """Compute the packed members' weights as they are computed with, by index, where the
-        group's weights are stored."""
-        found: dict[int, Tensor] = {}
-        for segment in self.packed_segments:
-            assert segment.packed is not None and segment.weights is not None
-            part = torch.empty(segment.elements, dtype=segment.dtype, device=segment.weights.device)
-            unpack(segment.packed, segment.weights, part)
-            found |= {member.index: member.slice(part) for member in segment.members}
-        return found
-
-    def _dense_parts(self, dense: Tensor) -> Iterator[tuple[Segment, Tensor]]:
-        """Yield each packed segment with its range (elements,) of `dense`."""
-        start = 0
-        for segment in self.packed_segments:
-            yield segment, dense[start : start + segment.dense_bytes].view(segment.dtype)
-            start += aligned(segment.dense_bytes)
 
     def ensure_state(self) -> list[Tensor]:
         """Allocate the optimizer state, moments of zero, on first use; what of it is on the host
@@ -419,12 +383,3 @@ class Group:
         return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
             arena.tensor(t, n, o) for t, n, o in spans
         ]
-
-
-def placeholder(member: Member) -> Tensor:
-    """Make what a packed parameter holds at rest: NaN in its shape, of one element's memory."""
-    weights = member.segment.weights
-    device = torch.device("cpu") if weights is None else weights.device
-    return torch.full((1,), torch.nan, dtype=member.segment.dtype, device=device).expand(
-        member.shape
-    )

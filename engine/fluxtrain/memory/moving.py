@@ -73,7 +73,7 @@ def _held(shell: Group, segment: Segment) -> dict[str, Tensor]:
 
 
 def _point_there(group: Group) -> None:
-    """The parameters' own data are the weights at the new home."""
+    """Make the weights on their new tier the parameters' own data."""
     group.home_views = [group.own_view(m) for m in group.members]
     for member, view in zip(group.members, group.home_views, strict=True):
         parameter, kind = member.parameter, member.parameter.__class__

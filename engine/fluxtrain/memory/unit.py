@@ -14,7 +14,7 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.module_buffers import WrittenBuffers
 from fluxtrain.memory.segment import Member
-from fluxtrain.memory.slices import WeightSlices
+from fluxtrain.memory.vocab_chunks import ChunkedWeights
 
 
 class Unit:
@@ -29,7 +29,9 @@ class Unit:
         self.places: list[tuple[nn.Module, str, Member]] = []  # where its parameters are registered
         self.original: Callable[..., Any] = module.forward
         self.is_head = False  # its output may stay uncomputed (LazyLogits)
-        self.slices: WeightSlices | None = None  # of a head on the host that is never copied whole
+        self.vocab_chunks: ChunkedWeights | None = (
+            None  # of a head on the host that is never copied whole
+        )
         # how its activations get to the backward pass (see recompute_policy.py)
         self.recomputes = True  # False: what its backward needs stays on the device
         self.offloads_inputs = False  # its inputs wait for the backward pass on the host
@@ -56,14 +58,16 @@ class Unit:
     def copied(self) -> list[Group]:
         """The groups that it needs whole on the device: not an embedding that it looks up by rows,
         nor a head in vocabulary chunks."""
-        if self.in_slices:
+        if self.in_vocab_chunks:
             return []
         return [g for g in self.groups if g.rows is None or g is not self.group]
 
     @property
-    def in_slices(self) -> bool:
+    def in_vocab_chunks(self) -> bool:
         """True for a head that computes with two vocabulary chunks of its weight at a time."""
-        return self.slices is not None and self.slices.group.placement.weights != "device"
+        return (
+            self.vocab_chunks is not None and self.vocab_chunks.group.placement.weights != "device"
+        )
 
     @cached_property
     def members(self) -> list[tuple[Group, Member]]:

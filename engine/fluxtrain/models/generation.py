@@ -1,4 +1,4 @@
-"""Generates a few words, to show what was learnt, and tells generation where to stop."""
+"""Text that a trained model continues, and the tokens at which its generation stops."""
 
 from __future__ import annotations
 

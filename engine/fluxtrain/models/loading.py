@@ -27,11 +27,10 @@ from transformers import (
 
 from fluxtrain.data.hub import network_errors
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.models.base_key import base_key
 from fluxtrain.models.copies import Copied, copied_by_loading
 from fluxtrain.models.isolation import keeps_documents_apart
 from fluxtrain.models.left_out import further_blocks
-from fluxtrain.models.model_files import ModelFiles, check_model_folder
+from fluxtrain.models.model_files import ModelFiles, base_key, check_model_folder
 from fluxtrain.models.precision import (
     DTYPES,
     Capability,
@@ -73,7 +72,7 @@ class LoadedModel:
     max_positions: int | None
     pad_id: int
     merged_bytes: int = 0  # bytes of weights merged from several tensors
-    base_key: str = ""  # of its weight files (models/base_key.py); empty for fresh weights
+    base_key: str = ""  # of its weight files (`model_files.base_key`); empty for fresh weights
 
 
 def load_model(

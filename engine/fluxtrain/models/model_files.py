@@ -7,10 +7,11 @@ header with each tensor's offsets, then the data).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -24,6 +25,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "vocab.json", "vocab.txt", "tekken.json",
 )  # fmt: skip
+SAMPLES = 64  # of each weight file, for its key
+SAMPLE_BYTES = 1 << 16
 MOST_LAYERS = 4096  # four times as many as the deepest models have
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub repository
@@ -292,3 +295,26 @@ def _common_dtype(folder: Path, counts: Counter[str]) -> str:
             "name the original, unquantised model"
         )
     return _DTYPE_NAMES[stored]
+
+
+def base_key(files: Iterable[Path]) -> str:
+    """Return a key (16 hexadecimal digits) of weight files, whatever their names and folder.
+
+    A checkpoint of adapters holds no frozen weights, so it must not go on beside others. Reading
+    all of 141 GB would take a minute: the key is of the files' sizes, their headers (names, shapes,
+    dtypes) and samples of their bytes. Raises OSError when a file cannot be read.
+    """
+    digests = sorted(_digest(path) for path in files)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    digest.update(str(size).encode())
+    step = max(SAMPLE_BYTES, size // SAMPLES)
+    with path.open("rb") as file:
+        for start in (*range(0, size, step), max(0, size - SAMPLE_BYTES)):
+            file.seek(start)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LARGE_STAGING_BYTES = 128 << 20  # gradients on their way home are this large in few groups
+LARGE_STAGING_BYTES = 128 << 20  # downloaded gradients are this large in few groups
 LARGE_GRADIENT_BYTES = 512 << 20  # those on the host: only an embedding's or a head's
 
 

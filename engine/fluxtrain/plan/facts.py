@@ -100,7 +100,7 @@ class GroupFacts:
 
     @cached_property
     def segment_bytes(self) -> tuple[int, int, int]:
-        """Of the gradients of each dtype, as they come home."""
+        """Of the gradients of each dtype, as they are downloaded."""
         halves = HALF_BYTES * self.trained_bf16, HALF_BYTES * self.trained_fp16
         return *halves, FP32_BYTES * self.trained_fp32
 
@@ -114,7 +114,7 @@ class GroupFacts:
         wide = FP32_BYTES * (self.trained_bf16 + self.trained_fp16) if accumulates else 0
         return self.rounded_bytes + wide
 
-    def home_bytes(self, *, accumulates: bool = False) -> int:
+    def host_bytes(self, *, accumulates: bool = False) -> int:
         """Weights, states and gradients: 14 bytes a trained bf16 parameter, 16 an fp16 or fp32 one;
         with 8-bit states 8 and 10."""
         return self.weight_bytes + self.state_bytes + self.gradient_bytes(accumulates=accumulates)
@@ -233,7 +233,7 @@ class RowFacts:
     edge_bytes: int = 0  # of what stands behind the blocks, in its backward pass; 0: not measured
 
     @property
-    def boundary_bytes(self) -> int:
+    def block_input_bytes(self) -> int:
         """What passes from one block to the next: (sequence_length, hidden)."""
         return self.sequence_length * self.hidden * self.dtype_bytes
 
@@ -257,11 +257,11 @@ class RowFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFacts:
-    """The last linear layer's weight (words, hidden), which its words can be cut from."""
+    """The last linear layer's weight (vocabulary, hidden), which can be cut into ranges of rows."""
 
     group: str  # that it is in
-    words: int
-    word_bytes: int  # of one word's weights
+    vocabulary: int
+    row_bytes: int  # of one row of the weight
     dtype_bytes: int
     trained: bool
     tied: bool  # another part computes with it too
@@ -309,17 +309,17 @@ class ModelFacts:
         """Number of blocks."""
         return len(self.blocks)
 
-    def homes(self, count: int, first: DeviceFirst) -> tuple[Groups, Groups]:
+    def by_tier(self, count: int, first: DeviceFirst) -> tuple[Groups, Groups]:
         """The `count` groups that live on the device, and those on the host; `parted` says
         which, and the answer is kept."""
-        found = self._homes.get((count, first))
+        found = self._by_tier.get((count, first))
         if found is None:
             device, host = parted(self.groups, count, first)
-            found = self._homes[count, first] = Groups(device), Groups(host)
+            found = self._by_tier[count, first] = Groups(device), Groups(host)
         return found
 
     @cached_property
-    def _homes(self) -> dict[tuple[int, DeviceFirst], tuple[Groups, Groups]]:
+    def _by_tier(self) -> dict[tuple[int, DeviceFirst], tuple[Groups, Groups]]:
         return {}
 
     @cached_property
@@ -349,9 +349,9 @@ class ModelFacts:
         return replace(self, groups=tuple(changed))
 
     @cached_property
-    def home_bytes(self) -> int:
+    def host_bytes(self) -> int:
         """Weights, states and gradients of the whole model."""
-        return sum(group.home_bytes() for group in self.groups)
+        return sum(group.host_bytes() for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)

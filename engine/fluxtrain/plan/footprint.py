@@ -13,15 +13,15 @@ are on the host with all of that, and of their weights the device has
 
 Of an embedding on the host the device has all, or with `embedding` rows only those that a batch can
 look up (`plan/tables.py`), and sums of their gradients alone; a tied one it has too, for the head.
-Of a head on the host it has all, or with `head` slices two of them and a sum of one
+Of a head on the host it has all, or with `head` chunks two of those and the sum of one
 (`plan/heads.py`).
 
 On the host, but for those of the last `activations_on_device` blocks and of what follows them.
 The first `blocks_without_recompute` of the blocks whose weights are on the device keep their
 activations and compute nothing again. Beside them the device has what a step needs: fp32 sums of
-gradients, staging for their way home, the blocks' inputs, and the workspace of the phase that takes
-most (see `_workspace`). Without a GPU the "device" is a buffer in host memory, so its bytes count
-as the host's.
+gradients, staging for their downloads, the blocks' inputs, and the workspace of the phase that
+takes most (see `_workspace`). Without a GPU the "device" is a buffer in host memory,
+so its bytes count as the host's.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from fluxtrain.plan.facts import (
     ModelFacts,
     Offload,
 )
-from fluxtrain.plan.heads import HeadSlices, comes_apart, head_slices, logits_bytes
+from fluxtrain.plan.heads import HeadChunks, comes_apart, head_chunks, logits_bytes
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import TableRows
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
-# Of tensors as large as a boundary, beside what a block holds of a chunk. On a GPU as
+# Of tensors as large as a block's input, beside what a block holds of a chunk. On a GPU as
 # `tests/engine/test_live_tensors.py` counts them; without one the heap keeps more than is there.
-BOUNDARIES_IN_FLIGHT = 2  # with the boundaries on the host: a block's own, and the next one's
-HEAP_BOUNDARIES = 3
+INPUTS_IN_FLIGHT = 2  # with block inputs on the host: a block's own, and the next one's
+HEAP_INPUTS = 3
 HIDDEN_AT_LOSS = 2  # what goes into the head, and its gradient
-HIDDEN_AT_EDGE = 2  # its gradient, and a boundary that came back while the copy home still has it
+HIDDEN_AT_EDGE = 2  # its gradient, and an input uploaded again while its download still has it
 HEAP_HIDDEN = 4
 SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (models/export.py), or one larger weight
 # A processor's heap keeps as much of what was freed, at most: device/heap.py sees to that; tensors
@@ -98,7 +98,7 @@ class Footprint:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    boundaries_bytes: int
+    block_inputs_bytes: int
     workspace_bytes: int  # recomputed activations, logits, gradients on their way to the sums
     kept_bytes: int = 0  # activations that are not recomputed
     arena_bytes: int  # weights, states and gradients on the host
@@ -111,7 +111,7 @@ class Footprint:
             self.weights_bytes
             + self.gradients_bytes
             + self.optimizer_bytes
-            + self.boundaries_bytes
+            + self.block_inputs_bytes
             + self.workspace_bytes
             + self.kept_bytes
         )
@@ -125,32 +125,32 @@ class Footprint:
 
 def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     """Peaks of `layout`. Without a GPU the host's include the device's."""
-    at_device, at_home = homes(facts, layout)
-    by_rows, sliced = rows_of_table(facts, layout, at_home), sliced_head(facts, layout, at_home)
+    on_device, on_host = by_tier(facts, layout)
+    by_rows, chunked = rows_of_table(facts, layout, on_host), chunked_head(facts, layout, on_host)
     late = shared = FP32_BYTES * facts.shared.trained  # sums that begin after the loss
-    if by_rows is not None and by_rows.in_slices:
+    if by_rows is not None and by_rows.in_vocab_chunks:
         late, shared = 0, shared + by_rows.kept_bytes - by_rows.table.sum_bytes
-    scratch = _scratch(facts, by_rows, sliced)
-    staging = _staging(facts, layout, at_home, by_rows, sliced)
+    scratch = _scratch(facts, by_rows, chunked)
+    staging = _staging(facts, layout, on_host, by_rows, chunked)
     if by_rows is not None:
         shared += by_rows.sum_bytes(layout.passes - 1)
-        shared += by_rows.kept_bytes * (by_rows.in_slices and layout.accumulates)
-    kept_gradients = at_device.gradient_bytes(accumulates=layout.accumulates)
-    kept_weights = at_device.weight_bytes + facts.loose_bytes
+        shared += by_rows.kept_bytes * (by_rows.in_vocab_chunks and layout.accumulates)
+    kept_gradients = on_device.gradient_bytes(accumulates=layout.accumulates)
+    kept_weights = on_device.weight_bytes + facts.loose_bytes
     device = {
         "weights_bytes": kept_weights
-        + _weights_from_home(facts, layout, at_home, by_rows, sliced)
+        + _weights_from_host(facts, layout, on_host, by_rows, chunked)
         + max(group.dense_bytes for group in facts.groups),
         "gradients_bytes": kept_gradients + scratch + shared + staging,
-        "optimizer_bytes": at_device.state_bytes,
-        "boundaries_bytes": _boundaries_on_device(facts, layout, has_gpu=has_gpu),
-        "workspace_bytes": _workspace(facts, layout, late, by_rows, sliced, has_gpu=has_gpu),
+        "optimizer_bytes": on_device.state_bytes,
+        "block_inputs_bytes": _inputs_on_device(facts, layout, has_gpu=has_gpu),
+        "workspace_bytes": _workspace(facts, layout, late, by_rows, chunked, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
-    arenas = at_home.weight_bytes + at_home.state_bytes
-    arenas += _gradients_at_home(at_home, layout)
+    arenas = on_host.weight_bytes + on_host.state_bytes
+    arenas += _gradients_on_host(on_host, layout)
     arenas += by_rows.host_bytes(layout.passes) if by_rows is not None else 0
-    host = arenas + boundaries_on_host(facts, layout)
+    host = arenas + block_inputs_on_host_bytes(facts, layout)
     return Footprint(
         **device,
         arena_bytes=arenas,
@@ -158,24 +158,24 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     )
 
 
-def _gradients_at_home(at_home: Groups, layout: Layout) -> int:
+def _gradients_on_host(on_host: Groups, layout: Layout) -> int:
     if not layout.optimizer_in_backward:
-        return at_home.gradient_bytes(accumulates=layout.accumulates)
+        return on_host.gradient_bytes(accumulates=layout.accumulates)
     rings: Counter[tuple[tuple[int, int, int], int]] = Counter()
-    for g, count in at_home.alike:
+    for g, count in on_host.alike:
         rings[(g.trained_bf16, g.trained_fp16, g.trained_fp32), g.rounded_bytes] += count
     return sum(min(count, ring_depth(size)) * size for (_, size), count in rings.items())
 
 
-def homes(facts: ModelFacts, layout: Layout) -> tuple[Groups, Groups]:
+def by_tier(facts: ModelFacts, layout: Layout) -> tuple[Groups, Groups]:
     """The groups that live on the device, and those on the host."""
     count = len(facts.groups) if layout.offload == "none" else layout.device_groups
-    return facts.homes(count, layout.device_first)
+    return facts.by_tier(count, layout.device_first)
 
 
 def saving_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Host memory of weights whose home is a GPU while the model is saved: those of one file."""
-    sizes = [group.weight_bytes for group in homes(facts, layout)[0]]
+    """Host memory of weights that live on a GPU while the model is saved: those of one file."""
+    sizes = [group.weight_bytes for group in by_tier(facts, layout)[0]]
     return min(sum(sizes) + facts.loose_bytes, max([SAVED_FILE_BYTES, *sizes]))
 
 
@@ -203,56 +203,56 @@ def slot_count(facts: ModelFacts, layout: Layout) -> int:
 
 def streamed_count(facts: ModelFacts, layout: Layout) -> int:
     """Blocks whose weights come through slots."""
-    return len(streamed(layout, homes(facts, layout)[1]))
+    return len(streamed(layout, by_tier(facts, layout)[1]))
 
 
-def streamed(layout: Layout, at_home: Groups) -> Groups:
+def streamed(layout: Layout, on_host: Groups) -> Groups:
     """Blocks on the host whose weights come through slots."""
     every = layout.offload == "optimizer"
-    return at_home.streamed(len(at_home) if every else layout.resident_blocks)
+    return on_host.streamed(len(on_host) if every else layout.resident_blocks)
 
 
-def rows_of_table(facts: ModelFacts, layout: Layout, at_home: Groups) -> TableRows | None:
+def rows_of_table(facts: ModelFacts, layout: Layout, on_host: Groups) -> TableRows | None:
     """What the embedding's rows take where only those are copied."""
     table = facts.table
-    if layout.embedding != "rows" or table is None or table not in at_home:
+    if layout.embedding != "rows" or table is None or table not in on_host:
         return None
-    in_slices = layout.head == "chunks" and table.users > 1 and comes_apart(facts)
-    return TableRows.of(table, facts.row, layout.batch_rows, in_slices=in_slices)
+    in_vocab_chunks = layout.head == "chunks" and table.users > 1 and comes_apart(facts)
+    return TableRows.of(table, facts.row, layout.batch_rows, in_vocab_chunks=in_vocab_chunks)
 
 
 def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
     """What of the embedding is copied to the device; one that lives there is whole."""
-    by_rows = rows_of_table(facts, layout, homes(facts, layout)[1])
+    by_rows = rows_of_table(facts, layout, by_tier(facts, layout)[1])
     return "whole" if by_rows is None else "rows"
 
 
-def sliced_head(facts: ModelFacts, layout: Layout, at_home: Groups) -> HeadSlices | None:
-    """What the head's slices take where it comes in slices."""
-    by_rows = rows_of_table(facts, layout, at_home) is not None
-    return head_slices(facts, layout.head, at_home, by_rows=by_rows)
+def chunked_head(facts: ModelFacts, layout: Layout, on_host: Groups) -> HeadChunks | None:
+    """Return what the head takes where it is uploaded in vocabulary chunks."""
+    by_rows = rows_of_table(facts, layout, on_host) is not None
+    return head_chunks(facts, layout.head, on_host, by_rows=by_rows)
 
 
 def head_copied(facts: ModelFacts, layout: Layout) -> Head:
     """How the head is copied to the device; one that lives there is whole."""
-    return "whole" if sliced_head(facts, layout, homes(facts, layout)[1]) is None else "chunks"
+    return "whole" if chunked_head(facts, layout, by_tier(facts, layout)[1]) is None else "chunks"
 
 
-def _scratch(facts: ModelFacts, by_rows: TableRows | None, sliced: HeadSlices | None) -> int:
+def _scratch(facts: ModelFacts, by_rows: TableRows | None, chunked: HeadChunks | None) -> int:
     """The largest sum of gradients of a group that no other part computes with."""
     alone = (g for g, _ in facts.blocks.alike if g.users == 1)
-    edges = (g for g in _summed_edges(facts, by_rows, sliced) if g.users == 1)
-    slices = 0 if sliced is None else sliced.sum_bytes
-    return max(slices, *(g.sum_bytes for g in (*alone, *edges)), 0)
+    edges = (g for g in _summed_edges(facts, by_rows, chunked) if g.users == 1)
+    one_chunk = 0 if chunked is None else chunked.sum_bytes
+    return max(one_chunk, *(g.sum_bytes for g in (*alone, *edges)), 0)
 
 
 def _summed_edges(
-    facts: ModelFacts, by_rows: TableRows | None, sliced: HeadSlices | None
+    facts: ModelFacts, by_rows: TableRows | None, chunked: HeadChunks | None
 ) -> list[GroupFacts]:
     """Edges whose gradients need a sum of their own. Beside rows the head's does not: the loss
     makes it, and the buffer that a whole embedding would leave behind is not there. Nor does one in
-    slices, whose sum is that of one of them."""
-    edges = [g for g in facts.edges if sliced is None or g is not sliced.group]
+    vocabulary chunks, whose sum is that of one of them."""
+    edges = [g for g in facts.edges if chunked is None or g is not chunked.group]
     if by_rows is None or by_rows.tied:
         return edges
     return [g for g in edges if g is not by_rows.table and not _is_head(facts, g)]
@@ -262,63 +262,65 @@ def _is_head(facts: ModelFacts, edge: GroupFacts) -> bool:
     return edge.trained == facts.head_parameters and edge.users == 1
 
 
-def _weights_from_home(
+def _weights_from_host(
     facts: ModelFacts,
     layout: Layout,
-    at_home: Groups,
+    on_host: Groups,
     by_rows: TableRows | None,
-    sliced: HeadSlices | None,
+    chunked: HeadChunks | None,
 ) -> int:
-    """Device copies of weights whose home is the host."""
-    passing = streamed(layout, at_home)
-    kept = at_home.weight_bytes - passing.weight_bytes
+    """Device copies of weights that live on the host."""
+    passing = streamed(layout, on_host)
+    kept = on_host.weight_bytes - passing.weight_bytes
     if by_rows is not None:
         kept += by_rows.device_bytes - (0 if by_rows.tied else by_rows.table.weight_bytes)
-    if sliced is not None:
-        kept += sliced.on_device_bytes - sliced.group.weight_bytes
+    if chunked is not None:
+        kept += chunked.on_device_bytes - chunked.group.weight_bytes
     return kept + slot_count(facts, layout) * passing.largest_weight_bytes
 
 
 def _staging(
     facts: ModelFacts,
     layout: Layout,
-    at_home: Groups,
+    on_host: Groups,
     by_rows: TableRows | None,
-    sliced: HeadSlices | None,
+    chunked: HeadChunks | None,
 ) -> int:
-    """Rounded gradients on their way home: a ring for each size that there is. Sums of several
-    passes go up and home through the same, those of a head in slices through one of fp32."""
+    """Rounded gradients on their way to the host: a ring for each size that there is. Sums of
+    several passes are uploaded and downloaded through the same, those of a head in vocabulary
+    chunks through one of fp32."""
     apart = [] if by_rows is None or by_rows.tied else [by_rows.table.unnamed]
-    apart += [] if sliced is None else [sliced.group.unnamed]
-    dense = [g for g, count in at_home.alike if count > apart.count(g)]
+    apart += [] if chunked is None else [chunked.group.unnamed]
+    dense = [g for g, count in on_host.alike if count > apart.count(g)]
     sizes = set(chain.from_iterable(g.segment_bytes for g in dense))
     if by_rows is not None:
         sizes.add(by_rows.gradient_bytes)
-    if sliced is not None:
-        sizes.add(sliced.gradient_bytes)
-        sizes |= {sliced.sum_bytes} if layout.accumulates else set()
+    if chunked is not None:
+        sizes.add(chunked.gradient_bytes)
+        sizes |= {chunked.sum_bytes} if layout.accumulates else set()
     deep = set(chain.from_iterable(g.segment_bytes for g, _ in facts.blocks.alike))
     deep &= sizes if layout.accumulates else set()
     shallow = sum(staging_depth(size) * size for size in sizes - deep)
     return shallow + sum(sum_depth(size, is_block=True) * size for size in deep)
 
 
-def _boundaries_on_device(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> int:
+def _inputs_on_device(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> int:
     """Inputs of the blocks and of the last norm, but for those that are away on the host."""
     if facts.row is None:
         return 0
-    one = layout.batch_rows * facts.row.boundary_bytes
-    flying = BOUNDARIES_IN_FLIGHT if has_gpu else HEAP_BOUNDARIES
-    away_bytes = max(0, boundaries_on_host(facts, layout) - flying * one)
+    one = layout.batch_rows * facts.row.block_input_bytes
+    flying = INPUTS_IN_FLIGHT if has_gpu else HEAP_INPUTS
+    away_bytes = max(0, block_inputs_on_host_bytes(facts, layout) - flying * one)
     return (facts.layers + 1) * one - away_bytes
 
 
-def boundaries_on_host(facts: ModelFacts, layout: Layout) -> int:
-    """Bytes of those that wait there."""
+def block_inputs_on_host_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """Return the bytes of block inputs that wait on the host."""
     if facts.row is None or not layout.offloads_activations:
         return 0
     norms = int(not layout.activations_on_device)
-    return (offloading_blocks(facts, layout) + norms) * layout.batch_rows * facts.row.boundary_bytes
+    one_bytes = layout.batch_rows * facts.row.block_input_bytes
+    return (offloading_blocks(facts, layout) + norms) * one_bytes
 
 
 def offloading_blocks(facts: ModelFacts, layout: Layout) -> int:
@@ -333,7 +335,7 @@ def _workspace(
     layout: Layout,
     shared_sums: int,
     by_rows: TableRows | None,
-    sliced: HeadSlices | None,
+    chunked: HeadChunks | None,
     *,
     has_gpu: bool,
 ) -> int:
@@ -342,31 +344,32 @@ def _workspace(
     loss: the head's fp32 weight gradient, a chunk of logits, without a GPU one chunk's product in
     the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is
     handed over, and what stands between head and blocks is computed again, the whole batch at once;
-    a head in slices has logits of one slice at a time, and the hidden states' gradient in fp32;
-    a block is recomputed, then its gradients in the weights' dtypes are all there at once, and
-    beside the gradient that arrives those of the chunks before; last come the embedding's.
+    a head in vocabulary chunks has logits of one chunk at a time, and the hidden states' gradient
+    in fp32; a block is recomputed, then its gradients in the weights' dtypes are all there at
+    once, and beside the gradient that arrives those of the chunks before; last come the
+    embedding's.
 
-    Without a GPU the heap keeps some of what one phase freed, in pieces that the next one's tensors
+    Without a GPU the heap keeps some of what one phase freed, in ranges that the next one's tensors
     do not fit into. An evaluation is one more phase there: its logits come between two steps.
     """
-    head_sum = FP32_BYTES * facts.head_parameters if sliced is None else 0
+    head_sum = FP32_BYTES * facts.head_parameters if chunked is None else 0
     product = facts.head_dtype_bytes * facts.head_parameters
-    product = product if sliced is None else sliced.gradient_bytes
-    boundary = edge = activations = chunk = evaluated = 0
+    product = product if chunked is None else chunked.gradient_bytes
+    block_input = edge = activations = chunk = evaluated = 0
     if facts.row is not None:
-        boundary = layout.batch_rows * facts.row.boundary_bytes
+        block_input = layout.batch_rows * facts.row.block_input_bytes
         edge = layout.batch_rows * facts.row.edge_bytes
         every_block_keeps = kept_count(facts, layout) == facts.layers
         saved = facts.row.kept_bytes if every_block_keeps else 0  # counted as kept
         activations = layout.chunk_rows * max(0, facts.row.activation_bytes - saved)
-        words = facts.row.vocabulary if sliced is None else sliced.words
-        chunk = logits_bytes(facts.row, layout.batch_rows, words, product, has_gpu=has_gpu)
-        evaluated = logits_bytes(facts.row, layout.batch_rows, words, 0, has_gpu=has_gpu)
-        if sliced is not None:
-            chunk += boundary // facts.row.dtype_bytes * FP32_BYTES
-    at_loss, at_edge, at_block = _hidden_tensors(layout, boundary, has_gpu=has_gpu)
+        vocabulary = facts.row.vocabulary if chunked is None else chunked.rows
+        chunk = logits_bytes(facts.row, layout.batch_rows, vocabulary, product, has_gpu=has_gpu)
+        evaluated = logits_bytes(facts.row, layout.batch_rows, vocabulary, 0, has_gpu=has_gpu)
+        if chunked is not None:
+            chunk += block_input // facts.row.dtype_bytes * FP32_BYTES
+    at_loss, at_edge, at_block = _hidden_tensors(layout, block_input, has_gpu=has_gpu)
     loss = head_sum + chunk + at_loss
-    edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows, sliced)]
+    edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows, chunked)]
     edges += [by_rows.gradient_bytes] if by_rows is not None else []
     if by_rows is not None and layout.accumulates:
         edges.append(by_rows.sum_bytes(layout.passes) + by_rows.sum_bytes(1, at_least=1))
@@ -380,14 +383,14 @@ def _workspace(
     return max(phases) + heap
 
 
-def _hidden_tensors(layout: Layout, boundary: int, *, has_gpu: bool) -> tuple[int, int, int]:
-    """Bytes of tensors as large as a boundary (`boundary`) at the loss, behind the blocks, and in a
-    block, there with the gradients of its input that earlier chunks gave."""
+def _hidden_tensors(layout: Layout, block_input: int, *, has_gpu: bool) -> tuple[int, int, int]:
+    """Bytes of tensors as large as a block's input (`block_input`) at the loss, behind the blocks,
+    and in a block, there with the gradients of its input that earlier chunks gave."""
     if not has_gpu:
-        return HEAP_HIDDEN * boundary, 0, HEAP_HIDDEN * boundary
+        return HEAP_HIDDEN * block_input, 0, HEAP_HIDDEN * block_input
     chunks = -(-layout.batch_rows // max(1, layout.chunk_rows))
-    before = boundary * (chunks - 1) // max(1, chunks)
-    return HIDDEN_AT_LOSS * boundary, HIDDEN_AT_EDGE * boundary, boundary + before
+    before = block_input * (chunks - 1) // max(1, chunks)
+    return HIDDEN_AT_LOSS * block_input, HIDDEN_AT_EDGE * block_input, block_input + before
 
 
 def _becomes_the_sum(facts: ModelFacts) -> bool:

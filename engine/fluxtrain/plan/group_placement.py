@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, kept_count, streamed
+from fluxtrain.plan.footprint import Layout, by_tier, kept_count, streamed
 from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.telemetry.events import PlacedAlike
@@ -59,11 +59,11 @@ class Named(Protocol):
 
 def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
     """Make a row for each group of the model, in forward order."""
-    at_device, at_home = homes(facts, layout)
-    passing = streamed(layout, at_home)
+    on_device, on_host = by_tier(facts, layout)
+    passing = streamed(layout, on_host)
     rows: list[GroupPlacement] = []
     for group in facts.groups:
-        tier: Tier = "device" if group in at_device else "host"
+        tier: Tier = "device" if group in on_device else "host"
         transfers = _transfers(facts, layout, group)
         rows.append(
             GroupPlacement.on(
@@ -132,6 +132,7 @@ def check_groups(rows: Sequence[GroupPlacement], groups: Sequence[Named]) -> Non
 def refuse_unused(rows: Iterable[GroupPlacement]) -> None:
     """Raise BadInput for a row that asks for what the engine cannot do yet."""
     for row in rows:
+        _refuse_unknown(row)
         tiers = {"weights": row.weights, "state": row.state, "gradients": row.gradients}
         for what, tier in tiers.items():
             if tier == "disk":
@@ -143,6 +144,27 @@ def refuse_unused(rows: Iterable[GroupPlacement]) -> None:
             )
         if row.card:
             raise BadInput(f"{row.name}: card {row.card} cannot be used yet: use card 0")
+
+
+def _refuse_unknown(row: GroupPlacement) -> None:
+    words = {
+        "kind": ("block", "edge"),
+        "weights": get_args(Tier),
+        "state": get_args(Tier),
+        "gradients": get_args(Tier),
+        "storage": get_args(StorageFormat),
+        "activations": get_args(Activations),
+    }
+    for name, known in words.items():
+        if getattr(row, name) not in known:
+            raise BadInput(
+                f"{row.name}: {name} is {getattr(row, name)!r}: use one of {', '.join(known)}"
+            )
+    for way in row.transfers:
+        if way not in get_args(Transfer):
+            raise BadInput(
+                f"{row.name}: transfer {way!r} is unknown: use {', '.join(get_args(Transfer))}"
+            )
 
 
 def alike(rows: Sequence[GroupPlacement]) -> tuple[PlacedAlike, ...]:

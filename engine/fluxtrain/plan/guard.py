@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes
+from fluxtrain.plan.footprint import Layout, by_tier
 from fluxtrain.units import MIB, bytes_text, count_text
 
 JOURNAL_BYTES = 8 * MIB  # about two hours of samples, once a second
@@ -51,7 +51,7 @@ class DiskNeed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiskRoom:
+class DiskCapacity:
     """The file system of the run directory."""
 
     path: str
@@ -61,14 +61,14 @@ class DiskRoom:
     kind: str | None = None
 
 
-UNKNOWN_DISK = DiskRoom(path="", free_bytes=None)
+UNKNOWN_DISK = DiskCapacity(path="", free_bytes=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
     """Host memory that the system cannot have back, in the two fullest phases of a run."""
 
-    home_bytes: int  # arenas and boundaries
+    lasting_bytes: int  # arenas and block inputs
     loading_bytes: int = 0  # copies of weights before they are on the host
     saving_bytes: int = 0  # copies of weights beside what is on the host
     parameters: int = 0
@@ -76,7 +76,7 @@ class HostNeed:
     @property
     def total_bytes(self) -> int:
         """Of the fuller one."""
-        return max(self.loading_bytes, self.home_bytes + self.saving_bytes)
+        return max(self.loading_bytes, self.lasting_bytes + self.saving_bytes)
 
 
 def loading_bytes(
@@ -90,7 +90,7 @@ def loading_bytes(
     if not copied_bytes:
         return 0  # arenas alone, which are counted with what trains
     every = sum(group.weight_bytes for group in facts.groups)
-    arenas = min(homes(facts, layout)[1].weight_bytes, max(0, every - copied_bytes))
+    arenas = min(by_tier(facts, layout)[1].weight_bytes, max(0, every - copied_bytes))
     largest = max((group.weight_bytes for group in facts.groups), default=0)
     return copied_bytes + max(sources_bytes, arenas) + largest
 
@@ -115,7 +115,7 @@ def parameters_of(facts: ModelFacts) -> int:
     return sum(group.trained for group in facts.groups)
 
 
-def refuse_disk(need: DiskNeed, room: DiskRoom) -> None:
+def refuse_disk(need: DiskNeed, room: DiskCapacity) -> None:
     """Raise `DoesNotFit` when the run's files do not fit, with what would."""
     if room.free_bytes is None:
         return
@@ -135,20 +135,20 @@ def refuse_disk(need: DiskNeed, room: DiskRoom) -> None:
 
 
 def refuse_host(
-    need: HostNeed, available_bytes: int | None, disk: DiskNeed, room: DiskRoom
+    need: HostNeed, available_bytes: int | None, disk: DiskNeed, room: DiskCapacity
 ) -> None:
     """Raise `DoesNotFit` when host memory cannot hold the run; files on a RAM disk are in it."""
     if available_bytes is None:
         return
     files = max(0, disk.total_bytes - room.held_bytes) if room.in_memory else 0
-    lasting = need.home_bytes + need.saving_bytes + files
+    lasting = need.lasting_bytes + need.saving_bytes + files
     total = max(need.loading_bytes, lasting)
     if total <= available_bytes:
         return
     if need.loading_bytes > lasting:
         parts = ["weights that loading copies (converted, merged or pickled)"]
     else:
-        parts = [f"weights, states, gradients and activations {bytes_text(need.home_bytes)}"]
+        parts = [f"weights, states, gradients and activations {bytes_text(need.lasting_bytes)}"]
         if need.saving_bytes:
             parts.append(f"weights while they are saved {bytes_text(need.saving_bytes)}")
         if files:
@@ -192,6 +192,6 @@ def _smaller(parameters: int, share: float) -> str:
     return f"choose a model of about {count_text(int(parameters * share))} parameters"
 
 
-def _place(room: DiskRoom) -> str:
+def _place(room: DiskCapacity) -> str:
     kind = "" if room.kind is None else f" ({room.kind})"
     return f"{room.path}{kind}"

@@ -1,10 +1,10 @@
-"""A head on the host whose weight is copied to the device whole, or in slices of its words.
+"""A head on the host whose weight is uploaded whole, or in chunks of its vocabulary.
 
-The logits of a chunk of tokens over one slice are all that the loss needs at a time: a first pass
-over the slices collects the sums of the softmax, a second one computes slopes. So the device holds
-two slices of the weight, and of its gradient the fp32 sum of one and what is on its way home; in
-exchange the weight crosses the bus twice, its logits are computed twice, and the gradient of the
-hidden states is added up in fp32.
+The loss needs the logits of a chunk of tokens over one vocabulary chunk at a time: a first pass
+over the vocabulary collects the sums of the softmax, a second one computes slopes. So the device
+holds two chunks of the weight, and of its gradient the fp32 sum of one and what is downloaded; in
+exchange the weight is uploaded twice, its logits are computed twice, and the gradient of the hidden
+states is added up in fp32.
 """
 
 from __future__ import annotations
@@ -23,57 +23,59 @@ from fluxtrain.plan.facts import (
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.units import bytes_text
 
-SLICES_GAIN = 1.02  # a head in slices has to be faster by so much: the prediction errs as far
-SLICE_BYTES = 64 << 20  # of weights: 1.3 ms on a bus of 50 GB/s, and wide enough for a GPU's matmul
+CHUNKS_GAIN = 1.02  # vocabulary chunks have to be faster by so much: the prediction errs as far
+VOCAB_CHUNK_BYTES = (
+    64 << 20
+)  # of weights: 1.3 ms on a bus of 50 GB/s, and wide enough for a GPU's matmul
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
 FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
-MULTIPLE_WORDS = 128  # in a slice
+MULTIPLE_ROWS = 128  # in a vocabulary chunk
 _HEAD_AND_LOOKUP = 2  # that compute with a tied weight
 _ON_DEVICE = 2  # one is computed with, the next one is copied
 
 
-def slice_words(word_bytes: int, words: int) -> int:
-    """Words of a slice, of a head of so many whose weights take so much each."""
-    fitting = SLICE_BYTES // word_bytes // MULTIPLE_WORDS * MULTIPLE_WORDS
-    return min(words, max(MULTIPLE_WORDS, fitting))
+def vocab_chunk_rows(row_bytes: int, rows: int) -> int:
+    """Return the rows of a vocabulary chunk, of a weight with `rows` rows of `row_bytes` each."""
+    fitting = VOCAB_CHUNK_BYTES // row_bytes // MULTIPLE_ROWS * MULTIPLE_ROWS
+    return min(rows, max(MULTIPLE_ROWS, fitting))
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSlices:
-    """What a head takes that comes in slices."""
+class HeadChunks:
+    """What a head takes whose weight is uploaded in vocabulary chunks."""
 
     head: HeadFacts
     group: GroupFacts
 
     @property
-    def words(self) -> int:
-        """Of a slice."""
-        return slice_words(self.head.word_bytes, self.head.words)
+    def rows(self) -> int:
+        """Rows of the weight in one chunk."""
+        return vocab_chunk_rows(self.head.row_bytes, self.head.vocabulary)
 
     @property
-    def slice_bytes(self) -> int:
-        """Weights of one."""
-        return self.words * self.head.word_bytes
+    def chunk_bytes(self) -> int:
+        """Weights of one chunk."""
+        return self.rows * self.head.row_bytes
 
     @property
     def on_device_bytes(self) -> int:
         """Weights that are on the device at a time."""
-        return min(_ON_DEVICE * self.slice_bytes, self.head.words * self.head.word_bytes)
+        return min(_ON_DEVICE * self.chunk_bytes, self.head.vocabulary * self.head.row_bytes)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one slice in the weights' dtype."""
-        return self.slice_bytes if self.head.trained else 0
+        """Gradient of one chunk, in the weights' dtype."""
+        return self.chunk_bytes if self.head.trained else 0
 
     @property
     def sum_bytes(self) -> int:
-        """Of one slice's gradient in fp32."""
+        """The sum of one chunk's gradient, in fp32."""
         return self.gradient_bytes // self.head.dtype_bytes * FP32_BYTES
 
     @property
     def copied_bytes(self) -> int:
-        """Weights that go up for one batch: in both passes, but for those that are there still."""
-        return 2 * self.head.words * self.head.word_bytes - self.on_device_bytes
+        """Weights uploaded for one batch: in both passes, but for chunks that are still there."""
+        return 2 * self.head.vocabulary * self.head.row_bytes - self.on_device_bytes
 
     @property
     def compute_share(self) -> float:
@@ -82,16 +84,16 @@ class HeadSlices:
         return 4 / 3 if self.head.trained else 3 / 2
 
 
-def head_slices(
-    facts: ModelFacts, chosen: Head, at_home: Groups, *, by_rows: bool
-) -> HeadSlices | None:
-    """What the head takes where it is on the host and comes in slices; a tied one does where the
-    embedding is looked up by rows."""
+def head_chunks(
+    facts: ModelFacts, chosen: Head, on_host: Groups, *, by_rows: bool
+) -> HeadChunks | None:
+    """What the head takes where it is on the host and is uploaded in vocabulary chunks; a tied
+    one is where the embedding is looked up by rows."""
     head = facts.head
     if chosen != "chunks" or head is None or not comes_apart(facts) or (head.tied and not by_rows):
         return None
-    group = at_home.named(head.group)
-    return None if group is None else HeadSlices(head=head, group=group)
+    group = on_host.named(head.group)
+    return None if group is None else HeadChunks(head=head, group=group)
 
 
 def heads_for(facts: ModelFacts, request: RunRequest) -> tuple[Head, ...]:
@@ -104,7 +106,7 @@ def heads_for(facts: ModelFacts, request: RunRequest) -> tuple[Head, ...]:
 
 
 def comes_apart(facts: ModelFacts) -> bool:
-    """Is there a head that can come in slices?"""
+    """Is there a head that can be uploaded in vocabulary chunks?"""
     head, table = facts.head, facts.table
     if head is None or not head.tied:
         return head is not None
@@ -112,7 +114,7 @@ def comes_apart(facts: ModelFacts) -> bool:
 
 
 def reason(
-    facts: ModelFacts, request: RunRequest, chosen: Head, *, at_home: bool, by_rows: bool
+    facts: ModelFacts, request: RunRequest, chosen: Head, *, on_host: bool, by_rows: bool
 ) -> str:
     """Why, with numbers, where no time is known."""
     head = facts.head
@@ -120,7 +122,7 @@ def reason(
         return "no head is known whose vocabulary comes in chunks"
     if not comes_apart(facts):
         return f"the weight of {head.group} is tied to more than one embedding"
-    if not at_home:
+    if not on_host:
         return f"{head.group} lives on the device with all its vocabulary"
     if head.tied and not by_rows:
         return f"{head.group} is tied and looked up whole: chunks need placement.embedding=rows"
@@ -130,10 +132,10 @@ def reason(
 
 
 def _sizes(head: HeadFacts, chosen: Head) -> str:
-    size = bytes_text(head.words * head.word_bytes)
-    words = slice_words(head.word_bytes, head.words)
-    part = bytes_text(words * head.word_bytes)
-    if chosen == "whole" and _ON_DEVICE * words >= head.words:
+    size = bytes_text(head.vocabulary * head.row_bytes)
+    rows = vocab_chunk_rows(head.row_bytes, head.vocabulary)
+    part = bytes_text(rows * head.row_bytes)
+    if chosen == "whole" and _ON_DEVICE * rows >= head.vocabulary:
         return f"two vocabulary chunks of {part}, there at a time, would hold all of its {size}"
     if chosen == "whole":
         return f"vocabulary chunks of {part} take less of the device than {size}, and more time"
@@ -144,12 +146,12 @@ def _sizes(head: HeadFacts, chosen: Head) -> str:
 
 
 def logits_bytes(
-    row: RowFacts, batch_rows: int, words: int, product_bytes: int, *, has_gpu: bool
+    row: RowFacts, batch_rows: int, vocabulary: int, product_bytes: int, *, has_gpu: bool
 ) -> int:
-    """What a chunk of tokens (at least one) takes for the loss over so many words: with a GPU its
-    logits, else those twice in fp32, or once and a half beside the product that becomes the
+    """What a chunk of tokens (at least one) takes for the loss over so much vocabulary: with a GPU
+    its logits, else those twice in fp32, or once and a half beside the product that becomes the
     weight's gradient."""
-    token = words * (row.dtype_bytes if has_gpu else FP32_BYTES)
+    token = vocabulary * (row.dtype_bytes if has_gpu else FP32_BYTES)
     limit = FUSED_LOGITS_BYTES if has_gpu else LOGITS_CHUNK_BYTES
     logits = max(token, min(limit, batch_rows * row.sequence_length * token))
     return logits if has_gpu else max(2 * logits, 3 * logits // 2 + product_bytes)

@@ -21,7 +21,7 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import Capacity
-from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
+from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.units import bytes_text
 
 MOST = 1 << 62  # of bytes, and of anything a second
@@ -36,7 +36,7 @@ class PlannedMachine:
     line: str  # for people
     capacity: Capacity
     per_s: dict[str, float | None]  # rates by the probe's names
-    disk: DiskRoom = UNKNOWN_DISK
+    disk: DiskCapacity = UNKNOWN_DISK
     capability: tuple[int, int] = (8, 0)  # of its card; a recent one where the file does not say
 
 
@@ -81,14 +81,14 @@ def _part(found: Any, name: str, path: Path) -> Mapping[str, Any]:
     return part
 
 
-def _disk(part: Any, path: Path) -> DiskRoom:
+def _disk(part: Any, path: Path) -> DiskCapacity:
     """Its disk, as far as the file tells."""
     free = part.get("free_bytes") if isinstance(part, dict) else None
     if free is None:
         return UNKNOWN_DISK
     if _number(free, 0) is None:
         raise BadInput(f"{path}: free_bytes of the disk is {free!r}: use a number, or leave it out")
-    return DiskRoom(
+    return DiskCapacity(
         path=f"the runs' folder of {path.name}",
         free_bytes=int(free),
         in_memory=part.get("in_memory") is True,

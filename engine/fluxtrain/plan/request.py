@@ -30,10 +30,13 @@ def refuse_boolean(value: Any) -> Any:
 
 def refuse_uncountable(value: Any) -> Any:
     """Raise ValueError for a number beyond what journals hold."""
-    limit = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
-    if isinstance(value, int | float) and value > limit:
+    if isinstance(value, int | float) and value > (limit := _limit_of(value)):
         raise ValueError(f"must be at most {limit:g}")
     return value
+
+
+def _limit_of(value: Any) -> float:
+    return LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
 
 
 _NUMBER = (BeforeValidator(refuse_boolean), AfterValidator(refuse_uncountable))
@@ -145,7 +148,7 @@ def check(request: PlacementRequest) -> None:
     for knob in fields(PlacementRequest):
         problem = _problem(getattr(request, knob.name), hints[knob.name])
         if problem:
-            raise BadInput(f"{knob.name} is {getattr(request, knob.name)!r}: {problem}")
+            raise BadInput(f"{knob.name} is {getattr(request, knob.name)!r}: use {problem}")
 
 
 def _problem(value: Any, hint: Any) -> str:
@@ -153,23 +156,31 @@ def _problem(value: Any, hint: Any) -> str:
     words = _words_of(hint)
     if (value is None or isinstance(value, str)) and value in words:
         return ""
+    told = [str(word) for word in words if word is not None]
     number = next((part for part in get_args(hint) if hasattr(part, "__metadata__")), None)
-    if number is None:
-        told = [str(word) for word in words]
-        return f"use {', '.join(told[:-1])} or {told[-1]}"
+    within = number and _within(value, number)
+    if within == "":
+        return ""
+    told = [within, *told] if within else told
+    return f"{', '.join(told[:-1])} or {told[-1]}" if told[1:] else f"{told[0]}, or leave it out"
+
+
+def _within(value: Any, number: Any) -> str:
+    """The bound that the value of a number's knob breaks; "" where it breaks none."""
     whole = number.__origin__ is int
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        return f"use {'a whole number' if whole else 'a number'}, or leave it out"
+        return "a whole number" if whole else "a number"
     bounds = [bound for part in number.__metadata__ for bound in getattr(part, "metadata", ())]
     least, above, most = (
         next((getattr(b, name) for b in bounds if hasattr(b, name)), None)
         for name in ("ge", "gt", "le")
     )
     if least is not None and value < least:
-        return f"use at least {least}, or leave it out"
+        return f"at least {least}"
     if above is not None and not value > above:
-        return f"use more than {above}, or leave it out"
-    return f"use at most {most}, or leave it out" if most is not None and value > most else ""
+        return f"more than {above}"
+    most = _limit_of(value) if most is None else most
+    return "" if value <= most else f"at most {most:g}"  # nan is within no bound
 
 
 def _words_of(hint: Any) -> list[Any]:

@@ -87,7 +87,7 @@ class Search:
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:
-        """How the head may be copied: in slices by choice only where nothing fits otherwise."""
+        """How the head may be copied: by choice in chunks only where nothing fits otherwise."""
         return heads_for(self.facts, self.request)
 
     def nearest(self) -> Layout:
@@ -114,7 +114,7 @@ class Search:
         )
         return streams and self.capacity.has_gpu
 
-    def leaves_boundaries(self, layout: Layout) -> bool:
+    def leaves_inputs_on_device(self, layout: Layout) -> bool:
         """May those of the last blocks stay on the device where the others' go? Not where all of
         them go by wish, as with an explicit `max`, nor where the device is host memory."""
         asked = self.request.activations != "auto" or self.request.offload == "max"
@@ -186,14 +186,14 @@ class Search:
     def _least(self, layout: Layout) -> list[Layout]:
         """`layout` for every number of device groups to try, most first; no optional resident."""
         every = len(self.facts.groups)
-        wished = min(count_or(self.request.device_groups, 0), every)
-        counts = [wished]
+        asked = min(count_or(self.request.device_groups, 0), every)
+        counts = [asked]
         if layout.offload == "none":
             counts = [every]
         elif self.fills(layout) and self.request.device_groups == "auto":
             counts = tried_counts(every)[::-1]
         streams = layout.offload in ("weights", "max")
-        least = self._kept_blocks if streams else self.home_blocks
+        least = self._kept_blocks if streams else self.host_blocks
         return [
             replace(
                 layout,
@@ -206,7 +206,7 @@ class Search:
     def _with_residents(self, layout: Layout) -> Layout:
         if self.request.resident_blocks != "auto":
             return layout
-        blocks = self.home_blocks(layout.device_groups, layout.device_first)
+        blocks = self.host_blocks(layout.device_groups, layout.device_first)
         for resident in tried_counts(blocks)[:0:-1]:
             fuller = replace(layout, resident_blocks=resident)
             if self.fits(fuller, spare=True):
@@ -215,12 +215,12 @@ class Search:
 
     def _kept_blocks(self, device_groups: int, first: DeviceFirst) -> int:
         return min(
-            count_or(self.request.resident_blocks, 0), self.home_blocks(device_groups, first)
+            count_or(self.request.resident_blocks, 0), self.host_blocks(device_groups, first)
         )
 
-    def home_blocks(self, device_groups: int, first: DeviceFirst) -> int:
+    def host_blocks(self, device_groups: int, first: DeviceFirst) -> int:
         """Blocks on the host when `device_groups` groups are not."""
-        return len(self.facts.homes(device_groups, first)[1].blocks)
+        return len(self.facts.by_tier(device_groups, first)[1].blocks)
 
     def _pressure(self, layout: Layout) -> float:
         """How many times the room of the resource that is pressed hardest."""

@@ -1,7 +1,7 @@
 """An embedding on the host of which only the rows that a batch looks up are copied to the device.
 
 A batch of T tokens looks at T rows at most. They are gathered on the host into page-locked memory,
-copied, looked up; the gradients of the same rows come home and are put among zeros there. Beside
+copied, looked up; the gradients of the same rows are downloaded and put among zeros there. Beside
 150 thousand rows that is a small part; beside a few hundred it is none, and reading the ids on the
 host is for nothing.
 """
@@ -26,16 +26,16 @@ class TableRows:
     table: GroupFacts
     rows: int  # that a batch touches at most; 0 where the batch is not known
     tokens: int
-    in_slices: bool = False  # a tied one, of which the head has slices
+    in_vocab_chunks: bool = False  # a tied one, whose head is uploaded in vocabulary chunks
 
     @staticmethod
     def of(
-        table: GroupFacts, row: RowFacts | None, batch_rows: int, *, in_slices: bool = False
+        table: GroupFacts, row: RowFacts | None, batch_rows: int, *, in_vocab_chunks: bool = False
     ) -> TableRows:
         """For a batch of so many rows of data."""
         tokens = 0 if row is None else batch_rows * row.sequence_length
         rows = min(table.table_rows, tokens)
-        return TableRows(table=table, rows=rows, tokens=tokens, in_slices=in_slices)
+        return TableRows(table=table, rows=rows, tokens=tokens, in_vocab_chunks=in_vocab_chunks)
 
     @property
     def tied(self) -> bool:
@@ -49,13 +49,13 @@ class TableRows:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of their gradients in the weights' dtype, where they come home by themselves."""
-        alone = self.in_slices or not self.tied
+        """Of their gradients in the weights' dtype, where they are downloaded by themselves."""
+        alone = self.in_vocab_chunks or not self.tied
         return self.weight_bytes if self.table.trained and alone else 0
 
     @property
     def kept_bytes(self) -> int:
-        """Of what a head in slices gives to the rows, in fp32 until their own gradient is there."""
+        """Of what a head in chunks gives to the rows, in fp32 until their own gradient is there."""
         return FP32_BYTES * self.rows * (self.table.trained // self.table.table_rows)
 
     @property
@@ -66,7 +66,7 @@ class TableRows:
     def sum_bytes(self, passes: int, *, at_least: int = 2) -> int:
         """Of the gradients of rows that so many backward passes touch at most, in fp32 on the
         device, where later passes add to them; those of fewer than `at_least` are not kept so."""
-        if passes < at_least or not self.gradient_bytes or self.in_slices:
+        if passes < at_least or not self.gradient_bytes or self.in_vocab_chunks:
             return 0
         rows = min(self.table.table_rows, passes * self.tokens)
         return FP32_BYTES * rows * (self.table.trained // self.table.table_rows)
@@ -90,12 +90,12 @@ def embedding_for(facts: ModelFacts, request: RunRequest, batch_rows: int) -> Em
     return "rows" if found.rows <= MOST_OF_TABLE * table.table_rows else "whole"
 
 
-def reason(facts: ModelFacts, request: RunRequest, batch_rows: int, *, at_home: bool) -> str:
+def reason(facts: ModelFacts, request: RunRequest, batch_rows: int, *, on_host: bool) -> str:
     """Why, with numbers."""
     table = facts.table
     if table is None:
         return "no embedding that can be looked up by rows: its options need all of it"
-    if not at_home:
+    if not on_host:
         return f"{table.name} lives on the device with all its rows"
     if request.embedding != "auto":
         return "as set"

@@ -159,7 +159,7 @@ def decide(
 
 def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:
     """Why a dial that somebody turned has no effect, where it has none."""
-    wished = config.placement.aggressiveness
+    asked = config.placement.aggressiveness
     because = ""
     if device != "cuda":
         because = "no effect without a GPU: what is on the device is in host memory as well"
@@ -167,9 +167,9 @@ def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceM
         because = "no effect with placement.offload=max, which takes the least of the device"
     elif not timed:
         because = "no effect: without measured rates no layout is timed"
-    if wished == "auto" or not because:
+    if asked == "auto" or not because:
         return ()
-    return (ChoiceMade(name="placement.aggressiveness", value=str(wished), because=because),)
+    return (ChoiceMade(name="placement.aggressiveness", value=str(asked), because=because),)
 
 
 def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
@@ -187,12 +187,12 @@ def timing_of(
     rates = constants.rates(has_gpu=has_gpu)
     if isinstance(rates, str):
         return None
-    wished = config.placement.aggressiveness
+    asked = config.placement.aggressiveness
     return Timing(
         rates=rates,
         clips=not optimizer_in_backward(config, facts),
         passes=config.train.accumulation,
-        share=STOPS.get(wished, STOPS["fast"]) if isinstance(wished, str) else wished,
+        share=STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked,
     )
 
 

@@ -22,7 +22,7 @@ from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.guard import (
     EVERY_CHECKPOINT,
-    DiskRoom,
+    DiskCapacity,
     HostNeed,
     disk_need,
     loading_bytes,
@@ -44,7 +44,7 @@ def refuse_what_does_not_fit(
     placement: Placement,
     copied: Copied,
     available_bytes: int | None,
-    disk: DiskRoom,
+    disk: DiskCapacity,
 ) -> None:
     """Refuse a placed run that host memory or the disk cannot hold.
 
@@ -63,7 +63,7 @@ def refuse_what_does_not_fit(
     )
     refuse_disk(files, disk)
     need = HostNeed(
-        home_bytes=placement.need.host_bytes,
+        lasting_bytes=placement.need.host_bytes,
         loading_bytes=loading_bytes(
             facts,
             placement.layout,
@@ -80,7 +80,7 @@ def refuse_before_loading(
     config: RunConfig,
     machine: Machine,
     device: str,
-    disk: DiskRoom,
+    disk: DiskCapacity,
     empty: PreTrainedModel,
     copied: Copied,
 ) -> None:
@@ -124,10 +124,10 @@ def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[Ch
     return (page_lock_choice(wanted, refused, per_s),)
 
 
-def disk_room(folder: Path) -> DiskRoom:
+def disk_room(folder: Path) -> DiskCapacity:
     """Read the free space for a run directory, made or not, and what the run holds there."""
     disk, run = read_disk(folder), RunDir(folder)
-    return DiskRoom(
+    return DiskCapacity(
         path=disk.path,
         free_bytes=disk.free_bytes,
         held_bytes=_size_bytes(run.checkpoints) + _size_bytes(run.model),

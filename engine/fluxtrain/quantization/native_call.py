@@ -1,4 +1,4 @@
-"""The arguments of the native kernels for one weight, or a range of weights, of a packed segment."""
+"""The arguments of the native kernels for one weight or all weights of a packed segment."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def pack(
 ) -> None:
     """Write weight `index` of the layout into packed (size_bytes,) uint8, contiguous on the host.
 
-    weight has the layout's shape and any floating dtype; all of torch's threads work. Raises BadInput
-    if it holds NaN or infinity, which their absolute maxima tell: nothing is read twice for it.
+    weight has the layout's shape and any floating dtype; all of torch's threads work. Raises
+    BadInput if it holds NaN or infinity, which absolute maxima tell: nothing is read twice for it.
     """
     expected = layout.weights[index].shape
     assert tuple(weight.shape) == expected, (name, tuple(weight.shape), expected)

@@ -1,10 +1,13 @@
 """The oracle of packed weights: what every faster implementation equals, bit for bit.
 
 All arithmetic is in fp32, each operation rounded by itself, in the order written here. It is that
-of bitsandbytes' CUDA kernels (csrc/kernels.cu, `kQuantizeBlockwise`): a reciprocal and a product. For
-the codes of absolute maxima bitsandbytes on a CPU divides, which gives some of them (6 of 2048) the
-neighbouring code, and so does its last block of a weight, where that is not full. On a GPU it is
-compiled for approximate reciprocals, so that a value next to a border may fall on its other side.
+of bitsandbytes' CUDA kernels (csrc, `kQuantizeBlockwise`): a product with the reciprocal, then a
+search. Where bitsandbytes itself is less exact, codes differ from its own:
+
+- On a CPU it looks codes of absolute maxima up in a table of 65,536 steps: 0.16 % are other ones,
+  up to four apart near zero. In a last block that is not full it divides.
+- On a GPU it is compiled for approximate reciprocals: a value next to a border may fall on its
+  other side.
 """
 
 from __future__ import annotations

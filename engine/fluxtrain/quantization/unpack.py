@@ -15,8 +15,8 @@ from fluxtrain.quantization.native_call import DENSE_FORMATS, arguments
 def unpack(layout: PackedLayout, packed: Tensor, out: Tensor) -> None:
     """Compute the dense form of packed (size_bytes,) uint8 into out (elements,), contiguous.
 
-    out is bf16, fp16 or fp32, on the device of `packed`. Each product is rounded to fp32, and the last
-    to out's dtype, to nearest with ties to even. On a GPU it runs on the current stream.
+    out is bf16, fp16 or fp32, on the device of `packed`. Each product is rounded to fp32, and the
+    last to out's dtype, to nearest with ties to even. On a GPU it runs on the current stream.
     """
     assert out.shape == (layout.elements,), (tuple(out.shape), layout.elements)
     assert out.is_contiguous() and packed.is_contiguous()

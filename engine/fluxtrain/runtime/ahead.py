@@ -47,9 +47,9 @@ class CopiesAhead:
             if unit is None or unit in seen:
                 break
             seen.append(unit)
-            if unit.in_slices and unit.slices is not None and direction == "forward":
-                unit.slices.prefetch(0)
-                unit.slices.prefetch(1)
+            if unit.in_vocab_chunks and unit.vocab_chunks is not None and direction == "forward":
+                unit.vocab_chunks.prefetch(0)
+                unit.vocab_chunks.prefetch(1)
             copied = [group for group in unit.copied if group.placement.weights != "device"]
             near.update(copied)
             started = [self._window.prefetch(group, near) for group in copied]

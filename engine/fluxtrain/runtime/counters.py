@@ -32,7 +32,7 @@ class Counters:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.step = 0
-        self.boundary_bytes = 0
+        self.block_input_bytes = 0
         self.h2d_bytes = 0
         self.d2h_bytes = 0
         self.peak_bytes = 0  # the most that was held
@@ -121,10 +121,10 @@ class HeldInputs:
 
     def __init__(self, counters: Counters, size_bytes: int) -> None:
         self._counters, self._bytes = counters, size_bytes
-        counters.boundary_bytes += size_bytes
+        counters.block_input_bytes += size_bytes
 
     def close(self) -> None:
-        self._counters.boundary_bytes -= self._bytes
+        self._counters.block_input_bytes -= self._bytes
         self._bytes = 0
 
     def __del__(self) -> None:

@@ -118,7 +118,7 @@ def begin_backward(ctx: Any) -> Context:
     context.graphs.begin_backward(ctx)
     context.graphs.enter_pass(lambda: _end_pass(context))
     context.ahead.reach("backward", unit, context.plan.slots)
-    for group in () if unit.in_slices else unit.groups:
+    for group in () if unit.in_vocab_chunks else unit.groups:
         context.gradients.prefetch(group)
     return context
 

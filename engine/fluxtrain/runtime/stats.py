@@ -85,7 +85,7 @@ def memory_use(context: Context) -> MemoryUse:
         "weights": _copied_bytes(context) + weights,
         "gradients": context.gradients.device_bytes + gradients,
         "optimizer": states,
-        "activations": max(0, counters.boundary_bytes),
+        "activations": max(0, counters.block_input_bytes),
         "workspace": 0,
         "cache": 0,
     }
@@ -117,7 +117,7 @@ def sample_peak(context: Context) -> None:
         at_device = sum(_bytes_in("device", context.groups))
         held = _copied_bytes(context) + context.gradients.device_bytes + at_device
         counters = context.counters
-        counters.peak_bytes = max(counters.peak_bytes, held + counters.boundary_bytes)
+        counters.peak_bytes = max(counters.peak_bytes, held + counters.block_input_bytes)
 
 
 def _row_buffers(context: Context) -> list[RowBuffers]:
@@ -128,9 +128,11 @@ def _row_buffers(context: Context) -> list[RowBuffers]:
 def _copied_bytes(context: Context) -> int:
     """Add up what weights from the host are copied into on the device."""
     rows = sum(rows.device_bytes for rows in _row_buffers(context))
-    heads = [u.slices for u in context.units]  # a copy of the list: another thread may drop one
-    slices = sum(head.device_bytes for head in heads if head is not None)
-    return context.window.size_bytes + rows + slices
+    heads = [
+        u.vocab_chunks for u in context.units
+    ]  # a copy of the list: another thread may drop one
+    chunks = sum(head.device_bytes for head in heads if head is not None)
+    return context.window.size_bytes + rows + chunks
 
 
 def _weights_letter(context: Context, group: Group) -> str:

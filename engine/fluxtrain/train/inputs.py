@@ -102,7 +102,8 @@ def read_as(corpus: Corpus) -> ChoiceMade:
     shapes = dict.fromkeys(part.shape for part in corpus.parts)
     first = corpus.parts[0]
     more = f"; and {len(corpus.parts) - 1} more files" if len(corpus.parts) > 1 else ""
-    because = f"{TITLES[first.shape]}: {first.because}{more}"
+    unknown = f"; {corpus.endless}" if corpus.endless else ""
+    because = f"{TITLES[first.shape]}: {first.because}{more}{unknown}"
     return ChoiceMade(name="data.format", value=", ".join(shapes), because=because)
 
 

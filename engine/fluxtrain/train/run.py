@@ -30,7 +30,7 @@ from fluxtrain.methods.objective import Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
 from fluxtrain.models.generation import sample_text
 from fluxtrain.models.kernels import choose_kernels
-from fluxtrain.plan.guard import DiskRoom
+from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.placing import card_capability, choose_device, dtype_choice, wrapped
 from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
@@ -98,7 +98,7 @@ class Run:
     """A run whose model is loaded, wrapped and, on a resume, restored."""
 
     @staticmethod
-    def files(session: Session) -> DiskRoom:
+    def files(session: Session) -> DiskCapacity:
         """Describe the disk that the run writes to, for the check before it starts."""
         return disk_room(session.run_dir.path)
 

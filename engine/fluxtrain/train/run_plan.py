@@ -16,7 +16,7 @@ from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.group_placement import alike
-from fluxtrain.plan.guard import DiskRoom
+from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.device_budget import hold_to_budget
 from fluxtrain.planning.forecast import forecast_of
 from fluxtrain.planning.placing import (
@@ -84,7 +84,7 @@ def plan_run(
     machine: Machine,
     device: str,
     batch_rows: int | None,
-    disk: DiskRoom,
+    disk: DiskCapacity,
 ) -> RunPlan:
     """Decide where the bytes go, from measurements of a block and of the machine.
 

@@ -54,7 +54,7 @@ class Updates:
         self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self.defers_moments = defers_moments  # in steps that `submit` takes
-        self.first_home: Group | None = None  # whose gradients come before those of groups after it
+        self.first_to_arrive: Group | None = None  # its gradients come before
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
         """Queue one step of all groups of `work`, in the order of the forward pass."""
@@ -66,7 +66,7 @@ class Updates:
                     late[group] = step
         finally:  # a group whose weights are queued gets its moments too
             order = [group for group in reversed(work) if group in late]
-            for group in sorted(order, key=lambda group: group is not self.first_home):
+            for group in sorted(order, key=lambda group: group is not self.first_to_arrive):
                 group.moments = self._worker.submit(late[group].update_moments)
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:

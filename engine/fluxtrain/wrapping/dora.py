@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.packed import all_dense_weights
 from fluxtrain.memory.segment import Member
 
 _Weights = dict[int, tuple[Group, Member]]  # by the identity of the parameter
@@ -27,7 +28,7 @@ def take_magnitudes_of_packed(model: nn.Module, groups: list[Group]) -> None:
     for layer, weight, magnitude in _fresh(model, members):
         group, member = members[id(weight)]
         if group is not at:
-            at, dense = group, group.all_dense_weights()
+            at, dense = group, all_dense_weights(group.segments)
         weights = dense[member.index]
         norms = torch.linalg.norm(weights.T if layer.fan_in_fan_out else weights, dim=1)
         owner, own = members[id(magnitude)]

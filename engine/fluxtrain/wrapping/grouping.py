@@ -129,8 +129,8 @@ def _head_facts(
         group = next(iter(others), groups[name])
         return HeadFacts(
             group=group.name,
-            words=module.out_features,
-            word_bytes=module.in_features * module.weight.element_size(),
+            vocabulary=module.out_features,
+            row_bytes=module.in_features * module.weight.element_size(),
             dtype_bytes=module.weight.element_size(),
             trained=module.weight.requires_grad,
             tied=group.users > 1,
@@ -155,6 +155,6 @@ def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
         narrow=group.low_bit_elements,
         table_rows=group.members[0].shape[0] if is_one else 0,
         frozen=sum(m.count for m in group.members if not m.trained),
-        storage=group.frozen if group.packed_segments else "plain",
+        storage=next((s.storage for s in group.packed_segments), "plain"),
         dense_bytes=group.dense_bytes,
     )

@@ -67,7 +67,7 @@ class UnitForward:
         if unit.is_head and not computes_logits and _may_wait(context, args, kwargs):
             dtype = torch.promote_types(args[0].dtype, unit.module.weight.dtype)  # type: ignore[arg-type]
             return LazyLogits.of(self, args[0], dtype, unit.group_of_weight().version)
-        if unit.in_slices:
+        if unit.in_vocab_chunks:
             logits = vocab_chunked_logits(context, unit, args, kwargs)
             if logits is not None:
                 return logits

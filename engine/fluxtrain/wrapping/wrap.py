@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.device.device import open_device
 from fluxtrain.device.heap import trim_heap
-from fluxtrain.edges.chunked_head import choose_slices
+from fluxtrain.edges.chunked_head import choose_vocab_chunks
 from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
@@ -22,6 +22,7 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.mapped import cool, copied_bytes
+from fluxtrain.memory.packed import all_dense_weights
 from fluxtrain.memory.unit import Unit
 from fluxtrain.optimizer.hook import install as install_adoption
 from fluxtrain.optimizer.plain_state import let_go
@@ -34,6 +35,7 @@ from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.runtime.passes import take_in
+from fluxtrain.wrapping.bitsandbytes_layers import give_back_quantised, take_over_quantised
 from fluxtrain.wrapping.block_discovery import Parts, take_apart
 from fluxtrain.wrapping.dora import take_magnitudes_of_packed
 from fluxtrain.wrapping.engine import Engine, engine_of
@@ -76,14 +78,15 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
     frozen: frozen weights of blocks are kept as they are (`plain`), or packed in 4 or 8 bits
         (`nf4`, `nf4-double`, `int8`) and unpacked for each computation (QLoRA).
-    optimizer_in_backward: every step will be one (`Engine.begin_step_in_backward`): plan less
-        memory for gradients.
+    optimizer_in_backward: plan less memory for gradients, as every step will update in backward
+        (`Engine.begin_step_in_backward`, before the backward pass).
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
     Raises UnsupportedModel, BadInput or DoesNotFit. What does not work: weights' gradients by
     `autograd.grad`, second derivatives, `torch.func`, a block's own random generator.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
+    take_over_quantised(model)
     refuse_unsupported(model)
     asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
     asked = {name: value for name, value in asked.items() if value is not None}
@@ -93,7 +96,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
         _put_engine(model, _compute_device(device), placement, states, frozen, overlap=overlap)
         return model
-    request = replace(placement or PlacementRequest(), **asked)
+    request = replace(_request_of(placement), **asked)
     if device is None and request.device != "auto":
         device = request.device
     made = RunRequest.of(request, **steps)
@@ -159,8 +162,9 @@ def unwrap(model: nn.Module) -> nn.Module:
                 release_parameter(member.parameter)
                 hooks.pop(key, None)
     for group in engine.groups:
-        for index, weights in group.all_dense_weights().items():
-            group.members[index].parameter.data = weights.cpu().clone()
+        if not give_back_quantised(group):
+            for index, weights in all_dense_weights(group.segments).items():
+                group.members[index].parameter.data = weights.cpu().clone()
     for module in model.modules():
         release_module(module)
     del model.__dict__["_fluxtrain_engine"]
@@ -191,6 +195,15 @@ def _parts_of(model: nn.Module) -> Parts:
                 "have no fp32 master: convert it first, or load with dtype=torch.bfloat16"
             )
     return parts
+
+
+def _request_of(placement: Any) -> PlacementRequest:
+    if isinstance(placement, PlacementRequest | None):
+        return placement or PlacementRequest()
+    raise BadInput(
+        f"placement is {placement!r}: give a fluxtrain.PlacementRequest, such as "
+        "PlacementRequest(offload='weights')"
+    )
 
 
 def _refuse_beside_a_placement(asked: Iterable[str]) -> None:
@@ -243,19 +256,19 @@ def _capacity(model: nn.Module, device: torch.device) -> Capacity:
 def _furnish(
     engine: Engine, model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
 ) -> None:
-    """Homes, units and slots; the model is the engine's from here on."""
-    _settle(engine, groups)
+    """Give the engine groups, units and slots; the model is the engine's from here on."""
+    _load_groups(engine, groups)
     take_magnitudes_of_packed(model, engine.groups)
     _make_units(engine, model, parts, groups, borrowed)
     choose_rows(engine)
-    choose_slices(engine)
+    choose_vocab_chunks(engine)
     _make_slots(engine)
     choose_recompute(engine)
     _put_on(engine, model, parts)
 
 
-def _settle(engine: Engine, groups: dict[str, Group]) -> None:
-    """Move every group's weights home, one group at a time, so that no second copy of the model
+def _load_groups(engine: Engine, groups: dict[str, Group]) -> None:
+    """Move every group's weights to their tier, one at a time, so that no second copy of the model
     ever exists."""
     engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):

@@ -15,7 +15,7 @@ from fluxtrain.data.row import Row
 DOCUMENTS = 512
 CHARACTERS = 2 << 20
 LEAST_DOCUMENTS = 4  # of each file, where there are many
-READ_ON_S = 5.0
+READ_ON_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)

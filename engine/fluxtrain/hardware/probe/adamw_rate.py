@@ -64,23 +64,27 @@ def adamw_rate(
     sizes = _BYTES_8BIT if eight_bit else _BYTES
     with fresh(int(parameters * sum(sizes.values()))) as memory:
         start = ctypes.addressof(anchor := ctypes.c_char.from_buffer(memory))
-        _native.kernel("zero")(start, len(memory), threads or 0)  # else all pages would be one
-        at, offset = {}, 0
-        for name, size in sizes.items():
-            at[name] = start + offset
-            offset += int(size * parameters)
-        args = _args(at, parameters, eight_bit=eight_bit, part=part, threads=threads or 0)
-        up, down = (HostBytes(at[name], int(sizes[name] * parameters)) for name in ("hi", "grad"))
-        with busy_bus(up=up if sends else None, down=down if receives else None) as begins:
-
-            def once() -> None:
-                begins()
-                _native.adamw(args)
-
-            rate = (sustained_rate if sustained else best_rate)(
-                parameters, once, repeats=20 if sustained else 5, limit_s=limit_s
+        try:
+            _native.kernel("zero")(start, len(memory), threads or 0)  # else all pages would be one
+            at, offset = {}, 0
+            for name, size in sizes.items():
+                at[name] = start + offset
+                offset += int(size * parameters)
+            args = _args(at, parameters, eight_bit=eight_bit, part=part, threads=threads or 0)
+            up, down = (
+                HostBytes(at[name], int(sizes[name] * parameters)) for name in ("hi", "grad")
             )
-        del anchor  # it keeps the mapping open
+            with busy_bus(up=up if sends else None, down=down if receives else None) as begins:
+
+                def once() -> None:
+                    begins()
+                    _native.adamw(args)
+
+                rate = (sustained_rate if sustained else best_rate)(
+                    parameters, once, repeats=20 if sustained else 5, limit_s=limit_s
+                )
+        finally:
+            del anchor  # it keeps the mapping open
     return Rate(rate, f"{parameters >> 20} M parameters, {_native.isa()}")
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, rows_of_table
+from fluxtrain.plan.footprint import Layout, by_tier, rows_of_table
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, duration_text, rate_text
 
-CROSSINGS = 1.5  # of a byte a step: weights go up twice and are half of it, gradients come home
+CROSSINGS = (
+    1.5  # of a byte a step: weights are uploaded twice and are half of it, gradients downloaded
+)
 
 
 def wanted_bytes(facts: ModelFacts, layout: Layout) -> int:
     """Weights on the host and their gradients on the way there (sums of several
     passes too), and what an embedding's rows pass through."""
-    at_home = homes(facts, layout)[1]
-    by_rows = rows_of_table(facts, layout, at_home)
+    on_host = by_tier(facts, layout)[1]
+    by_rows = rows_of_table(facts, layout, on_host)
     passing = by_rows.host_bytes(layout.passes) if by_rows is not None else 0
-    gradients = at_home.gradient_bytes(accumulates=layout.accumulates)
-    return at_home.weight_bytes + gradients + passing
+    gradients = on_host.gradient_bytes(accumulates=layout.accumulates)
+    return on_host.weight_bytes + gradients + passing
 
 
 def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None]) -> ChoiceMade:

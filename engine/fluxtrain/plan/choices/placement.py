@@ -15,7 +15,7 @@ The rule, in this order:
    their gradients and optimizer states (host memory bandwidth binds before PCIe does, and such
    groups use neither), then as many of the other blocks' weights stay there as still fit. `max` as
    the last resort is filled up in the same way, and what is then left with the inputs of the last
-   blocks (`plan/choices/boundaries.py`); asked for, it takes the least of the device.
+   blocks (`plan/choices/activations.py`); asked for, it takes the least of the device.
    Without a GPU `auto` means `weights` (or `max`) with no residents: the blocks stream for real.
 
 `place_for_any_rows` is the same rule for a model whose batch nobody knows yet: what does not
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.choices.boundaries import left_on_device
+from fluxtrain.plan.choices.activations import left_on_device
 from fluxtrain.plan.choices.reasons import choices_of, refusal
 from fluxtrain.plan.facts import (
     Capacity,
@@ -213,6 +213,6 @@ def _found(facts: ModelFacts, capacity: Capacity, request: RunRequest) -> tuple[
     if layout is None:
         raise DoesNotFit(refusal(search))
     limit = search.limits.spare_bytes
-    if limit is not None and search.leaves_boundaries(layout):
+    if limit is not None and search.leaves_inputs_on_device(layout):
         layout = left_on_device(facts, layout, limit)
     return search, layout

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from fluxtrain.plan.choices.boundaries import left_on_device
+from fluxtrain.plan.choices.activations import left_on_device
 from fluxtrain.plan.cost.moments import faster_of_both
 from fluxtrain.plan.cost.prefetch import FEWEST_SLOTS, slots_for
 from fluxtrain.plan.cost.rates import Rates
@@ -26,13 +26,13 @@ from fluxtrain.plan.footprint import (
     keepable_count,
     kept_block_bytes,
 )
-from fluxtrain.plan.heads import SLICES_GAIN
+from fluxtrain.plan.heads import CHUNKS_GAIN
 from fluxtrain.plan.search import CHUNK_TOKENS, Search, tried_counts
 from fluxtrain.plan.spread import DeviceFirst
 
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
 GPU_CHUNK_TOKENS = 16_384  # larger chunks use a GPU better still, if there is room for them
-KEPT_STEPS = 4  # numbers of blocks that keep activations, tried beside boundaries that stay
+KEPT_STEPS = 4  # numbers of blocks that keep activations, tried beside block inputs that stay
 RESIDENT_STEPS = 4  # numbers of resident blocks that are tried beside each number of groups
 _DIGITS = 9  # of seconds: sums of the same in another order are equal
 
@@ -131,8 +131,8 @@ class Frontier:
 
     @property
     def _chooses_moments(self) -> bool:
-        wished = self.search.request.deferred_moments
-        return wished is None and self.rates.has_gpu and self.clips
+        asked = self.search.request.deferred_moments
+        return asked is None and self.rates.has_gpu and self.clips
 
     def _least(self, one: FittingLayout) -> Preference:
         """What `_preference` says of it at least, with the moments at the better time."""
@@ -152,11 +152,11 @@ class Frontier:
         """InputsOn that stay count where they make the step shorter, and else last: what is left
         is theirs, and no slot of weights is given up for copies that are hidden."""
         layout, row = one.layout, self.search.facts.row
-        step_s = took.step_s * (SLICES_GAIN if layout.head == "chunks" else 1.0)
+        step_s = took.step_s * (CHUNKS_GAIN if layout.head == "chunks" else 1.0)
         staying = layout.activations_on_device
         spared_s = 0.0
         if staying and row is not None and self.rates.has_gpu:
-            spared_bytes = layout.passes * staying * layout.batch_rows * row.boundary_bytes
+            spared_bytes = layout.passes * staying * layout.batch_rows * row.block_input_bytes
             spared_s = spared_bytes / self.rates.up_both + spared_bytes / self.rates.down
         return (
             round(step_s, _DIGITS),
@@ -189,7 +189,7 @@ class Frontier:
 
     def within(self, share: float) -> list[FittingLayout]:
         """The layouts of the stop at `share`, each with what its limit has room for beside it:
-        blocks that keep their activations, or boundaries that stay (`_filled`)."""
+        blocks that keep their activations, or block inputs that stay (`_filled`)."""
         limit = self.limit_bytes(share)
         if limit not in self._within:
             fitting = (one for one in self.candidates if one.size_bytes <= limit)
@@ -203,13 +203,13 @@ class Frontier:
         return {}
 
     def _filled(self, one: FittingLayout, limit: int) -> Iterator[FittingLayout]:
-        """With as many blocks that keep their activations as fit; and, where boundaries wait on the
-        host, with numbers of such blocks that do not depend on the limit and as many boundaries on
+        """With as many blocks that keep their activations as fit; and, where block inputs wait on
+        the host, with numbers of such blocks that do not depend on the limit and as many inputs on
         the device as fit beside them. So whatever a smaller limit has room for, a larger one has
         at least as much of, and is no slower."""
         keeping = self._keeping(one, limit)
         yield keeping
-        if not self.search.leaves_boundaries(one.layout):
+        if not self.search.leaves_inputs_on_device(one.layout):
             return
         facts = self.search.facts
         most, counts = (
@@ -227,8 +227,8 @@ class Frontier:
 
     def _keeping(self, one: FittingLayout, limit: int) -> FittingLayout:
         facts, tried = self.search.facts, self.rates.calibration
-        wished = self.search.request.blocks_without_recompute != "auto"
-        if wished or not self.rates.has_gpu or tried is None or tried.kept_backward is None:
+        asked = self.search.request.blocks_without_recompute != "auto"
+        if asked or not self.rates.has_gpu or tried is None or tried.kept_backward is None:
             return one
         every, size = keepable_count(facts, one.layout), kept_block_bytes(facts, one.layout)
         for count in (every, min(every, (limit - one.size_bytes) // max(1, size))):
@@ -281,7 +281,7 @@ class Frontier:
             yield replace(layout, slots=slots)
 
     def _starts(self) -> Iterator[Layout]:
-        """Batches and chunks; on a GPU also with the boundaries on the host."""
+        """Batches and chunks; on a GPU also with the block inputs on the host."""
         tokens = GPU_CHUNK_TOKENS if self.rates.has_gpu else CHUNK_TOKENS
         heads = self.search.heads if self.rates.has_gpu else self.search.heads[:1]
         for start in chain.from_iterable(self.search.starts(head, tokens) for head in heads):
@@ -304,31 +304,27 @@ class Frontier:
         return ("none", "weights", "max") if whole else ("weights", "max")
 
     def _group_counts(self, offload: Offload) -> Iterable[int]:
-        every, wished = len(self.search.facts.groups), self.search.request.device_groups
-        if wished != "auto":
-            return (min(wished, every),)
+        every, asked = len(self.search.facts.groups), self.search.request.device_groups
+        if asked != "auto":
+            return (min(asked, every),)
         streams = self.rates.has_gpu and offload != "optimizer"
         return tried_counts(every - 1) if streams else (0,)
 
     def _device_groups(self, offload: Offload) -> Iterator[tuple[int, DeviceFirst]]:
-        wished = self.search.request.device_first
+        asked = self.search.request.device_first
         for count in self._group_counts(offload):
-            yield count, "embedding" if wished == "auto" else wished
-            if (
-                wished == "auto"
-                and self.rates.has_gpu
-                and 0 < count < len(self.search.facts.groups)
-            ):
+            yield count, "embedding" if asked == "auto" else asked
+            if asked == "auto" and self.rates.has_gpu and 0 < count < len(self.search.facts.groups):
                 yield count, "blocks"
 
     def _residents(self, layout: Layout) -> list[int]:
         offload = layout.offload
-        blocks = self.search.home_blocks(layout.device_groups, layout.device_first)
-        wished = self.search.request.resident_blocks
+        blocks = self.search.host_blocks(layout.device_groups, layout.device_first)
+        asked = self.search.request.resident_blocks
         if offload == "optimizer":
             return [blocks]
-        if wished != "auto":
-            return [min(wished, blocks)]
+        if asked != "auto":
+            return [min(asked, blocks)]
         if not self.rates.has_gpu or offload == "max":
             return [0]
         return sorted({blocks * step // RESIDENT_STEPS for step in range(RESIDENT_STEPS + 1)})

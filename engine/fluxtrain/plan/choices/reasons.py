@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fluxtrain.plan.choices.boundaries import staying_words
+from fluxtrain.plan.choices.activations import staying_words
 from fluxtrain.plan.cost.moments import moments_choice
 from fluxtrain.plan.cost.prefetch import without_times
 from fluxtrain.plan.footprint import (
     Layout,
+    by_tier,
     embedding_copied,
     head_copied,
-    homes,
     keepable_count,
     kept_count,
     slot_count,
@@ -39,7 +39,7 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     }
     if search.request.blocks_without_recompute != "auto":
         kept = kept_count(search.facts, layout)
-        because["blocks_without_recompute"] = (kept, wished_to_keep(search, layout))
+        because["blocks_without_recompute"] = (kept, asked_to_keep(search, layout))
     staying = staying_words(search.facts, layout)
     if staying:
         because["activations"] = ("host", staying)
@@ -66,8 +66,8 @@ def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     facts, request = search.facts, search.request
     if facts.table is None and request.embedding == "auto":
         return ()
-    at_home = facts.table in homes(facts, layout)[1]
-    because = embedding_reason(facts, request, layout.batch_rows, at_home=at_home)
+    on_host = facts.table in by_tier(facts, layout)[1]
+    because = embedding_reason(facts, request, layout.batch_rows, on_host=on_host)
     copied = embedding_copied(facts, layout)
     return (ChoiceMade(name="placement.embedding", value=copied, because=because),)
 
@@ -77,10 +77,10 @@ def head_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     facts, request = search.facts, search.request
     if request.head == "auto" and not comes_apart(facts):
         return ()
-    names = {group.name for group in homes(facts, layout)[1]}
-    at_home = facts.head is not None and facts.head.group in names
+    names = {group.name for group in by_tier(facts, layout)[1]}
+    on_host = facts.head is not None and facts.head.group in names
     by_rows = embedding_copied(facts, layout) == "rows"
-    because = head_reason(facts, request, layout.head, at_home=at_home, by_rows=by_rows)
+    because = head_reason(facts, request, layout.head, on_host=on_host, by_rows=by_rows)
     return (ChoiceMade(name="placement.head", value=head_copied(facts, layout), because=because),)
 
 
@@ -235,7 +235,7 @@ def _device_groups(search: Search, layout: Layout) -> str:
     if layout.offload == "none":
         return f"none has all {len(groups)} on the device"
     if search.request.device_groups != "auto":
-        return "as set"
+        return _as_set(search.request.device_groups, layout.device_groups)
     if not search.capacity.has_gpu:
         return "without a GPU nothing is gained by updating a group elsewhere"
     if not search.fills(layout):
@@ -243,8 +243,8 @@ def _device_groups(search: Search, layout: Layout) -> str:
     if layout.device_groups == len(groups):
         return f"all {len(groups)} fit"
     following = search.one_more_group(layout)
-    before = homes(search.facts, layout)[0]
-    name = next(g.name for g in homes(search.facts, following)[0] if g not in before)
+    before = by_tier(search.facts, layout)[0]
+    name = next(g.name for g in by_tier(search.facts, following)[0] if g not in before)
     return (
         "their updates need no host memory and no copies; "
         f"{name} as well would need {_room(search, following, spare=True)}"
@@ -252,29 +252,33 @@ def _device_groups(search: Search, layout: Layout) -> str:
 
 
 def _resident_blocks(search: Search, layout: Layout) -> str:
-    at_home = search.home_blocks(layout.device_groups, layout.device_first)
-    if layout.offload == "none" or not at_home:
+    on_host = search.host_blocks(layout.device_groups, layout.device_first)
+    if layout.offload == "none" or not on_host:
         return "every block lives on the device"
     if layout.offload == "optimizer":
-        return f"optimizer keeps the weights of all {at_home} blocks on the device"
+        return f"optimizer keeps the weights of all {on_host} blocks on the device"
     if search.request.resident_blocks != "auto":
-        return "as set"
+        return _as_set(search.request.resident_blocks, layout.resident_blocks)
     if not search.capacity.has_gpu:
         return "without a GPU nothing is gained by keeping a second copy"
     if not search.fills(layout):
         return f"{layout.offload} streams every block"
-    if layout.resident_blocks == at_home:
-        return f"the weights of all {at_home} other blocks fit"
+    if layout.resident_blocks == on_host:
+        return f"the weights of all {on_host} other blocks fit"
     one_more = replace(layout, resident_blocks=layout.resident_blocks + 1)
     return f"one more would need {_room(search, one_more, spare=True)}"
 
 
-def wished_to_keep(search: Search, layout: Layout) -> str:
+def _as_set(asked: int, taken: int) -> str:
+    return "as set" if asked == taken else f"{asked} as set, and there are {taken}"
+
+
+def asked_to_keep(search: Search, layout: Layout) -> str:
     """The reason for `kept_count` where a count was asked for."""
-    wished, keepable = search.request.blocks_without_recompute, keepable_count(search.facts, layout)
-    if wished == "auto" or wished <= keepable:
+    asked, keepable = search.request.blocks_without_recompute, keepable_count(search.facts, layout)
+    if asked == "auto" or asked <= keepable:
         return "as set"
-    return f"{wished} as set, and the weights of {keepable} blocks stay on the device"
+    return f"{asked} as set, and the weights of {keepable} blocks stay on the device"
 
 
 def _batch(search: Search, layout: Layout) -> str:

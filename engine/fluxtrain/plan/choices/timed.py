@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fluxtrain.plan.choices.boundaries import staying_words
+from fluxtrain.plan.choices.activations import staying_words
 from fluxtrain.plan.choices.placement import Placement, place, placement_of
 from fluxtrain.plan.choices.ranked import Frontier, TimedLayout
-from fluxtrain.plan.choices.reasons import embedding_choice, head_choice, wished_to_keep
+from fluxtrain.plan.choices.reasons import asked_to_keep, embedding_choice, head_choice
 from fluxtrain.plan.cost.moments import moments_choice
 from fluxtrain.plan.cost.prefetch import prefetch_choice, without_times
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import passes_s
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
-from fluxtrain.plan.heads import SLICES_GAIN
+from fluxtrain.plan.heads import CHUNKS_GAIN
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
 from fluxtrain.telemetry.choices import setting_name
@@ -118,10 +118,10 @@ def _choices(
     )
 
     def because(name: str, value: object) -> str:
-        wished = getattr(frontier.search.request, name)
-        if wished is not None and wished != "auto":
+        asked = getattr(frontier.search.request, name)
+        if asked is not None and asked != "auto":
             return (
-                wished_to_keep(frontier.search, layout)
+                asked_to_keep(frontier.search, layout)
                 if name == "blocks_without_recompute"
                 else "as set"
             )
@@ -149,7 +149,7 @@ def _choices(
             kept_count(frontier.search.facts, layout),
             because("blocks_without_recompute", layout.blocks_without_recompute),
         ),
-        "activations": _boundaries(frontier, layout, because("activations", layout.activations)),
+        "activations": _activations(frontier, layout, because("activations", layout.activations)),
         "batch_rows": (layout.batch_rows, batch_because),
         "chunk_rows": (layout.chunk_rows, because("chunk_rows", layout.chunk_rows)),
     }
@@ -179,7 +179,7 @@ def _prefetch_choice(frontier: Frontier, layout: Layout) -> tuple[ChoiceMade, ..
     return prefetch_choice(facts, layout, frontier.rates, seconds, steps_s)
 
 
-def _boundaries(frontier: Frontier, layout: Layout, because: str) -> tuple[str, str]:
+def _activations(frontier: Frontier, layout: Layout, because: str) -> tuple[str, str]:
     """Where they wait and why, with how many stay on the device all the same."""
     if layout.offload == "max":
         because = "max has them on the host"
@@ -194,12 +194,12 @@ def _head_choice(
     """With the time that the other way takes, where the head is on the host and it was compared."""
     told = head_choice(frontier.search, layout)
     compared = len(frontier.search.heads) > 1 and frontier.rates.has_gpu
-    at_home = head_copied(frontier.search.facts, replace(layout, head="chunks")) == "chunks"
-    if not (compared and at_home):
+    on_host = head_copied(frontier.search.facts, replace(layout, head="chunks")) == "chunks"
+    if not (compared and on_host):
         return told
     why = because("head", layout.head)
     if layout.head == "whole":
-        why += f"; chunks are taken where they are predicted to be {SLICES_GAIN - 1:.0%} faster"
+        why += f"; chunks are taken where they are predicted to be {CHUNKS_GAIN - 1:.0%} faster"
     return tuple(ChoiceMade(name=one.name, value=one.value, because=why) for one in told)
 
 

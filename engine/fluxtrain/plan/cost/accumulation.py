@@ -1,9 +1,9 @@
 """What the second and later backward passes of a step move more than the first.
 
-The first one's gradients come home rounded. Those after it add to what is there: it comes up (the
-rounded ones, then sums in fp32) and goes home again in fp32. Of an embedding by rows the sums stay
-on the device and go home with each pass; of a head in slices each comes up before it is added to,
-and nothing hides that.
+The first one's gradients are downloaded rounded. Each further pass uploads what is on the host (the
+rounded gradients, then sums in fp32), adds to it, and downloads the sum in fp32. The sums of an
+embedding by rows stay on the device and are downloaded with each pass; a head in vocabulary chunks
+waits for the upload of each chunk's sum, and nothing hides that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import FP32_BYTES, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, rows_of_table, sliced_head
+from fluxtrain.plan.footprint import Layout, by_tier, chunked_head, rows_of_table
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class Again:
 
 def again(facts: ModelFacts, layout: Layout, number: int) -> Again:
     """Of backward pass `number`, from 2 on."""
-    at_home = homes(facts, layout)[1]
-    rounded, trained = at_home.rounded_bytes, at_home.trained
+    on_host = by_tier(facts, layout)[1]
+    rounded, trained = on_host.rounded_bytes, on_host.trained
     down = at_head = 0
-    by_rows = rows_of_table(facts, layout, at_home)
-    if by_rows is not None and by_rows.in_slices:
+    by_rows = rows_of_table(facts, layout, on_host)
+    if by_rows is not None and by_rows.in_vocab_chunks:
         down += by_rows.kept_bytes
     elif by_rows is not None and by_rows.gradient_bytes:
         rounded -= by_rows.table.rounded_bytes
         trained -= by_rows.table.trained
         down += by_rows.sum_bytes(number)
-    sliced = sliced_head(facts, layout, at_home)
-    if sliced is not None:
-        group = sliced.group
+    chunked = chunked_head(facts, layout, on_host)
+    if chunked is not None:
+        group = chunked.group
         at_head = group.rounded_bytes if number == 2 else FP32_BYTES * group.trained
         rounded -= group.rounded_bytes
         trained -= group.trained

@@ -71,7 +71,7 @@ class HostTimes:
     offload_forward_s: float  # what offloading the input of a block adds
     offload_backward_s: float
     outside_s: float  # of a batch: all but the blocks, both ways
-    home_update_s: float  # `step()`, of a group on the host
+    host_group_update_s: float  # `step()`, of a group on the host
     device_update_s: float  # the same of a group that lives on the device
 
 
@@ -117,7 +117,7 @@ class Calibration:
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     host_forward_s: float = 0.0  # of the forward alone
     host: HostTimes | None = None  # the same in whole steps, with a GPU
-    not_rehearsed: StepsNotTimed | None = None  # why there are none, with a GPU
+    steps_not_timed: StepsNotTimed | None = None  # why there are none, with a GPU
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
     streamed: Streamed | None = None  # without a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed

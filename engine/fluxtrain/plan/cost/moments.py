@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fluxtrain.plan.cost.step import Cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes
+from fluxtrain.plan.footprint import Layout, by_tier
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import duration_text
 
@@ -66,9 +66,9 @@ def _because(
 
 def _nothing_waits(facts: ModelFacts, layout: Layout) -> str:
     """Why no moments can come later; "" where some can."""
-    at_home = homes(facts, layout)[1]
-    if not at_home.trained:
+    on_host = by_tier(facts, layout)[1]
+    if not on_host.trained:
         return "no trained weights are on the host"
-    if not any(group.pass_bytes for group in at_home):
+    if not any(group.pass_bytes for group in on_host):
         return "fp16 masters, and moments in fewer bits than fp32, are updated with the weights"
     return ""

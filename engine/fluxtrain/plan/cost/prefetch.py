@@ -23,7 +23,7 @@ from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     Layout,
-    homes,
+    by_tier,
     kept_count,
     offloading_blocks,
     slot_count,
@@ -80,15 +80,15 @@ def passes_of(
     """The forward and the backward pass of a layout whose blocks compute for so long altogether,
     with copies as uneven as those of trainings. In the forward the updated weights of resident
     blocks are copied too, and in the backward the inputs of blocks that wait on the host."""
-    at_home = homes(facts, layout)[1]
-    passing = streamed(layout, at_home)
+    on_host = by_tier(facts, layout)[1]
+    passing = streamed(layout, on_host)
     shared = tuple(group in passing for group in facts.blocks)
     input_bytes = _input_bytes(facts, layout)
     forward, backward = [], []
     for group, through, waits in zip(
         facts.blocks, shared, _waiting(facts, layout, shared), strict=True
     ):
-        size = group.weight_bytes if through else group.rounded_bytes * (group in at_home)
+        size = group.weight_bytes if through else group.rounded_bytes * (group in on_host)
         forward.append(size / rates.up)
         size = group.weight_bytes + input_bytes * waits
         backward.append(size / rates.up_both if through else 0.0)
@@ -156,7 +156,7 @@ def _input_bytes(facts: ModelFacts, layout: Layout) -> int:
     """That come back with a streamed block in the backward pass, where they waited on the host."""
     if facts.row is None or not offloading_blocks(facts, layout):
         return 0
-    return layout.batch_rows * facts.row.boundary_bytes
+    return layout.batch_rows * facts.row.block_input_bytes
 
 
 def slots_for(
@@ -187,7 +187,7 @@ def prefetch_choice(
     slots = slot_count(facts, layout)
     if not slots:
         return ()
-    slot_bytes = streamed(layout, homes(facts, layout)[1]).largest_weight_bytes
+    slot_bytes = streamed(layout, by_tier(facts, layout)[1]).largest_weight_bytes
     copy = duration_text(slot_bytes / rates.up)
     computing = " and ".join(duration_text(one_s / facts.layers) for one_s in seconds)
     beside = f"a block's copy takes {copy}, its forward and backward {computing}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, offloading_blocks
+from fluxtrain.plan.footprint import Layout, by_tier, offloading_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ def queueing_of(
             backward_s=chunks * backward_s,
             lead_s=float("inf"),  # only a step as a whole is known
         )
-    here, at_home = (len([g for g in groups if g.trained]) for groups in homes(facts, layout))
-    optimizer_s = here * host.device_update_s + at_home * host.home_update_s
+    here, on_host = (len([g for g in groups if g.trained]) for groups in by_tier(facts, layout))
+    optimizer_s = here * host.device_update_s + on_host * host.host_group_update_s
     beside_s = host.backward_beside_s
     if not clips:  # each group is stepped in the backward pass
         beside_s += here * host.device_update_s / max(1, facts.layers)

@@ -49,11 +49,11 @@ from fluxtrain.plan.cost.updates import (
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     Layout,
-    homes,
+    by_tier,
+    chunked_head,
     kept_count,
     offloading_blocks,
     rows_of_table,
-    sliced_head,
     streamed,
 )
 
@@ -203,20 +203,24 @@ def least_cost(
 
 def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool, passes: int) -> _Work:
     forward_s, head_s, backward_s = passes_s(facts, layout, rates)
-    sliced = sliced_head(facts, layout, homes(facts, layout)[1])
-    head_s *= 1.0 if sliced is None else sliced.compute_share
-    slices = 0 if sliced is None else sliced.copied_bytes
+    chunked = chunked_head(facts, layout, by_tier(facts, layout)[1])
+    head_s *= 1.0 if chunked is None else chunked.compute_share
+    uploaded_twice = 0 if chunked is None else chunked.copied_bytes
     device_update_s = _device_update(facts, layout, rates)
     queueing = queueing_of(facts, layout, rates, head_s, clips=clips)
-    if rates.has_gpu and homes(facts, layout)[1].trained:
+    if rates.has_gpu and by_tier(facts, layout)[1].trained:
         forward_s = max(forward_s, facts.layers * queueing.forward_s)
     if rates.has_gpu and not clips:
         rates = rates.beside_backward()
     update_s, moments_s = host_updates(facts, layout, rates)
-    once, twice, home = _traffic(facts, layout)
-    carried = _boundary_bytes(facts, layout)
-    uploads = (once + twice) / rates.up, (twice + carried) / rates.up_both, slices / rates.up
-    downloads = carried / rates.down, home / rates.down_both
+    once, twice, downloaded = _traffic(facts, layout)
+    carried = _offloaded_bytes(facts, layout)
+    uploads = (
+        (once + twice) / rates.up,
+        (twice + carried) / rates.up_both,
+        uploaded_twice / rates.up,
+    )
+    downloads = carried / rates.down, downloaded / rates.down_both
     left_s = max(0.0, downloads[0] - head_s)
     forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
@@ -253,7 +257,7 @@ def _exact_phases(
     rates, queueing, update_s = work.rates, work.queueing, work.update_s
     forward, backward = phases[0], phases[passes + 1]
     block_s = forward["compute"] / max(1, facts.layers)
-    if homes(facts, layout)[1].trained:
+    if by_tier(facts, layout)[1].trained:
         forward = {**forward, "compute": queueing.forward(block_s, update_s)}
     start = start_of(facts, layout, rates)
     begins_s = forward["compute"] + start.update_s + start.copy_s
@@ -335,7 +339,7 @@ def _device_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     """Seconds of AdamW on the groups that live on the device."""
     if rates.calibration is None:
         return 0.0
-    return homes(facts, layout)[0].trained * rates.calibration.device_update_s
+    return by_tier(facts, layout)[0].trained * rates.calibration.device_update_s
 
 
 def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
@@ -346,31 +350,31 @@ def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
         return 0.0
     update_bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
     one_s = streamed.beside_bytes_s(update_bytes_per_s, rates.copy_bytes_per_s)
-    return len(homes(facts, layout)[1]) * one_s
+    return len(by_tier(facts, layout)[1]) * one_s
 
 
 def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
     """Bytes of updated weights that go up once a step, of weights that go up once a phase, and of
-    gradients that come home."""
-    at_home = homes(facts, layout)[1]
-    passing = streamed(layout, at_home)
-    trained = at_home.rounded_bytes
+    downloaded gradients."""
+    on_host = by_tier(facts, layout)[1]
+    passing = streamed(layout, on_host)
+    trained = on_host.rounded_bytes
     kept = trained - passing.rounded_bytes
-    by_rows = rows_of_table(facts, layout, at_home)
+    by_rows = rows_of_table(facts, layout, on_host)
     if by_rows is not None:
         whole_bytes = 0 if by_rows.tied else by_rows.table.rounded_bytes
         kept += by_rows.weight_bytes - whole_bytes
         trained += by_rows.gradient_bytes - whole_bytes
-    sliced = sliced_head(facts, layout, at_home)
-    kept -= 0 if sliced is None else sliced.group.rounded_bytes
+    chunked = chunked_head(facts, layout, on_host)
+    kept -= 0 if chunked is None else chunked.group.rounded_bytes
     return kept, passing.weight_bytes, trained
 
 
-def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:
+def _offloaded_bytes(facts: ModelFacts, layout: Layout) -> int:
     """Boundary activations that go to the host and come back."""
     row = facts.row
     return (
         0
         if row is None
-        else offloading_blocks(facts, layout) * layout.batch_rows * row.boundary_bytes
+        else offloading_blocks(facts, layout) * layout.batch_rows * row.block_input_bytes
     )

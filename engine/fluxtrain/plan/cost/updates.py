@@ -9,7 +9,7 @@ from itertools import takewhile
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.depths import ring_depth
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, rows_of_table, sliced_head
+from fluxtrain.plan.footprint import Layout, by_tier, chunked_head, rows_of_table
 
 FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16
 BF16_UPDATE_BYTES = 26  # for each parameter with fp32 moments: what the measured rate counts
@@ -23,7 +23,7 @@ def host_updates(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float
     states were measured, whose codes cost arithmetic.
     """
     update_s = moments_s = 0.0
-    for group, count in homes(facts, layout)[1].alike:
+    for group, count in by_tier(facts, layout)[1].alike:
         one_s, later_s = host_update(group, layout, rates)
         update_s, moments_s = update_s + count * one_s, moments_s + count * later_s
     return update_s, moments_s
@@ -66,11 +66,11 @@ class Start:
 
 def start_of(facts: ModelFacts, layout: Layout, rates: Rates) -> Start:
     """Of a layout."""
-    first, at_home = facts.groups[0], homes(facts, layout)[1]
-    if first not in at_home or first.kind == "block":
+    first, on_host = facts.groups[0], by_tier(facts, layout)[1]
+    if first not in on_host or first.kind == "block":
         return Start()
     update_s = host_update(first, layout, rates)[0]
-    by_rows = rows_of_table(facts, layout, at_home)
+    by_rows = rows_of_table(facts, layout, on_host)
     if by_rows is None or by_rows.table is not first:
         return Start(update_s, first.weight_bytes / rates.up)
     return Start(update_s, by_rows.weight_bytes / rates.up)
@@ -87,14 +87,14 @@ def moments_end(
     moments.
     What comes after, blocks that live on the device too, is computed then.
     """
-    at_home = {id(group) for group in homes(facts, layout)[1]}
+    on_host = {id(group) for group in by_tier(facts, layout)[1]}
     block_s = computing_s / max(1, facts.layers)
     end_s, done_s = 0.0, begins_s
-    sliced = sliced_head(facts, layout, homes(facts, layout)[1])
-    first = [sliced.group] if sliced else []  # its gradients come home before the others'
+    chunked = chunked_head(facts, layout, by_tier(facts, layout)[1])
+    first = [chunked.group] if chunked else []  # its gradients are downloaded before the others'
     for group in (*first, *(group for group in reversed(facts.groups) if group not in first)):
         end_s += block_s if group.kind == "block" else 0.0
-        moments_s = host_update(group, layout, rates)[1] if id(group) in at_home else 0.0
+        moments_s = host_update(group, layout, rates)[1] if id(group) in on_host else 0.0
         if moments_s:
             done_s += moments_s
             end_s = max(end_s, done_s)
@@ -122,25 +122,25 @@ def waits_in_backward(
     facts: ModelFacts, layout: Layout, rates: Rates, backward: Mapping[str, float]
 ) -> BackwardUpdateWaits:
     """Gradients are there from the loss on for what comes after the blocks, then evenly over the
-    blocks in reverse, and the embedding's last. Each group's come home after those before, and are
-    then used as soon as the update before has ended. They pass through a few buffers
+    blocks in reverse, and the embedding's last. Each group's are downloaded after those before, and
+    are used as soon as the update before has ended. They pass through a few buffers
     (`ring_depth`): where all are lent, the thread that queues the computation waits for the update
     that used the oldest.
     """
     block_s = computing(backward) / max(1, facts.layers)
-    at_home = homes(facts, layout)[1]
-    home_ids, by_rows = {id(group) for group in at_home}, rows_of_table(facts, layout, at_home)
+    on_host = by_tier(facts, layout)[1]
+    host_ids, by_rows = {id(group) for group in on_host}, rows_of_table(facts, layout, on_host)
     lent = _Lent()
-    computed_s = home_s = updated_s = start_s = others_s = 0.0
+    computed_s = arrived_s = updated_s = start_s = others_s = 0.0
     for group in reversed(facts.groups):
         computed_s += block_s if group.kind == "block" else 0.0
-        if id(group) not in home_ids or not group.trained:
+        if id(group) not in host_ids or not group.trained:
             continue
         rows = by_rows if by_rows is not None and by_rows.table is group else None
         size = rows.gradient_bytes if rows is not None and not rows.tied else group.rounded_bytes
         computed_s = max(computed_s, lent.free_s(group))
-        home_s = max(home_s, computed_s) + size / rates.down_both
-        updated_s = max(updated_s, home_s) + host_update(group, layout, rates)[0]
+        arrived_s = max(arrived_s, computed_s) + size / rates.down_both
+        updated_s = max(updated_s, arrived_s) + host_update(group, layout, rates)[0]
         lent.until(group, updated_s)
         if group is facts.groups[0] and group.kind != "block":
             start_s = updated_s
@@ -181,7 +181,7 @@ def forward_after_backward_updates(
     """Seconds of a step in backward's forward phase after its backward phase, by what takes
     them."""
     start = start_of(facts, layout, rates)
-    others_s = waits.others_s - _before_home(facts, layout, forward["compute"])
+    others_s = waits.others_s - _before_awaited(facts, layout, forward["compute"])
     later_s = max(0.0, waits.start_s + start.copy_s, others_s)
     return {
         **forward,
@@ -195,15 +195,15 @@ def work_in_backward(facts: ModelFacts, layout: Layout, rates: Rates, forward_s:
     """Seconds of a step in backward's AdamW that only its backward phase can hide: not what blocks
     on
     the device hide."""
-    at_home = homes(facts, layout)[1]
-    update_s = sum(host_update(group, layout, rates)[0] for group in at_home)
-    return update_s - _before_home(facts, layout, forward_s)
+    on_host = by_tier(facts, layout)[1]
+    update_s = sum(host_update(group, layout, rates)[0] for group in on_host)
+    return update_s - _before_awaited(facts, layout, forward_s)
 
 
-def _before_home(facts: ModelFacts, layout: Layout, forward_s: float) -> float:
+def _before_awaited(facts: ModelFacts, layout: Layout, forward_s: float) -> float:
     """Seconds of the forward pass, once the embedding is there, before it needs other weights that
     the host updates."""
-    updated = {id(group) for group in homes(facts, layout)[1] if group.trained}
+    updated = {id(group) for group in by_tier(facts, layout)[1] if group.trained}
     groups = facts.groups[1:] if facts.groups[0].kind == "edge" else facts.groups
     before = takewhile(lambda group: id(group) not in updated, groups)
     return forward_s * sum(group.kind == "block" for group in before) / max(1, facts.layers)
@@ -216,22 +216,22 @@ def forward_after_updates(
     updates, by what takes the most of them. For each group: it is updated, copied when those
     before it are, then computed with, and so is all that follows."""
     block_s = forward_s / max(1, facts.layers)
-    at_home = homes(facts, layout)[1]
-    sliced = sliced_head(facts, layout, at_home)
-    waited = [group for group in at_home if group.trained and group is not facts.table]
-    home_ids = {id(group) for group in waited}
+    on_host = by_tier(facts, layout)[1]
+    chunked = chunked_head(facts, layout, on_host)
+    waited = [group for group in on_host if group.trained and group is not facts.table]
+    host_ids = {id(group) for group in waited}
     ends_s = {"compute": 0.0, "uploads": 0.0, "update": awaited_s}
     following_s = copies_s = 0.0
     for group in reversed(facts.groups):
         following_s += block_s if group.kind == "block" else 0.0
-        if id(group) not in home_ids:
+        if id(group) not in host_ids:
             continue
-        first_bytes = sliced.slice_bytes if sliced and group is sliced.group else None
+        first_bytes = chunked.chunk_bytes if chunked and group is chunked.group else None
         copy_s = (first_bytes or group.weight_bytes) / rates.up
         copies_s += copy_s
         parts_s = {"compute": following_s, "uploads": copies_s, "update": awaited_s}
         most = max(parts_s, key=lambda name: parts_s[name])
         ends_s[most] = max(ends_s[most], awaited_s + max(copies_s, copy_s + following_s))
         awaited_s -= host_update(group, layout, rates)[0]
-        home_ids.remove(id(group))
+        host_ids.remove(id(group))
     return ends_s

@@ -1,4 +1,4 @@
-"""A tied head in slices beside an embedding by rows: their gradients meet where they are stored."""
+"""A tied head in vocabulary chunks beside an embedding by rows: where their gradients meet."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor, nn
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.row_models import HIDDEN, VOCABULARY, inputs, trained
-from tests.engine.test_head_slices import WORDS, agree, head_of, in_slices, qwen
+from tests.engine.test_head_chunks import WORDS, agree, head_of, in_vocab_chunks, qwen
 
 NAME = "model.embed_tokens.weight"
 
 
 @pytest.fixture(autouse=True)
-def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", WORDS)
+def small_vocab_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", WORDS)
 
 
 def tied(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     return qwen(dtype, tie_word_embeddings=True, **changes)
 
 
-def sliced(model: nn.Module, **options: Any) -> Engine:
-    engine = in_slices(model, embedding="rows", **options)
-    assert head_of(engine).slices is not None
+def chunked(model: nn.Module, **options: Any) -> Engine:
+    engine = in_vocab_chunks(model, embedding="rows", **options)
+    assert head_of(engine).vocab_chunks is not None
     return engine
 
 
@@ -59,10 +59,10 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e
     ],
     ids=str,
 )
-def test_a_tied_head_in_slices_trains_as_the_whole_does(options: dict[str, Any]) -> None:
+def test_a_tied_head_in_vocab_chunks_trains_as_the_whole_does(options: dict[str, Any]) -> None:
     whole = trained(tied(), "rows", head="whole", **options)
-    slices = trained(tied(), "rows", head="chunks", **options)
-    agree(whole, slices, loss=2e-5, weights=2e-3)  # steps of 1e-2
+    chunks = trained(tied(), "rows", head="chunks", **options)
+    agree(whole, chunks, loss=2e-5, weights=2e-3)  # steps of 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -73,7 +73,7 @@ def test_both_gradients_of_a_tied_weight_are_rounded_once(dtype: torch.dtype) ->
     exact, off = gradients(exact_model)[NAME], {}
     for head in ("whole", "chunks"):
         model = tied(dtype)
-        in_slices(model, head, embedding="rows")
+        in_vocab_chunks(model, head, embedding="rows")
         model(**ids).loss.backward()
         off[head] = float((gradients(model)[NAME] - exact).norm())
     assert off["chunks"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm())
@@ -81,7 +81,7 @@ def test_both_gradients_of_a_tied_weight_are_rounded_once(dtype: torch.dtype) ->
 
 def test_the_norm_is_that_of_the_sum_of_both_gradients() -> None:
     model = tied(torch.bfloat16)
-    engine = sliced(model)
+    engine = chunked(model)
     model(**inputs(0)).loss.backward()
     measured = engine.clip_grad_norm(None).value()  # before anybody looks at the values
     norms = [found.norm() for found in gradients(model).values()]
@@ -90,7 +90,7 @@ def test_the_norm_is_that_of_the_sum_of_both_gradients() -> None:
 
 def test_the_rows_that_were_looked_up_come_home_once_more_and_nothing_else() -> None:
     model = tied()
-    engine = sliced(model)
+    engine = chunked(model)
     model(**inputs(0)).loss.backward()
     engine.gradients.host.drain()
     blocks = sum(s.size_bytes for g in engine.groups for s in g.trained) - 4 * VOCABULARY * HIDDEN
@@ -117,7 +117,7 @@ def test_two_forwards_before_a_backward_give_the_sum_of_their_gradients(together
     for wraps in (False, True):
         model = tied()
         if wraps:
-            sliced(model)
+            chunked(model)
         one, other = Both(model).losses()
         if together:
             (one + other).backward()
@@ -133,7 +133,7 @@ def test_a_loss_without_the_head_and_one_with_it_give_the_sum() -> None:
     for wraps in (False, True):
         model: Any = tied()
         if wraps:
-            sliced(model)
+            chunked(model)
         model.model(inputs(1)["input_ids"]).last_hidden_state.square().mean().backward()
         model(**inputs(2)).loss.backward()
         found.append(gradients(model))
@@ -145,7 +145,7 @@ def test_a_head_without_a_lookup_gives_its_gradient_alone() -> None:
     for wraps in (False, True):
         model: Any = tied()
         if wraps:
-            sliced(model)
+            chunked(model)
         torch.manual_seed(1)
         hidden = torch.randn(5, HIDDEN)
         loss = nn.functional.cross_entropy(model.lm_head(hidden), torch.arange(5))
@@ -158,21 +158,21 @@ def test_a_lookup_that_turns_to_the_whole_takes_the_head_with_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, model = tied(), tied()
-    engine = sliced(model)
+    engine = chunked(model)
     for each in (plain, model):
         each.get_parameter(NAME).register_hook(lambda gradient: 2 * gradient)
     with caplog.at_level(logging.WARNING, "fluxtrain"):
         for each in (plain, model):
             each(**inputs(0)).loss.backward()
     assert "is copied to the device whole" in caplog.text
-    assert head_of(engine).slices is None
+    assert head_of(engine).vocab_chunks is None
     same(gradients(model), gradients(plain))
 
 
 def test_an_abandoned_lookup_does_not_change_the_next_gradient() -> None:
     model, again = tied(), tied()
     for each in (model, again):
-        sliced(each)
+        chunked(each)
     lost = model(**inputs(5))  # held, and never differentiated
     for each in (model, again):
         each(**inputs(0)).loss.backward()

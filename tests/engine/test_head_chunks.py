@@ -1,4 +1,4 @@
-"""A head that comes in slices of its words gives what the whole of it gives, in less memory."""
+"""A head in vocabulary chunks gives what the whole of it gives, in less memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 from tests.wrap_with import wrap_with
 
-WORDS = 128  # of a slice: five slices, the last one shorter
+WORDS = 128  # of a chunk: five chunks, the last one shorter
 HEAD_ELEMENTS = VOCABULARY * HIDDEN
 
 
 @pytest.fixture(autouse=True)
-def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", WORDS)
+def small_vocab_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", WORDS)
 
 
 def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
@@ -41,7 +41,7 @@ def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     return Qwen2ForCausalLM(config).to(dtype).train()
 
 
-def in_slices(model: nn.Module, head: str = "chunks", **options: Any) -> Engine:
+def in_vocab_chunks(model: nn.Module, head: str = "chunks", **options: Any) -> Engine:
     options = {"offload": "weights", "chunk_rows": 2, "overlap": True, **options}
     wrap_with(model, device="cpu", head=head, **options)
     return engine_of(model)
@@ -76,10 +76,10 @@ def agree(one: Result, other: Result, *, loss: float, weights: float) -> None:
     ],
     ids=str,
 )
-def test_slices_train_as_the_whole_head_does(options: dict[str, Any]) -> None:
+def test_vocab_chunks_train_as_the_whole_head_does(options: dict[str, Any]) -> None:
     whole = trained(qwen(), "rows", head="whole", **options)
-    slices = trained(qwen(), "rows", head="chunks", **options)
-    agree(whole, slices, loss=2e-5, weights=2e-3)  # steps of 1e-2
+    chunks = trained(qwen(), "rows", head="chunks", **options)
+    agree(whole, chunks, loss=2e-5, weights=2e-3)  # steps of 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -95,7 +95,7 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
     found: dict[str, dict[str, Tensor]] = {}
     for head in ("whole", "chunks"):
         model = qwen(dtype)
-        in_slices(model, head)
+        in_vocab_chunks(model, head)
         found[head] = gradients(model)
     assert exact.keys() == found["chunks"].keys()
     off = {head: relative_errors(exact, each) for head, each in found.items()}
@@ -111,19 +111,19 @@ def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> Tenso
 
 
 @pytest.mark.parametrize("options", [{}, {"in_backward": True}, {"passes": 2}], ids=str)
-def test_the_same_slices_give_the_same_bits(options: dict[str, Any]) -> None:
+def test_the_same_vocab_chunks_give_the_same_bits(options: dict[str, Any]) -> None:
     runs = [trained(qwen(torch.bfloat16), "rows", head="chunks", **options) for _ in range(2)]
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(values, runs[1][2][name]) for name, values in runs[0][2].items())
 
 
-def test_the_norm_of_all_gradients_does_not_depend_on_the_slices(
+def test_the_norm_of_all_gradients_does_not_depend_on_the_vocab_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     norms = []
     for words in (WORDS, 8, 1000):
-        monkeypatch.setattr(heads, "MULTIPLE_WORDS", words)
-        engine = in_slices(model := qwen())
+        monkeypatch.setattr(heads, "MULTIPLE_ROWS", words)
+        engine = in_vocab_chunks(model := qwen())
         model(**inputs(0)).loss.backward()
         weight: Any = head_of(engine).module.weight
         measured = engine.clip_grad_norm(None).value()
@@ -138,11 +138,11 @@ def test_the_norm_of_all_gradients_does_not_depend_on_the_slices(
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)
 
 
-def test_of_weight_and_gradient_the_device_never_holds_more_than_two_slices() -> None:
+def test_of_weight_and_gradient_the_device_never_holds_more_than_two_vocab_chunks() -> None:
     peaks: dict[str, int] = {}
     for head in ("whole", "chunks"):
         model = qwen(torch.bfloat16, vocab_size=40_000, intermediate_size=2048)
-        engine = in_slices(model, head, embedding="rows")
+        engine = in_vocab_chunks(model, head, embedding="rows")
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(2):
             model(**inputs(step)).loss.backward()
@@ -150,11 +150,11 @@ def test_of_weight_and_gradient_the_device_never_holds_more_than_two_slices() ->
             optimizer.zero_grad()
         engine.flush()
         peaks[head] = engine.memory().device_peak_bytes
-        slices = head_of(engine).slices
-        assert (slices is None) == (head == "whole")
-        if slices is not None:
+        chunks = head_of(engine).vocab_chunks
+        assert (chunks is None) == (head == "whole")
+        if chunks is not None:
             one = WORDS * HIDDEN * 2
-            assert slices.device_bytes == 2 * one
+            assert chunks.device_bytes == 2 * one
     every = 40_000 * HIDDEN * 2
     assert peaks["whole"] - peaks["chunks"] > 1.8 * every  # weight, and gradient on its way home
 
@@ -163,7 +163,7 @@ def test_the_weight_goes_up_twice_and_its_gradient_comes_home_once() -> None:
     moved: dict[str, tuple[int, int]] = {}
     for head in ("whole", "chunks"):
         model = qwen()
-        engine = in_slices(model, head)
+        engine = in_vocab_chunks(model, head)
         model(**inputs(0)).loss.backward()
         engine.gradients.host.drain()
         moved[head] = engine.traffic().h2d_bytes, engine.traffic().d2h_bytes
@@ -174,7 +174,7 @@ def test_the_weight_goes_up_twice_and_its_gradient_comes_home_once() -> None:
 
 def test_an_evaluation_copies_each_slice_once_and_computes_no_logits_beside() -> None:
     model = qwen()
-    engine = in_slices(model)
+    engine = in_vocab_chunks(model)
     head = head_of(engine)
     expected = qwen()(**inputs(0)).loss
     with torch.no_grad(), engine.evaluating():
@@ -185,15 +185,15 @@ def test_an_evaluation_copies_each_slice_once_and_computes_no_logits_beside() ->
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0.0)
     blocks = sum(g.weight_bytes for g in engine.groups if g.kind == "block")
     assert again <= 4 * HEAD_ELEMENTS + blocks + 4 * inputs(1)["input_ids"].numel() * HIDDEN + 4096
-    assert head.slices is not None and not engine.gradients.is_open(head.group)
+    assert head.vocab_chunks is not None and not engine.gradients.is_open(head.group)
 
 
 def test_a_frozen_head_gives_gradients_to_what_is_before_it_alone() -> None:
     plain, model = qwen(), qwen()
     for each in (plain, model):
         each.get_parameter("lm_head.weight").requires_grad_(False)
-    engine = in_slices(model)
-    assert head_of(engine).slices is not None
+    engine = in_vocab_chunks(model)
+    assert head_of(engine).vocab_chunks is not None
     for each in (plain, model):
         each(**inputs(0)).loss.backward()
     assert model.get_parameter("lm_head.weight").grad is None
@@ -209,13 +209,13 @@ def test_generation_gives_the_words_of_the_whole_head() -> None:
     words = []
     for head in ("whole", "chunks"):
         model: Any = qwen().eval()
-        engine = in_slices(model, head)
+        engine = in_vocab_chunks(model, head)
         words.append(model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0))
-        assert (head_of(engine).slices is None) == (head == "whole")
+        assert (head_of(engine).vocab_chunks is None) == (head == "whole")
     assert torch.equal(*words)
 
 
-def test_a_run_in_slices_goes_on_from_its_shards_with_the_same_losses() -> None:
+def test_a_run_in_vocab_chunks_goes_on_from_its_shards_with_the_same_losses() -> None:
     def steps(model: nn.Module, optimizer: Any, seeds: range) -> list[float]:
         told = []
         for seed in seeds:
@@ -230,7 +230,7 @@ def test_a_run_in_slices_goes_on_from_its_shards_with_the_same_losses() -> None:
 
     model, again = qwen(torch.bfloat16), qwen(torch.bfloat16)
     for each in (model, again):
-        in_slices(each)
+        in_vocab_chunks(each)
     first, second = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, again))
     steps(model, first, range(3))
     saved = {
@@ -245,7 +245,7 @@ def test_a_run_in_slices_goes_on_from_its_shards_with_the_same_losses() -> None:
 
 def test_a_loss_can_be_differentiated_twice() -> None:
     plain, model = qwen(), qwen()
-    in_slices(model)
+    in_vocab_chunks(model)
     for each in (plain, model):
         loss = each(**inputs(0)).loss
         loss.backward(retain_graph=True)
@@ -258,7 +258,7 @@ def test_a_loss_can_be_differentiated_twice() -> None:
 
 def test_two_losses_in_one_backward_pass_give_the_sum_of_their_gradients() -> None:
     plain, model = qwen(), qwen()
-    in_slices(model)
+    in_vocab_chunks(model)
     for each in (plain, model):
         (each(**inputs(1)).loss + 2 * each(**inputs(2)).loss).backward()
     for name, parameter in plain.named_parameters():
@@ -271,21 +271,21 @@ def test_a_weight_with_a_hook_is_copied_whole_and_its_hook_is_called(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, model = qwen(), qwen()
-    engine = in_slices(model)
+    engine = in_vocab_chunks(model)
     for each in (plain, model):
         each.get_parameter("lm_head.weight").register_hook(lambda gradient: 2 * gradient)
     with caplog.at_level(logging.WARNING, "fluxtrain"):
         for each in (plain, model):
             each(**inputs(0)).loss.backward()
     assert "lm_head is copied to the device whole" in caplog.text
-    assert head_of(engine).slices is None
+    assert head_of(engine).vocab_chunks is None
     got, expected = (m.get_parameter("lm_head.weight").grad for m in (model, plain))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_hook_that_comes_between_forward_and_backward_is_refused() -> None:
     model = qwen()
-    in_slices(model)
+    in_vocab_chunks(model)
     loss = model(**inputs(0)).loss
     model.get_parameter("lm_head.weight").register_hook(lambda gradient: gradient)
     with pytest.raises(MisusedModel, match="before the forward pass"):
@@ -294,7 +294,7 @@ def test_a_hook_that_comes_between_forward_and_backward_is_refused() -> None:
 
 def test_a_head_used_under_autocast_is_copied_whole(caplog: pytest.LogCaptureFixture) -> None:
     plain, model = qwen(), qwen()
-    in_slices(model)
+    in_vocab_chunks(model)
     losses = []
     with caplog.at_level(logging.WARNING, "fluxtrain"):
         for each in (plain, model):
@@ -307,15 +307,15 @@ def test_a_head_used_under_autocast_is_copied_whole(caplog: pytest.LogCaptureFix
 def test_a_head_that_moves_to_the_device_and_back_trains_on() -> None:
     def losses(*, moves: bool) -> list[float]:
         model = qwen()
-        engine = in_slices(model)
+        engine = in_vocab_chunks(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         every = len(engine.groups)
         told = []
         for step, count in enumerate((0, every, 0)):
             if moves:
                 turn_to(engine, device_groups=count, slots=0 if count else 3)
-                slices = head_of(engine).slices
-                assert slices is not None and (count == 0 or slices.device_bytes == 0)
+                chunks = head_of(engine).vocab_chunks
+                assert chunks is not None and (count == 0 or chunks.device_bytes == 0)
             loss = model(**inputs(step)).loss
             loss.backward()
             optimizer.step()
@@ -331,8 +331,8 @@ def test_a_tied_head_beside_a_whole_lookup_stays_whole_and_that_is_said(
 ) -> None:
     model = qwen(tie_word_embeddings=True)
     with caplog.at_level(logging.WARNING, "fluxtrain"):
-        engine = in_slices(model, embedding="whole")
-    assert head_of(engine).slices is None
+        engine = in_vocab_chunks(model, embedding="whole")
+    assert head_of(engine).vocab_chunks is None
     assert "none is known" not in caplog.text  # once is enough, with the reason
     assert "head='chunks' has no effect" in caplog.text
     assert "embedding=rows" in caplog.text
@@ -344,17 +344,17 @@ def test_a_word_for_the_head_that_is_none_is_refused() -> None:
 
 
 def test_no_slice_is_on_its_way_when_the_head_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = in_slices(qwen())
-    slices, device, moved = head_of(engine).slices, engine.device, []
+    engine = in_vocab_chunks(qwen())
+    chunks, device, moved = head_of(engine).vocab_chunks, engine.device, []
 
     def checked(*args: Any, **options: Any) -> Any:
-        moved.append([slices.is_there(index) for index in (0, 1)])
+        moved.append([chunks.is_there(index) for index in (0, 1)])
         return prepare_move(*args, **options)
 
     monkeypatch.setattr(resettling, "prepare_move", checked)
     device._up.submit(lambda: time.sleep(0.2))  # type: ignore[attr-defined]
-    slices.prefetch(0)
-    slices.prefetch(1)
-    assert not slices.is_there(0)
+    chunks.prefetch(0)
+    chunks.prefetch(1)
+    assert not chunks.is_there(0)
     turn_to(engine, device_groups=len(engine.groups), resident_blocks=0, slots=0)
     assert moved and all(all(there) for there in moved)

@@ -1,4 +1,4 @@
-"""A head in slices on a GPU: the loss of the whole head, its gradients, less memory, no waiting."""
+"""A head in vocabulary chunks on a GPU: loss and gradients of the whole, less memory, no wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 TOKENS, WIDTH = 37, 64
 VOCABULARY, HIDDEN = 64_000, 256
-SLICE = 4096  # words
+CHUNK_ROWS = 4096  # of the weight
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def plainly() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "SLICE_BYTES", SLICE * HIDDEN * 2)
+def small_vocab_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", CHUNK_ROWS * HIDDEN * 2)
 
 
 def passes(
@@ -52,11 +52,11 @@ def passes(
     bias: Tensor | None,
     words: int,
 ) -> tuple[Tensor, Tensor]:
-    """Losses (N,) and slopes (N, V) by slices of `words`, chunks as `how` says."""
+    """Losses (N,) and slopes (N, V) by vocabulary chunks of `words` rows, as `how` computes."""
     target = torch.randint(0, len(weight), (TOKENS,), device="cuda")
     target[::5] = -1
     tokens, scale = Tokens.of(target), torch.tensor(1 / 29, device="cuda")
-    slices = [
+    chunks = [
         VocabChunk(
             weight=weight[first : first + words],
             bias=None if bias is None else bias[first : first + words],
@@ -65,11 +65,11 @@ def passes(
         for first in range(0, len(weight), words)
     ]
     rows = [slice(at, min(TOKENS, at + how.tokens)) for at in range(0, TOKENS, how.tokens)]
-    for each in slices:
+    for each in chunks:
         for part in rows:
             how.collect(hidden[part], each, tokens.cut(part))
     slopes = torch.empty(TOKENS, len(weight), device="cuda")
-    for each in reversed(slices):
+    for each in reversed(chunks):
         for part in rows:
             found = how.slope(hidden[part], each, tokens.cut(part), scale)
             slopes[part, each.first : each.first + len(each.weight)] = found.float()
@@ -80,7 +80,7 @@ def passes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [None, 10])
-def test_the_fused_slices_equal_the_plain_ones(
+def test_the_fused_vocab_chunks_equal_the_plain_ones(
     words: int, dtype: torch.dtype, bias: bool, tokens: int | None
 ) -> None:
     every = 20 if words == 7 else 20_000 if words < 20_000 else words
@@ -127,7 +127,7 @@ def wrapped(
     engine = engine_of(model)
     engine.model = model  # type: ignore[attr-defined]  # an engine does not hold its model
     unit = next(unit for unit in engine.units if unit.is_head)
-    assert (unit.slices is not None) == (head == "chunks")
+    assert (unit.vocab_chunks is not None) == (head == "chunks")
     return engine
 
 
@@ -159,7 +159,7 @@ def trained(
     return told, weights
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_vocab_chunks")
 @pytest.mark.parametrize(
     "options",
     [
@@ -172,7 +172,7 @@ def trained(
     ids=str,
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_slices_train_as_the_whole_head_does(tied: bool, options: dict[str, Any]) -> None:
+def test_vocab_chunks_train_as_the_whole_head_does(tied: bool, options: dict[str, Any]) -> None:
     losses, weights = trained("whole", torch.float32, tied=tied, **options)
     others, theirs = trained("chunks", torch.float32, tied=tied, **options)
     assert others == pytest.approx(losses, rel=1e-3)  # products in TF32 or fp32 round otherwise
@@ -180,13 +180,13 @@ def test_slices_train_as_the_whole_head_does(tied: bool, options: dict[str, Any]
         torch.testing.assert_close(theirs[name], values, rtol=0.0, atol=2e-3, msg=name)
 
 
-@pytest.mark.usefixtures("small_slices")
-def test_the_same_slices_give_the_same_losses() -> None:
+@pytest.mark.usefixtures("small_vocab_chunks")
+def test_the_same_vocab_chunks_give_the_same_losses() -> None:
     one, other = (trained("chunks", torch.bfloat16) for _ in range(2))
     assert one[0] == pytest.approx(other[0], rel=1e-6)
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_vocab_chunks")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_whole(
@@ -212,9 +212,9 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
         assert off["chunks"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm()), name
 
 
-@pytest.mark.usefixtures("small_slices", "plainly")
+@pytest.mark.usefixtures("small_vocab_chunks", "plainly")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_step_in_slices_never_waits_for_the_gpu(tied: bool) -> None:
+def test_a_step_in_vocab_chunks_never_waits_for_the_gpu(tied: bool) -> None:
     engine = wrapped("chunks", tied=tied)
     model = engine.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -235,8 +235,8 @@ def test_a_step_in_slices_never_waits_for_the_gpu(tied: bool) -> None:
     fluxtrain.unwrap(model)
 
 
-@pytest.mark.usefixtures("small_slices")
-def test_slices_spare_the_weight_and_the_gradient_of_the_head() -> None:
+@pytest.mark.usefixtures("small_vocab_chunks")
+def test_vocab_chunks_spare_the_weight_and_the_gradient_of_the_head() -> None:
     peaks = {}
     for head in ("whole", "chunks"):
         engine = wrapped(head)
@@ -256,5 +256,7 @@ def test_slices_spare_the_weight_and_the_gradient_of_the_head() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     every = VOCABULARY * HIDDEN
-    slices = SLICE * HIDDEN * (2 * 2 + 4 + 2 * 2)  # two of weights, a sum, two on their way home
-    assert peaks["whole"] - peaks["chunks"] > (2 + 4) * every - slices  # weight and fp32 sum
+    chunks = (
+        CHUNK_ROWS * HIDDEN * (2 * 2 + 4 + 2 * 2)
+    )  # two of weights, a sum, two on their way home
+    assert peaks["whole"] - peaks["chunks"] > (2 + 4) * every - chunks  # weight and fp32 sum

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.live.settings import Change, LiveSettings, steps_down
-from fluxtrain.plan.choices.boundaries import left_on_device, staying_words
+from fluxtrain.plan.choices.activations import left_on_device, staying_words
 from fluxtrain.plan.choices.placement import place
 from fluxtrain.plan.choices.ranked import Frontier
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
-    BOUNDARIES_IN_FLIGHT,
+    INPUTS_IN_FLIGHT,
     Layout,
-    boundaries_on_host,
+    block_inputs_on_host_bytes,
     footprint,
     offloading_blocks,
 )
@@ -39,7 +39,7 @@ from tests.unit.test_plan_timed import (
 )
 
 OFFLOADED = Layout(offload="weights", activations="host", batch_rows=8, chunk_rows=4)
-BOUNDARY = 8 * 1024 * 1536 * 2
+BLOCK_INPUT = 8 * 1024 * 1536 * 2
 SLOW_BUS = replace(
     TIMING, rates=replace(RATES, h2d_bytes_per_s=3e9, d2h_bytes_per_s=3e9)
 )  # where the copies bind
@@ -52,9 +52,9 @@ def test_those_that_stay_move_from_the_host_to_the_device_with_what_follows_the_
         some = replace(OFFLOADED, activations_on_device=count)
         found = footprint(facts, some, has_gpu=True)
         assert offloading_blocks(facts, some) == 8 - count
-        assert before.host_bytes - found.host_bytes == (count + 1) * BOUNDARY
-        on_device = min(9, count + 1 + BOUNDARIES_IN_FLIGHT)
-        assert found.boundaries_bytes == on_device * BOUNDARY
+        assert before.host_bytes - found.host_bytes == (count + 1) * BLOCK_INPUT
+        on_device = min(9, count + 1 + INPUTS_IN_FLIGHT)
+        assert found.block_inputs_bytes == on_device * BLOCK_INPUT
     nowhere = replace(OFFLOADED, activations="device", activations_on_device=3)
     assert footprint(facts, nowhere, has_gpu=True) == footprint(
         facts, replace(OFFLOADED, activations="device"), has_gpu=True
@@ -68,7 +68,7 @@ def test_one_that_stays_takes_its_copies_from_the_bus() -> None:
         for count in range(9)
     ]
     saved_s = found[0].upload_backward_s - found[8].upload_backward_s
-    assert saved_s == pytest.approx(8 * 8 * BOUNDARY / rates.up_both)
+    assert saved_s == pytest.approx(8 * 8 * BLOCK_INPUT / rates.up_both)
     seconds = [one.step_s for one in found]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[8] < 0.75 * seconds[0]
@@ -94,7 +94,7 @@ def test_what_stays_is_all_that_fits_and_no_more(
     if count < waiting:
         more = replace(least, activations_on_device=count + 1)
         assert footprint(facts, more, has_gpu=True).device_bytes > limit
-    assert boundaries_on_host(facts, found) <= boundaries_on_host(facts, least)
+    assert block_inputs_on_host_bytes(facts, found) <= block_inputs_on_host_bytes(facts, least)
 
 
 @pytest.mark.parametrize("device_gib", [5, 6, 7])
@@ -122,7 +122,7 @@ def test_where_copies_are_hidden_no_other_choice_is_given_up_for_them(
     for size in (4.0, 4.2, 5.0):
         plan = place_timed(facts, gpu(size), request, slow_gpu)
         with monkeypatch.context() as patched:
-            patched.setattr(Search, "leaves_boundaries", lambda *_: False)
+            patched.setattr(Search, "leaves_inputs_on_device", lambda *_: False)
             bare = place_timed(facts, gpu(size), request, slow_gpu)
         assert bare.layout.activations_on_device == 0
         if step_s(plan, facts, slow_gpu) == pytest.approx(step_s(bare, facts, slow_gpu), rel=1e-9):
@@ -187,7 +187,7 @@ def test_a_live_change_that_needs_their_room_gets_it() -> None:
     planned = ground(activations="host", activations_on_device=4)
     knobs, peak = planned.planned, planned.need(planned.planned).device_bytes
     assert planned.layout_with(knobs) == replace(planned.layout, slots=knobs.prefetch + 1)
-    boundary = planned.layout.batch_rows * planned.facts.row.boundary_bytes  # type: ignore[union-attr]
+    boundary = planned.layout.batch_rows * planned.facts.row.block_input_bytes  # type: ignore[union-attr]
     assert boundary == 8 << 20
     larger = Change(name="chunk_rows", value=3).applied_to(knobs)
     assert planned.layout_with(larger).activations_on_device < 4

@@ -1,4 +1,4 @@
-"""A run whose head comes in slices: the numbers of one without, told in its plan."""
+"""A run whose head comes in vocabulary chunks: the numbers of one without, told in its plan."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.engine.test_rows_run import numbers, run
 
 
 @pytest.mark.parametrize("limit", ["0.5", "null"])
-def test_a_run_in_slices_has_the_numbers_of_one_without(
+def test_a_run_in_vocab_chunks_has_the_numbers_of_one_without(
     run_config: Callable[..., Path],
     model_folder: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     limit: str,
 ) -> None:
-    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 32)
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 32)
     config = run_config(model__path=str(model_folder("llama")), train__steps=4)
     clip = f"train.max_grad_norm={limit}"
     found: dict[str, list[Any]] = {}
@@ -35,21 +35,21 @@ def test_a_run_in_slices_has_the_numbers_of_one_without(
         planned = next(event for event in found[head] if isinstance(event, ev.Planned))
         told = next(choice for choice in planned.choices if choice.name == "placement.head")
         assert (told.value, told.because) == (head, "as set")
-    whole, slices = numbers(found["whole"]), numbers(found["chunks"])
-    assert [loss for loss, _ in slices] == pytest.approx([loss for loss, _ in whole], rel=1e-2)
-    norms = [[norm for _, norm in each[:-1]] for each in (slices, whole)]
+    whole, chunks = numbers(found["whole"]), numbers(found["chunks"])
+    assert [loss for loss, _ in chunks] == pytest.approx([loss for loss, _ in whole], rel=1e-2)
+    norms = [[norm for _, norm in each[:-1]] for each in (chunks, whole)]
     if limit != "null":
         assert norms[0] == pytest.approx(norms[1], rel=2e-2)
 
 
-def test_a_run_in_slices_that_is_continued_has_the_same_losses(
+def test_a_run_in_vocab_chunks_that_is_continued_has_the_same_losses(
     run_config: Callable[..., Path],
     model_folder: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 32)
+    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 32)
     config = run_config(model__path=str(model_folder("llama")), train__steps=4)
     settings = load_config(config, ["placement.head=chunks", "train.checkpoint_every=2"])
     train(settings, locate(None, tmp_path / "run", settings))

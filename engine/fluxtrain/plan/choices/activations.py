@@ -30,7 +30,7 @@ def left_on_device(
     if facts.row is None or most < 1:
         return none
     free = limit_bytes - footprint(facts, none, has_gpu=has_gpu).device_bytes
-    each = max(1, layout.batch_rows * facts.row.boundary_bytes)
+    each = max(1, layout.batch_rows * facts.row.block_input_bytes)
     for count in (most, min(most, free // each - 1)):  # few that leave take no more than all
         some = replace(none, activations_on_device=count)
         if count > 0 and footprint(facts, some, has_gpu=has_gpu).device_bytes <= limit_bytes:
@@ -49,7 +49,7 @@ def staying_words(facts: ModelFacts, layout: Layout) -> str:
         or not stay
     ):
         return ""
-    stay_bytes = stay * layout.batch_rows * row.boundary_bytes
+    stay_bytes = stay * layout.batch_rows * row.block_input_bytes
     return (
         f"inputs of the last {stay} of {stay + offloaded} blocks stay on the device, in "
         f"{bytes_text(stay_bytes)} that were left"

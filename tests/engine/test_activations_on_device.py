@@ -11,14 +11,14 @@ import torch
 
 import fluxtrain
 from fluxtrain.plan.facts import RowFacts
-from fluxtrain.plan.footprint import Layout, boundaries_on_host, offloading_blocks
+from fluxtrain.plan.footprint import Layout, block_inputs_on_host_bytes, offloading_blocks
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.placing_anew import turn_to
 from tests.wrap_with import wrap_with
 
 LAYERS = 6
-BOUNDARY = 4 * 10 * 32 * 2  # rows, tokens, width, bf16
+BLOCK_INPUT = 4 * 10 * 32 * 2  # rows, tokens, width, bf16
 
 
 class Training:
@@ -51,7 +51,7 @@ class Training:
             before = self.engine.activation_offload.offloaded_count
             loss = self.loss(part)
             held = (
-                self.engine.counters.boundary_bytes,
+                self.engine.counters.block_input_bytes,
                 self.engine.activation_offload.offloaded_count - before,
             )
             loss.backward()
@@ -59,7 +59,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
-        assert self.engine.counters.boundary_bytes == 0
+        assert self.engine.counters.block_input_bytes == 0
         return held[1], held[0]
 
     def turn(self, staying: int, kept: int = 0) -> None:
@@ -93,12 +93,12 @@ def test_losses_and_weights_keep_their_bits_and_what_stays_is_what_is_planned(
     kept = where.get("blocks_without_recompute", 0)
     for _ in range(3):
         sent, held = every.step()
-        assert sent * BOUNDARY == boundaries_on_host(every.facts, every.layout)
-        assert held == (LAYERS + 1 - sent) * BOUNDARY
+        assert sent * BLOCK_INPUT == block_inputs_on_host_bytes(every.facts, every.layout)
+        assert held == (LAYERS + 1 - sent) * BLOCK_INPUT
         sent, held = some.step()
         assert sent == offloading_blocks(some.facts, some.layout) == max(0, LAYERS - kept - staying)
-        assert sent * BOUNDARY == boundaries_on_host(some.facts, some.layout)
-        assert held == (LAYERS + 1 - sent) * BOUNDARY
+        assert sent * BLOCK_INPUT == block_inputs_on_host_bytes(some.facts, some.layout)
+        assert held == (LAYERS + 1 - sent) * BLOCK_INPUT
     assert same(every, some)
 
 
@@ -106,7 +106,7 @@ def test_several_passes_a_step_leave_the_same_ones(tiny: Any, batch: Any) -> Non
     every, some = Training(tiny, batch, 0), Training(tiny, batch, 2)
     for _ in range(3):
         assert every.step(passes=3) == (LAYERS + 1, 0)
-        assert some.step(passes=3) == (LAYERS - 2, 3 * BOUNDARY)
+        assert some.step(passes=3) == (LAYERS - 2, 3 * BLOCK_INPUT)
     assert same(every, some)
 
 
@@ -122,7 +122,7 @@ def test_their_number_changes_between_two_steps(tiny: Any, batch: Any) -> None:
         turned.step()
         sent, held = turned.step()
         assert sent == max(0, LAYERS - kept - staying) + (staying == 0)
-        assert held == (LAYERS + 1 - sent) * BOUNDARY
+        assert held == (LAYERS + 1 - sent) * BLOCK_INPUT
         assert turned.engine.plan.layout.activations_on_device == staying
     assert same(every, turned)
 

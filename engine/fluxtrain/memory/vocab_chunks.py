@@ -36,7 +36,7 @@ class _Place:
     free: object = None  # the point after which it may be overwritten
 
 
-class WeightSlices:
+class ChunkedWeights:
     """The vocabulary chunks of members (V, ...) of one group: a head's weight, and its bias."""
 
     def __init__(
