@@ -12,9 +12,10 @@ import pytest
 
 from fluxtrain.client.asking import decoded
 from fluxtrain.client.inspection import InspectionAnswer
-from fluxtrain.commands import inspection, sampling
+from fluxtrain.commands import inspection
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.prepare import corpora
+from fluxtrain.data.reading import sampling
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.errors import BadInput
 from fluxtrain.train.inputs import load_inputs
@@ -70,7 +71,7 @@ def test_what_is_left_out_is_said_by_the_page_and_in_the_answer(
     assert answer.returncode == 0, answer.stderr
     found = decoded(InspectionAnswer, answer.stdout)
     assert found.read_share == 1
-    ignored, repeated, ids = found.notes
+    ignored, repeated, ids, *_ = found.notes
     assert ignored == "keys that are left out: `id` (in 3 rows), `source` (in 3 rows)"
     assert repeated.startswith("repeated documents: 2 of 3") and ids.startswith("repeated ids: 2")
     page = inspection.page(found).splitlines()

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from fluxtrain.client.asking import decoded
 from fluxtrain.client.inspection import InspectedSample, InspectionAnswer
-from fluxtrain.commands import inspection, sampling
+from fluxtrain.commands import inspection
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.packing import IGNORED
+from fluxtrain.data.reading import sampling
 from fluxtrain.errors import BadInput
 from fluxtrain.train.inputs import load_inputs
 

@@ -105,9 +105,7 @@ def model_facts(
 def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
     """The same for rows and optimizer states as a run's configuration asks for them."""
     frozen = method_of(config).frozen_storage(config.method)
-    found = model_facts(
-        model, model_config, config.data.sequence_length, config.train.states, frozen
-    )
+    found = model_facts(model, model_config, config.data.row_tokens, config.train.states, frozen)
     name = config.train.optimizer
     if name == "adamw":
         return found

@@ -12,6 +12,7 @@ from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.rendering.named import use_template
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
@@ -32,6 +33,7 @@ class Inputs:
     loaded: LoadedModel
     data: PreparedData
     prompt: str  # the sample at the end continues it
+    choices: tuple[ChoiceMade, ...] = ()  # what was chosen for the data
 
 
 def load_inputs(
@@ -62,10 +64,11 @@ def load_inputs(
         fits,
         packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
     )
+    use_template(loaded.tokenizer, config.data.chat_template)
     data = prepare(
         DataSource(
             request=read_request(config.data.model_dump()),
-            sequence_length=config.data.sequence_length,
+            sequence_length=config.data.row_tokens,
             held_out=config.data.held_out,
             seed=config.data.seed,
         ),

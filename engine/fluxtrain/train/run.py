@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.placing import card_capability, choose_device, dtype_choice, wrapped
 from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
+from fluxtrain.planning.row_length import with_row_length
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as, told_of
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
@@ -68,6 +70,7 @@ def train(
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
         session.announcer.phase("loading")
+        config, chosen = with_row_length(config)
         if not (configured := target.resumes and target.run_dir.run.exists()):
             write_run_file(target.run_dir, config, machine)
         session.configured()
@@ -77,6 +80,7 @@ def train(
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
         tell = partial(session.announcer.phase, "loading")
         inputs = load_inputs(config, fits, card_capability(device.value), tell)
+        inputs = replace(inputs, choices=chosen)
         for line in told_of(inputs, whole=config.method.name == "full"):
             session.announcer.warn(line)
         method_of(config).prepare(inputs.loaded.model, config)
@@ -134,6 +138,7 @@ class Run:
             dtype_choice(inputs.loaded.precision),
             ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because),
             *([read_as(inputs.data.corpus)] if config.data.path != DEMO else []),
+            *inputs.choices,
             *self._plan.placement.choices,
             *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,

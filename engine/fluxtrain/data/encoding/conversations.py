@@ -128,8 +128,6 @@ class PlainEncoder:
             if len(ids) <= max(first, 1):
                 notes.refuse(row, RowRefused("it has no completion to learn"))
                 continue
-            if self._kinds.ends_a_turn(ids[-1]):
-                notes.ends[ids[-1]] += 1
             yield sample_of(row, ids, _marks(len(ids), [(first, len(ids))]))
 
 

@@ -41,16 +41,22 @@ class TextEncoder:
             if not ended:
                 ids = ids + (self.behind or ([] if self._end is None else [self._end]))
                 notes.endless += not self.behind and self._end is None
+            if (end := self._last(ids)) is not None:
+                notes.ends[end] += 1
         notes.doubled += doubled
         return ids, added
 
     def _is_ended(self, ids: list[int]) -> bool:
         """Return whether the text ends with an end already, white space behind it or not."""
+        end = self.behind[-1] if self.behind else self._end
+        return end is not None and self._last(ids) == end
+
+    def _last(self, ids: list[int]) -> int | None:
+        """Return the last token that is no white space, if it is one that generation stops at."""
         last = len(ids)
         while last and self._kinds.is_blank(ids[last - 1]):
             last -= 1
-        end = self.behind[-1] if self.behind else self._end
-        return last > 0 and end is not None and ids[last - 1] == end
+        return ids[last - 1] if last and self._kinds.ends_a_turn(ids[last - 1]) else None
 
 
 def _added(kinds: TokenKinds) -> tuple[list[int], list[int]]:
