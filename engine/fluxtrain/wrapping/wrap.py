@@ -18,7 +18,7 @@ from fluxtrain.edges.chunked_head import choose_vocab_chunks
 from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
-from fluxtrain.guards.refusals import refuse_unsupported
+from fluxtrain.guards.refusals import refuse_unsupported, wide_frozen_weights
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.packed import Kept, all_dense_weights
 from fluxtrain.memory.unit import Unit
@@ -151,7 +151,7 @@ def _put_engine(
         with nullcontext() if keeping is None else keeping(groups.values()) as kept:
             _load_groups(engine, groups, kept)
         _furnish(engine, model, parts, groups, borrowed)
-    for text in told:
+    for text in filter(None, (*told, wide_frozen_weights(groups.values()))):
         engine.say(text)
     install_adoption()
 
