@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from fluxtrain.hardware.disk import read_disk
-from fluxtrain.memory.mapped import drop
+from fluxtrain.memory.mapped import drop, resident_bytes
 from tests.engine.pages import made_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -124,3 +125,17 @@ def test_packing_a_mapped_model_takes_its_packed_size_and_one_block(
         assert file_bytes < 1.5 * block_bytes
     else:
         assert file_bytes > (BLOCKS - 1) * block_bytes
+
+
+def test_resident_bytes_of_a_mapped_model_are_the_pages_that_were_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model.safetensors", 4, 1024, 2048)  # 4 MiB each
+    model = nn.ParameterList(nn.Parameter(t, False) for t in load_file(path).values())
+    size = model[0].nbytes
+    for weight in model:
+        drop(weight.detach(), from_cache=False)
+    before = resident_bytes(model)
+    assert before < size
+    model[1].sum()
+    assert 0.9 * size < resident_bytes(model) - before < 1.6 * size
+    copy = nn.ParameterList([nn.Parameter(torch.ones(1024, 2048))])
+    assert resident_bytes(copy) == copy[0].nbytes

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fluxtrain.device.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.errors import UnsupportedModel
+from fluxtrain.memory.mapped import drop
 from fluxtrain.memory.packed import Kept, dense_parts, pack_segment, packed_source, placeholder
 from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
@@ -37,6 +38,7 @@ from fluxtrain.plan.states import StateFormat, StorageFormat
 if TYPE_CHECKING:
     from fluxtrain.memory.rows import RowBuffers
 
+_LEAST_DROPPED_BYTES = 1 << 20  # a smaller weight is not worth a look at the memory map
 TRAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -214,9 +216,11 @@ class Group:
         *,
         pin: bool,
         kept: Kept | None = None,
+        drops: bool = False,
     ) -> None:
         """Fix the layout, allocate the weights' memory and move the weights into it; packed ones
-        may be `kept` from an earlier start."""
+        may be `kept` from an earlier start. `drops`: pages of files that weights were are given
+        back, for a model that nothing else reads."""
         self.placement, self._device, self._pin = placement, device, pin
         order = {dtype: place for place, dtype in enumerate(TRAINED_DTYPES)}
         self.segments.sort(
@@ -239,12 +243,14 @@ class Group:
         for segment, flat in zip(self.segments, weights, strict=True):
             segment.weights = flat
         for segment in self.packed_segments:
-            pack_segment(segment, self.name, kept)
+            pack_segment(segment, self.name, kept, drops=drops)
         for member in self.members:
             view = self.own_view(member)
             if member.segment.packed is None:
                 with torch.no_grad():
                     view.copy_(member.parameter.detach())
+                if drops and member.parameter.nbytes >= _LEAST_DROPPED_BYTES:
+                    drop(member.parameter.detach(), from_cache=False)
             self.home_views.append(view)
             member.parameter.data = view
             member.write_version = member.parameter._version

@@ -20,6 +20,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 MAPS = Path("/proc/self/maps")
+SMAPS = Path("/proc/self/smaps")
 _MADV_COLD = 20  # Linux 5.4; Python names it from 3.15 on
 _MADV_DONTNEED = 4
 
@@ -52,9 +53,33 @@ def cool(model: nn.Module, maps: Path = MAPS) -> None:
         _advise(*_whole_pages(weight), _MADV_COLD)
 
 
-def drop(weight: Tensor, maps: Path = MAPS) -> int:
+def resident_bytes(model: nn.Module, smaps: Path = SMAPS) -> int:
+    """Return the bytes of `model` that count as memory of this process now: copies, and the pages
+    of its files that were read; all of its weights where the system does not tell."""
+    mapped = list(_mapped(model, MAPS))
+    mappings = _file_mappings(MAPS)
+    starts = {found.start for p in mapped if (found := _mapping_of(p.data_ptr(), mappings))}
+    every = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+    if not mapped:
+        return every
+    read, counts = 0, False
+    try:
+        lines = smaps.read_text().splitlines()
+    except OSError:
+        return every
+    for line in lines:
+        word, *rest = line.split(maxsplit=2)
+        if "-" in word and not word.endswith(":"):
+            counts = int(word.partition("-")[0], 16) in starts
+        elif counts and word == "Rss:":
+            read += int(rest[0]) << 10
+    return copied_bytes(model) + read
+
+
+def drop(weight: Tensor, maps: Path = MAPS, *, from_cache: bool = True) -> int:
     """Free the pages of its file that `weight` was read from, here and in the page cache, so that a
-    model that is read once neither fills the memory nor pushes other files out.
+    model that is read once neither fills the memory nor pushes other files out. `from_cache` False
+    leaves the page cache alone.
 
     Return the bytes of these pages; 0, and nothing is done, for memory that is no file's. Changes
     that were written to a mapped weight are lost with its pages: for weights that are not read
@@ -66,6 +91,8 @@ def drop(weight: Tensor, maps: Path = MAPS) -> int:
         return 0
     if not _advise(start, size, _MADV_DONTNEED):
         return 0
+    if not from_cache:
+        return size
     with suppress(OSError, AttributeError):  # renamed or deleted meanwhile; no such call
         fd = os.open(mapping.name, os.O_RDONLY)
         try:

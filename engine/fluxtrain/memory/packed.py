@@ -50,9 +50,11 @@ class Kept(Protocol):
         """Keep packed (bytes,) uint8 under a name; it must not change before the end of packing."""
 
 
-def pack_segment(segment: Segment, group: str, kept: Kept | None = None) -> None:
+def pack_segment(
+    segment: Segment, group: str, kept: Kept | None = None, *, drops: bool = False
+) -> None:
     """Pack the weights of a segment's members, on the host, into the memory of `group`, or read
-    them from where they are `kept`. Pages of files that they were are given back to the system.
+    them from where they are `kept`. `drops`: pages of files that they were are given back.
 
     Raises BadInput where a weight holds NaN or infinity.
     """
@@ -62,7 +64,7 @@ def pack_segment(segment: Segment, group: str, kept: Kept | None = None) -> None
     packed = weights if on_host else torch.zeros(len(weights), dtype=torch.uint8)
     name = kept_name(segment, group)
     if kept is None or not kept.read_into(name, packed):
-        _pack_members(segment, layout, packed, group)
+        _pack_members(segment, layout, packed, group, drops=drops)
         if kept is not None:
             kept.add(name, packed)
     if packed is not weights:
@@ -74,7 +76,9 @@ def kept_name(segment: Segment, group: str) -> str:
     return f"{group} {segment.storage} {segment.dtype}"
 
 
-def _pack_members(segment: Segment, layout: PackedLayout, packed: Tensor, group: str) -> None:
+def _pack_members(
+    segment: Segment, layout: PackedLayout, packed: Tensor, group: str, *, drops: bool
+) -> None:
     for index, member in enumerate(segment.members):
         source = member.parameter.__dict__.pop("_fluxtrain_packed", None)
         if source is not None:
@@ -82,7 +86,8 @@ def _pack_members(segment: Segment, layout: PackedLayout, packed: Tensor, group:
         else:
             weight = member.parameter.detach()
             pack(layout, index, weight, packed, name=f"{group}.{member.name}")
-            drop(weight)
+            if drops:
+                drop(weight)
 
 
 def unpack_group(segments: Iterable[Segment], flat: Tensor, dense: Tensor) -> None:

@@ -21,6 +21,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
+from fluxtrain.memory.mapped import resident_bytes
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability, Precision
@@ -222,8 +223,8 @@ def request_of(
 
 
 def loaded_bytes(model: nn.Module) -> int:
-    """Weights that are in host memory now; parameters that are tied count once."""
-    return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+    """Weights that are in host memory now: copies, and pages of files that were read."""
+    return resident_bytes(model)
 
 
 def wrapped(

@@ -117,11 +117,13 @@ def wrap_placed(
     frozen: StorageFormat,
     keeping: Keeping | None = None,
 ) -> nn.Module:
-    """Do what `wrap` does, for a trainer: with a made placement, updates beside the computation,
-    and packed weights that may be kept on disk."""
+    """Do what `wrap` does, for a trainer that has loaded the model: with a made placement, updates
+    beside the computation, packed weights that may be kept on disk, and its files' pages given
+    back as soon as they were read."""
     refuse_unsupported(model)
     target = compute_device(device)
-    _put_engine(model, target, placement, states, frozen, overlap=True, keeping=keeping)
+    how: dict[str, Any] = {"overlap": True, "keeping": keeping, "drops": True}
+    _put_engine(model, target, placement, states, frozen, **how)
     return model
 
 
@@ -134,6 +136,7 @@ def _put_engine(
     *,
     overlap: bool,
     keeping: Keeping | None = None,
+    drops: bool = False,
 ) -> None:
     """Give the model's parts an engine, which adopts optimizers; plan only what is not placed."""
     parts = _parts_of(model)
@@ -149,7 +152,7 @@ def _put_engine(
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
         with nullcontext() if keeping is None else keeping(groups.values()) as kept:
-            _load_groups(engine, groups, kept)
+            _load_groups(engine, groups, kept, drops=drops)
         _furnish(engine, model, parts, groups, borrowed)
     for text in filter(None, (*told, wide_frozen_weights(groups.values()))):
         engine.say(text)
@@ -249,13 +252,15 @@ def _furnish(
     _put_on(engine, model, parts)
 
 
-def _load_groups(engine: Engine, groups: dict[str, Group], kept: Kept | None) -> None:
+def _load_groups(
+    engine: Engine, groups: dict[str, Group], kept: Kept | None, *, drops: bool
+) -> None:
     """Move every group's weights to their tier, one at a time, so that no second copy of the model
     ever exists."""
     engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):
         pin = engine.device.pins and row.weights != "device"
-        group.settle(row, engine.device.torch_device, pin=pin, kept=kept)
+        group.settle(row, engine.device.torch_device, pin=pin, kept=kept, drops=drops)
         engine.owners[group] = {}
         for member in group.members:
             owner = Owner(engine, group, member)
