@@ -145,6 +145,11 @@ class DataSettings(Section):
         description="data of its own for evaluation, given as data.path is; then all of data.path "
         "is trained on",
     )
+    token_cache: Address = Field(
+        default="auto",
+        description="where tokens are kept for further runs: auto is the user's cache, from 8 MiB "
+        "of data on; or a folder, for 2 to 5 bytes a token; off keeps them in memory alone",
+    )
     seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
 
     @property

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from fluxtrain.data.demo import demo_files
 from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
 from fluxtrain.data.encoding.notes import Notes
 from fluxtrain.data.encoding.tokenizer import Tokenizer
-from fluxtrain.data.packing import PackedRows
+from fluxtrain.data.kept_rows import keep_packing, kept_packing
+from fluxtrain.data.packing import PackedRows, pack_rows
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.files import Entry
 from fluxtrain.data.reading.repeats import RepeatSearch
-from fluxtrain.data.reading.report import Report
 from fluxtrain.data.reading.request import ReadRequest
 from fluxtrain.data.row import Row
 from fluxtrain.data.splitting import split, whole
-from fluxtrain.data.store.tokens import Tokens, in_memory
+from fluxtrain.data.store import cache
+from fluxtrain.data.store.cache import cache_folder, forget_unused, key_of
+from fluxtrain.data.store.shards import ShardWriter
+from fluxtrain.data.store.tokens import TokenSource, in_memory
 from fluxtrain.errors import BadInput
 from fluxtrain.units import count_text
 
 TELL_EVERY_S = 3.0  # between two reports of progress
+CACHED_FROM_BYTES = 8 << 20  # smaller files are encoded within seconds
+PARTS = ("trained", "held-out")  # folders within an entry of the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,7 @@ class DataSource:
     sequence_length: int = 256
     held_out: float = 0.02
     seed: int = 0
+    token_cache: str = "off"  # or auto, or a folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +61,7 @@ class PreparedData:
     trained: PackedRows
     held_out: PackedRows
     corpus: Corpus
-    report: Report  # what reading left out
+    told: tuple[str, ...]  # sentences: what reading left out, and what repeats
     notes: Notes  # what was noticed while rows became tokens
     documents: int
     tokens: int
@@ -70,33 +79,153 @@ def prepare(
     """
     check_sequence_length(source.sequence_length, limits.max_positions)
     corpus, apart = corpora(source.request)
-    with RepeatSearch() as search:
-        reading = Reading(corpus, search)
-        tokens, notes = _tokens(reading, source, tokenizer, limits, tell)
-        evaluated = tokens
-        if apart is None:
-            parts = split(tokens, source.held_out, source.sequence_length, source.seed)
-            spans = parts.trained, parts.held_out
-        else:
-            beside = Reading(apart, search, first_file=len(corpus.parts))
-            evaluated, _ = _tokens(beside, source, tokenizer, limits, tell)
-            spans = whole(tokens), whole(evaluated)
-            reading.report.add(beside.report)
-        names = [part.name for part in (*corpus.parts, *(apart.parts if apart else ()))]
-        search.describe(reading.report, names, len(corpus.parts))
-    trained, held_out = (
-        PackedRows(of, span, source.sequence_length, limits.pad_id, limits.packs)
-        for of, span in zip((tokens, evaluated), spans, strict=True)
-    )
+    found = _encoded(source, tokenizer, (corpus, *([apart] if apart else [])), tell)
+    for tokens, one in zip(found.tokens, (corpus, apart), strict=False):
+        check_vocabulary(tokens.largest, limits.embedding_rows)
+        if one is not None:
+            _check_count(tokens, source.sequence_length, one)
+    trained, held_out = _rows(source, limits, found)
+    if not len(trained) and trained.fit.left_out:
+        raise BadInput(f"nothing of the data is learnt: {trained.fit.sentences()[0]}")
     return PreparedData(
         trained=trained,
         held_out=held_out,
         corpus=corpus,
-        report=reading.report,
-        notes=notes,
-        documents=tokens.documents,
-        tokens=tokens.count,
+        told=tuple(found.told),
+        notes=found.notes,
+        documents=len(found.tokens[0].starts) - 1,
+        tokens=int(found.tokens[0].starts[-1]),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoded:
+    """The tokens of the data to train on, and of that to evaluate on where it is of its own."""
+
+    tokens: Sequence[TokenSource]
+    notes: Notes
+    told: list[str]
+    kept: Path | None = None  # the folder for rows, where the tokens are cached
+
+
+def _encoded(
+    source: DataSource,
+    tokenizer: Tokenizer,
+    corpora: Sequence[Corpus],
+    tell: Callable[[str], None] | None,
+) -> _Encoded:
+    """Read and encode, or find the tokens of an earlier run."""
+    files = _cacheable(source.token_cache, corpora)
+    if files is None:
+        told: list[str] = []
+        with _readings(corpora, told) as readings:
+            encoders = [_encoder(tokenizer, reading) for reading in readings]
+            tokens = [
+                in_memory(encoder.samples(_told(reading, tell) if tell else reading))
+                for encoder, reading in zip(encoders, readings, strict=True)
+            ]
+        return _Encoded(tokens=tokens, notes=encoders[0].notes, told=told)
+    folder = cache_folder(source.token_cache)
+    entry = cache.Entry(folder / key_of(files, source.request, tokenizer))
+    names = PARTS[: len(corpora)]
+    while (found := entry.opened(names)) is None:
+        forget_unused(folder)
+        waiting = partial(tell or _silent, "another run makes tokens of this data: waiting for it")
+        with entry.building(waiting):
+            if not entry.is_whole(names):
+                entry.discard(names)
+                _build(entry, tokenizer, corpora, tell)
+    stored, known = found
+    return _Encoded(tokens=stored, notes=stored[0].notes, told=known, kept=entry.folder / "rows")
+
+
+def _build(
+    entry: cache.Entry,
+    tokenizer: Tokenizer,
+    corpora: Sequence[Corpus],
+    tell: Callable[[str], None] | None,
+) -> None:
+    told: list[str] = []
+    with _readings(corpora, told) as readings:
+        for name, reading in zip(PARTS, readings, strict=False):
+            writer = ShardWriter(entry.folder / name, len(tokenizer))
+            encoder = _encoder(tokenizer, reading, writer.notes)
+            writer.write(_told(reading, tell) if tell else reading, encoder)
+    entry.complete(told)
+
+
+@contextmanager
+def _readings(corpora: Sequence[Corpus], told: list[str]) -> Iterator[list[Reading]]:
+    """Begin to read; what the readings found is added to `told` when they have ended."""
+    with RepeatSearch() as search:
+        readings: list[Reading] = []
+        for corpus in corpora:
+            first = sum(len(reading.corpus.parts) for reading in readings)
+            readings.append(Reading(corpus, search, first_file=first))
+        yield readings
+        report = readings[0].report
+        for beside in readings[1:]:
+            report.add(beside.report)
+        names = [part.name for corpus in corpora for part in corpus.parts]
+        search.describe(report, names, len(corpora[0].parts))
+        told += report.lines()
+
+
+def _encoder(tokenizer: Tokenizer, reading: Reading, notes: Notes | None = None) -> Encoder:
+    report = reading.report
+    return Encoder(tokenizer, reading.corpus.max_bad_rows, notes, bad=lambda: report.bad)
+
+
+def _cacheable(wished: str, corpora: Sequence[Corpus]) -> list[Path] | None:
+    """Return the files whose tokens are cached; None where they are made anew at each start."""
+    if wished == "off":
+        return None
+    parts = [part for corpus in corpora for part in corpus.parts]
+    files = [Path(part.name) for part in parts]
+    if not all(path.is_file() for path in files):
+        return None  # a stream of the hub may be another one tomorrow
+    small = sum(path.stat().st_size for path in files) < CACHED_FROM_BYTES
+    return None if small and wished == "auto" else files
+
+
+def _rows(source: DataSource, limits: ModelLimits, found: _Encoded) -> tuple[PackedRows, ...]:
+    """Split the tokens and pack rows, or take the packing of an earlier run."""
+    names = ("trained", "held out")
+    wanted = [
+        (name, source.sequence_length, source.held_out, source.seed, limits.packs) for name in names
+    ]
+    known = [kept_packing(found.kept, one) if found.kept else None for one in wanted]
+    if all(known):
+        spans = (whole(found.tokens[0]), whole(found.tokens[-1]))  # not looked at
+    elif len(found.tokens) > 1:
+        spans = whole(found.tokens[0]), whole(found.tokens[1])
+    else:
+        parts = split(found.tokens[0], source.held_out, source.sequence_length, source.seed)
+        spans = parts.trained, parts.held_out
+    made = []
+    for tokens, span, one, packing in zip(
+        (found.tokens[0], found.tokens[-1]), spans, wanted, known, strict=True
+    ):
+        packed = packing or pack_rows(tokens, span, source.sequence_length, limits.packs)
+        if found.kept and packing is None:
+            keep_packing(found.kept, one, packed)
+        made.append(
+            PackedRows(tokens, span, source.sequence_length, limits.pad_id, limits.packs, packed)
+        )
+    return tuple(made)
+
+
+def _check_count(tokens: TokenSource, row_tokens: int, corpus: Corpus) -> None:
+    count = int(tokens.starts[-1])
+    if count < row_tokens:
+        raise BadInput(
+            f"{corpus.name} holds {count} tokens and one row needs {row_tokens}: lower "
+            f"data.sequence_length to {max(2, count // 2)} or less, or add data"
+        )
+
+
+def _silent(_: str) -> None:
+    """Tell nobody."""
 
 
 def corpora(request: ReadRequest) -> tuple[Corpus, Corpus | None]:
@@ -108,26 +237,6 @@ def corpora(request: ReadRequest) -> tuple[Corpus, Corpus | None]:
         demo = replace(request, entries=(Entry(path=str(demo_files().corpus)),))
         return demo.corpus(), demo.held_out_corpus()
     return request.corpus(), request.held_out_corpus()
-
-
-def _tokens(
-    reading: Reading,
-    source: DataSource,
-    tokenizer: Tokenizer,
-    limits: ModelLimits,
-    tell: Callable[[str], None] | None,
-) -> tuple[Tokens, Notes]:
-    report, limit = reading.report, reading.corpus.max_bad_rows
-    encoder = Encoder(tokenizer, limit, bad=lambda: report.bad)
-    tokens = in_memory(encoder.samples(_told(reading, tell) if tell else reading))
-    check_vocabulary(tokens.largest, limits.embedding_rows)
-    if tokens.count < source.sequence_length:
-        raise BadInput(
-            f"{reading.corpus.name} holds {tokens.count} tokens and one row needs "
-            f"{source.sequence_length}: lower data.sequence_length to "
-            f"{max(2, tokens.count // 2)} or less, or add data"
-        )
-    return tokens, encoder.notes
 
 
 def check_sequence_length(wanted: int, positions: int | None) -> None:

@@ -71,6 +71,7 @@ def load_inputs(
             sequence_length=config.data.row_tokens,
             held_out=config.data.held_out,
             seed=config.data.seed,
+            token_cache=config.data.token_cache,
         ),
         loaded.tokenizer,
         ModelLimits(
@@ -92,7 +93,7 @@ def told_of(inputs: Inputs, whole: bool) -> list[str]:
     """
     data, loaded = inputs.data, inputs.loaded
     ends = [end for end, _ in data.notes.ends.most_common()]
-    told = [*data.report.lines(), *data.notes.sentences(), *data.trained.fit.sentences()]
+    told = [*data.told, *data.notes.sentences(), *data.trained.fit.sentences()]
     stopping = stop_at(loaded.model, loaded.tokenizer, ends, whole)
     return [*told, stopping] if stopping else told
 

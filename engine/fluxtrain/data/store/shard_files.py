@@ -1,0 +1,81 @@
+"""Files of numbers with a checksum for each block, which is verified when a block is first read."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fluxtrain.errors import BadInput
+
+BLOCK_BYTES = 1 << 16  # with less the checksums take room, with more a random read takes time
+
+
+class Damaged(BadInput):
+    """A file of the token cache is not what was written."""
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there complete and on the disk, or not at all."""
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    with made.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    made.replace(path)
+
+
+def write_numbers(path: Path, numbers: npt.NDArray[Any]) -> None:
+    """Write an array behind the checksums of its blocks."""
+    data = np.ascontiguousarray(numbers).tobytes()
+    sums = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+    head = np.asarray([len(data), len(sums)], dtype="<u8").tobytes()
+    listed = np.asarray(sums, dtype="<u4").tobytes()
+    guard = np.asarray([zlib.crc32(head + listed)], dtype="<u4").tobytes()
+    write_whole(path, head + guard + listed + data)
+
+
+class Numbers:
+    """An array of `write_numbers`, mapped into memory."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
+        """Raises Damaged where the file is not whole."""
+        self._path = path
+        self._dtype = np.dtype(dtype)
+        try:
+            mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{path} cannot be read: {error}") from error
+        size, blocks = (int(one) for one in mapped[:16].view("<u8")) if len(mapped) > 20 else (0, 0)
+        begin = 20 + 4 * blocks
+        if not size or begin + size != len(mapped):
+            raise Damaged(f"{path} is cut off or damaged")
+        listed = mapped[20:begin]
+        guard = int(mapped[16:20].view("<u4")[0])
+        if zlib.crc32(mapped[:16].tobytes() + listed.tobytes()) != guard:
+            raise Damaged(f"{path} is damaged")
+        self._sums = np.frombuffer(listed.tobytes(), dtype="<u4")
+        self._data = mapped[begin:]
+        self._verified = np.zeros(blocks, dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._data) // self._dtype.itemsize
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """Return `count` numbers from `start` on. Raises Damaged where a checksum does not fit."""
+        first, last = start * self._dtype.itemsize, (start + count) * self._dtype.itemsize
+        for block in range(first // BLOCK_BYTES, -(-last // BLOCK_BYTES)):
+            if not self._verified[block]:
+                part = self._data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+                if zlib.crc32(part.data) != self._sums[block]:
+                    raise Damaged(f"{self._path} is damaged in its block {block}")
+                self._verified[block] = True
+        return np.frombuffer(self._data[first:last], dtype=self._dtype)
+
+    def whole(self) -> npt.NDArray[Any]:
+        """Return all numbers. Raises Damaged as `read`."""
+        return self.read(0, len(self))

@@ -1,0 +1,187 @@
+"""Cached tokens are those of the data, whoever made them, however often their maker was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fluxtrain.data.batches import BatchSource
+from fluxtrain.data.encoding.encode import Encoder
+from fluxtrain.data.prepare import PreparedData
+from fluxtrain.data.store import shard_files, shards
+from fluxtrain.data.store.cache import UNUSED_S, forget_unused
+from fluxtrain.data.store.shard_files import Damaged, Numbers, write_numbers
+from tests.engine.cache_worker import digest, prepared
+
+TALK = [{"role": "user", "content": "what is two?"}, {"role": "assistant", "content": "it is four"}]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs"]
+WORKER = Path(__file__).with_name("cache_worker.py")
+
+
+@pytest.fixture(params=["texts", "talks"])
+def data(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Rows of one kind, every one another."""
+    path = tmp_path / f"{request.param}.jsonl"
+    draw = random.Random(5)
+    with path.open("w") as file:
+        for number in range(2000):
+            words = " ".join(
+                draw.choices(
+                    ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs"], k=12
+                )
+            )
+            talk = [{**TALK[0], "content": f"{words} {number}"}, TALK[1]]
+            record = {"text": f"{words} {number}"} if "texts" in path.name else {"messages": talk}
+            file.write(json.dumps(record) + "\n")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 4096)
+    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 8192)
+
+
+def worker(data: str, cache: Path, tokenizer: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(WORKER), data, str(cache), str(tokenizer)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(WORKER.parents[2])},
+    )  # fmt: skip
+
+
+def entry_of(cache: Path) -> Path:
+    [folder] = [used.parent for used in cache.glob("*/used")]
+    return folder
+
+
+def batches(data: PreparedData) -> list[list[int]]:
+    source = BatchSource(data.trained, 3, seed=4)
+    return [batch.input_ids.ravel().tolist() for _ in range(20) for batch in source.next_step()]
+
+
+def test_cached_rows_are_those_in_memory_and_a_second_start_encodes_nothing(
+    data: str, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, tokenizer = str(tmp_path / "cache"), str(tokenizer_folder)
+    memory, made = prepared(data, "off", tokenizer), prepared(data, cache, tokenizer)
+    assert len(list((entry_of(Path(cache)) / "trained").glob("*.ids"))) > 3
+
+    def refused(*_: object) -> None:
+        raise AssertionError("the second start encodes")
+
+    monkeypatch.setattr(Encoder, "batches", refused)
+    again = prepared(data, cache, tokenizer)
+    assert digest(made) == digest(again)
+    assert batches(memory) == batches(made) == batches(again)
+    for one in (made, again):
+        assert one.trained.fit == memory.trained.fit
+        assert (one.notes, one.told) == (memory.notes, memory.told)
+        assert (one.tokens, one.documents) == (memory.tokens, memory.documents)
+
+
+def test_a_maker_killed_at_any_moment_leaves_what_the_next_ones_complete(
+    data: str, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    cache, draw = tmp_path / "cache", random.Random(os.path.basename(data))
+    whole = prepared(data, str(tmp_path / "whole"), str(tokenizer_folder))
+    kept = set[int]()
+    for _ in range(3):
+        maker = worker(data, cache, tokenizer_folder)
+        assert maker.stdout and maker.stdout.readline().startswith("ready")
+        time.sleep(draw.uniform(0.0, 0.7))
+        maker.kill()
+        maker.communicate()
+        kept.add(len(list(cache.glob("*/trained/*.ids"))))
+    three = [worker(data, cache, tokenizer_folder) for _ in range(3)]
+    told = [one.communicate(timeout=120) for one in three]
+    assert all(one.returncode == 0 for one in three), told
+    assert {out.splitlines()[-1] for out, _ in told} == {digest(whole)}
+    assert not list(cache.glob("*/*/.*"))
+
+
+def test_a_maker_that_fails_within_goes_on_behind_its_last_shard(
+    data: str, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepared(data, str(tmp_path / "whole"), str(tokenizer_folder))
+    writes, write = list[str](), shards.write_numbers
+
+    def fails(path: Path, numbers: np.ndarray) -> None:  # type: ignore[type-arg]
+        writes.append(path.name)
+        if len(writes) % 8 == 7:
+            raise KeyboardInterrupt
+        write(path, numbers)
+
+    monkeypatch.setattr(shards, "write_numbers", fails)
+    failed = 0
+    while failed < 100:
+        try:
+            found = prepared(data, str(tmp_path / "cache"), str(tokenizer_folder))
+            break
+        except KeyboardInterrupt:
+            failed += 1
+    assert failed >= 2
+    assert digest(found) == digest(whole)
+    assert writes.count("00000.ids") == 1  # the first shard was made once
+
+
+def test_a_damaged_block_is_found_when_it_is_read_and_made_anew(
+    data: str, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    cache, tokenizer = str(tmp_path / "cache"), str(tokenizer_folder)
+    made = prepared(data, cache, tokenizer)
+    path = entry_of(Path(cache)) / "trained" / "00001.ids"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    damaged = prepared(data, cache, tokenizer)
+    with pytest.raises(Damaged, match=r"00001.ids is damaged in its block 0: these tokens were"):
+        damaged.trained.take(np.arange(len(damaged.trained)))
+    again = prepared(data, cache, tokenizer)
+    assert digest(again) == digest(made)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert digest(prepared(data, cache, tokenizer)) == digest(made)
+
+
+def test_other_data_and_another_template_have_entries_of_their_own(
+    data: str, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    cache, other = tmp_path / "cache", tmp_path / "tokenizer"
+    prepared(data, str(cache), str(tokenizer_folder))
+    shutil.copytree(tokenizer_folder, other)
+    (other / "chat_template.jinja").write_text(
+        (other / "chat_template.jinja").read_text() + "{# another one #}"
+    )
+    prepared(data, str(cache), str(other))
+    assert len(list(cache.glob("*/used"))) == 2
+    with open(data, "a") as file:
+        file.write(Path(data).read_text().splitlines()[0] + "\n")
+    prepared(data, str(cache), str(tokenizer_folder))
+    assert len(list(cache.glob("*/used"))) == 3
+    forget_unused(cache, time.time() + UNUSED_S + 60)  # this process holds them all
+    assert len(list(cache.glob("*/used"))) == 3
+    (cache / "old").mkdir()
+    (cache / "old" / "used").touch()
+    forget_unused(cache, time.time() + UNUSED_S + 60)
+    assert not (cache / "old").exists()
+
+
+def test_numbers_are_read_in_any_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "BLOCK_BYTES", 16)
+    numbers = np.arange(1000, dtype="<u2")
+    write_numbers(tmp_path / "n", numbers)
+    found = Numbers(tmp_path / "n", "<u2")
+    for start, count in [(0, 1), (7, 2), (8, 8), (3, 900), (999, 1), (1000, 0), (0, 1000)]:
+        assert (found.read(start, count) == numbers[start : start + count]).all()
+    (tmp_path / "n").write_bytes((tmp_path / "n").read_bytes()[:30])
+    with pytest.raises(Damaged, match="cut off"):
+        Numbers(tmp_path / "n", "<u2")
