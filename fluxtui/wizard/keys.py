@@ -23,7 +23,10 @@ HINTS: dict[StepName, tuple[Hint, ...]] = {
         NEXT, CHOOSE, (("tab",), "field"), (("wizard_read_as",), "read as"), (("pgdn",), "more"),
         BACK, HELP,
     ),
-    "method": (NEXT, (("wizard_again",), "again"), BACK, HELP),
+    "method": (
+        NEXT, (("wizard_method_before", "wizard_method_after"), "method"),
+        (("wizard_again",), "again"), SCROLL, BACK, HELP,
+    ),
     "hardware": (NEXT, (("wizard_again",), "measure again"), SCROLL, BACK, HELP),
     "strategy": (
         NEXT,
