@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5, help="that count, after two that do not")
     parser.add_argument("--budget-gib", type=float, default=23.0)
+    parser.add_argument("--host-gib", type=float, help="host memory that the plan may use")
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--device-groups", type=count, default="auto")
     parser.add_argument("--resident-blocks", type=count, default="auto")
@@ -126,6 +127,8 @@ def flux(config: LlamaConfig, options: argparse.Namespace) -> tuple[Any, dict[st
     made_s = time.perf_counter() - made_s
     kernels = choose_kernels(options.kernels, model, "cuda").value
     free = read_machine().memory_available_bytes
+    if options.host_gib:
+        free = min(free or 1 << 60, int(options.host_gib * GIB))
     bench_gpu.available = lambda _: free  # the pool is far smaller than the weights made of it
     before = psutil.Process().memory_info().rss
     engine, plan, told = wrapped(model, options)

@@ -26,6 +26,7 @@ from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.typed import typed
 from fluxtui.wizard.answers.answers import (
     BASES,
+    DATA_FORMATS,
     DIAL,
     METHODS,
     OFFLOADS,
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     answers = parser.add_argument_group("answers of the wizard")
     add = answers.add_argument
     add("--model", metavar="M", help="demo, a folder, or a hub id")
-    add("--data", metavar="D", help="demo, a .txt or .jsonl file, or hf://datasets/owner/name")
+    add("--data", metavar="D", help="demo, a file, a folder, or hf://datasets/owner/name")
     add("--method", choices=METHODS, help="what is trained of the model")
     add("--rank", type=_positive, metavar="N", help="of the adapters of lora and qlora")
     add("--alpha", type=_positive, metavar="N", help="what adapters add is scaled by alpha / rank")
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--offload", choices=OFFLOADS, help="what lives in host memory")
     add("--batch-rows", type=_positive, metavar="N", help="rows of one backward pass")
     add("--chunk-rows", type=_positive, metavar="N", help="rows computed at once in a block")
+    add("--data-format", choices=DATA_FORMATS, help="the shape of the data, where auto errs")
     add("--steps", type=_positive, metavar="N", help="optimizer steps")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
     look = parser.add_argument_group("the screen")

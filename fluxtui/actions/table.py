@@ -198,7 +198,7 @@ ACTIONS: tuple[Action, ...] = (
            "Wizard", "next", PAGES),
     Action("wizard_back", "escape", "back", "The step before; nothing is lost", "Wizard", "back",
            PAGES),
-    Action("wizard_read_as", "ctrl+r", "read as", "Read the data in the next shape", "Wizard",
+    Action("wizard_read_as", "ctrl+r", "shape", "Read the data in the next shape", "Wizard",
            "read_as", PAGES[2:3]),
     Action("wizard_again", "r", "again", "Ask the engine, or measure, once more", "Wizard",
            "again", PAGES[3:7]),

@@ -20,7 +20,8 @@ HINTS: dict[StepName, tuple[Hint, ...]] = {
     "start": (NEXT, CHOOSE, (("tab",), "list"), (("wizard_back",), "leave"), HELP),
     "model": (NEXT, CHOOSE, (("tab",), "field"), BACK, HELP),
     "data": (
-        NEXT, CHOOSE, (("tab",), "field"), (("wizard_read_as",), "read as"), (("pgdn",), "more"),
+        NEXT, (("list_up", "list_down"), "pick"), (("tab",), "field"),
+        (("wizard_read_as",), "shape"), (("pgdn",), "more"),
         BACK, HELP,
     ),
     "method": (

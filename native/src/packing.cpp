@@ -80,10 +80,13 @@ struct Borders {
         return before;
     }
 
-    uint8_t code_of(float x) const {
-        unsigned k = 1;
-        for (int level = 0; level < 8; ++level) k = 2 * k + (x > node[k]);
-        return static_cast<uint8_t>(k);
+    // Level by level, so that the processor works on many values at once.
+    void code(const float* x, uint8_t* codes) const {
+        uint32_t k[kNested];
+        for (size_t i = 0; i < kNested; ++i) k[i] = x[i] > node[1] ? 3 : 2;
+        for (int level = 1; level < 8; ++level)
+            for (size_t i = 0; i < kNested; ++i) k[i] = 2 * k[i] + (x[i] > node[k[i]] ? 1 : 0);
+        for (size_t i = 0; i < kNested; ++i) codes[i] = static_cast<uint8_t>(k[i]);
     }
 };
 
@@ -100,7 +103,8 @@ void nest(const float* absmax, size_t real, float offset, const Borders& borders
     *scale = most;
     const float reciprocal = 1.0f / most;
     const float inverse = reciprocal <= 3.4028234663852886e38f ? reciprocal : 0.0f;
-    for (size_t i = 0; i < kNested; ++i) codes[i] = borders.code_of(centred[i] * inverse);
+    for (size_t i = 0; i < kNested; ++i) centred[i] *= inverse;
+    borders.code(centred, codes);
 }
 
 void nest_all(const flux_packing_args& a, const float* absmax, double* sums) {

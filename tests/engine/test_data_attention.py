@@ -27,7 +27,7 @@ from transformers import (
 from fluxtrain.data.batches import Batch, in_order
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.splitting import Spans
-from fluxtrain.data.tokens import Tokens
+from fluxtrain.data.store.tokens import Tokens
 from fluxtrain.models.isolation import keeps_documents_apart
 
 LENGTHS = (9, 4, 3)  # best fit packs two of each into two full rows of 16

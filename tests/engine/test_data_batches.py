@@ -16,7 +16,7 @@ from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import DataSource, ModelLimits, prepare
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.splitting import Spans
-from fluxtrain.data.tokens import Tokens
+from fluxtrain.data.store.tokens import Tokens
 from fluxtrain.errors import BadInput
 
 LIMITS = ModelLimits(embedding_rows=320, max_positions=128)

@@ -12,9 +12,10 @@ import pytest
 
 from fluxtrain.client.asking import decoded
 from fluxtrain.client.inspection import InspectionAnswer
-from fluxtrain.commands import inspection, sampling
+from fluxtrain.commands import inspection
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.prepare import corpora
+from fluxtrain.data.reading import sampling
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.errors import BadInput
 from fluxtrain.train.inputs import load_inputs
@@ -70,7 +71,7 @@ def test_what_is_left_out_is_said_by_the_page_and_in_the_answer(
     assert answer.returncode == 0, answer.stderr
     found = decoded(InspectionAnswer, answer.stdout)
     assert found.read_share == 1
-    ignored, repeated, ids = found.notes
+    ignored, repeated, ids, *_ = found.notes
     assert ignored == "keys that are left out: `id` (in 3 rows), `source` (in 3 rows)"
     assert repeated.startswith("repeated documents: 2 of 3") and ids.startswith("repeated ids: 2")
     page = inspection.page(found).splitlines()
@@ -121,6 +122,9 @@ def test_held_out_data_of_its_own_is_evaluated_on_and_none_of_the_rest(
     assert data.trained.token_count == data.tokens
     assert data.held_out.token_count > 0 and data.documents == 60
     assert "held-out documents that are trained on too: 1" in data.report.leaked
+    found = inspection.inspect(load_config(config))
+    assert [file.name for file in found.held_out_files] == [held]
+    assert f"held out: {held}: texts (text), because" in inspection.page(found)
     missing = run_config(data__path=trained, data__held_out_path=str(tmp_path / "no.jsonl"))
     with pytest.raises(BadInput, match=r"no\.jsonl does not exist"):
         load_inputs(load_config(missing))

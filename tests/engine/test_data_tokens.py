@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from fluxtrain.data import demo
 from fluxtrain.data.containers import texts
 from fluxtrain.data.demo import CHAT_TEMPLATE, demo_files, docstrings
+from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.row import Message, Origin, Row, weights_of
-from fluxtrain.data.tokens import Tokens, tokenize
+from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.errors import BadInput
 
 ORIGIN = Origin("talk.jsonl", 3)
@@ -36,6 +38,10 @@ THINKING_TEMPLATE = PLAIN_TEMPLATE.replace(
 @pytest.fixture
 def tokenizer(tokenizer_folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(tokenizer_folder)
+
+
+def tokenize(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    return in_memory(Encoder(tokenizer).samples(rows))
 
 
 def _learnt(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -77,7 +83,7 @@ def test_texts_are_encoded_in_batches_with_the_same_result(
 ) -> None:
     texts = [Row(origin=ORIGIN, text=f"the fox {i} jumps over {i * i} dogs") for i in range(50)]
     whole = tokenize(texts, tokenizer)
-    monkeypatch.setattr("fluxtrain.data.tokens.BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 100)
     batched = tokenize(texts, tokenizer)
     assert (whole.ids == batched.ids).all()
     assert (whole.starts == batched.starts).all()
@@ -89,27 +95,29 @@ def test_only_the_assistants_words_and_its_end_of_turn_are_learnt(
 ) -> None:
     tokenizer.chat_template = template
     tokens = tokenize(_talk(*TALK), tokenizer)
-    learnt = _learnt(tokens, tokenizer).replace("\n", "")
-    assert learnt == "it is four<|im_end|>six<|im_end|>"
+    assert _learnt(tokens, tokenizer) == "it is four<|im_end|>six<|im_end|>"
     everything = tokenizer.decode(tokens.ids)
     assert everything == tokenizer.apply_chat_template(list(TALK), tokenize=False)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_and_one_turn_is_learnt(
+def test_where_a_template_rewrites_earlier_turns_each_answer_is_learnt_as_inference_sees_it(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     tokenizer.chat_template = THINKING_TEMPLATE
-    with pytest.raises(BadInput, match=r"line 3: .* message 3 otherwise when more follows"):
-        tokenize(_talk(*TALK), tokenizer)
-    tokens = tokenize(_talk(*TALK[:3]), tokenizer)
-    assert _learnt(tokens, tokenizer) == "<think></think>it is four<|im_end|>\n"
+    tokens = tokenize(_talk(*TALK), tokenizer)
+    assert tokens.documents == 2 and tokens.rows.tolist() == [0, 0]
+    assert _learnt(tokens, tokenizer) == (
+        "<think></think>six<|im_end|><think></think>it is four<|im_end|>"
+    )
+    first = tokenizer.decode(tokens.ids[tokens.starts[1] :])
+    assert first == tokenizer.apply_chat_template(list(TALK[:3]), tokenize=False)
 
 
 def test_a_tokenizer_without_a_template_is_refused_with_the_cure(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     tokenizer.chat_template = None
-    with pytest.raises(BadInput, match=r"no chat template: use an instruction-tuned model"):
+    with pytest.raises(BadInput, match=r"no chat template: set data.chat_template"):
         tokenize(_talk(*TALK), tokenizer)
 
 
@@ -128,17 +136,7 @@ def test_a_conversation_whose_template_renders_no_assistant_is_refused(
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}{% endfor %}{% generation %}{% endgeneration %}"
     )
-    with pytest.raises(BadInput, match="renders no assistant tokens"):
-        tokenize(_talk(*TALK), tokenizer)
-
-
-def test_a_slow_tokenizer_needs_the_generation_tag(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    assert tokenize(_talk(*TALK), tokenizer).trained is not None
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    with pytest.raises(BadInput, match=r"tokenizer\.json"):
+    with pytest.raises(BadInput, match="line 3: nothing of it is learnt"):
         tokenize(_talk(*TALK), tokenizer)
 
 

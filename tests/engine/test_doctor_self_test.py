@@ -34,6 +34,7 @@ from fluxtrain.commands.doctor.self_test import (
 )
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import read_machine
+from fluxtrain.quantization.layout import PackedLayout
 from tests.engine import forked
 
 FAST_SETS = [name for name in _native.ISA_NAMES[1:] if _native.set_isa(name) == name]
@@ -110,6 +111,23 @@ def test_one_wrong_bit_of_one_instruction_set_is_found(
 
     monkeypatch.setattr(kernel_test, "step_", wrong)
     with pytest.raises(Mismatch, match=f"{broken} against scalar: .* differ, .*adamw split"):
+        kernel_test.check_kernels()
+
+
+@pytest.mark.skipif(not FAST_SETS, reason="this processor has the scalar set alone")
+@pytest.mark.parametrize("broken", FAST_SETS)
+def test_one_wrong_bit_of_an_unpacked_weight_is_found(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = kernel_test.unpack
+
+    def wrong(layout: PackedLayout, packed: Tensor, out: Tensor) -> None:
+        right(layout, packed, out)
+        if _native.isa() == broken and layout.format == "int8":
+            flip(out)
+
+    monkeypatch.setattr(kernel_test, "unpack", wrong)
+    with pytest.raises(Mismatch, match=f"{broken} against scalar: .* the first in int8 as"):
         kernel_test.check_kernels()
 
 

@@ -19,6 +19,7 @@ from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.plan import states
+from fluxtrain.quantization.pack import pack
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.loop import TrainingLoop
@@ -191,3 +192,50 @@ def test_a_plan_counts_packed_weights_and_trained_bytes(run_config: MakeConfig) 
     qlora = preview(load_config(config, settings({"name": "qlora"})))
     assert lora.checkpoint_bytes < full.checkpoint_bytes / 4
     assert qlora.checkpoint_bytes == lora.checkpoint_bytes
+
+
+def test_a_second_start_reads_the_packed_weights_of_the_first(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = run_config(model__dtype="bf16", train__steps=3)
+    given = settings({"name": "qlora"})
+    first = losses(run(config, tmp_path / "first", *given))
+    [kept] = (tmp_path / "cache" / "fluxtrain" / "packed").glob("*.packed")
+    packs = 0
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal packs
+        packs += 1
+        pack(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fluxtrain.memory.packed.pack", counted)
+        assert losses(run(config, tmp_path / "second", *given)) == first
+        timing = packs  # a block that was timed is packed from its copies
+        kept.write_bytes(b"damaged" + kept.read_bytes()[7:])
+        assert losses(run(config, tmp_path / "third", *given)) == first
+    assert packs > timing
+
+
+def test_no_cache_is_written_where_none_is_wanted(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = run_config(model__dtype="bf16", train__steps=1)
+    run(config, tmp_path / "run", *settings({"name": "qlora"}), "model.packed_cache=false")
+    assert not list((tmp_path / "cache").glob("**/*.packed"))
+
+
+def test_a_weight_that_is_not_finite_is_refused_while_it_is_packed(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = run_config(model__dtype="bf16", train__steps=1)
+    path = Path(load_config(config).model.path) / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "up_proj" in name)
+    broken = tensors[name].clone()
+    broken[0, 0] = torch.inf
+    save_file(tensors | {name: broken}, path, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match="up_proj.* holds 1 values of .* NaN or infinite"):
+        run(config, tmp_path / "run", *settings({"name": "qlora"}))

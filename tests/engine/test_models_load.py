@@ -22,9 +22,9 @@ from fluxtrain.config.schema import demo_config
 from fluxtrain.data import demo
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.models.demo_model import demo_model
+from fluxtrain.models.generation import sample_text
 from fluxtrain.models.loading import ModelSource, check_finite, load_model
 from fluxtrain.models.model_files import MOST_LAYERS, check_model_folder
-from fluxtrain.models.sampling import sample_text
 
 Folder = Callable[..., Path]
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")

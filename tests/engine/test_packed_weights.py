@@ -9,7 +9,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    prepare_model_for_kbit_training,
+)
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -240,6 +245,26 @@ def test_unwrap_gives_the_unpacked_weights_back() -> None:
             there = after[f"base_model.model.{name}".replace(".weight", ".base_layer.weight")]
             assert type(there) is nn.Parameter
             assert torch.equal(there, parameter)
+
+
+def test_streamed_adapters_follow_the_losses_of_plain_peft() -> None:
+    plain = adapted(llama().float())
+    wrapped = fluxtrain.wrap(adapted(llama().float()), device="cpu", offload="weights")
+    assert trained(wrapped, steps=4) == pytest.approx(trained(plain, steps=4), abs=1e-4)
+
+
+def test_a_base_that_was_cast_to_fp32_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16()
+    fluxtrain.wrap(adapted(prepare_model_for_kbit_training(model)), device="cpu")
+    assert "frozen weights of blocks are float32" in caplog.text
+    caplog.clear()
+    fluxtrain.wrap(adapted(LlamaForCausalLM(config).bfloat16()), device="cpu")
+    fluxtrain.wrap(LlamaForCausalLM(config), device="cpu")
+    assert "float32" not in caplog.text
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:

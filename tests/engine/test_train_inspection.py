@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from fluxtrain.client.asking import decoded
 from fluxtrain.client.inspection import InspectedSample, InspectionAnswer
-from fluxtrain.commands import inspection, sampling
+from fluxtrain.commands import inspection
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.packing import IGNORED
+from fluxtrain.data.reading import sampling
 from fluxtrain.errors import BadInput
 from fluxtrain.train.inputs import load_inputs
 
@@ -99,7 +100,7 @@ def test_of_a_large_file_a_part_is_read_and_the_rest_estimated(
     assert found.sampled_share == pytest.approx(0.05)
     assert found.estimated_documents == 200
     assert found.estimated_tokens == 200 * found.lengths[0]
-    assert "estimated from the first 10 (5.0% of the file)" in inspection.page(found)
+    assert "estimated from the first 10 (5.0% of the data)" in inspection.page(found)
 
 
 def test_stretches_put_together_are_the_whole_text(tokenizer_folder: Path) -> None:

@@ -16,7 +16,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.splitting import Spans
-from fluxtrain.data.tokens import Tokens
+from fluxtrain.data.store.tokens import Tokens
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.optimizer import EngineAdamW

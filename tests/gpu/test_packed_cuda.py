@@ -127,3 +127,46 @@ def test_a_resident_block_uploads_its_trained_bytes_alone() -> None:
     trained(model, steps=1)
     adapters = sum(group.trained_bytes for group in engine.groups if group.kind == "block")
     assert 0 < engine.traffic().h2d_bytes - before <= adapters
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_model_of_bitsandbytes_computes_what_its_own_kernels_unpack(double: bool) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    dense, model = llama(), llama().cuda()
+    for parent in list(model.model.layers.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(child, nn.Linear):
+                continue
+            made = bnb.nn.Linear4bit(
+                child.in_features, child.out_features, bias=False, quant_type="nf4",
+                compute_dtype=torch.bfloat16,
+            )  # fmt: skip
+            weight = bnb.nn.Params4bit(
+                child.weight.data.cpu(), requires_grad=False, quant_type="nf4",
+                compress_statistics=double,
+            )  # fmt: skip
+            made.weight = weight.to("cuda")
+            setattr(parent, name, made)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, bnb.nn.Linear4bit)}
+    for name, layer in layers.items():
+        unpacked = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        dense.get_submodule(name).weight.data = unpacked.cpu()
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    expected = trained(
+        fluxtrain.wrap(alike(dense, names), device="cuda", offload="none", chunk_rows=4)
+    )
+    for layout in LAYOUTS[1:4]:
+        taken = fluxtrain.wrap(alike(model, names), device="cuda", chunk_rows=4, **layout)
+        assert trained(taken) == expected, layout
+        fluxtrain.unwrap(taken)
+        model = taken.unload()
+
+
+def alike(model: nn.Module, names: list[str]) -> Any:
+    config = LoraConfig(r=8, target_modules=names, task_type="CAUSAL_LM")
+    made: Any = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:  # drawn in another order beside other layers
+            parameter.data = (0.02 * torch.randn(parameter.shape)).to(parameter)
+    return made.train()

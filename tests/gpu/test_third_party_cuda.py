@@ -84,11 +84,11 @@ def test_its_state_comes_back_and_training_goes_on_with_the_same_losses(
         shard: {key: tensor.cpu().clone() for key, tensor in tensors.items()}
         for shard, tensors in engine_of(model).state_shards()
     }
-    [(name, state)] = optimizer.state_shards()
+    [(own, state)] = optimizer.state_shards()
     again, resumed = wrapped(dtype, name)
     for shard, tensors in shards.items():
         engine_of(again).load_state_shard(shard, tensors)
-    assert resumed.load_state_shard(name, {key: t.clone() for key, t in state.items()})
+    assert resumed.load_state_shard(own, {key: t.clone() for key, t in state.items()})
     for seed in range(3, 6):
         assert step(model, optimizer, seed) == step(again, resumed, seed)
 

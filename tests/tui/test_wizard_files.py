@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from fluxtrain.errors import BadInput
 from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.configuring import answers_from_config, configuration
 from fluxtui.wizard.checks.answer_checks import check_data, check_model
 from fluxtui.wizard.checks.data_facts import read_data_file
 from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder
@@ -163,11 +165,11 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        {"base": {"data": {"format": "plain"}}},
+        {"data_format": "plain", "base": {"data": {"format": "text"}}},
         {"overrides": ("data.format=plain",)},
         {"base": {"data": {"format": "text"}}, "overrides": ("data.format=plain",)},
     ],
-    ids=["file", "--set", "--set after a file"],
+    ids=["chosen", "--set", "--set after a file"],
 )
 def test_data_is_read_in_the_format_that_was_set(tmp_path: Path, said: Any) -> None:
     """A log of JSON objects, to be learnt as the text that it is."""
@@ -247,3 +249,50 @@ def test_looking_at_files_loads_neither_torch_nor_textual() -> None:
 
 def folder_answer(folder: Path) -> Answers:
     return Answers(model_source="folder", model_folder=str(folder))
+
+
+def test_a_folder_is_described_with_what_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("about it")
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "how", "completion": "so", "id": 1}\n' * 3)
+    check = check_data(Answers(data_source="path", data_path=str(tmp_path)))
+    facts = dict(check.facts)
+    assert (facts["files"], facts["documents"]) == ("2", "6")
+    assert facts["format"].startswith("prompts with completions (completion), because its name")
+    assert check.warnings[0] == "keys that are left out: `id` (in 6 rows)"
+    assert "files of the folder that are left out: 1" in check.warnings[1]
+
+
+def test_a_list_of_sources_stands_in_the_field_and_goes_back_into_the_configuration(
+    tmp_path: Path,
+) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n' * 4)
+    sources = [str(tmp_path / "a.jsonl"), {"path": str(tmp_path / "b.jsonl"), "weight": 2.0}]
+    answers = answers_from_config({"data": {"path": sources, "format": "text"}})
+    assert answers.data_source == "path" and answers.data_path.startswith("[")
+    assert answers.data_format == "text"
+    assert configuration(answers)["data"] == {"path": sources, "format": "text"}
+    check = check_data(answers)
+    assert dict(check.facts)["files"] == "2" and check.error is None
+    torn = dataclasses.replace(answers, data_path="[a.jsonl, {")
+    assert "is no list: write [a.jsonl, " in (check_data(torn).error or "")
+    odd = dataclasses.replace(answers, data_path="[[1], 2]")
+    assert "data.path" in (check_data(odd).error or "")
+
+
+def test_data_of_the_hub_may_name_configuration_and_split() -> None:
+    good = Answers(data_source="hub", data_hub="owner/name?configuration=en&split=train")
+    assert check_data(good).error is None
+
+
+def test_tools_and_their_calls_stand_in_the_sample(tmp_path: Path) -> None:
+    call = {"function": {"name": "weather", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "rain?"}, {"role": "assistant", "tool_calls": [call]}]
+    row = {"messages": turns, "tools": [{"name": "weather"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    [sample] = check_data(Answers(data_source="path", data_path=str(tmp_path / "a.jsonl"))).samples
+    assert [(piece.text, piece.learnt) for piece in sample] == [
+        ("tools: weather", False), ("user: rain?", False),
+        ("assistant: (calls weather)", True),
+    ]  # fmt: skip

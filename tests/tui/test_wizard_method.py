@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -64,7 +65,9 @@ def test_each_method_has_its_own_verdict(wizard_pilot: ModuleType, width: int) -
 
 
 def test_a_method_that_is_not_planned_yet_says_so(wizard_pilot: ModuleType) -> None:
-    view = WizardView(plan=plan_of(wizard_pilot, "full"), methods={"lora": Asked(asked_s=0.0)})
+    view = WizardView(
+        plan=plan_of(wizard_pilot, "full"), methods={"lora": Asked(asked_s=time.monotonic())}
+    )
     text = shown(view)
     assert "being planned" in text and "waits" in text
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 from textual.content import Content
 
+from fluxtrain.client.inspection import InspectionAnswer
 from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import ACTIONS
-from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.answers import DATA_FORMATS, Answers
+from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
+from fluxtui.wizard.pages.data import data_page
 from fluxtui.wizard.pages.hardware import hardware_page
 from fluxtui.wizard.pages.launch import launch_page
 from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.pages.preview import preview_page
 from fluxtui.wizard.pages.strategy import strategy_page
 from fluxtui.wizard.pages.wizard_view import WizardView
-from tests.tui.wizard_pilot import planned, probed
+from tests.tui.wizard_pilot import INSPECTION, opened, planned, probed
 
 OWN = {
     action.id: f"f{number}"
@@ -27,6 +32,8 @@ OWN = {
 }
 OWN_TEXTS = {action.id: action.key_text for action in rebound(OWN)}
 REFUSED: Asked[object] = Asked(asked_s=0.0, refusal="no room", exit_code=4)
+ON_DATA = Answers(step="data")
+UNSURE = {"data": Check(error="line 1 can be read as text or alpaca: set data.format")}
 PENDING: Asked[object] = Asked(asked_s=0.0)
 PLANNED = Asked(value=planned())
 TOO_LARGE = Asked(value=planned(device_bytes=2**31))
@@ -42,6 +49,7 @@ def explained(view: WizardView, width: int) -> Content:
 @pytest.mark.parametrize(
     ("page", "state", "told"),
     [
+        (data_page, {"answers": ON_DATA, "checks": UNSURE}, "{wizard_read_as} reads the data in"),
         (method_page, {"plan": REFUSED}, "{wizard_back} changes model or data, {wizard_again}"),
         (hardware_page, {"probe": REFUSED}, "Press {wizard_again} to measure again, or"),
         (hardware_page, {"probe": REFUSED}, "or {wizard_next} to go on"),
@@ -69,7 +77,7 @@ def test_a_page_names_the_keys_that_the_user_has_bound(
     page: Page, state: dict[str, Asked[object]], told: str
 ) -> None:
     def text(**changes: object) -> str:
-        view = WizardView(answers=Answers(), **state, **changes)  # type: ignore[arg-type]
+        view = WizardView(**{"answers": Answers(), **state}, **changes)  # type: ignore[arg-type]
         return " ".join(page(view, 120).plain.split())
 
     default = {action.id: action.key_text for action in ACTIONS}
@@ -83,3 +91,28 @@ def test_two_keys_that_stand_together_are_told_as_the_footer_tells_them() -> Non
         OWN_TEXTS[name] for name in ("list_up", "list_down")
     )
     assert re.fullmatch(r"f\d+", WizardView(key_texts=OWN_TEXTS).key("wizard_next"))
+
+
+async def test_a_key_reads_the_data_in_the_next_shape_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "both.jsonl"
+    path.write_text('{"prompt": "how", "completion": "so", "text": "how so"}\n' * 4)
+    async with opened(tmp_path, Answers(data_source="path", data_path=str(path))) as wizard:
+        await wizard.go_to("data")
+        seen = [wizard.screen.answers.data_format]
+        for _ in DATA_FORMATS:
+            await wizard.press("ctrl+r")
+            await wizard.until(lambda: wizard.screen.checks["data"] is not None)
+            seen.append(wizard.screen.answers.data_format)
+        assert seen == [*DATA_FORMATS, "auto"]
+
+
+def test_the_shape_of_data_on_the_hub_is_what_the_engine_says() -> None:
+    answers = Answers(step="data", data_source="hub", data_hub="owner/name")
+    found = Asked(value=msgspec.convert(INSPECTION, InspectionAnswer))
+    view = WizardView(
+        answers=answers, checks={"data": Check(facts=(("place", "the hub"),))}, inspection=found
+    )
+    for width in (76, 120):
+        text = " ".join(data_page(view, width).plain.split())
+        assert "format conversations (messages), because its first line" in text
+        assert "keys that are left out: `id` (in 4 rows)" in text

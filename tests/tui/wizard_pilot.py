@@ -80,6 +80,7 @@ INSPECTION = {
     "files": [{"name": "/talks.jsonl", "container": "json lines", "shape": "messages",
                "title": "conversations", "because": "its first line", "size_bytes": 4000,
                "weight": 1.0}],
+    "held_out_files": [],
     "notes": ["keys that are left out: `id` (in 4 rows)"], "read_share": 1.0,
     "sequence_length": 128, "max_positions": 512, "sampled_documents": 4, "sampled_share": 0.25,
     "sampled_tokens": 400, "estimated_documents": 16, "estimated_tokens": 1600,

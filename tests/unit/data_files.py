@@ -6,6 +6,8 @@ import csv
 import gzip
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +80,32 @@ def rows(path: Any, **settings: Any) -> list[Row]:
 def reported(path: Any, **settings: Any) -> tuple[list[Row], Report]:
     reading = Reading(corpus(path, **settings))
     return list(reading), reading.report
+
+
+CAPPED = """
+import resource, sys
+limit = int(sys.argv[2])
+from fluxtrain.data.reading.corpus import Reading
+from fluxtrain.data.reading.request import read_request
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+rows = characters = 0
+for row in Reading(read_request({"path": sys.argv[1]}).corpus()):
+    rows += row.ends
+    characters += row.characters
+status = open("/proc/self/status").read()  # ru_maxrss would count the parent before the exec
+peak = int(status.split("VmHWM:")[1].split()[0]) << 10
+print(rows, characters, peak)
+"""
+
+
+def read_capped(path: Path, limit_bytes: int) -> tuple[int, int, int]:
+    """Read in a process that may map so many bytes: its rows, characters and peak memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", CAPPED, str(path), str(limit_bytes)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    count, characters, peak = map(int, done.stdout.split())
+    return count, characters, peak

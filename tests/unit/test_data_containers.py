@@ -206,3 +206,22 @@ def test_the_share_that_was_read_is_told_of_packed_files_too(tmp_path: Path) -> 
         assert shares == sorted(shares) or suffix, kind
         assert shares[1999] == pytest.approx(0.5, abs=0.15), (kind, suffix)
         assert reading.share == 1.0
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
+def test_a_mark_of_utf8_and_ends_of_lines_of_windows_change_no_row(
+    tmp_path: Path, kind: str
+) -> None:
+    records = [{"text": "eins"}, {"text": "zwölf"}]
+    data = b"eins\n<|endoftext|>\nzw\xc3\xb6lf" if kind == "txt" else contents(kind, records)
+    data = data.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+    path = write(tmp_path, f"a.{kind}", b"\xef\xbb\xbf" + data)
+    assert [row.text.strip() for row in rows(path)] == ["eins", "zwölf"]
+
+
+def test_a_row_over_several_lines_of_a_table_is_named_by_its_first_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", 'text,id\n"one\ntwo",1\n"three\n",2\nshort\n')
+    with pytest.raises(BadInput, match="line 6 has 1 cells"):
+        rows(path)
+    found = rows(path, max_bad_rows=1)
+    assert [row.origin.number for row in found] == [2, 4]

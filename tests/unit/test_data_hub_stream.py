@@ -10,7 +10,9 @@ import datasets
 import pytest
 
 from fluxtrain.data.reading import hub_stream
+from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.errors import BadInput
+from fluxtrain.train.inputs import read_as
 from tests.unit.data_files import corpus, lines, rows
 
 TALES = "hf://datasets/owner/tales"
@@ -109,3 +111,30 @@ def test_configuration_and_split_of_a_local_file_are_refused(tmp_path: Path) -> 
     path = lines(tmp_path, {"text": "x"})
     with pytest.raises(BadInput, match="is a local file"):
         rows([{"path": str(path), "split": "train"}])
+
+
+def test_a_stream_of_unknown_size_says_that_only_its_first_rows_are_counted(
+    hub: dict[str, Any],
+) -> None:
+    found = corpus(TALES)
+    assert found.endless.startswith(f"how much {TALES}?split=train holds is not known")
+    assert read_as(found).because.endswith(found.endless)
+
+
+def test_a_stream_whose_rows_are_counted_by_the_hub_tells_its_share(
+    hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counted:
+        info = datasets.DatasetInfo(
+            splits=[{"name": "train", "num_bytes": 4000, "num_examples": 40}]
+        )
+
+        def __iter__(self) -> Any:
+            return iter([{"text": f"row {number}"} for number in range(40)])
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Counted())
+    found = corpus(TALES)
+    assert found.endless == "" and found.size_bytes == 4000
+    reading = Reading(found)
+    shares = [reading.share for _ in reading]
+    assert shares[19] == 0.5

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from fluxtrain.data.containers.json_rows import json_values
 from fluxtrain.data.containers.record import Problem, Record
 from fluxtrain.data.containers.streams import Source
 from fluxtrain.errors import BadInput
-from tests.unit.data_files import write
+from tests.unit.data_files import read_capped, write
 
 GIB = 1 << 30
 
@@ -113,35 +111,6 @@ def test_a_row_without_end_is_refused_before_memory_is_full(
     text = '[{"a": "x"}, {"a": "' + "x" * (8 << 20) + '"}]'
     with pytest.raises(BadInput, match=r"row 2 is longer than 1\.05 M characters"):
         read(write(tmp_path, "a.json", text))
-
-
-CAPPED = """
-import resource, sys
-limit = int(sys.argv[2])
-from fluxtrain.data.reading.corpus import Reading
-from fluxtrain.data.reading.request import read_request
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-rows = characters = 0
-for row in Reading(read_request({"path": sys.argv[1]}).corpus()):
-    rows += row.ends
-    characters += row.characters
-status = open("/proc/self/status").read()  # ru_maxrss would count the parent before the exec
-peak = int(status.split("VmHWM:")[1].split()[0]) << 10
-print(rows, characters, peak)
-"""
-
-
-def read_capped(path: Path, limit_bytes: int) -> tuple[int, int, int]:
-    """Read in a process that may map so many bytes: its rows, characters and peak memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", CAPPED, str(path), str(limit_bytes)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    count, characters, peak = map(int, done.stdout.split())
-    return count, characters, peak
 
 
 def write_array(path: Path, size_bytes: int) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fluxtrain.data.demo import unigram_entropy
+from fluxtrain.data.encoding.encode import check_vocabulary
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.splitting import Spans, split
-from fluxtrain.data.tokens import Tokens, check_vocabulary
+from fluxtrain.data.store.tokens import Tokens
 from fluxtrain.errors import BadInput
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -118,13 +121,49 @@ def test_only_marked_tokens_are_learnt_and_no_row_has_nothing_to_learn(
         labels = rows[index].labels
         assert (labels != IGNORED).any()
         learnt |= set(labels[labels != IGNORED].tolist())
-    piece_starts = {
-        start + 1
-        for first, end in zip(tokens.starts, tokens.starts[1:], strict=False)
-        for start in range(int(first), int(end), row_tokens)
-    }
-    assert learnt == {i + 1 for i, mark in enumerate(trained) if mark} - piece_starts
+    expected = set[int]()
+    for first, end in zip(tokens.starts.tolist(), tokens.starts[1:].tolist(), strict=False):
+        is_text = all(trained[first + 1 : end])  # such a one is cut into pieces
+        for start in range(first, end, row_tokens) if is_text else [first]:
+            piece = range(start + 1, min(start + row_tokens, end))
+            expected |= {place + 1 for place in piece if trained[place]}
+    assert learnt == expected
     assert len(learnt) == rows.predicted_count
+    assert rows.fit.lost == sum(
+        sum(trained[first + 1 : end]) - len([x for x in learnt if first < x <= end])
+        for first, end in zip(tokens.starts.tolist(), tokens.starts[1:].tolist(), strict=False)
+        if not all(trained[first + 1 : end])
+    )
+
+
+def test_what_does_not_fit_is_counted_and_an_answer_without_its_question_is_left_out() -> None:
+    marks = [[0, 0, 0, 1, 1], [0] * 9 + [1] * 3, [0, 0, 0, 1] + [0] * 6 + [1, 1]]
+    tokens = _tokens([len(one) for one in marks], [bool(x) for one in marks for x in one])
+    rows = PackedRows(tokens, _whole(tokens), 8)
+    fit = rows.fit
+    assert (fit.samples, fit.longer, fit.cut, fit.left_out) == (3, 2, 1, 1)
+    assert fit.lost == 5
+    assert fit.first_left_out == "sample 2"
+    labels = np.concatenate([rows[i].labels.ravel() for i in range(len(rows))])
+    assert sorted(labels[labels != IGNORED].tolist()) == [4, 5, 21]
+    cut, left_out = fit.sentences()
+    assert "1 sample of 3 longer than a row of 8 tokens is cut" in cut
+    assert "left out" in left_out and "first: sample 2" in left_out
+    texts = _tokens([5, 30])
+    assert "1 of 2 texts are longer" in PackedRows(texts, _whole(texts), 8).fit.sentences()[0]
+
+
+def test_of_conversations_whole_ones_are_held_out_with_all_their_samples() -> None:
+    tokens = _tokens([9, 7, 8, 9, 7, 12], [False, True, True] * 17 + [True])
+    tokens = replace(tokens, row_numbers=np.array([0, 0, 1, 2, 2, 3]))
+    for seed in range(6):
+        parts = split(tokens, 0.3, 4, seed)
+        for spans in (parts.trained, parts.held_out):
+            assert set(spans.starts.tolist()) <= set(tokens.starts.tolist())
+        held = set(np.searchsorted(tokens.starts, parts.held_out.starts).tolist())
+        assert held and len(held & {0, 1}) != 1 and len(held & {3, 4}) != 1
+    single = replace(_tokens([50], [False, True] * 25), row_numbers=np.array([0]))
+    assert not len(split(single, 0.3, 4, 0).held_out.starts)
 
 
 def test_a_batch_of_rows_equals_the_rows_one_by_one() -> None:
@@ -219,9 +258,9 @@ def test_a_share_that_is_none_is_refused(share: float) -> None:
 
 
 def test_a_token_beyond_the_embedding_is_refused_with_both_numbers() -> None:
-    check_vocabulary(_tokens([31]), 32)
+    check_vocabulary(31, 32)
     with pytest.raises(BadInput, match="token 32 and the model's embedding has 32 rows"):
-        check_vocabulary(_tokens([32]), 32)
+        check_vocabulary(32, 32)
 
 
 def test_the_rows_with_the_most_documents_are_found() -> None:

@@ -51,7 +51,7 @@ def _refusal(path: Path, format: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "expected", "reason"),
     [
-        ("a.txt", '{"text": "still text"}\n', ("text", "text"), "its name ends in .txt"),
+        ("a.txt", '{"event": "still text"}\n', ("text", "text"), "its name ends in .txt"),
         ("a.jsonl", '{"text": "x"}\n', ("json lines", "text"), "its first row has `text`"),
         ("a.jsonl", json.dumps({"messages": CHAT}), ("json lines", "messages"), "`messages` with"),
         ("a.json", '{"text": "x"}\n', ("json lines", "text"), "`text`"),
@@ -296,3 +296,15 @@ def test_an_estimate_reads_only_the_start_of_a_file(tmp_path: Path) -> None:
     assert found == pytest.approx(100 * 250 / 4, rel=0.02)
     with pytest.raises(BadInput, match="line 1 has `text`, and"):
         estimated_tokens(corpus(path, format="messages"))
+
+
+@pytest.mark.parametrize(
+    "record", [{"text": "x"}, {"messages": CHAT}, {"prompt": "a", "completion": "b"}]
+)
+def test_rows_in_a_file_that_is_named_as_text_are_not_learnt_with_their_marks(
+    tmp_path: Path, record: Any
+) -> None:
+    path = _file(tmp_path, "a.txt", json.dumps(record) + "\n")
+    assert "is named as text, and its first line is an object with `" in _refusal(path)
+    [row] = read(path, "plain")
+    assert row.text.startswith("{")

@@ -223,7 +223,10 @@ def test_the_cure_for_a_preference_row_works(tmp_path: Path) -> None:
          [ASKED, ANSWERED]),
         ({"instruction": "how", "context": "x", "response": "so"},
          "{output: response, input: context}", [("user", "how\nx", 0.0), ANSWERED]),
+        ({"Question": "how", "Answer": "so"}, "{prompt: Question, completion: Answer}",
+         [ASKED, ANSWERED]),
         ({"content": "a text"}, "{text: content}", []),
+        ({"Text": "a text"}, "{text: Text}", []),
     ],
 )  # fmt: skip
 def test_other_names_are_refused_with_the_setting_that_reads_them(

@@ -26,7 +26,7 @@ def fingerprint(
     return {
         "model": _model_digest(model),
         **_method(config, base),
-        "data.sequence_length": config.data.sequence_length,
+        "data.sequence_length": config.data.row_tokens,
         "data.held_out": config.data.held_out,
         "data.seed": config.data.seed,
         "batch_rows": batch_rows,

@@ -63,9 +63,14 @@ class InspectionAnswer(Answer, frozen=True, kw_only=True):
     format: str
     because: str  # why it is read in this format
     files: tuple[InspectedFile, ...]
+    held_out_files: tuple[InspectedFile, ...]  # data of its own for evaluation; else empty
     notes: tuple[str, ...]  # sentences: keys and rows that are left out, rows that repeat others
     read_share: float  # of the bytes: `notes` are about them
     sequence_length: int  # tokens of a row
+    sequence_length_because: str
+    fitting_share: float  # of the sampled samples: no longer than a row
+    cut_samples: int  # of these: conversations of which only the beginning is learnt
+    left_out_samples: int  # of these: nothing to learn is within a row
     max_positions: int | None  # of the model; None where its configuration does not say
     sampled_documents: int
     sampled_share: float

@@ -126,6 +126,8 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
     layout: PlannedLayout
     accumulation: int
     sequence_length: int
+    notes: tuple[str, ...]  # sentences: what of the data is cut, left out or not shown to the model
+    fitting_share: float | None  # of the first samples: no longer than a row; None: not looked at
     device_bytes: int
     device_budget_bytes: int | None
     need: dict[str, int]

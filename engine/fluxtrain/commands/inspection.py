@@ -12,16 +12,20 @@ from typing import Any
 import numpy as np
 
 from fluxtrain.client.inspection import InspectedFile, InspectedSample, InspectionAnswer, TextPiece
-from fluxtrain.commands.sampling import sampled
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
+from fluxtrain.data.encoding.notes import Notes
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import check_sequence_length, corpora
 from fluxtrain.data.reading.parts import Part
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.reading.sampling import sampled
+from fluxtrain.data.rendering.named import use_template
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
-from fluxtrain.data.tokens import Tokens, check_vocabulary, tokenize
+from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.models.loading import ModelSource, load_tokenizer, pad_id
+from fluxtrain.planning.row_length import FirstSamples, with_row_length
 from fluxtrain.units import count_text
 
 SAMPLES = 3
@@ -45,14 +49,19 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
             trust_remote_code=config.model.trust_remote_code,
         )
     )
-    text_shape, row_tokens = shape.get_text_config(), config.data.sequence_length
+    use_template(tokenizer, config.data.chat_template)
+    text_shape = shape.get_text_config()
     positions = getattr(text_shape, "max_position_embeddings", None)
-    check_sequence_length(row_tokens, positions)
+    if config.data.sequence_length != "auto":
+        check_sequence_length(config.data.sequence_length, positions)
     corpus, apart = corpora(read_request(config.data.model_dump()))
     seen = sampled(corpus, apart, whole)
-    tokens = tokenize(seen.rows, tokenizer)
-    check_vocabulary(tokens, text_shape.vocab_size)
-    lengths = np.diff(tokens.starts)
+    encoder = Encoder(tokenizer, corpus.max_bad_rows, bad=lambda: seen.report.bad)
+    tokens = in_memory(encoder.samples(seen.rows))
+    check_vocabulary(tokens.largest, text_shape.vocab_size)
+    first = FirstSamples(tokens=tokens, share=seen.share, notes=encoder.notes, positions=positions)
+    config, chosen = with_row_length(config, first)
+    lengths, row_tokens = np.diff(tokens.starts), config.data.row_tokens
     rows = PackedRows(tokens, Spans(tokens.starts[:-1], lengths), row_tokens, pad_id(tokenizer))
     longer = lengths > row_tokens
     return InspectionAnswer(
@@ -60,9 +69,19 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
         format=", ".join(dict.fromkeys(part.shape for part in corpus.parts)),
         because=corpus.parts[0].because,
         files=tuple(_file(part) for part in corpus.parts),
-        notes=tuple(seen.report.lines()),
+        held_out_files=tuple(_file(part) for part in apart.parts) if apart else (),
+        notes=(
+            *seen.report.lines(),
+            *([corpus.endless] if corpus.endless else []),
+            *first.told(row_tokens),
+            *_stopping(encoder.notes, tokenizer),
+        ),
         read_share=seen.read_share,
         sequence_length=row_tokens,
+        sequence_length_because=chosen[0].because if chosen else "data.sequence_length says so",
+        fitting_share=rows.fit.share,
+        cut_samples=rows.fit.cut,
+        left_out_samples=rows.fit.left_out,
         max_positions=positions,
         sampled_documents=tokens.documents,
         sampled_share=seen.share,
@@ -80,6 +99,14 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
             for index in range(min(SAMPLES, tokens.documents))
         ),
     )
+
+
+def _stopping(notes: Notes, tokenizer: Any) -> list[str]:
+    """Say what answers end with, where the tokenizer's own end of sequence is another token."""
+    ends = [end for end, _ in notes.ends.most_common() if end != tokenizer.eos_token_id]
+    names = ", ".join(tokenizer.convert_ids_to_tokens(ends))
+    own = tokenizer.eos_token or "nothing"
+    return [f"answers end with {names}, and the tokenizer's end of sequence is {own}"] * bool(ends)
 
 
 def _file(part: Part) -> InspectedFile:
@@ -138,8 +165,8 @@ def page(found: InspectionAnswer) -> str:
         _extent(found),
         f"{found.learnt_share:.0%} of the tokens are learnt; packed rows of "
         f"{found.sequence_length} tokens are {1 - found.padding_share:.0%} full",
-        f"{found.cut_documents_share:.0%} of the documents are longer than a row and are cut "
-        f"into several",
+        f"{found.fitting_share:.1%} of the samples fit into a row "
+        f"({found.sequence_length_because})",
         *_notes(found),
     ]
     for number, sample in enumerate(found.samples, start=1):
@@ -153,7 +180,8 @@ def page(found: InspectionAnswer) -> str:
 def _told_files(found: InspectionAnswer) -> list[str]:
     shown = [file.line for file in found.files[:SHOWN_FILES]]
     more = len(found.files) - SHOWN_FILES
-    return [*shown, f"and {more:,} files more"] if more > 0 else shown
+    held = [f"held out: {file.line}" for file in found.held_out_files[:SHOWN_FILES]]
+    return [*shown, *([f"and {more:,} files more"] if more > 0 else []), *held]
 
 
 def _notes(found: InspectionAnswer) -> list[str]:
@@ -170,5 +198,5 @@ def _extent(found: InspectionAnswer) -> str:
     return (
         f"about {count_text(found.estimated_documents)} documents and "
         f"{count_text(found.estimated_tokens)} tokens, estimated from the first "
-        f"{found.sampled_documents:,} ({found.sampled_share:.1%} of the file)"
+        f"{found.sampled_documents:,} ({found.sampled_share:.1%} of the data)"
     )

@@ -49,6 +49,7 @@ from fluxtrain.planning.placing import (
     optimizer_in_backward,
 )
 from fluxtrain.planning.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
+from fluxtrain.planning.row_length import FirstSamples, first_samples, with_row_length
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.inputs import DEMO, read_as
@@ -76,6 +77,7 @@ def preview(
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
     capacity = _capacity(config, elsewhere, device.value)
+    config, first, chosen = _first_samples(config, elsewhere)
     model, dtype, copied = _empty_model(config, elsewhere, device.value)
     wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     facts = model_facts_for(config, model, model.config)
@@ -113,8 +115,9 @@ def preview(
         machine=elsewhere.line if elsewhere else machine.line(),
         host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
         estimated_rows=rows,
+        first=first,
         steps=schedule.total_steps,
-        choices=(device, dtype, *read, *placement.choices, *locks, *schedule.choices),
+        choices=(device, dtype, *read, *chosen, *placement.choices, *locks, *schedule.choices),
     )
 
 
@@ -148,6 +151,7 @@ def _answer(
     machine: str,
     host_limit_bytes: int | None,
     estimated_rows: int,
+    first: FirstSamples | None,
     steps: int,
     choices: tuple[ChoiceMade, ...],
 ) -> PlanAnswer:
@@ -158,7 +162,9 @@ def _answer(
         device="cuda" if forecast.capacity.has_gpu else "cpu",
         layout=planned_layout(forecast.facts, forecast.layout),
         accumulation=config.train.accumulation,
-        sequence_length=config.data.sequence_length,
+        sequence_length=config.data.row_tokens,
+        notes=tuple(first.told(config.data.row_tokens)) if first else (),
+        fitting_share=first.fit(config.data.row_tokens).share if first else None,
         device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.capacity.has_gpu),
         device_budget_bytes=placement.budget_bytes,
         need=asdict(placement.need),
@@ -179,6 +185,24 @@ def _answer(
     )
 
 
+def _first_samples(
+    config: RunConfig, elsewhere: PlannedMachine | None
+) -> tuple[RunConfig, FirstSamples | None, tuple[ChoiceMade, ...]]:
+    """Look at the first samples, and choose the length of rows; a folder that is planned for
+    another machine may lack its tokenizer."""
+    if config.data.path == DEMO:
+        config, chosen = with_row_length(config)
+        return config, None, chosen
+    try:
+        first = first_samples(config)
+    except BadInput:
+        if elsewhere is None or config.data.sequence_length == "auto":
+            raise
+        return config, None, ()
+    config, chosen = with_row_length(config, first)
+    return config, first, chosen
+
+
 def _known(
     config: RunConfig,
     facts: ModelFacts,
@@ -197,7 +221,7 @@ def _rows_within(config: RunConfig, corpus: Corpus | None) -> int:
     held_out = 0.0 if config.data.held_out_path is not None else config.data.held_out
     counted = DEMO_TOKENS if corpus is None else estimated_tokens(corpus)
     tokens = counted * (1 - held_out)
-    rows = max(1, round(tokens / config.data.sequence_length))
+    rows = max(1, round(tokens / config.data.row_tokens))
     batch, parts = config.train.batch_rows, config.train.accumulation
     if (1 if batch == "auto" else batch) * parts > 2 * rows:
         raise BadInput(
@@ -218,6 +242,7 @@ def table(plan: PlanAnswer) -> str:
         f"device memory {_of(plan.device_bytes, plan.device_budget_bytes)}, "
         f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps} steps",
         *plan_lines(plan),
+        *plan.notes,
         "",
         "chosen",
         *(f"  {c.name:<{named}} {c.value:<12} {c.because}" for c in plan.choices),
@@ -289,7 +314,7 @@ def _empty_model(
     except Exception as error:  # a damaged configuration may raise anything
         raise unloadable(config.model.path, error) from error
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
-    check_sequence_length(config.data.sequence_length, positions)
+    check_sequence_length(config.data.row_tokens, positions)
     copied = copied_by_loading(model, files, stored)
     method_of(config).prepare(model, config)
     return model, dtype_choice(with_odd_tensors(dtype, copied.odd_dtypes)), copied

@@ -47,6 +47,11 @@ class ModelSettings(Section):
         "bfloat16 on a card that has it (compute capability 8.0), float16 on one from 7.0, and "
         "without a card the model's own",
     )
+    packed_cache: bool = Field(
+        default=True,
+        description="keep the packed weights of qlora in ~/.cache/fluxtrain/packed, so that the "
+        "next start reads those (half a byte a weight) and packs nothing",
+    )
     kernels: Literal["auto", "liger", "torch"] = Field(
         default="auto",
         description="kernels of norms, rotary embeddings and gated activations on a GPU: those of "
@@ -116,10 +121,17 @@ class DataSettings(Section):
         description="rows that cannot be used may be this many: they are listed and left out; one "
         "more, and the run ends before it trains",
     )
-    sequence_length: int = Field(
-        default=256,
-        ge=2,
-        description="tokens in one packed row; documents in a row do not see each other",
+    chat_template: Address = Field(
+        default="auto",
+        description="how conversations are written: auto is the tokenizer's own template; or one "
+        "of chatml, qwen-2.5, llama-2, llama-3, mistral, gemma, phi-3, phi-4, zephyr, which is "
+        "saved with the model, or the path of a .jinja file",
+    )
+    sequence_length: Annotated[int, Field(ge=2)] | Auto = Field(
+        default="auto",
+        description="tokens in one packed row; documents in a row do not see each other; auto "
+        "is the shortest power of two that 99 % of the first samples fit into, within the model's "
+        "positions, and at most 4096 for conversations and 2048 for texts",
     )
     held_out: float = Field(
         default=0.02,
@@ -134,6 +146,13 @@ class DataSettings(Section):
         "is trained on",
     )
     seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
+
+    @property
+    def row_tokens(self) -> int:
+        """The tokens of a row, once they are chosen."""
+        if self.sequence_length == "auto":
+            raise RuntimeError("the length of rows is asked for before it was chosen")
+        return self.sequence_length
 
 
 class MethodSettings(Section):

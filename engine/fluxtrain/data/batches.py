@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fluxtrain.data.order import Order
 from fluxtrain.data.packing import Ints, PackedRows, Rows
 from fluxtrain.errors import BadInput
+
+SORTED_TOGETHER = 1024  # rows that are not packed, by their length
+SERVED_TOGETHER = 32  # rows of like lengths, one after the other
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -54,6 +57,8 @@ class BatchSource:
 
     One optimizer step takes `accumulation` batches of `batch_rows` rows. The cursor is
     (epoch, position); a source restored from it yields the same batches as the original.
+
+    Rows that are not packed come in groups of like lengths, and a batch is as long as its longest.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class BatchSource:
         self.seed = seed
         self._epoch = 0
         self._position = 0  # rows of this epoch already served
-        self._order = _order(len(rows), seed, 0)
+        self._order = _RowOrder(rows, seed, 0)
         self._ready: list[Batch] = []  # the remaining batches of the current step
         self._fingerprint = rows.fingerprint()
 
@@ -136,7 +141,7 @@ class BatchSource:
                 f"{self.seed}: use the same seed, or start a new run"
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._order = _order(len(self.rows), self.seed, self._epoch)
+        self._order = _RowOrder(self.rows, self.seed, self._epoch)
         self._ready = []
 
     def _check_between_steps(self) -> None:
@@ -144,30 +149,69 @@ class BatchSource:
             raise RuntimeError(f"{len(self._ready)} batches of the current step were not taken")
 
     def _step(self) -> list[Batch]:
-        parts = [self.rows.take(self._next_indices()) for _ in range(self.accumulation)]
+        indices = [self._next_indices() for _ in range(self.accumulation)]
+        parts = [self.rows.take(taken, trim=True) for taken in indices]
         return [_batch(part, self.rows.packed) for part in parts]
 
     def _next_indices(self) -> Ints:
-        taken = self._order[self._position : self._position + self.batch_rows]
+        taken = self._order.between(self._position, self._position + self.batch_rows)
         self._position += self.batch_rows
         if self._position >= len(self.rows):
             self._epoch += 1
             self._position -= len(self.rows)
-            self._order = _order(len(self.rows), self.seed, self._epoch)
-            taken = np.concatenate([taken, self._order[: self._position]])
+            self._order = _RowOrder(self.rows, self.seed, self._epoch)
+            taken = np.concatenate([taken, self._order.between(0, self._position)])
         return taken
+
+
+class _RowOrder:
+    """The order of an epoch. It does not depend on the size of a batch, so a resume may change it.
+
+    Rows that are not packed are sorted by length, `SORTED_TOGETHER` of the shuffled ones at a time,
+    and served in shuffled groups of `SERVED_TOGETHER`.
+    """
+
+    def __init__(self, rows: PackedRows, seed: int, epoch: int) -> None:
+        self._rows = rows
+        self._order = Order(len(rows), seed, epoch)
+        self._seed = seed + epoch
+        self._window = -1
+        self._grouped: Ints = np.zeros(0, dtype=np.int64)
+
+    def between(self, first: int, last: int) -> Ints:
+        """Return the rows at the places from `first` to before `last`; none beyond the end."""
+        if self._rows.packed:
+            return self._order.between(first, last)
+        last = min(last, len(self._order))
+        parts = [np.zeros(0, dtype=np.int64)]
+        while first < last:
+            window, within = divmod(first, SORTED_TOGETHER)
+            parts.append(self._of_window(window)[within : within + last - first])
+            first += len(parts[-1])
+        return np.concatenate(parts)
+
+    def _of_window(self, window: int) -> Ints:
+        if window != self._window:
+            start = window * SORTED_TOGETHER
+            rows = self._order.between(start, start + SORTED_TOGETHER)
+            rows = rows[np.argsort(self._rows.row_lengths(rows), kind="stable")]
+            groups = -(-len(rows) // SERVED_TOGETHER)
+            order = Order(groups, self._seed, window).between(0, groups)
+            parts = [rows[g * SERVED_TOGETHER : (g + 1) * SERVED_TOGETHER] for g in order]
+            self._window, self._grouped = window, np.concatenate(parts)
+        return self._grouped
 
 
 def in_order(rows: PackedRows, batch_rows: int) -> Iterator[Batch]:
     """Yield every row once in a fixed order, for evaluation; the last batch may be smaller."""
     for first in range(0, len(rows), batch_rows):
-        part = rows.take(np.arange(first, min(first + batch_rows, len(rows))))
+        part = rows.take(np.arange(first, min(first + batch_rows, len(rows))), trim=True)
         yield _batch(part, rows.packed)
 
 
 def first_batch(rows: PackedRows, count: int) -> Batch:
-    """Return the first `count` rows, or all there are."""
-    return next(in_order(rows, count))
+    """Return the first `count` rows, or all there are, as long as any row can be."""
+    return _batch(rows.take(np.arange(min(count, len(rows)))), rows.packed)
 
 
 def fullest_batch(rows: PackedRows, count: int) -> Batch | None:
@@ -189,19 +233,3 @@ def _batch(rows: Rows, packed: bool) -> Batch:
         tokens=rows.tokens,
         packed=packed,
     )
-
-
-def _order(rows: int, seed: int, epoch: int) -> Ints:
-    """Permute by sorting hashes (splitmix64), so that no library version changes the order."""
-    state = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 64))
-    salt = _mixed(np.array([state], dtype=np.uint64))
-    numbers: npt.NDArray[np.uint64] = np.arange(rows, dtype=np.uint64)
-    keys = _mixed(salt + numbers)
-    return np.argsort(keys, kind="stable")
-
-
-def _mixed(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    keys = keys + np.uint64(0x9E3779B97F4A7C15)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return keys ^ (keys >> np.uint64(31))

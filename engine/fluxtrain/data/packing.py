@@ -1,9 +1,11 @@
-"""Packs documents that do not see each other into rows of a fixed length.
+"""Packs samples that do not see each other into rows of a fixed length.
 
-Documents no longer than a row stay whole; longer ones are cut into pieces of a row, and best fit
-fills the rows (Ding et al. 2024, "Fewer Truncations Improve Language Modeling"). Position ids
-restart at every piece. Decoder models of transformers take that restart as the border of a
-document when there is neither an attention mask nor a key-value cache.
+Samples no longer than a row stay whole, and best fit fills the rows (Ding et al. 2024, "Fewer
+Truncations Improve Language Modeling"). A longer text is cut into pieces of a row. Of a longer
+conversation its beginning is kept, so that no answer is learnt without its question; where nothing
+to learn is in it, the conversation is left out. Position ids restart at every piece. Decoder models
+of transformers take that restart as the border of a document when there is neither an attention
+mask nor a key-value cache.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from fluxtrain.data.fit import Fit, fit_of
 from fluxtrain.data.splitting import Spans
-from fluxtrain.data.tokens import Tokens
+from fluxtrain.data.store.tokens import TokenSource, learnt_in
 from fluxtrain.errors import BadInput
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
+PACKED_AT_ONCE = 1 << 20  # pieces that are packed together: some 200 MB meanwhile
+PADDED_TO = 32  # the length of rows that are not packed is a multiple of this
 
 Ints = npt.NDArray[np.int64]
 
@@ -43,6 +48,48 @@ class Rows:
         return int((self.document_ids >= 0).sum())
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Packing:
+    """Which pieces of a data set's tokens make which row; 24 bytes a piece."""
+
+    starts: Ints  # (P,) of each piece, those of a row next to each other
+    lengths: Ints  # (P,)
+    first_piece: Ints  # (R + 1,): row r has the pieces first_piece[r] to before first_piece[r + 1]
+    predicted_count: int  # tokens with a label
+    fit: Fit
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return len(self.first_piece) - 1
+
+
+def pack_rows(tokens: TokenSource, spans: Spans, row_tokens: int, pack: bool = True) -> Packing:
+    """Cut spans to pieces and fill rows with them; `pack=False` puts one piece in a row."""
+    if row_tokens < 2:
+        raise BadInput(
+            f"data.sequence_length is {row_tokens}: a row needs 2 tokens at least, "
+            "one to see and one to predict"
+        )
+    starts, lengths = _pieces(tokens, spans, row_tokens)
+    predicted = learnt_in(tokens, starts, lengths)
+    fit = fit_of(tokens, spans, starts, predicted, row_tokens)
+    kept = predicted > 0  # every row has a token to train on
+    starts, lengths = starts[kept], lengths[kept]
+    row_of = _best_fit_in_parts(lengths, row_tokens) if pack else np.arange(len(lengths))
+    order = np.argsort(row_of, kind="stable")  # pieces of a row in file order
+    rows = int(row_of.max()) + 1 if len(row_of) else 0
+    first_piece = np.zeros(rows + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row_of, minlength=rows), out=first_piece[1:])
+    return Packing(
+        starts=starts[order],
+        lengths=lengths[order],
+        first_piece=first_piece,
+        predicted_count=int(predicted[kept].sum()),
+        fit=fit,
+    )
+
+
 class PackedRows:
     """The rows of a split; a row is made on request, so only the tokens take memory.
 
@@ -50,33 +97,27 @@ class PackedRows:
     """
 
     def __init__(
-        self, tokens: Tokens, spans: Spans, sequence_length: int, pad_id: int = 0, pack: bool = True
+        self,
+        tokens: TokenSource,
+        spans: Spans,
+        sequence_length: int,
+        pad_id: int = 0,
+        pack: bool = True,
+        packing: Packing | None = None,
     ) -> None:
-        if sequence_length < 2:
-            raise BadInput(
-                f"data.sequence_length is {sequence_length}: a row needs 2 tokens at least, "
-                "one to see and one to predict"
-            )
+        """`packing` is that of these spans, where it is known already."""
         self.sequence_length = sequence_length
         self.packed = pack
         self._tokens = tokens
         self._pad_id = pad_id
-        starts, lengths = _pieces(spans, sequence_length)
-        predicted = _predicted(tokens, starts, lengths)
-        kept = predicted > 0  # every row has a token to train on
-        starts, lengths = starts[kept], lengths[kept]
-        row_of = _best_fit(lengths, sequence_length) if pack else np.arange(len(lengths))
-        order = np.argsort(row_of, kind="stable")  # pieces of a row in file order
-        self._starts, self._lengths = starts[order], lengths[order]
-        rows = int(row_of.max()) + 1 if len(row_of) else 0
-        self._first_piece = np.zeros(rows + 1, dtype=np.int64)
-        np.cumsum(np.bincount(row_of, minlength=rows), out=self._first_piece[1:])
-        self.pieces = len(self._starts)
-        self.token_count = int(self._lengths.sum())
-        self.predicted_count = int(predicted[kept].sum())
+        self._packing = packing or pack_rows(tokens, spans, sequence_length, pack)
+        self.fit = self._packing.fit
+        self.pieces = len(self._packing.starts)
+        self.token_count = int(self._packing.lengths.sum())
+        self.predicted_count = self._packing.predicted_count
 
     def __len__(self) -> int:
-        return len(self._first_piece) - 1
+        return self._packing.rows
 
     @property
     def mixes(self) -> bool:
@@ -85,14 +126,29 @@ class PackedRows:
 
     def fullest(self, count: int) -> Ints:
         """Return the numbers (count,) of the rows with the most documents; fewer if fewer exist."""
-        return np.argsort(-np.diff(self._first_piece), kind="stable")[:count]
+        return np.argsort(-np.diff(self._packing.first_piece), kind="stable")[:count]
+
+    def row_lengths(self, indices: Ints) -> Ints:
+        """Return how many tokens the rows at `indices` have without padding, where one piece makes
+        a row."""
+        return np.asarray(self._packing.lengths[self._packing.first_piece[indices]])
 
     def __getitem__(self, index: int) -> Rows:
         return self.take(np.asarray([index]))
 
-    def take(self, indices: Ints) -> Rows:
-        """Return the rows at `indices`, in that order. Raises IndexError beyond the last row."""
-        shape = (len(indices), self.sequence_length)
+    def take(self, indices: Ints, trim: bool = False) -> Rows:
+        """Return the rows at `indices`, in that order. Raises IndexError beyond the last row.
+
+        `trim` leaves out padding that all of them have, for rows that are not packed.
+        """
+        for index in indices:
+            if not 0 <= index < len(self):
+                raise IndexError(f"row {index} of {len(self)}")
+        length = self.sequence_length
+        if trim and not self.packed and len(indices):
+            longest = int(self.row_lengths(indices).max())
+            length = min(length, -(-longest // PADDED_TO) * PADDED_TO)
+        shape = (len(indices), length)
         rows = Rows(
             np.full(shape, self._pad_id, dtype=np.int64),
             np.full(shape, IGNORED, dtype=np.int64),
@@ -100,16 +156,14 @@ class PackedRows:
             np.full(shape, -1, dtype=np.int64),
         )
         for place, index in enumerate(indices):
-            if not 0 <= index < len(self):
-                raise IndexError(f"row {index} of {len(self)}")
             self._fill(rows, place, int(index))
         return rows
 
     def fingerprint(self) -> str:
         """Hash every token and its place, to detect other data on resume."""
-        digest = blake2b(digest_size=16)
-        for array in (self._tokens.ids, self._starts, self._lengths, self._first_piece):
-            digest.update(array.data.cast("B"))
+        digest = blake2b(self._tokens.digest().encode(), digest_size=16)
+        for array in (self._packing.starts, self._packing.lengths, self._packing.first_piece):
+            digest.update(np.ascontiguousarray(array).data.cast("B"))
         digest.update(f"{self.sequence_length} {self.packed}".encode())
         return digest.hexdigest()
 
@@ -122,40 +176,46 @@ class PackedRows:
         return counts
 
     def _fill(self, rows: Rows, place: int, index: int) -> None:
+        packing, row_tokens = self._packing, rows.input_ids.shape[1]
         at = 0
-        pieces = range(int(self._first_piece[index]), int(self._first_piece[index + 1]))
+        pieces = range(int(packing.first_piece[index]), int(packing.first_piece[index + 1]))
         for document, piece in enumerate(pieces):
-            start, length = int(self._starts[piece]), int(self._lengths[piece])
+            start, length = int(packing.starts[piece]), int(packing.lengths[piece])
             here = slice(at, at + length)
-            ids = self._tokens.ids[start : start + length]
+            ids = self._tokens.ids_at(start, length)
             rows.input_ids[place, here] = ids
             rows.document_ids[place, here] = document
-            rows.position_ids[place, at:] = np.arange(self.sequence_length - at)
+            rows.position_ids[place, at:] = np.arange(row_tokens - at)
             learnt = slice(at + 1, at + length)  # the first token follows nothing
             rows.labels[place, learnt] = ids[1:]
-            if self._tokens.trained is not None:
-                skipped = ~self._tokens.trained[start + 1 : start + length]
+            if self._tokens.has_marks:
+                skipped = ~self._tokens.marks_at(start + 1, length - 1)
                 rows.labels[place, learnt][skipped] = IGNORED
             at += length
 
 
-def _pieces(spans: Spans, row_tokens: int) -> tuple[Ints, Ints]:
-    """Cut spans longer than a row into pieces of a row and a rest."""
+def _pieces(tokens: TokenSource, spans: Spans, row_tokens: int) -> tuple[Ints, Ints]:
+    """Cut texts longer than a row into pieces of a row and a rest; of conversations keep a row."""
     counts = -(-spans.lengths // row_tokens)
+    if tokens.has_marks:
+        longer = np.flatnonzero(counts > 1)
+        learnt = learnt_in(tokens, spans.starts[longer], spans.lengths[longer])
+        counts[longer[learnt < spans.lengths[longer] - 1]] = 1
     span_of = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     offsets = (np.arange(len(span_of)) - first[span_of]) * row_tokens
     return spans.starts[span_of] + offsets, np.minimum(row_tokens, spans.lengths[span_of] - offsets)
 
 
-def _predicted(tokens: Tokens, starts: Ints, lengths: Ints) -> Ints:
-    """Return how many tokens of each piece have a label: all but the first, or the marked ones."""
-    if tokens.trained is None:
-        return lengths - 1
-    before = np.zeros(tokens.count + 1, dtype=np.int64)
-    np.cumsum(tokens.trained, out=before[1:])
-    marked: Ints = before[starts + lengths] - before[starts + 1]
-    return marked
+def _best_fit_in_parts(lengths: Ints, row_tokens: int) -> Ints:
+    """Return the row of each piece; pieces share rows with those of the same part of the data."""
+    parts: list[Ints] = []
+    rows = 0
+    for first in range(0, len(lengths), PACKED_AT_ONCE):
+        part = _best_fit(lengths[first : first + PACKED_AT_ONCE], row_tokens) + rows
+        rows = int(part.max()) + 1
+        parts.append(part)
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def _best_fit(lengths: Ints, row_tokens: int) -> Ints:

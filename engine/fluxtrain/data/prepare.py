@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fluxtrain.data.demo import demo_files
+from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
+from fluxtrain.data.encoding.notes import Notes
+from fluxtrain.data.encoding.tokenizer import Tokenizer
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.files import Entry
@@ -16,8 +17,8 @@ from fluxtrain.data.reading.repeats import RepeatSearch
 from fluxtrain.data.reading.report import Report
 from fluxtrain.data.reading.request import ReadRequest
 from fluxtrain.data.row import Row
-from fluxtrain.data.splitting import Spans, split
-from fluxtrain.data.tokens import Tokenizer, Tokens, check_vocabulary, tokenize
+from fluxtrain.data.splitting import split, whole
+from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.errors import BadInput
 from fluxtrain.units import count_text
 
@@ -51,7 +52,8 @@ class PreparedData:
     trained: PackedRows
     held_out: PackedRows
     corpus: Corpus
-    report: Report
+    report: Report  # what reading left out
+    notes: Notes  # what was noticed while rows became tokens
     documents: int
     tokens: int
 
@@ -70,15 +72,15 @@ def prepare(
     corpus, apart = corpora(source.request)
     with RepeatSearch() as search:
         reading = Reading(corpus, search)
-        tokens = _tokens(reading, source, tokenizer, limits, tell)
+        tokens, notes = _tokens(reading, source, tokenizer, limits, tell)
         evaluated = tokens
         if apart is None:
             parts = split(tokens, source.held_out, source.sequence_length, source.seed)
             spans = parts.trained, parts.held_out
         else:
             beside = Reading(apart, search, first_file=len(corpus.parts))
-            evaluated = _tokens(beside, source, tokenizer, limits, tell)
-            spans = _whole(tokens), _whole(evaluated)
+            evaluated, _ = _tokens(beside, source, tokenizer, limits, tell)
+            spans = whole(tokens), whole(evaluated)
             reading.report.add(beside.report)
         names = [part.name for part in (*corpus.parts, *(apart.parts if apart else ()))]
         search.describe(reading.report, names, len(corpus.parts))
@@ -91,6 +93,7 @@ def prepare(
         held_out=held_out,
         corpus=corpus,
         report=reading.report,
+        notes=notes,
         documents=tokens.documents,
         tokens=tokens.count,
     )
@@ -113,20 +116,18 @@ def _tokens(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     tell: Callable[[str], None] | None,
-) -> Tokens:
-    tokens = tokenize(_told(reading, tell) if tell else reading, tokenizer)
-    check_vocabulary(tokens, limits.embedding_rows)
+) -> tuple[Tokens, Notes]:
+    report, limit = reading.report, reading.corpus.max_bad_rows
+    encoder = Encoder(tokenizer, limit, bad=lambda: report.bad)
+    tokens = in_memory(encoder.samples(_told(reading, tell) if tell else reading))
+    check_vocabulary(tokens.largest, limits.embedding_rows)
     if tokens.count < source.sequence_length:
         raise BadInput(
             f"{reading.corpus.name} holds {tokens.count} tokens and one row needs "
             f"{source.sequence_length}: lower data.sequence_length to "
             f"{max(2, tokens.count // 2)} or less, or add data"
         )
-    return tokens
-
-
-def _whole(tokens: Tokens) -> Spans:
-    return Spans(tokens.starts[:-1], np.diff(tokens.starts))
+    return tokens, encoder.notes
 
 
 def check_sequence_length(wanted: int, positions: int | None) -> None:

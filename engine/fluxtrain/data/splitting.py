@@ -1,23 +1,25 @@
-"""Chooses the documents held out for evaluation by their content, so the choice never changes."""
+"""Chooses what is held out for evaluation by its content, so the choice never changes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
-from fluxtrain.data.tokens import Tokens
+from fluxtrain.data.order import salted
+from fluxtrain.data.store.tokens import TokenSource
 from fluxtrain.errors import BadInput
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Parts of a token array, each within one document; in file order."""
+    """Parts of a data set's tokens, each within one sample; in file order."""
 
-    starts: npt.NDArray[np.int64]  # (S,)
-    lengths: npt.NDArray[np.int64]  # (S,)
+    starts: Ints  # (S,)
+    lengths: Ints  # (S,)
 
     @property
     def tokens(self) -> int:
@@ -33,39 +35,50 @@ class Split:
     held_out: Spans
 
 
-def split(tokens: Tokens, share: float, row_tokens: int, seed: int) -> Split:
-    """Hold out at least `share` of the tokens by whole documents, and always leave some to train.
+def whole(tokens: TokenSource) -> Spans:
+    """Return all samples."""
+    return Spans(tokens.starts[:-1], np.diff(tokens.starts))
 
-    Documents are taken in the order of a hash of their content and `seed`: equal documents fall on
-    the same side, wherever they are in the file. If the last one exceeds the share by more than a
-    row, only its end is held out; of a single document too only the end is held out.
+
+def split(tokens: TokenSource, share: float, row_tokens: int, seed: int) -> Split:
+    """Hold out at least `share` of the tokens by whole rows of the data, and leave some to train.
+
+    Rows are taken in the order of a hash of their content and `seed`: equal ones fall on the same
+    side, wherever they are in the file, and all samples of a row with it. Of texts only the end is
+    held out where a whole one would exceed the share by more than a row, or is all there is; an
+    answer is never held out without its question, so of a single conversation nothing is.
     """
     if not 0.0 <= share < 1.0:
         raise BadInput(f"data.held_out is {share}: it is a share of the data, from 0 to below 1")
-    starts, lengths = tokens.starts[:-1], np.diff(tokens.starts)
-    held = np.zeros_like(lengths)  # how many tokens at the end of each document
-    if share > 0.0:
-        wanted = max(round(share * tokens.count), min(row_tokens, tokens.count // 2))
-        wanted = min(wanted, tokens.count - 1)
-        order = np.argsort(_keys(tokens, seed), kind="stable")
-        reached = np.cumsum(lengths[order])
-        place = int(np.searchsorted(reached, wanted))
-        over = int(reached[place]) - wanted
-        held[order[: place + 1]] = lengths[order[: place + 1]]
-        if over > row_tokens or place == tokens.documents - 1:
-            held[order[place]] -= over
-    kept = lengths - held
+    spans = whole(tokens)
+    if share == 0.0:
+        return Split(spans, Spans(spans.starts[:0], spans.lengths[:0]))
+    firsts = np.flatnonzero(np.diff(tokens.rows, prepend=-1))  # the first sample of each row
+    sizes = np.add.reduceat(spans.lengths, firsts)
+    held = np.zeros_like(sizes)  # how many tokens at the end of each row
+    count = int(sizes.sum())
+    wanted = max(round(share * count), min(row_tokens, count // 2))
+    wanted = min(wanted, count - 1)
+    order = np.argsort(salted(tokens.keys()[firsts], seed), kind="stable")
+    reached = np.cumsum(sizes[order])
+    place = int(np.searchsorted(reached, wanted))
+    over = int(reached[place]) - wanted
+    if place == len(order) - 1 and tokens.has_marks:
+        place, over = place - 1, 0
+    held[order[: place + 1]] = sizes[order[: place + 1]]
+    if not tokens.has_marks and (over > row_tokens or place == len(order) - 1):
+        held[order[place]] -= over
+    return _split(spans, held, sizes, firsts)
+
+
+def _split(spans: Spans, held: Ints, sizes: Ints, firsts: Ints) -> Split:
+    """Divide samples: `held` tokens at the end of each row, which has one or several of them."""
+    samples = np.diff(firsts, append=len(spans.lengths))
+    before = np.cumsum(spans.lengths) - spans.lengths
+    ends = np.repeat(before[firsts] + sizes - held, samples)  # where a row's held part begins
+    kept = np.clip(ends - before, 0, spans.lengths)
+    rest = spans.lengths - kept
     return Split(
-        trained=Spans(starts[kept > 0], kept[kept > 0]),
-        held_out=Spans((starts + kept)[held > 0], held[held > 0]),
+        trained=Spans(spans.starts[kept > 0], kept[kept > 0]),
+        held_out=Spans((spans.starts + kept)[rest > 0], rest[rest > 0]),
     )
-
-
-def _keys(tokens: Tokens, seed: int) -> npt.NDArray[np.uint64]:
-    salt = seed.to_bytes(8, "little", signed=True)
-    keys = np.empty(tokens.documents, dtype=np.uint64)
-    for document in range(tokens.documents):
-        start, end = tokens.starts[document : document + 2]
-        digest = blake2b(tokens.ids[start:end].tobytes(), digest_size=8, key=salt).digest()
-        keys[document] = int.from_bytes(digest, "little")
-    return keys

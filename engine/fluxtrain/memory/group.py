@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fluxtrain.device.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.memory.packed import dense_parts, pack_segment, placeholder
+from fluxtrain.memory.packed import Kept, dense_parts, pack_segment, packed_source, placeholder
 from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.group_placement import GroupPlacement, Tier
@@ -180,7 +180,7 @@ class Group:
                 "convert first, model.to(torch.bfloat16); of complex ones torch.view_as_real(...)"
             )
         large = trained and parameter.numel() >= state_formats.LEAST_LOW_BIT
-        storage = self.frozen if self._packs(parameter) and not shared else "plain"
+        storage = self._storage(parameter, shared=shared)
         states = self.states if large else "fp32"
         segment = self._segment(parameter.dtype, trained, states, storage)
         member = Member(
@@ -191,18 +191,32 @@ class Group:
         self.members.append(member)
         return member
 
-    def _packs(self, parameter: nn.Parameter) -> bool:
-        """Can this parameter's weights be packed? Large frozen matrices of a block can."""
-        return (
+    def _storage(self, parameter: nn.Parameter, *, shared: bool) -> StorageFormat:
+        """How this parameter's weights are stored: as another package has packed them; large frozen
+        matrices of a block as asked; others as they are."""
+        source = packed_source(parameter)
+        if source is not None:
+            return source.format
+        packs = (
             self.kind == "block"
+            and not shared
             and not parameter.requires_grad
             and parameter.dtype in TRAINED_DTYPES
             and parameter.dim() > 1
             and parameter.numel() >= state_formats.LEAST_PACKED
         )
+        return self.frozen if packs else "plain"
 
-    def settle(self, placement: GroupPlacement, device: torch.device, *, pin: bool) -> None:
-        """Fix the layout, allocate the weights' memory and move the weights into it."""
+    def settle(
+        self,
+        placement: GroupPlacement,
+        device: torch.device,
+        *,
+        pin: bool,
+        kept: Kept | None = None,
+    ) -> None:
+        """Fix the layout, allocate the weights' memory and move the weights into it; packed ones
+        may be `kept` from an earlier start."""
         self.placement, self._device, self._pin = placement, device, pin
         order = {dtype: place for place, dtype in enumerate(TRAINED_DTYPES)}
         self.segments.sort(
@@ -225,7 +239,7 @@ class Group:
         for segment, flat in zip(self.segments, weights, strict=True):
             segment.weights = flat
         for segment in self.packed_segments:
-            pack_segment(segment, self.name)
+            pack_segment(segment, self.name, kept)
         for member in self.members:
             view = self.own_view(member)
             if member.segment.packed is None:

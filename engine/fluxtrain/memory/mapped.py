@@ -3,29 +3,43 @@
 Weights in the dtype of their safetensors files are read through a memory map: they count as
 resident memory of the process while they are read, and the kernel drops them when it needs the
 memory. Converted weights are copies in the heap, which are freed when the weights move to the host
-arenas. Sources: proc_pid_maps(5), madvise(2), shm_overview(7).
+arenas. Sources: proc_pid_maps(5), madvise(2), posix_fadvise(2), shm_overview(7).
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
 MAPS = Path("/proc/self/maps")
 _MADV_COLD = 20  # Linux 5.4; Python names it from 3.15 on
+_MADV_DONTNEED = 4
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """The addresses [start, end) of a file's bytes from `offset` on."""
+
+    start: int
+    end: int
+    offset: int
+    name: str
 
 
 def copied_bytes(model: nn.Module, maps: Path = MAPS) -> int:
     """Return the bytes of weights on the host that are no pages of a file; of all weights where the
     system does not tell."""
     mapped = sum(p.nbytes for p in _mapped(model, maps))
-    return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu") - mapped
+    every = (p for p in model.parameters() if p.device.type == "cpu")
+    return sum(min(p.nbytes, p.untyped_storage().nbytes()) for p in every) - mapped
 
 
 def cool(model: nn.Module, maps: Path = MAPS) -> None:
@@ -34,37 +48,72 @@ def cool(model: nn.Module, maps: Path = MAPS) -> None:
     A control group counts pages that were read twice (or by a fault, with multi-generational LRU)
     as in use. This call drops and writes nothing.
     """
+    for weight in _mapped(model, maps):
+        _advise(*_whole_pages(weight), _MADV_COLD)
+
+
+def drop(weight: Tensor, maps: Path = MAPS) -> int:
+    """Free the pages of its file that `weight` was read from, here and in the page cache, so that a
+    model that is read once neither fills the memory nor pushes other files out.
+
+    Return the bytes of these pages; 0, and nothing is done, for memory that is no file's. Changes
+    that were written to a mapped weight are lost with its pages: for weights that are not read
+    again. The page cache keeps pages that another process has mapped.
+    """
+    mapping = _mapping_of(weight.data_ptr(), _file_mappings(maps))
+    start, size = _whole_pages(weight)
+    if mapping is None or not weight.is_contiguous() or size <= 0 or start + size > mapping.end:
+        return 0
+    if not _advise(start, size, _MADV_DONTNEED):
+        return 0
+    with suppress(OSError, AttributeError):  # renamed or deleted meanwhile; no such call
+        fd = os.open(mapping.name, os.O_RDONLY)
+        try:
+            offset = mapping.offset + start - mapping.start
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    return size
+
+
+def _whole_pages(weight: Tensor) -> tuple[int, int]:
+    """Return address and size of the pages that hold nothing else; a size of 0 or less for none."""
+    start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    return start, end - start
+
+
+def _advise(start: int, size: int, advice: int) -> bool:
+    """Call madvise(2); return whether the kernel took the advice."""
+    if size <= 0:
+        return False
     with suppress(OSError, AttributeError):  # another C library; an older kernel only refuses
         advise = ctypes.CDLL(None).madvise
-        for weight in _mapped(model, maps):
-            start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-            size = (weight.data_ptr() + weight.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-            if size > 0:
-                advise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_COLD)
+        return bool(advise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice) == 0)
+    return False
 
 
 def _mapped(model: nn.Module, maps: Path) -> Iterator[Tensor]:
     """Yield the parameters on the host that are pages of a file; tied ones once."""
-    starts, ends = _file_mappings(maps)
+    mappings = _file_mappings(maps)
     for parameter in model.parameters():
-        if parameter.device.type == "cpu" and _within(parameter.data_ptr(), starts, ends):
+        if parameter.device.type == "cpu" and _mapping_of(parameter.data_ptr(), mappings):
             yield parameter
 
 
-def _file_mappings(maps: Path) -> tuple[list[int], list[int]]:
-    """Return [start, end) of every mapped file that outlives its mapping, in address order."""
-    starts, ends = [], []
+def _file_mappings(maps: Path) -> list[_Mapping]:
+    """Return every mapped file that outlives its mapping, in address order."""
+    found: list[_Mapping] = []
     try:
         lines = maps.read_text().splitlines()
     except OSError:
-        return [], []
+        return found
     for line in lines:
-        addresses, _, _, _, inode, *name = line.split(maxsplit=5)
+        addresses, _, offset, _, inode, *name = line.split(maxsplit=5)
         if inode != "0" and name and _stays(name[0]):
             start, end = (int(address, 16) for address in addresses.split("-"))
-            starts.append(start)
-            ends.append(end)
-    return starts, ends
+            found.append(_Mapping(start, end, int(offset, 16), name[0]))
+    return found
 
 
 def _stays(name: str) -> bool:
@@ -75,6 +124,6 @@ def _stays(name: str) -> bool:
     return not name.startswith(("/memfd:", "/dev/"))
 
 
-def _within(address: int, starts: list[int], ends: list[int]) -> bool:
-    at = bisect_right(starts, address) - 1
-    return at >= 0 and address < ends[at]
+def _mapping_of(address: int, mappings: list[_Mapping]) -> _Mapping | None:
+    at = bisect_right(mappings, address, key=lambda mapping: mapping.start) - 1
+    return mappings[at] if at >= 0 and address < mappings[at].end else None

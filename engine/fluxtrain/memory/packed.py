@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluxtrain.device.arena import aligned
+from fluxtrain.memory.mapped import drop
 from fluxtrain.memory.segment import Member, Segment
+from fluxtrain.plan.states import PackedFormat
+from fluxtrain.quantization.layout import PackedLayout
 from fluxtrain.quantization.pack import pack
 from fluxtrain.quantization.unpack import unpack
 
 
-def pack_segment(segment: Segment, group: str) -> None:
-    """Pack the weights of a segment's members, on the host, into the memory of `group`.
+@dataclass(frozen=True)
+class PackedSource:
+    """A weight that another package has packed: its arrays, as a layout names them."""
+
+    format: PackedFormat
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    arrays: Mapping[str, Tensor]
+
+    def copy_to(self, places: Mapping[str, Tensor]) -> None:
+        """Copy the arrays to where a packed segment has them."""
+        with torch.no_grad():
+            for name, place in places.items():
+                place.copy_(self.arrays[name].reshape(-1)[: len(place)])
+
+
+def packed_source(parameter: nn.Parameter) -> PackedSource | None:
+    """Return what another package has packed of a parameter; None for ordinary ones."""
+    found: PackedSource | None = parameter.__dict__.get("_fluxtrain_packed")
+    return found
+
+
+class Kept(Protocol):
+    """Packed weights that an earlier start has kept (quantization/packed_cache.py)."""
+
+    def read_into(self, name: str, out: Tensor) -> bool:
+        """Fill out (bytes,) uint8 on the host with what is kept under a name, if it is there."""
+
+    def add(self, name: str, packed: Tensor) -> None:
+        """Keep packed (bytes,) uint8 under a name; it must not change before the end of packing."""
+
+
+def pack_segment(segment: Segment, group: str, kept: Kept | None = None) -> None:
+    """Pack the weights of a segment's members, on the host, into the memory of `group`, or read
+    them from where they are `kept`. Pages of files that they were are given back to the system.
 
     Raises BadInput where a weight holds NaN or infinity.
     """
@@ -22,10 +60,29 @@ def pack_segment(segment: Segment, group: str) -> None:
     assert layout is not None and weights is not None
     on_host = weights.device.type == "cpu"
     packed = weights if on_host else torch.zeros(len(weights), dtype=torch.uint8)
-    for index, member in enumerate(segment.members):
-        pack(layout, index, member.parameter.detach(), packed, name=f"{group}.{member.name}")
+    name = kept_name(segment, group)
+    if kept is None or not kept.read_into(name, packed):
+        _pack_members(segment, layout, packed, group)
+        if kept is not None:
+            kept.add(name, packed)
     if packed is not weights:
         weights.copy_(packed)
+
+
+def kept_name(segment: Segment, group: str) -> str:
+    """Name a segment in a cache."""
+    return f"{group} {segment.storage} {segment.dtype}"
+
+
+def _pack_members(segment: Segment, layout: PackedLayout, packed: Tensor, group: str) -> None:
+    for index, member in enumerate(segment.members):
+        source = member.parameter.__dict__.pop("_fluxtrain_packed", None)
+        if source is not None:
+            source.copy_to(layout.arrays_of(index, packed))
+        else:
+            weight = member.parameter.detach()
+            pack(layout, index, weight, packed, name=f"{group}.{member.name}")
+            drop(weight)
 
 
 def unpack_group(segments: Iterable[Segment], flat: Tensor, dense: Tensor) -> None:
@@ -63,5 +120,11 @@ def placeholder(member: Member) -> Tensor:
     """Make what a packed parameter holds at rest: NaN in its shape, of one element's memory."""
     weights = member.segment.weights
     device = torch.device("cpu") if weights is None else weights.device
-    nan = torch.full((1,), torch.nan, dtype=member.segment.dtype, device=device)
-    return nan.expand(member.shape)
+    return without_values(member.shape, member.segment.dtype, device)
+
+
+def without_values(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """Make a tensor of NaN that takes the memory of one element."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(tuple(shape))

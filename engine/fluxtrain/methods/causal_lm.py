@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.data.batches import Batch
+from fluxtrain.methods.cross_entropy import cross_entropy_and_rest
 from fluxtrain.models.known_packing import known_packing
 
 
@@ -30,14 +31,22 @@ class CausalLM:
         return batch.tokens
 
     def loss(self, model: nn.Module, batch: Batch, step_count: int) -> Tensor:
-        """Compute the summed cross entropy of the batch in nats, divided by `step_count` labels."""
-        with known_packing(mixes=batch.mixes):
-            loss: Tensor = model(**batch.inputs(step_count)).loss
-        return loss
+        """Compute the summed cross entropy of the batch in nats, divided by `step_count` labels.
+
+        What the model adds to it (the router loss of experts) counts with the batch's share.
+        """
+        entropy, rest = self._terms(model, batch, step_count)
+        return entropy if rest is None else entropy + rest * (batch.predicted / step_count)
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
-        """Compute the mean cross entropy in nats a token."""
-        return {"loss": float(self.loss(model, batch, batch.predicted))}
+        """Compute the mean cross entropy in nats a token, without what the model adds to it."""
+        return {"loss": float(self._terms(model, batch, batch.predicted)[0])}
+
+    def _terms(
+        self, model: nn.Module, batch: Batch, step_count: int
+    ) -> tuple[Tensor, Tensor | None]:
+        with known_packing(mixes=batch.mixes):
+            return cross_entropy_and_rest(model, lambda: model(**batch.inputs(step_count)))
 
     def to(self, batch: Batch, device: torch.device) -> Batch:
         """Copy ids, labels and positions to `device`."""

@@ -8,8 +8,11 @@ token to token (state spaces, recurrences, short convolutions) see across any ma
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 # Two rows of two documents of two tokens; the rows differ in the first document alone.
@@ -24,7 +27,8 @@ _TOLERATED_SHARE = 1e-5
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
     """Run 8 tokens through `model` and see whether a document's logits depend on its neighbour's.
 
-    The model is on the CPU and not wrapped; its training mode stays. Costs one read of the weights.
+    The model is on the CPU and not wrapped; its training mode stays. Only its first blocks run, as
+    many as show every kind of block: the whole of a large model would be read from the disk.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -33,8 +37,40 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     try:
         ids = torch.tensor(_ROWS) % model.config.get_text_config().vocab_size
         positions = torch.tensor([_POSITIONS] * len(_ROWS))
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        with first_blocks(model):
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
     finally:
         model.train(was_training)
     change = (logits[0] - logits[1]).abs().amax(-1)  # (4,)
     return bool(change[2:].max() <= _TOLERATED_SHARE * change[:2].max())
+
+
+@contextmanager
+def first_blocks(model: PreTrainedModel) -> Iterator[None]:
+    """Let `model` have only as many of its first blocks inside as show each kind of them, and no
+    fewer than two. Blocks are of one kind with equal modules, and equal words in their attributes
+    and in the configuration's `layer_types`."""
+    lists = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.ModuleList and len(child) > 2
+    ]
+    if not lists:
+        yield
+        return
+    parent, name, blocks = max(lists, key=lambda it: sum(p.numel() for p in it[2].parameters()))
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    named = types if len(types) == len(blocks) else ["" for _ in blocks]
+    kinds = [(kind, _kind(block)) for kind, block in zip(named, blocks, strict=True)]
+    count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
+    setattr(parent, name, blocks[:count])
+    try:
+        yield
+    finally:
+        setattr(parent, name, blocks)
+
+
+def _kind(block: nn.Module) -> tuple[object, ...]:
+    words = sorted((k, v) for k, v in vars(block).items() if isinstance(v, str | bool))
+    return tuple(words), tuple((name, type(module)) for name, module in block.named_modules())

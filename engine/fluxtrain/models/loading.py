@@ -72,6 +72,7 @@ class LoadedModel:
     max_positions: int | None
     pad_id: int
     merged_bytes: int = 0  # bytes of weights merged from several tensors
+    weight_files: tuple[Path, ...] = ()  # none of fresh weights
     base_key: str = ""  # of its weight files (`model_files.base_key`); empty for fresh weights
 
 
@@ -110,7 +111,7 @@ def load_model(
     choice = with_left_out(choice, left_out)
     check_finite(model, str(folder), packed_elements)
     loaded = _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
-    return replace(loaded, base_key=base_key(files.weights))
+    return replace(loaded, weight_files=files.weights, base_key=base_key(files.weights))
 
 
 def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,7 +13,6 @@ import psutil
 import torch
 from torch import nn
 
-import fluxtrain
 from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
@@ -21,6 +22,7 @@ from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.method import method_of
+from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability, Precision
 from fluxtrain.optimizer.third_party_packages import check_third_party
 from fluxtrain.plan.choices.placement import Placement
@@ -33,6 +35,7 @@ from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat, StorageFormat
 from fluxtrain.planning.device_budget import hold_to_budget
+from fluxtrain.planning.keeping import packed_cache
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import GIB
 from fluxtrain.wrapping.grouping import facts_of
@@ -102,9 +105,7 @@ def model_facts(
 def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
     """The same for rows and optimizer states as a run's configuration asks for them."""
     frozen = method_of(config).frozen_storage(config.method)
-    found = model_facts(
-        model, model_config, config.data.sequence_length, config.train.states, frozen
-    )
+    found = model_facts(model, model_config, config.data.row_tokens, config.train.states, frozen)
     name = config.train.optimizer
     if name == "adamw":
         return found
@@ -227,19 +228,25 @@ def loaded_bytes(model: nn.Module) -> int:
 
 def wrapped(
     config: RunConfig,
-    model: nn.Module,
+    loaded: LoadedModel,
     device: str,
     placement: Placement,
     facts: ModelFacts,
+    say: Callable[[str], None],
 ) -> tuple[nn.Module, Engine]:
-    """The model as `placement` says, and its engine."""
+    """The model as `placement` says, and its engine; `say` is told what became of the cache of
+    packed weights."""
     from fluxtrain.updates.loss_scale import LossScale
     from fluxtrain.wrapping.engine import engine_of
+    from fluxtrain.wrapping.wrap import Keeping, wrap_placed
 
     states = config.train.states
     frozen = method_of(config).frozen_storage(config.method)
-    streamed = fluxtrain.wrap(
-        model, device=device, placement=placement, states=states, frozen=frozen, overlap=True
+    keeping: Keeping | None = None
+    if frozen != "plain" and loaded.weight_files and config.model.packed_cache:
+        keeping = partial(packed_cache, loaded, frozen, say)
+    streamed = wrap_placed(
+        loaded.model, device, placement, states=states, frozen=frozen, keeping=keeping
     )
     engine = engine_of(streamed)
     for text in without_effect(request_of(config, facts, None, None), placement.choices):

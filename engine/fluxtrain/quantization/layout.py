@@ -137,6 +137,25 @@ class PackedLayout:
         """Return the arrays in `packed` (size_bytes,) uint8 by name."""
         return {name: place.of(packed) for name, place in self.places.items()}
 
+    def arrays_of(self, index: int, packed: Tensor) -> dict[str, Tensor]:
+        """Return what of `packed` (size_bytes,) belongs to weight `index`, without padding."""
+        weight, arrays = self.weights[index], self.arrays(packed)
+        if self.format == "int8":
+            rows = slice(weight.first_row, weight.first_row + weight.rows)
+            codes = arrays["codes"][weight.first : weight.first + weight.count]
+            return {"codes": codes, "absmax": arrays["absmax"][rows]}
+        spans = {
+            "codes": (weight.first // 2, -(-weight.count // 2)),
+            "absmax": (weight.first // BLOCK, -(-weight.count // BLOCK)),
+            "scales": (weight.first // MEMBER_ELEMENTS, weight.padded // MEMBER_ELEMENTS),
+            "offsets": (weight.first // MEMBER_ELEMENTS, weight.padded // MEMBER_ELEMENTS),
+            "map": (0, 256),
+        }
+        return {
+            name: array[spans[name][0] : spans[name][0] + spans[name][1]]
+            for name, array in arrays.items()
+        }
+
     def _arrays(self) -> dict[str, tuple[torch.dtype, int]]:
         n = self.elements
         if self.format == "int8":

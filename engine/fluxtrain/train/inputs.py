@@ -12,12 +12,14 @@ from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.rendering.named import use_template
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
+from fluxtrain.models.generation import stop_at
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
-from fluxtrain.plan.states import LEAST_PACKED
+from fluxtrain.plan import states
 from fluxtrain.telemetry.events import ChoiceMade
 
 DEMO = "demo"
@@ -31,6 +33,7 @@ class Inputs:
     loaded: LoadedModel
     data: PreparedData
     prompt: str  # the sample at the end continues it
+    choices: tuple[ChoiceMade, ...] = ()  # what was chosen for the data
 
 
 def load_inputs(
@@ -59,12 +62,13 @@ def load_inputs(
             seed=config.train.seed,
         ),
         fits,
-        packed_elements=None if frozen == "plain" else LEAST_PACKED,
+        packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
     )
+    use_template(loaded.tokenizer, config.data.chat_template)
     data = prepare(
         DataSource(
             request=read_request(config.data.model_dump()),
-            sequence_length=config.data.sequence_length,
+            sequence_length=config.data.row_tokens,
             held_out=config.data.held_out,
             seed=config.data.seed,
         ),
@@ -80,12 +84,26 @@ def load_inputs(
     return Inputs(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
 
 
+def told_of(inputs: Inputs, whole: bool) -> list[str]:
+    """Return what a person should know of the data before it is trained on, a sentence each.
+
+    Makes generation stop at the ends that are learnt. `whole`: the model itself is saved at the
+    end, not an adapter.
+    """
+    data, loaded = inputs.data, inputs.loaded
+    ends = [end for end, _ in data.notes.ends.most_common()]
+    told = [*data.report.lines(), *data.notes.sentences(), *data.trained.fit.sentences()]
+    stopping = stop_at(loaded.model, loaded.tokenizer, ends, whole)
+    return [*told, stopping] if stopping else told
+
+
 def read_as(corpus: Corpus) -> ChoiceMade:
     """Say what the data is read as, and why."""
     shapes = dict.fromkeys(part.shape for part in corpus.parts)
     first = corpus.parts[0]
     more = f"; and {len(corpus.parts) - 1} more files" if len(corpus.parts) > 1 else ""
-    because = f"{TITLES[first.shape]}: {first.because}{more}"
+    unknown = f"; {corpus.endless}" if corpus.endless else ""
+    because = f"{TITLES[first.shape]}: {first.because}{more}{unknown}"
     return ChoiceMade(name="data.format", value=", ".join(shapes), because=because)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,14 +28,15 @@ from fluxtrain.live.setup import live_changes
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
+from fluxtrain.models.generation import sample_text
 from fluxtrain.models.kernels import choose_kernels
-from fluxtrain.models.sampling import sample_text
 from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.placing import card_capability, choose_device, dtype_choice, wrapped
 from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
+from fluxtrain.planning.row_length import with_row_length
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
-from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as
+from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as, told_of
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
@@ -68,6 +70,7 @@ def train(
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
         session.announcer.phase("loading")
+        config, chosen = with_row_length(config)
         if not (configured := target.resumes and target.run_dir.run.exists()):
             write_run_file(target.run_dir, config, machine)
         session.configured()
@@ -77,7 +80,8 @@ def train(
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
         tell = partial(session.announcer.phase, "loading")
         inputs = load_inputs(config, fits, card_capability(device.value), tell)
-        for line in inputs.data.report.lines():
+        inputs = replace(inputs, choices=chosen)
+        for line in told_of(inputs, whole=config.method.name == "full"):
             session.announcer.warn(line)
         method_of(config).prepare(inputs.loaded.model, config)
         run = made(config, inputs, session, checkpoint, machine, device)
@@ -122,13 +126,19 @@ class Run:
             usual_rate=usual_rate(config),
         )
         self.model, self.engine = wrapped(
-            config, inputs.loaded.model, device.value, self._plan.placement, self._plan.facts
+            config,
+            inputs.loaded,
+            device.value,
+            self._plan.placement,
+            self._plan.facts,
+            session.announcer.warn,
         )
         self._choices = (
             device,
             dtype_choice(inputs.loaded.precision),
             ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because),
             *([read_as(inputs.data.corpus)] if config.data.path != DEMO else []),
+            *inputs.choices,
             *self._plan.placement.choices,
             *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,

@@ -56,7 +56,7 @@ class RunPlan:
             batch_rows=placement.batch_rows,
             chunk_rows=engine.chunk_rows,
             accumulation=self.config.train.accumulation,
-            sequence_length=self.config.data.sequence_length,
+            sequence_length=self.config.data.row_tokens,
             **vars(placement.totals),
             placement=alike(placement.groups),
             slots=placement.slots,

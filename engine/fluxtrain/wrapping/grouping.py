@@ -155,6 +155,6 @@ def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
         narrow=group.low_bit_elements,
         table_rows=group.members[0].shape[0] if is_one else 0,
         frozen=sum(m.count for m in group.members if not m.trained),
-        storage=group.frozen if group.packed_segments else "plain",
+        storage=next((s.storage for s in group.packed_segments), "plain"),
         dense_bytes=group.dense_bytes,
     )

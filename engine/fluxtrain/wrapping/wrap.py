@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,31 +18,32 @@ from fluxtrain.edges.chunked_head import choose_vocab_chunks
 from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
-from fluxtrain.guards.refusals import refuse_unsupported
-from fluxtrain.hardware.gpu import Gpus
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.guards.refusals import refuse_unsupported, wide_frozen_weights
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.mapped import cool, copied_bytes
-from fluxtrain.memory.packed import all_dense_weights
+from fluxtrain.memory.packed import Kept, all_dense_weights
 from fluxtrain.memory.unit import Unit
 from fluxtrain.optimizer.hook import install as install_adoption
 from fluxtrain.optimizer.plain_state import let_go
 from fluxtrain.plan.choices.placement import Placement, place_for_any_rows
 from fluxtrain.plan.choices.reasons import without_effect
-from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.group_placement import check_groups, refuse_unused
 from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.runtime.passes import take_in
+from fluxtrain.wrapping.bitsandbytes_layers import give_back_quantised, take_over_quantised
 from fluxtrain.wrapping.block_discovery import Parts, take_apart
 from fluxtrain.wrapping.dora import take_magnitudes_of_packed
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.wrapping.module_patches import guard_module, release_module, replace_forward
 from fluxtrain.wrapping.slots import slots_for
+from fluxtrain.wrapping.target import compute_device, free_capacity
 from fluxtrain.wrapping.unit_forward import UnitForward
+
+# Opens, for the groups before their weights move, where packed weights are kept.
+Keeping = Callable[[Iterable[Group]], AbstractContextManager[Kept]]
 
 
 def wrap(  # noqa: PLR0913 - each is a choice of its own
@@ -85,6 +87,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
+    take_over_quantised(model)
     refuse_unsupported(model)
     asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
     asked = {name: value for name, value in asked.items() if value is not None}
@@ -92,17 +95,34 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     steps["deferred_moments"] = deferred_moments or None
     if isinstance(placement, Placement):
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
-        _put_engine(model, _compute_device(device), placement, states, frozen, overlap=overlap)
+        _put_engine(model, compute_device(device), placement, states, frozen, overlap=overlap)
         return model
     request = replace(_request_of(placement), **asked)
     if device is None and request.device != "auto":
         device = request.device
     made = RunRequest.of(request, **steps)
-    _put_engine(model, _compute_device(device), made, states, frozen, overlap=overlap)
+    _put_engine(model, compute_device(device), made, states, frozen, overlap=overlap)
     return model
 
 
 auto_wrap = wrap  # the same under another name
+
+
+def wrap_placed(
+    model: nn.Module,
+    device: str,
+    placement: Placement,
+    *,
+    states: StateFormat,
+    frozen: StorageFormat,
+    keeping: Keeping | None = None,
+) -> nn.Module:
+    """Do what `wrap` does, for a trainer: with a made placement, updates beside the computation,
+    and packed weights that may be kept on disk."""
+    refuse_unsupported(model)
+    target = compute_device(device)
+    _put_engine(model, target, placement, states, frozen, overlap=True, keeping=keeping)
+    return model
 
 
 def _put_engine(
@@ -113,6 +133,7 @@ def _put_engine(
     frozen: StorageFormat,
     *,
     overlap: bool,
+    keeping: Keeping | None = None,
 ) -> None:
     """Give the model's parts an engine, which adopts optimizers; plan only what is not placed."""
     parts = _parts_of(model)
@@ -123,12 +144,14 @@ def _put_engine(
         refuse_unused(placement.groups)
     else:
         facts = model_facts(model, parts, groups, borrowed)
-        placement = place_for_any_rows(facts, _capacity(model, torch_device), asked)
+        placement = place_for_any_rows(facts, free_capacity(model, torch_device), asked)
         told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
+        with nullcontext() if keeping is None else keeping(groups.values()) as kept:
+            _load_groups(engine, groups, kept)
         _furnish(engine, model, parts, groups, borrowed)
-    for text in told:
+    for text in filter(None, (*told, wide_frozen_weights(groups.values()))):
         engine.say(text)
     install_adoption()
 
@@ -160,8 +183,9 @@ def unwrap(model: nn.Module) -> nn.Module:
                 release_parameter(member.parameter)
                 hooks.pop(key, None)
     for group in engine.groups:
-        for index, weights in all_dense_weights(group.segments).items():
-            group.members[index].parameter.data = weights.cpu().clone()
+        if not give_back_quantised(group):
+            for index, weights in all_dense_weights(group.segments).items():
+                group.members[index].parameter.data = weights.cpu().clone()
     for module in model.modules():
         release_module(module)
     del model.__dict__["_fluxtrain_engine"]
@@ -212,49 +236,10 @@ def _refuse_beside_a_placement(asked: Iterable[str]) -> None:
         )
 
 
-def _compute_device(device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        try:
-            chosen = torch.device(device)
-        except RuntimeError as error:
-            raise BadInput(f"device {device!r} is unknown: use 'cuda' or 'cpu'") from error
-        if chosen.type not in ("cpu", "cuda"):
-            raise BadInput(f"device {chosen} is not supported: use 'cuda' or 'cpu'")
-        if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise BadInput(
-                "device='cuda', but torch sees no GPU: install the CUDA build of torch and the "
-                "NVIDIA driver, or use device='cpu'"
-            )
-        return chosen
-    from fluxtrain.hardware.device import check_accelerator
-
-    check_accelerator(torch.cuda.is_available())
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _capacity(model: nn.Module, device: torch.device) -> Capacity:
-    """What is free once the model's weights have left the places where they are now."""
-    no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
-    cool(model)
-    available = read_machine(gpus=no_gpus).memory_available_bytes
-    if available is not None:
-        available += copied_bytes(model)  # pages of files count as available
-    if device.type != "cuda":
-        return Capacity(device_free_bytes=None, host_available_bytes=available)
-    here = torch.empty(0, device=device).device  # with its index
-    cached = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
-    weights = sum(p.nbytes for p in model.parameters() if p.device == here)
-    return Capacity(
-        device_free_bytes=torch.cuda.mem_get_info(here)[0] + cached + weights,
-        host_available_bytes=available,
-    )
-
-
 def _furnish(
     engine: Engine, model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
 ) -> None:
-    """Give the engine groups, units and slots; the model is the engine's from here on."""
-    _load_groups(engine, groups)
+    """Give the engine units and slots; the model is the engine's from here on."""
     take_magnitudes_of_packed(model, engine.groups)
     _make_units(engine, model, parts, groups, borrowed)
     choose_rows(engine)
@@ -264,13 +249,13 @@ def _furnish(
     _put_on(engine, model, parts)
 
 
-def _load_groups(engine: Engine, groups: dict[str, Group]) -> None:
+def _load_groups(engine: Engine, groups: dict[str, Group], kept: Kept | None) -> None:
     """Move every group's weights to their tier, one at a time, so that no second copy of the model
     ever exists."""
     engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):
         pin = engine.device.pins and row.weights != "device"
-        group.settle(row, engine.device.torch_device, pin=pin)
+        group.settle(row, engine.device.torch_device, pin=pin, kept=kept)
         engine.owners[group] = {}
         for member in group.members:
             owner = Owner(engine, group, member)

@@ -48,7 +48,7 @@ DATA = SourceQuestion(
         Option(
             "path",
             "File",
-            "a file, a folder or a pattern: .jsonl .json .csv .parquet .txt, also .gz",
+            "a file, a folder, or a pattern such as data/*.json",
         ),
         Option("hub", "Hub", "a data set on the Hugging Face hub, or a file of it"),
     ),

@@ -23,7 +23,7 @@ from fluxtui.wizard.answers.answers import (
     hub_id_problem,
     is_hub_id,
 )
-from fluxtui.wizard.answers.configuring import answers_from_file
+from fluxtui.wizard.answers.configuring import answers_from_file, configuration
 from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data, read_data_file
 from fluxtui.wizard.checks.known_runs import RESUMABLE, run_rows
 from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder
@@ -94,6 +94,9 @@ def check_model(answers: Answers, environment: Mapping[str, str] = os.environ) -
     return Check(facts=facts.rows(), warnings=facts.warnings)
 
 
+_LISTED = "[a.jsonl, {path: b.csv, weight: 2}]"
+
+
 def check_data(answers: Answers) -> Check:
     """Look at the chosen data: format, size and the first documents."""
     if answers.sequence_length is not None and answers.sequence_length < 2:
@@ -104,6 +107,9 @@ def check_data(answers: Answers) -> Check:
         return _check_hub_data(answers.data_file)
     try:
         settings = _data_settings(answers)
+        torn = answers.data_file.startswith("[") and answers.data_file == answers.data_sources
+        if torn and not Path(answers.data_file).exists():
+            return Check(error=f"{answers.data_file} is no list: write {_LISTED}")
         if answers.data_file != answers.data_sources:
             facts = read_data({**settings, "path": answers.data_sources})
         else:
@@ -118,8 +124,7 @@ def _data_settings(answers: Answers) -> Mapping[str, Any]:
     from fluxtrain.config.text import apply_overrides
 
     own = [override for override in answers.overrides if override.startswith("data.")]
-    base = {**answers.base.get("data", {}), "format": answers.data_format}
-    settings: Mapping[str, Any] = apply_overrides({"data": base}, own)
+    settings: Mapping[str, Any] = apply_overrides(configuration(answers), own)
     return settings["data"] or {}
 
 

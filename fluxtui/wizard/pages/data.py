@@ -23,9 +23,13 @@ def data_page(view: WizardView, width: int) -> Content:
     """The answer's check, and what the engine makes of the data."""
     check, asked = view.checks.get("data"), view.inspection
     if check is None or check.error:
-        return found_page(view, width)
+        return _refused(view, check, width)
     parts = [_in_a_line(check, width) if view.short else found_page(view, width)]
     if asked.value is not None:
+        if view.answers.data_source == "hub":  # its shape is known to the engine alone
+            parts.append(drawing.pairs([_read_as(asked.value)], width))
+        more = [note for note in asked.value.notes if note not in check.warnings]
+        parts += [drawing.caution(note, width) for note in more]
         parts += _inspected(asked.value, width, view.short)
     elif asked.refusal is not None:
         parts.append(drawing.problem(asked.refusal, width))
@@ -34,6 +38,24 @@ def data_page(view: WizardView, width: int) -> Content:
             parts.append(pending("The engine reads the first documents", asked, width))
         parts.append(_first_documents(check, width))
     return Content("\n\n").join(part for part in parts if part.plain)
+
+
+def _read_as(found: InspectionAnswer) -> tuple[str, str]:
+    first = found.files[0]
+    more = f"; {len(found.files) - 1} more files" if len(found.files) > 1 else ""
+    return "format", f"{first.title} ({first.shape}), because {first.because}{more}"
+
+
+def _refused(view: WizardView, check: Check | None, width: int) -> Content:
+    """Say after a refusal how the setting is made that it names."""
+    found = found_page(view, width)
+    if check is None or "set data." not in (check.error or ""):
+        return found
+    how = (
+        f"{view.key('wizard_read_as')} reads the data in the next shape; other settings of the "
+        "data are given as in fluxtrain-tui --set 'data.columns={text: body}'"
+    )
+    return Content("\n\n").join([found, drawing.paragraph(how, width, drawing.MUTED)])
 
 
 def _in_a_line(check: Check, width: int) -> Content:

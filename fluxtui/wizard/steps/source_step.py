@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from textual import events, on
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.content import Content
 from textual.widgets import Input
 
+from fluxtui.actions.key_map import own_bindings
 from fluxtui.widgets.entry import Entry
 from fluxtui.wizard.answers.answers import DATA_FORMATS, Answers
 from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
@@ -30,6 +32,8 @@ class SourceStep(Step):
     SourceStep Input:focus { border: round $accent; }
     SourceStep Input.-refused { border: round $error; }
     """
+
+    BINDINGS: ClassVar[list[BindingType]] = own_bindings(("wizard_read_as",))
 
     def __init__(self, question: SourceQuestion, below: DrawPage) -> None:
         """`below` draws what was found about the answer."""
@@ -102,6 +106,8 @@ class SourceStep(Step):
 
     def action_read_as(self) -> None:
         """Read the data in the next shape; after the last one, as its keys say."""
+        if self.name_of_step != "data":
+            return
         now = DATA_FORMATS.index(self.view.answers.data_format)
         self.answer({"data_format": DATA_FORMATS[(now + 1) % len(DATA_FORMATS)]})
 

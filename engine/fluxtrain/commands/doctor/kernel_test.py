@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,7 +18,11 @@ from fluxtrain.adamw.native_adamw import accumulate_, sum_squares
 from fluxtrain.adamw.reference import encode, rounding
 from fluxtrain.adamw.step import Backend, step_
 from fluxtrain.commands.doctor.same import Mismatch, same_bits
-from fluxtrain.plan.states import STATE_FORMATS, StateFormat
+from fluxtrain.plan.states import PACKED_FORMATS, STATE_FORMATS, StateFormat
+from fluxtrain.quantization import reference
+from fluxtrain.quantization.layout import PackedLayout
+from fluxtrain.quantization.pack import pack
+from fluxtrain.quantization.unpack import unpack
 
 ELEMENTS = 100_003  # several threads, and a tail that fills no vector
 HYPER = Hyper(lr=1e-3, weight_decay=0.1)
@@ -32,7 +36,7 @@ def check_kernels() -> str:
         results = {}
         for name in available:
             _native.set_isa(name)
-            results[name] = _updates("native") | _sums()
+            results[name] = _updates("native") | _sums() | _packed(pack, unpack)
     scalar = results.pop("scalar")
     count = sum(tensor.numel() for tensor in scalar.values())
     for name, found in results.items():
@@ -40,7 +44,7 @@ def check_kernels() -> str:
             same_bits(scalar, found)
         except Mismatch as mismatch:
             raise Mismatch(f"{name} against scalar: {mismatch}") from mismatch
-    by_torch = _updates("torch")
+    by_torch = _updates("torch") | _packed(reference.pack, reference.unpack)
     try:
         same_bits({name: scalar[name] for name in by_torch}, by_torch)
     except Mismatch as mismatch:
@@ -89,6 +93,25 @@ def _sums() -> dict[str, Tensor]:
         accumulate_(weights, x)
     squares = [sum_squares(grad), sum_squares(halves)]
     return {"accumulate": weights, "sum of squares": torch.tensor(squares, dtype=torch.float64)}
+
+
+def _packed(
+    packs: Callable[[PackedLayout, int, Tensor, Tensor], None],
+    unpacks: Callable[[PackedLayout, Tensor, Tensor], None],
+) -> dict[str, Tensor]:
+    """Return what finite weights become in each packed format, and what those become again."""
+    weights = torch.nan_to_num(_values()[0]).view(1, -1)
+    found: dict[str, Tensor] = {}
+    for format in PACKED_FORMATS:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            weight = weights.clamp(-6e4, 6e4).to(dtype)
+            layout = PackedLayout.of(format, [weight.shape])
+            packed = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+            dense = torch.zeros(layout.elements, dtype=dtype)
+            packs(layout, 0, weight, packed)
+            unpacks(layout, packed, dense)
+            found |= {f"packed as {format}, {dtype}": packed, f"{format} as {dtype}": dense}
+    return found
 
 
 def _values() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -36,7 +36,9 @@ SUFFIXES: dict[str, Container] = {
 READABLE = ", ".join(suffix for suffix in SUFFIXES if suffix not in {".text", ".pq", ".feather"})
 
 _ABOUT_NAMES = ("readme", "license", "licence", "notice", "changelog", "citation", "contributing")
-_ABOUT_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "state.json"})
+_ABOUT_FILES = frozenset(
+    {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+)
 _HEAD_BYTES = 64 << 10
 _PARQUET = b"PAR1"
 _ARROW_STREAM = b"\xff\xff\xff\xff"

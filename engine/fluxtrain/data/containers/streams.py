@@ -28,7 +28,7 @@ SUFFIXES: dict[str, Compression] = {
 
 _GZIP = b"\x1f\x8b"
 _ZSTANDARD = b"(\xb5/\xfd"
-_PACKED_AT_ONCE_BYTES = {"gzip": 64 << 10, "zstandard": 4 << 10}  # 4 KiB unpack to 170 MiB at most
+_PACKED_AT_ONCE_BYTES = {"gzip": 16 << 10, "zstandard": 4 << 10}  # at most 16 and 170 MiB unpacked
 _BUFFER_BYTES = 256 << 10
 
 
@@ -43,11 +43,11 @@ def compression_of(path: Path) -> Compression | None:
 
 def opened_raw(path: Path) -> BinaryIO:
     """Open a regular file. Raises BadInput for everything else."""
-    if not path.exists():
-        raise BadInput(f"{path} does not exist: check data.path")
-    if not path.is_file():
-        raise BadInput(f"{path} is not a regular file: data is read more than once")
     try:
+        if not path.exists():
+            raise BadInput(f"{path} does not exist: check data.path")
+        if not path.is_file():
+            raise BadInput(f"{path} is not a regular file: data is read more than once")
         return path.open("rb")
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error

@@ -33,6 +33,12 @@ class Corpus:
         return sum(part.size_bytes for part in self.parts)
 
     @property
+    def endless(self) -> str:
+        """Say which parts have an unknown size, so that no share of them can be told."""
+        names = ", ".join(part.name for part in self.parts if not part.has_end)
+        return f"how much {names} holds is not known: only its first rows are counted" * bool(names)
+
+    @property
     def name(self) -> str:
         """Name the corpus for a message."""
         first = self.parts[0].name

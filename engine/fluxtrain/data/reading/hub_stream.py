@@ -117,6 +117,7 @@ def _streamed(repository: str, configuration: str | None, split: str, entry: Ent
         size_bytes=size_bytes,
         weight=entry.weight,
         rules=entry.rules,
+        has_end=rows is not None,
     )
     return with_shape(part)
 

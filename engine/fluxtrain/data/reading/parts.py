@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -9,13 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from fluxtrain.data.containers.lines import LINE_LIMIT_BYTES
 from fluxtrain.data.containers.opening import Opened, container_of, records
 from fluxtrain.data.containers.record import Problem, Record, keys_of
 from fluxtrain.data.containers.streams import Source
 from fluxtrain.data.containers.texts import texts
 from fluxtrain.data.row import Row
 from fluxtrain.data.shapes.convert import KeyRules, Recognised, recognised, renamed
-from fluxtrain.data.shapes.keys import SHAPES, TITLES, Shape, advice_for
+from fluxtrain.data.shapes.keys import SHAPES, Shape, advice_for, shapes_of
 from fluxtrain.errors import BadInput
 
 PLAIN = "plain"  # as data.format: the file is plain text, whatever its name says
@@ -54,11 +56,7 @@ class Part:
     size_bytes: int
     weight: float = 1.0  # how often an epoch draws each row
     rules: KeyRules = field(default_factory=KeyRules)
-
-    @property
-    def title(self) -> str:
-        """Say what the part is read as, and why."""
-        return f"{self.name}: {TITLES[self.shape]} ({self.shape}); {self.because}"
+    has_end: bool = True  # False: how much it holds is not known before it was read
 
 
 class _FileItems:
@@ -100,7 +98,28 @@ def file_part(path: Path, rules: KeyRules, weight: float = 1.0) -> Part:
         weight=weight,
         rules=rules,
     )
-    return part if opened.container == "text" else with_shape(part)
+    if opened.container != "text":
+        return with_shape(part)
+    if rules.shape == "auto":
+        _refuse_rows_named_as_text(path)
+    return part
+
+
+def _refuse_rows_named_as_text(path: Path) -> None:
+    """Raise BadInput if the first line of a text file is a row: as text its marks were learnt."""
+    with Source(path) as source:
+        line = source.readline(LINE_LIMIT_BYTES).strip()
+    if not line.startswith(b"{"):
+        return
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(values, dict) and (found := shapes_of(values)):
+        raise BadInput(
+            f"{path} is named as text, and its first line is an object with {found[0].named}: "
+            "rename it to .jsonl, or set data.format: plain to learn the text of its lines as it is"
+        )
 
 
 def with_shape(part: Part) -> Part:

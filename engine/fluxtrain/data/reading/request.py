@@ -9,6 +9,7 @@ from typing import Any
 from fluxtrain.data.reading.corpus import Corpus, corpus_of
 from fluxtrain.data.reading.files import Entry
 from fluxtrain.data.shapes.convert import KeyRules
+from fluxtrain.errors import BadInput
 
 DEMO = "demo"
 
@@ -60,6 +61,8 @@ def _entries(path: Any, rules: KeyRules) -> tuple[Entry, ...]:
 def _entry(one: Any, rules: KeyRules) -> Entry:
     if isinstance(one, str):
         return Entry(path=one, rules=rules)
+    if not isinstance(one, Mapping) or not isinstance(one.get("path"), str):
+        raise BadInput(f"data.path lists {one!r:.60}: write a path, or {{path: ..., weight: ...}}")
     own = replace(
         rules,
         shape=one.get("format") or rules.shape,

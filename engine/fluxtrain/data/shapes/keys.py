@@ -63,7 +63,17 @@ CONTENT = frozenset(
 # Other names under which the columns of a prompt and its answer are published.
 _PROMPTS = ("question", "query", "prompt", "input", "instruction", "source", "problem")
 _ANSWERS = ("answer", "response", "output", "completion", "target", "solution", "chosen")
-_TEXTS = ("content", "body", "raw_content", "article", "document", "passage", "code", "story")
+_TEXTS = (
+    "text",
+    "content",
+    "body",
+    "raw_content",
+    "article",
+    "document",
+    "passage",
+    "code",
+    "story",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +117,8 @@ def preference_of(values: Mapping[str, Any]) -> str | None:
 
 def advice_for(values: Mapping[str, Any]) -> str:
     """Suggest the setting that makes a row with other names readable."""
-    prompt = next((key for key in _PROMPTS if isinstance(values.get(key), str)), None)
-    answer = next((key for key in _ANSWERS if isinstance(values.get(key), str)), None)
+    prompt = _named(values, _PROMPTS)
+    answer = _named(values, _ANSWERS)
     if "instruction" in values and answer is not None:
         further = ", input: context" if "context" in values else ""
         return (
@@ -132,13 +142,19 @@ def advice_for(values: Mapping[str, Any]) -> str:
             f"if `{turns}` holds messages (their keys: {', '.join(inner)}), set data.columns: "
             f"{{messages: {turns}, role: ..., content: ...}}"
         )
-    text = next((key for key in _TEXTS if isinstance(values.get(key), str)), None)
+    text = _named(values, _TEXTS)
     if text is not None:
         return f"if `{text}` is the whole text to learn, set data.columns: {{text: {text}}}"
     return (
         "it must have `text`, `messages`, `conversations`, `prompt` and `completion`, or "
         "`instruction` and `output`; data.columns says which column is which"
     )
+
+
+def _named(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Return the key of a string that has one of these names, however it is capitalised."""
+    there = {key.lower(): key for key, value in values.items() if isinstance(value, str)}
+    return next((there[name] for name in names if name in there), None)
 
 
 def parsed_turns(value: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from fluxtrain.data.row import Row
 DOCUMENTS = 512
 CHARACTERS = 2 << 20
 LEAST_DOCUMENTS = 4  # of each file, where there are many
-READ_ON_S = 5.0
+READ_ON_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,16 @@ def sampled(corpus: Corpus, apart: Corpus | None = None, whole: bool = False) ->
     `apart` is data of its own for evaluation: it is looked at, and no row of it is taken.
     Raises BadInput if a file cannot be used, or if more rows are bad than the configuration allows.
     """
+    rows, share = first_rows(corpus)
+    report, read_share = _looked_at(corpus, apart, math.inf if whole else READ_ON_S)
+    return Sampled(rows=rows, share=share, report=report, read_share=read_share)
+
+
+def first_rows(corpus: Corpus) -> tuple[list[Row], float]:
+    """Return the first rows of every file, and their share of the documents of an epoch.
+
+    Raises BadInput as `sampled`.
+    """
     rows: list[Row] = []
     drawn = 0.0  # rows that an epoch draws, estimated
     most = max(LEAST_DOCUMENTS, DOCUMENTS // len(corpus.parts))
@@ -42,9 +52,8 @@ def sampled(corpus: Corpus, apart: Corpus | None = None, whole: bool = False) ->
         first, share = _first(Reading(alone), most, CHARACTERS // len(corpus.parts))
         rows += first
         drawn += len(first) * part.weight / (share or 1.0)
-    report, read_share = _looked_at(corpus, apart, math.inf if whole else READ_ON_S)
     share = 1.0 if math.isclose(drawn, len(rows)) else len(rows) / max(drawn, 1.0)
-    return Sampled(rows=rows, share=share, report=report, read_share=read_share)
+    return rows, share
 
 
 def _first(reading: Reading, most: int, most_characters: int) -> tuple[list[Row], float]:

@@ -1,0 +1,1 @@
+"""Rows as tokens: which ids they become, and which of these are learnt."""

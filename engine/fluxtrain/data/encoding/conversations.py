@@ -1,0 +1,171 @@
+"""Encodes conversations: the assistant's words are learnt, with the token that ends each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from fluxtrain.data.encoding.borders import encode_with_places
+from fluxtrain.data.encoding.notes import Notes, RowRefused
+from fluxtrain.data.encoding.samples import Sample, sample_of
+from fluxtrain.data.encoding.texts import TextEncoder
+from fluxtrain.data.encoding.tokenizer import Tokenizer, TokenKinds
+from fluxtrain.data.rendering.answers import Rendering, renderings
+from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
+from fluxtrain.data.rendering.left_out import left_out
+from fluxtrain.data.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """An answer in tokens: from `first` to before `last`; `end` is its last token, None: no end."""
+
+    first: int
+    last: int
+    end: int | None
+
+
+class ConversationEncoder:
+    """Renders conversations with a chat template and encodes them."""
+
+    def __init__(self, tokenizer: Tokenizer, kinds: TokenKinds, template: ChatTemplate) -> None:
+        self._template = template
+        self._kinds = kinds
+        self._end = tokenizer.eos_token_id
+
+    def encode(self, rows: Sequence[Row], notes: Notes) -> Iterator[Sample]:
+        """Yield the samples of `rows` in order; a row that gives none is counted in `notes`."""
+        rendered = [(row, self._rendered(row, notes)) for row in rows]
+        texts = [
+            (one.text, list(chain.from_iterable((a.start, a.end) for a in one.answers)))
+            for _, found in rendered
+            for one in found
+        ]
+        cuts = iter(encode_with_places(texts, self._kinds))
+        for row, found in rendered:
+            samples: list[Sample] = []
+            for _ in found:
+                cut = next(cuts)
+                learnt = [
+                    self._learnt(cut.ids, first, last)
+                    for first, last in zip(cut.places[::2], cut.places[1::2], strict=True)
+                ]
+                samples += self._samples(row, cut.ids, learnt, notes)
+            if found and not samples:
+                notes.refuse(row, RowRefused("the chat template renders nothing of it to learn"))
+            yield from samples
+
+    def _rendered(self, row: Row, notes: Notes) -> list[Rendering]:
+        try:
+            check_weights(row)
+            found = renderings(row, self._template)
+        except TemplateRefused as error:
+            notes.refuse(row, RowRefused(f"the chat template refuses this: {error}"))
+            return []
+        except RowRefused as error:
+            notes.refuse(row, error)
+            return []
+        if not any(one.answers for one in found):
+            notes.refuse(row, _nothing_learnt(row))
+            return []
+        notes.leaves_out(row, left_out(row, [one.text for one in found]))
+        return found
+
+    def _learnt(self, ids: list[int], first: int, last: int) -> _Learnt:
+        """Find the token that ends the answer between `first` and `last`, or directly behind it."""
+        kinds, tail = self._kinds, last
+        while tail > first and (kinds.ends_a_turn(ids[tail - 1]) or kinds.is_blank(ids[tail - 1])):
+            tail -= 1
+        for at in range(tail, last):
+            if kinds.ends_a_turn(ids[at]):
+                return _Learnt(first, at + 1, ids[at])
+        behind = last
+        while behind < len(ids) and kinds.is_blank(ids[behind]):
+            behind += 1
+        if behind < len(ids) and kinds.ends_a_turn(ids[behind]) and self._tagged:
+            return _Learnt(first, behind + 1, ids[behind])
+        return _Learnt(first, last, None)
+
+    @property
+    def _tagged(self) -> bool:
+        """Some templates mark the words of an answer and leave out its end."""
+        return self._template.tags_answers()
+
+    def _samples(
+        self, row: Row, ids: list[int], learnt: list[_Learnt], notes: Notes
+    ) -> Iterator[Sample]:
+        """Yield a sample of the answers that end, and one of each other, with an end behind it."""
+        learnt = [one for one in learnt if one.last > max(one.first, 1)]
+        for one in (found for found in reversed(learnt) if found.end is None):
+            if self._end is None:
+                raise _no_end()
+            notes.added_ends += 1
+            notes.ends[self._end] += 1
+            marks = _marks(one.last + 1, [(one.first, one.last + 1)])
+            yield sample_of(row, [*ids[: one.last], self._end], marks)
+        ended = [one for one in learnt if one.end is not None]
+        notes.ends.update(one.end for one in ended if one.end is not None)
+        if ended:
+            marks = _marks(len(ids), [(one.first, one.last) for one in ended])
+            yield sample_of(row, ids, marks)
+
+
+class PlainEncoder:
+    """Encodes a prompt and its completion as they stand next to each other, without a template."""
+
+    def __init__(self, kinds: TokenKinds, texts: TextEncoder) -> None:
+        self._kinds = kinds
+        self._texts = texts
+
+    def encode(self, rows: Sequence[Row], notes: Notes) -> Iterator[Sample]:
+        """Yield a sample a row; the completion and the end of sequence are learnt."""
+        pairs = [_prompt_and_completion(row) for row in rows]
+        cuts = encode_with_places([(a + b, [len(a)]) for a, b in pairs], self._kinds)
+        for row, cut in zip(rows, cuts, strict=True):
+            ids, added = self._texts.bordered(row, cut.ids, notes)
+            first = added + cut.places[0]
+            if len(ids) <= max(first, 1):
+                notes.refuse(row, RowRefused("it has no completion to learn"))
+                continue
+            yield sample_of(row, ids, _marks(len(ids), [(first, len(ids))]))
+
+
+def check_weights(row: Row) -> None:
+    """Raise RowRefused for a weight between 0 and 1: messages are learnt, or only seen."""
+    for number, weight in enumerate(row.weights, start=1):
+        if weight not in (0.0, 1.0):
+            raise RowRefused(
+                f"message {number} has the weight {weight:g}: a message is learnt (1) or not (0)"
+            )
+
+
+def _prompt_and_completion(row: Row) -> tuple[str, str]:
+    last = len(row.messages) - 1
+    said = [str(message.get("content") or "") for message in row.messages]
+    return "".join(said[:last]), said[last]
+
+
+def _nothing_learnt(row: Row) -> RowRefused:
+    roles = ", ".join(message["role"] for message in row.messages[:8])
+    if any(message["role"] == "assistant" for message in row.messages):
+        return RowRefused("nothing of it is learnt: its answers have the weight 0, or are empty")
+    return RowRefused(
+        f"no message has the role assistant (roles: {roles}), so there is nothing to learn: the "
+        "loss is on the assistant's words"
+    )
+
+
+def _no_end() -> RowRefused:
+    return RowRefused(
+        "the chat template puts no end behind an answer and the tokenizer has no end of sequence, "
+        "so the model would never learn to stop: set eos_token in tokenizer_config.json, or "
+        "data.chat_template for a template that ends turns"
+    )
+
+
+def _marks(count: int, spans: list[tuple[int, int]]) -> list[bool]:
+    marks = [False] * count
+    for first, last in spans:
+        marks[first:last] = [True] * (last - first)
+    return marks

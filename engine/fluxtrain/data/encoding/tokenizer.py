@@ -1,0 +1,73 @@
+"""What encoding needs to know of a tokenizer. Offsets are not used: some tokenizers trim them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fluxtrain.data.rendering.chat_template import ChatTemplate
+
+
+class Tokenizer(Protocol):
+    """The part of `transformers.PreTrainedTokenizerBase` that is used."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+    chat_template: Any
+
+    @property
+    def special_tokens_map(self) -> dict[str, Any]: ...
+    @property
+    def all_special_ids(self) -> list[int]: ...
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
+    def __call__(self, text: Any, **options: Any) -> Any: ...
+    def __len__(self) -> int: ...
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+    def get_chat_template(self, chat_template: None = None, tools: Any = None) -> str: ...
+
+
+class TokenKinds:
+    """Which tokens end a turn, and which are white space."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._blank: dict[int, bool] = {}
+        added = tokenizer.added_tokens_decoder
+        ends = {number for number, token in added.items() if getattr(token, "special", False)}
+        ends |= set(tokenizer.all_special_ids)
+        if template is not None:
+            behind = self.encode([template.plain_ending])[0]
+            ends |= set([token for token in behind if token in added][:1])
+        self._ends = frozenset(ends)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts as they are, without the special tokens of a whole sequence."""
+        if not texts:
+            return []
+        found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return [list(ids) for ids in found["input_ids"]]
+
+    def encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts with the special tokens that the tokenizer puts around a sequence."""
+        found = self._tokenizer(list(texts), verbose=False)
+        return [list(ids) for ids in found["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones with it."""
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def ends_a_turn(self, token: int) -> bool:
+        """Return whether generation can be told to stop at `token`: it is never part of words."""
+        return token in self._ends
+
+    def is_blank(self, token: int) -> bool:
+        """Return whether `token` is white space alone."""
+        if token not in self._blank:
+            self._blank[token] = not self.decode([token]).strip()
+        return self._blank[token]

@@ -1,0 +1,1 @@
+"""Conversations as chat templates write them, and which of the characters are the assistant's."""

@@ -1,0 +1,172 @@
+"""Finds the assistant's answers in renderings, as characters: from where the model would go on at
+inference to the end of the turn.
+
+Where the template has `{% generation %}` it says so itself. Otherwise the conversation is rendered
+up to each answer and with it. A template that writes earlier turns otherwise than the last one
+(without their reasoning, say) makes several renderings: each answer is learnt in the one that
+inference would see, and answers share a rendering where one is the beginning of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
+from fluxtrain.data.row import Message, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The characters of an assistant's message that are learnt, its end of turn with them."""
+
+    start: int
+    end: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Rendering:
+    """A text that the model sees, with the answers to learn in their order."""
+
+    text: str
+    answers: list[Answer] = field(default_factory=list)
+
+
+def renderings(row: Row, template: ChatTemplate) -> list[Rendering]:
+    """Render a conversation so that each learnt answer is in one rendering, the whole one first.
+
+    Raises TemplateRefused where the template fails or hides where an answer is.
+    """
+    messages = _with_words(row, template)
+    learnt = [
+        index
+        for index, (message, weight) in enumerate(zip(messages, row.weights, strict=True))
+        if message["role"] == "assistant" and weight > 0
+    ]
+    if not learnt:
+        return []
+    if template.tags_answers(row.tools):
+        return _by_tags(messages, learnt, row, template)
+    return _by_prefixes(messages, learnt, row, template)
+
+
+def _with_words(row: Row, template: ChatTemplate) -> list[Message]:
+    """Return the messages as the template takes them: some add a tool call's content to a text."""
+    messages = template.prepared(row.messages)
+    wordless = [message for message in messages if message.get("content", "") is None]
+    if not wordless:
+        return messages
+    try:
+        template.render(messages, row.tools)
+    except TemplateRefused:
+        return [
+            {**message, "content": ""} if message.get("content", "") is None else message
+            for message in messages
+        ]
+    return messages
+
+
+def _by_tags(
+    messages: list[Message], learnt: list[int], row: Row, template: ChatTemplate
+) -> list[Rendering]:
+    text, spans = template.render_tagged(messages, row.tools)
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(learnt) < len(answers):
+        spans = _of_messages(spans, messages, learnt, row, template)
+    spans = [(start, end) for start, end in spans if end > start]
+    return [Rendering(text=text, answers=[Answer(start=a, end=b) for a, b in spans])]
+
+
+def _of_messages(
+    spans: list[tuple[int, int]],
+    messages: list[Message],
+    learnt: list[int],
+    row: Row,
+    template: ChatTemplate,
+) -> list[tuple[int, int]]:
+    """Keep the spans of the messages to learn: those that come with them in a longer rendering."""
+    kept: list[tuple[int, int]] = []
+    for index in learnt:
+        first = len(template.render_tagged(messages[:index], row.tools)[1]) if index else 0
+        last = len(template.render_tagged(messages[: index + 1], row.tools)[1])
+        kept += spans[first:last]
+    return kept
+
+
+def _by_prefixes(
+    messages: list[Message], learnt: list[int], row: Row, template: ChatTemplate
+) -> list[Rendering]:
+    made: list[Rendering] = []
+    for index in reversed(learnt):
+        text = template.render(messages[: index + 1], row.tools)
+        shared = next((found for found in made if found.text.startswith(text)), None)
+        if shared is None:
+            shared = Rendering(text=_with_the_rest(text, messages, index, row, template, made))
+            made.append(shared)
+        start = _start(text, messages, index, row, template)
+        shared.answers.insert(0, Answer(start=start, end=len(text)))
+    return made
+
+
+def _with_the_rest(
+    text: str,
+    messages: list[Message],
+    index: int,
+    row: Row,
+    template: ChatTemplate,
+    made: list[Rendering],
+) -> str:
+    """Return the whole conversation behind its last learnt answer, where it begins with `text`."""
+    if made or index + 1 == len(messages):
+        return text
+    try:
+        whole = template.render(messages, row.tools)
+    except TemplateRefused:
+        return text
+    return whole if whole.startswith(text) else text
+
+
+def _start(text: str, messages: list[Message], index: int, row: Row, template: ChatTemplate) -> int:
+    """Return where in `text`, which ends with message `index`, its answer begins."""
+    before = _prompt(messages[:index], row, template)
+    if before and text.startswith(before):
+        return len(before)
+    words = _words_at(text, messages[index])
+    if before:
+        asked = template.render(messages[:index], row.tools)
+        if text.startswith(asked):  # the prompt opens an answer otherwise than the rendering
+            return min(_common(before, text), max(words, len(asked)))
+    opening = template.opening
+    at = text.rfind(opening, 0, words) if opening else -1
+    return words if at < 0 else at + len(opening)
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with together."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _prompt(asked: Sequence[Message], row: Row, template: ChatTemplate) -> str:
+    """Return what the model would go on from; empty where the template needs a message first."""
+    if not asked:
+        return ""
+    try:
+        return template.render(asked, row.tools, opened=True)
+    except TemplateRefused:
+        return ""
+
+
+def _words_at(text: str, message: Message) -> int:
+    """Return where the message's words begin; its last occurrence, as it is the last message."""
+    for words in _possible_words(message):
+        if (at := text.rfind(words)) >= 0:
+            return at
+    raise TemplateRefused("it writes an answer so that its words cannot be found")
+
+
+def _possible_words(message: Message) -> list[str]:
+    content = message.get("content") or ""
+    calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    found = [content, content.strip(), content.rpartition("</think>")[2].strip(), *calls]
+    return [words for words in found if words]

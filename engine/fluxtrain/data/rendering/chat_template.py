@@ -1,0 +1,163 @@
+"""A tokenizer's chat template, with what must be found out about it by rendering."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+from fluxtrain.data.row import Message, Tool
+from fluxtrain.errors import BadInput
+
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_PROBE_KEY, _PROBE_VALUE = "probe_key", "probe_value"
+# Mistral's templates want tool calls to have ids of nine letters.
+_PROBE_CALL = {"type": "function", "id": "probe0001"}
+_PROBE_USER: Message = {"role": "user", "content": "question"}
+
+
+class TemplateRefused(BadInput):
+    """A chat template raised an error, or failed, on a conversation."""
+
+
+class TemplateTokenizer(Protocol):
+    """The part of a tokenizer that renders conversations."""
+
+    @property
+    def special_tokens_map(self) -> dict[str, Any]: ...
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def get_chat_template(self, chat_template: None = None, tools: Any = None) -> str: ...
+
+
+class ChatTemplate:
+    """Renders conversations as the tokenizer does at inference."""
+
+    def __init__(self, tokenizer: TemplateTokenizer) -> None:
+        """Take the template of `tokenizer`; raises BadInput with the cure where it has none."""
+        self._tokenizer = tokenizer
+        try:
+            tokenizer.get_chat_template()
+        except ValueError as error:
+            raise BadInput(
+                "the data has conversations and the model's tokenizer has no chat template: set "
+                "data.chat_template (chatml, llama-3, ..., or a .jinja file), use an "
+                "instruction-tuned model, or give the data as `text`"
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opened: bool = False
+    ) -> str:
+        """Render a conversation; `opened` ends it with what an answer of the model follows.
+
+        Raises TemplateRefused with the template's own words.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False,
+                add_generation_prompt=opened,
+            )  # fmt: skip
+        except Exception as error:  # a template may fail in any way on content it does not expect
+            raise TemplateRefused(_words_of(error)) from error
+        return str(text)
+
+    def render_tagged(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation, and return where in the text `{% generation %}` stands around."""
+        from transformers.utils import chat_template_utils
+
+        _render: Any = chat_template_utils.render_jinja_template  # its annotations are wrong
+        try:
+            texts, spans = _render(
+                conversations=[list(messages)],
+                tools=list(tools) or None,
+                chat_template=self._text(tools),
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # as in `render`
+            raise TemplateRefused(_words_of(error)) from error
+        return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
+
+    def tags_answers(self, tools: Sequence[Tool] = ()) -> bool:
+        """Return whether the template itself marks the assistant's words."""
+        return _GENERATION_TAG.search(self._text(tools)) is not None
+
+    @cached_property
+    def opening(self) -> str:
+        """The text between a question and an answer, such as `<|im_start|>assistant` and a newline;
+        empty where it cannot be told."""
+        try:
+            asked, opened = self.render([_PROBE_USER]), self.render([_PROBE_USER], opened=True)
+        except TemplateRefused:
+            return ""
+        return opened.removeprefix(asked) if opened.startswith(asked) else ""
+
+    @cached_property
+    def plain_ending(self) -> str:
+        """The text behind an answer of a few words; empty where it cannot be told."""
+        words = "probe answer"
+        try:
+            text = self.render([_PROBE_USER, {"role": "assistant", "content": words}])
+        except TemplateRefused:
+            return ""
+        return text.rpartition(words)[2] if words in text else ""
+
+    @cached_property
+    def arguments(self) -> Literal["object", "string"]:
+        """How the template wants the arguments of a tool call: as an object, or as its JSON.
+
+        Templates of the first kind write an object's JSON, those of the second the string as it is;
+        given the other, they write a string in quotes or a Python dictionary, or fail.
+        """
+        forms: dict[Literal["object", "string"], str | None] = {
+            "object": self._called({_PROBE_KEY: _PROBE_VALUE}),
+            "string": self._called(json.dumps({_PROBE_KEY: _PROBE_VALUE})),
+        }
+        written = json.dumps({_PROBE_KEY: _PROBE_VALUE}, separators=(",", ":"))
+        for form, text in forms.items():
+            if text is not None and written in "".join(text.split()):
+                return form
+        as_object = forms["object"]
+        if as_object is not None and f"'{_PROBE_KEY}'" not in as_object:
+            return "object"  # in a syntax of its own, or not at all
+        return "object" if forms["string"] is None else "string"
+
+    def prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with the arguments of their tool calls in the template's form."""
+        if not any(message.get("tool_calls") for message in messages):
+            return list(messages)
+        return [
+            {**message, "tool_calls": [self._with_form(call) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
+
+    def _with_form(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function")
+        if self.arguments == "object" or not isinstance(function, dict):
+            return call
+        if isinstance(function.get("arguments"), str) or "arguments" not in function:
+            return call
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    def _called(self, arguments: Any) -> str | None:
+        call = {**_PROBE_CALL, "function": {"name": "probe_tool", "arguments": arguments}}
+        for content in (None, ""):
+            answer: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
+            try:
+                return self.render([_PROBE_USER, answer])
+            except TemplateRefused:
+                continue
+        return None
+
+    def _text(self, tools: Sequence[Tool]) -> str:
+        return self._tokenizer.get_chat_template(None, list(tools) or None)
+
+
+def _words_of(error: Exception) -> str:
+    return str(error).strip() or type(error).__name__

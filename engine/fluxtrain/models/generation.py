@@ -1,0 +1,82 @@
+"""Text that a trained model continues, and the tokens at which its generation stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def sample_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int = 48,
+    seed: int | None = None,
+) -> str:
+    """Return the prompt and its continuation; greedy without a seed, sampled with one.
+
+    Training mode and the global random state are restored. Wait for pending updates before the
+    call.
+    """
+    encoded = tokenizer(prompt, return_tensors="pt")
+    encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=max_new_tokens,
+        do_sample=seed is not None,
+        eos_token_id=stops_of(model.generation_config) or tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id,
+        **({"temperature": 0.8, "top_p": 0.95} if seed is not None else {}),
+    )
+    was_training = model.training
+    model.train(False)
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed or 0)
+            generate: Any = model.generate
+            ids = generate(**encoded, generation_config=settings)
+    finally:
+        model.train(was_training)
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def stop_at(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], whole: bool
+) -> str:
+    """Put the learnt ends into the model's generation settings, which are saved with it.
+
+    `whole`: the model is saved, not an adapter beside it. Returns what a person should be told;
+    empty where generation stops at the learnt ends already.
+    """
+    settings: Any = getattr(model, "generation_config", None)
+    before = stops_of(settings)
+    missing = [end for end in dict.fromkeys(ends) if end not in before]
+    if not missing:
+        return ""
+    learnt, known = _names(tokenizer, missing), _names(tokenizer, before) or "no token"
+    told = f"answers end with {learnt}, and generation of this model stops at {known}"
+    if settings is None:
+        return f"{told}: it has no generation settings, so pass eos_token_id={missing} to generate"
+    settings.eos_token_id = [*missing, *before]
+    if settings.pad_token_id is None and before:
+        settings.pad_token_id = before[0]
+    if whole:
+        return f"{told}: the saved generation_config.json names both"
+    return f"{told}: an adapter has no settings of its own, so pass eos_token_id={missing} as well"
+
+
+def stops_of(settings: Any) -> list[int]:
+    """Return the tokens that generation stops at by its settings."""
+    told = getattr(settings, "eos_token_id", None)
+    return (
+        [] if told is None else [int(one) for one in (told if isinstance(told, list) else [told])]
+    )
+
+
+def _names(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    names: Any = tokenizer.convert_ids_to_tokens(tokens)
+    return ", ".join(f"{name} (token {token})" for name, token in zip(names, tokens, strict=True))

@@ -1,0 +1,97 @@
+"""Choose the length of rows from the first samples of the data, before anything is placed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.data.encoding.encode import Encoder
+from fluxtrain.data.encoding.notes import Notes
+from fluxtrain.data.fit import Fit
+from fluxtrain.data.packing import pack_rows
+from fluxtrain.data.prepare import corpora
+from fluxtrain.data.reading.request import DEMO, read_request
+from fluxtrain.data.reading.sampling import first_rows
+from fluxtrain.data.rendering.named import use_template
+from fluxtrain.data.sequence_length import RowLength, choose_row_length
+from fluxtrain.data.splitting import whole
+from fluxtrain.data.store.tokens import Tokens, in_memory
+from fluxtrain.models.demo_model import SEQUENCE_LENGTH
+from fluxtrain.models.loading import ModelSource, load_tokenizer
+from fluxtrain.telemetry.events import ChoiceMade
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstSamples:
+    """The first samples of the data as tokens, a `share` of all."""
+
+    tokens: Tokens
+    share: float
+    notes: Notes
+    positions: int | None  # of the model
+
+    def row_length(self) -> RowLength:
+        """Choose the length of rows."""
+        lengths = np.diff(self.tokens.starts)
+        return choose_row_length(
+            lengths, talks=self.tokens.has_marks, positions=self.positions, share=self.share
+        )
+
+    def fit(self, row_tokens: int) -> Fit:
+        """Count what does not fit into rows of a length."""
+        return pack_rows(self.tokens, whole(self.tokens), row_tokens, pack=False).fit
+
+    def told(self, row_tokens: int) -> list[str]:
+        """Return what a person should know of them, a sentence each."""
+        told = [*self.notes.sentences(), *self.fit(row_tokens).sentences()]
+        if self.share >= 1:
+            return told
+        return [f"of the first {self.notes.rows:,} rows: {line}" for line in told]
+
+
+def first_samples(config: RunConfig) -> FirstSamples:
+    """Read and encode the first rows; no weights are read.
+
+    Raises BadInput as the run would for the tokenizer and these rows.
+    """
+    tokenizer, shape = load_tokenizer(
+        ModelSource(
+            path=config.model.path,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    )
+    use_template(tokenizer, config.data.chat_template)
+    return samples_of(config, tokenizer, shape)
+
+
+def samples_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: Any) -> FirstSamples:
+    """Encode the first rows with a tokenizer that is loaded, for a model of `shape`."""
+    corpus, _ = corpora(read_request(config.data.model_dump()))
+    rows, share = first_rows(corpus)
+    encoder = Encoder(tokenizer, corpus.max_bad_rows)
+    tokens = in_memory(encoder.samples(rows))
+    positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    return FirstSamples(tokens=tokens, share=share, notes=encoder.notes, positions=positions)
+
+
+def with_row_length(
+    config: RunConfig, first: FirstSamples | None = None
+) -> tuple[RunConfig, tuple[ChoiceMade, ...]]:
+    """Return the configuration with a length of rows, and the choice where it was automatic.
+
+    Raises BadInput as `first_samples`.
+    """
+    if config.data.sequence_length != "auto":
+        return config, ()
+    if config.data.path == DEMO:
+        chosen = RowLength(SEQUENCE_LENGTH, "docstrings are short")
+    else:
+        chosen = (first or first_samples(config)).row_length()
+    data = config.data.model_copy(update={"sequence_length": chosen.tokens})
+    made = ChoiceMade(name="data.sequence_length", value=str(chosen.tokens), because=chosen.because)
+    return config.model_copy(update={"data": data}), (made,)

@@ -1,0 +1,82 @@
+"""Rows as well-known data sets have them: read in the right shape, or refused with the cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.errors import BadInput
+from tests.unit.data_files import corpus, lines, reported
+
+TURNS = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]
+RENDERED = "Below is an instruction.\n\n### Instruction:\nhow\n\n### Response:\nso"
+
+READ: dict[str, tuple[dict[str, Any], str, set[str]]] = {
+    "alpaca": (
+        {"instruction": "how", "input": "", "output": "so", "text": RENDERED}, "alpaca", {"text"}),
+    "ultrachat": (
+        {"prompt": "how", "prompt_id": "a1", "messages": TURNS}, "messages",
+        {"prompt", "prompt_id"}),
+    "slimorca": (
+        {"conversations": [
+            {"from": "system", "value": "be brief", "weight": None},
+            {"from": "human", "value": "how", "weight": 0},
+            {"from": "gpt", "value": "so", "weight": 1}]}, "sharegpt", set()),
+    "magpie": (
+        {"uuid": "1", "instruction": "how", "response": "so", "difficulty": "easy",
+         "conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}]},
+        "sharegpt", {"uuid", "instruction", "response", "difficulty"}),
+    "hermes tools": (
+        {"id": "1", "tools": '[{"type": "function", "function": {"name": "f"}}]',
+         "conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}],
+         "category": "c"}, "sharegpt", {"id", "category"}),
+    "wikipedia": ({"id": "1", "url": "u", "title": "Mill", "text": "x"}, "text", {"id", "url"}),
+    "fineweb": (
+        {"text": "x", "id": "1", "dump": "d", "url": "u", "language_score": 0.9, "token_count": 3},
+        "text", {"id", "dump", "url", "language_score", "token_count"}),
+    "the pile": ({"text": "x", "meta": {"pile_set_name": "p"}}, "text", {"meta"}),
+    "openai": ({"messages": TURNS, "parallel_tool_calls": False}, "messages",
+               {"parallel_tool_calls"}),
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dolly": ({"instruction": "how", "context": "", "response": "so", "category": "c"},
+              "data.columns: {output: response, input: context}"),
+    "gsm8k": ({"question": "how", "answer": "so"}, "{prompt: question, completion: answer}"),
+    "imdb": ({"text": "a film", "label": 1}, "has the key `label`"),
+    "hh-rlhf": ({"chosen": "a", "rejected": "b"}, "is a preference row (chosen, rejected)"),
+    "ultrafeedback": (
+        {"prompt": "how", "chosen": TURNS, "rejected": TURNS, "messages": TURNS},
+        "is a preference row"),
+    "oasst": ({"message_id": "1", "text": "how", "role": "prompter", "labels": {"spam": 0.1}},
+              "has the key `labels`"),
+    "smoltalk2": ({"messages": TURNS, "chat_template_kwargs": {"enable_thinking": False}},
+                  "has the key `chat_template_kwargs`"),
+    "capybara": ({"conversation": [{"input": "how", "output": "so"}]}, "has no `role`"),
+    "lima": ({"conversations": ["how", "so"], "source": "s"}, "has no keys that are known"),
+    "squad": ({"id": "1", "title": "t", "context": "c", "question": "q", "answers": {"text": []}},
+              "has no keys that are known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_published_row_is_read_and_what_it_has_besides_is_counted(
+    tmp_path: Path, name: str
+) -> None:
+    record, shape, ignored = READ[name]
+    path = lines(tmp_path, record)
+    assert corpus(path).parts[0].shape == shape
+    [row], report = reported(path)
+    assert set(report.ignored) == ignored
+    assert row.text or row.messages[-1]["content"] == "so"
+    assert "x" in row.text or row.weights[-1] == 1.0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_row_that_is_not_sure_is_refused(tmp_path: Path, name: str) -> None:
+    record, expected = REFUSED[name]
+    with pytest.raises(BadInput) as refused:
+        reported(lines(tmp_path, record))
+    assert expected in str(refused.value)
