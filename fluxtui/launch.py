@@ -25,15 +25,17 @@ from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.typed import typed
 from fluxtui.wizard.answers.answers import (
+    BASES,
     DATA_FORMATS,
     DIAL,
     METHODS,
     OFFLOADS,
+    VARIANTS,
     Answers,
     with_data,
     with_model,
 )
-from fluxtui.wizard.answers.configuring import SETTINGS, answers_from_file
+from fluxtui.wizard.answers.configuring import ADAPTERS, SETTINGS, answers_from_file
 
 if TYPE_CHECKING:
     from textual.screen import Screen
@@ -93,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="M", help="demo, a folder, or a hub id")
     add("--data", metavar="D", help="demo, a file, a folder, or hf://datasets/owner/name")
     add("--method", choices=METHODS, help="what is trained of the model")
+    add("--rank", type=_positive, metavar="N", help="of the adapters of lora and qlora")
+    add("--alpha", type=_positive, metavar="N", help="what adapters add is scaled by alpha / rank")
+    add("--targets", metavar="A,B", help="layers that get adapters, such as q_proj,v_proj")
+    add("--variant", choices=VARIANTS, help="kind of the adapters")
+    base = "how qlora packs the frozen weights"
+    add("--base", choices=BASES, dest="base_format", help=base)
     add("--sequence-length", type=_positive, metavar="N", help="tokens in a row")
     add("--aggressiveness", choices=DIAL, help="from as fast as possible to what fits easily")
     add("--offload", choices=OFFLOADS, help="what lives in host memory")
@@ -155,7 +163,7 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
         answers = dataclasses.replace(answers, start="resume", resume_run=run, step="launch")
     if options.data is not None:
         answers = with_data(answers, options.data)
-    settings = {field: getattr(options, field) for field in (*SETTINGS, "method")}
+    settings = {field: getattr(options, field) for field in (*SETTINGS, *ADAPTERS, "method")}
     settings["dial"] = options.aggressiveness
     answers = dataclasses.replace(
         answers, **{field: value for field, value in settings.items() if value is not None}

@@ -76,6 +76,7 @@ EVERYWHERE = ("suspend",)  # before dialogs and fields too
 IN_WIZARD_TOO = ("help", "palette", *EVERYWHERE)
 LISTS = ("log", "plan", "runs", "settings")
 STRATEGY = ("wizard.strategy",)
+METHOD = ("wizard.method",)
 CHARTS = ("dashboard", "loss")
 PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
 
@@ -201,6 +202,20 @@ ACTIONS: tuple[Action, ...] = (
            "read_as", PAGES[2:3]),
     Action("wizard_again", "r", "again", "Ask the engine, or measure, once more", "Wizard",
            "again", PAGES[3:7]),
+    Action("wizard_method_before", "left,h", "method", "The method to the left", "Wizard",
+           "method(-1)", METHOD),
+    Action("wizard_method_after", "right,l", "method", "The method to the right", "Wizard",
+           "method(1)", METHOD),
+    Action("wizard_rank", "n", "rank", "Set the rank of the adapters", "Wizard",
+           "number('rank')", METHOD),
+    Action("wizard_alpha", "a", "alpha", "Set the alpha of the adapters", "Wizard",
+           "number('alpha')", METHOD),
+    Action("wizard_targets", "t", "targets", "Set which layers get adapters", "Wizard",
+           "number('targets')", METHOD),
+    Action("wizard_variant", "v", "variant", "The next kind of adapters", "Wizard",
+           "cycle('variant')", METHOD),
+    Action("wizard_base", "b", "base", "The next packing of the frozen weights", "Wizard",
+           "cycle('base_format')", METHOD),
     Action("wizard_faster", "left,h", "dial", "A plan that is faster and takes more", "Wizard",
            "dial(-1)", STRATEGY),
     Action("wizard_smaller", "right,l", "dial", "A plan that takes less", "Wizard", "dial(1)",

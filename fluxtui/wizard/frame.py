@@ -43,9 +43,9 @@ from fluxtui.wizard.pages.data import data_page
 from fluxtui.wizard.pages.found import found_page
 from fluxtui.wizard.pages.hardware import hardware_page
 from fluxtui.wizard.pages.launch import launch_page
-from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.pages.preview import preview_page
 from fluxtui.wizard.pages.wizard_view import WizardView
+from fluxtui.wizard.steps.method_step import MethodStep
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import DrawnStep, Step
 from fluxtui.wizard.steps.strategy_step import StrategyStep
@@ -97,7 +97,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
                 yield SourceStep(questions.START, found_page)
                 yield SourceStep(questions.MODEL, found_page)
                 yield SourceStep(questions.DATA, data_page)
-                yield DrawnStep("method", method_page)
+                yield MethodStep()
                 yield DrawnStep("hardware", hardware_page)
                 yield StrategyStep()
                 yield DrawnStep("preview", preview_page)
@@ -159,6 +159,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
             probe=asked.probe.state,
             inspection=asked.inspection.state,
             plan=asked.plan.state,
+            methods=asked.plans_of_methods(self.answers),
             trial=asked.trial.state,
             cards=asked.cards,
             cards_are_older=not asked.cards_are_of(self.answers),

@@ -24,7 +24,10 @@ HINTS: dict[StepName, tuple[Hint, ...]] = {
         (("wizard_read_as",), "shape"), (("pgdn",), "more"),
         BACK, HELP,
     ),
-    "method": (NEXT, (("wizard_again",), "again"), BACK, HELP),
+    "method": (
+        NEXT, (("wizard_method_before", "wizard_method_after"), "method"),
+        (("wizard_again",), "again"), SCROLL, BACK, HELP,
+    ),
     "hardware": (NEXT, (("wizard_again",), "measure again"), SCROLL, BACK, HELP),
     "strategy": (
         NEXT,

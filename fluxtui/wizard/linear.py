@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.rundir.run_dir import runs_root
-from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.wizard import linear_lines
 from fluxtui.wizard.answers import questions
@@ -30,6 +29,7 @@ from fluxtui.wizard.answers.answers import (
     METHODS,
     OFFLOADS,
     Answers,
+    Method,
     StepName,
     neighbour,
 )
@@ -42,7 +42,7 @@ from fluxtui.wizard.answers.launching import (
     engine_arguments,
     prepare,
 )
-from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
+from fluxtui.wizard.answers.question import AdapterQuestion, Field, Option, SourceQuestion
 from fluxtui.wizard.checks.answer_checks import Check, checked
 from fluxtui.wizard.checks.known_runs import (
     known_runs,
@@ -51,27 +51,19 @@ from fluxtui.wizard.checks.known_runs import (
     runs_to_resume,
     runs_to_watch,
 )
+from fluxtui.wizard.dialogue import Ask, Dialogue, GoBack, Leave, Say
 from fluxtui.wizard.engine.asked import Asked
+from fluxtui.wizard.engine.background import with_method
 from fluxtui.wizard.engine.ranked import dial_settings
 from fluxtui.wizard.pages.preview import config_text
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 T = TypeVar("T", bound=Answer)
-Ask = Callable[[str], str]
-Say = Callable[[str], None]
 GREETING = "FluxTrain. Enter takes the answer in brackets, b goes back, q leaves."
 
 
-class GoBack(Exception):
-    """The user wants the step before."""
-
-
-class Leave(Exception):
-    """The user wants no run."""
-
-
-class LinearWizard:
-    """Asks on `ask` (as `input`), tells on `say` (as `print`)."""
+class LinearWizard(Dialogue):
+    """Walks through the steps."""
 
     def __init__(
         self,
@@ -84,11 +76,10 @@ class LinearWizard:
         engine: tuple[str, ...] = (),
     ) -> None:
         """Start with `answers`, or with the defaults and an offered draft."""
+        super().__init__(ask, say)
         self.view = WizardView(answers=answers or Answers(), root=root or runs_root())
         self._fresh = answers is None
         self._engine = engine
-        self._ask: Ask = lambda prompt: ask(printable_lines(prompt))
-        self._say: Say = lambda text: say(printable_lines(text))
         self._draft = draft or draft_path()
         self._planned_for: object = None
         self._scratch = tempfile.TemporaryDirectory(prefix="fluxtrain-wizard-")
@@ -178,10 +169,39 @@ class LinearWizard:
 
     def _method(self) -> None:
         self._plan()
-        self._tell(linear_lines.method_lines(self.view))
+        self._know(methods={method: self._planned_with(method) for method in METHODS})
+        self._tell(linear_lines.methods_lines(self.view))
         self._say("How shall it learn?")
-        method = self._choose(questions.METHODS, METHODS[0])
-        self._answer(method=method)
+        method = self._choose(questions.method_options(), self.view.answers.method)
+        changed = method != self.view.answers.method
+        self._answer(method=method, **({"dial_settings": {}} if changed else {}))
+        for question in questions.adapter_questions(self.view.answers.method):
+            self._adapter(question)
+        self._plan()
+        self._tell(linear_lines.fit_lines(self.view))
+
+    def _planned_with(self, method: Method) -> Asked[PlanAnswer]:
+        """The plan with another method, for comparison."""
+        answers = self.view.answers
+        if method == answers.method:
+            return self.view.plan
+        self._say(f"the engine plans the run with {questions.METHOD_TITLES[method]}")
+        return self._engine_says(PlanAnswer, *self._arguments(with_method(answers, method)))
+
+    def _adapter(self, question: AdapterQuestion) -> None:
+        """A question about adapters, with the reason of its default."""
+        field = question.field
+        self._say(f"{question.title}: {question.default} is {question.reason}")
+        if question.options:
+            options = [Option(name, name, "") for name in question.options]
+            self._answer(**{field: self._choose(options, getattr(self.view.answers, field))})
+        elif field == "targets":
+            present = questions.adapter_answer(self.view.answers, question)
+            said = self._read(f"{question.name}, auto for all linear layers [{present}]: ")
+            if said:
+                self._answer(targets="" if said == "auto" else said)
+        else:
+            self._number(field, question.name)
 
     def _hardware(self) -> None:
         fresh: list[str] = []
@@ -225,7 +245,7 @@ class LinearWizard:
         self._answer(offload=offload)
         self._plan()
         if self.view.plan.value is None or not self.view.plan.value.fits:
-            self._tell(linear_lines.method_lines(self.view))
+            self._tell(linear_lines.fit_lines(self.view))
             raise GoBack
         if self._read("Enter to go on, w for why: ") == "w":
             self._tell(linear_lines.choice_lines(self.view.plan.value))
@@ -266,27 +286,6 @@ class LinearWizard:
 
     # --- asking and telling -------------------------------------------------------------------
 
-    def _read(self, prompt: str) -> str:
-        """One answer; `b` and `q` are for the wizard."""
-        text = self._ask(prompt).strip()
-        if text == "b":
-            raise GoBack
-        if text == "q":
-            raise Leave
-        return text
-
-    def _choose(self, options: Sequence[Option], present: str) -> str:
-        """One of a numbered list."""
-        ids = [option.id for option in options]
-        default = ids.index(present) + 1 if present in ids else 1
-        for number, option in enumerate(options, start=1):
-            self._say(f"{number} {option.title}{f': {option.text}' if option.text else ''}")
-        while True:
-            text = self._read(f"1 to {len(ids)} [{default}]: ") or str(default)
-            if text.isdecimal() and 1 <= int(text) <= len(ids):
-                return ids[int(text) - 1]
-            self._say(f"error: {text!r} is no number from 1 to {len(ids)}")
-
     def _fill(self, field: Field) -> None:
         """What a choice asks for besides."""
         present = getattr(self.view.answers, field.name)
@@ -320,10 +319,6 @@ class LinearWizard:
                 self._answer(**{name: int(text)})
                 return
             self._say(f"error: {text!r} is no whole number from {at_least} up, and not auto")
-
-    def _tell(self, told: Sequence[str]) -> None:
-        for line in told:
-            self._say(line)
 
     def _offer_draft(self) -> None:
         draft = load_draft(self._draft) if self._fresh else None
@@ -359,11 +354,12 @@ class LinearWizard:
         self._know(plan=asked, trial=Asked())
         self._planned_for = wanted
 
-    def _arguments(self) -> list[str]:
+    def _arguments(self, answers: Answers | None = None) -> list[str]:
         """Configuration and settings, for the engine's command."""
+        answers = answers or self.view.answers
         config = Path(self._scratch.name) / "config.yaml"
-        config.write_text(yaml_text(self.view.answers), encoding="utf-8")
-        return engine_arguments(self.view.answers, config)
+        config.write_text(yaml_text(answers), encoding="utf-8")
+        return engine_arguments(answers, config)
 
     def _engine_says(self, answer: type[T], *arguments: str) -> Asked[T]:
         """Ask the engine and wait."""

@@ -12,13 +12,14 @@ from fluxtrain.client.inspection import InspectionAnswer, TextPiece
 from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.units import bytes_text
-from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.answers import METHODS, Answers
+from fluxtui.wizard.answers.questions import METHOD_TITLES
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.inspection import inspection_rows
 from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
 from fluxtui.wizard.engine.plan_preview import fit
 from fluxtui.wizard.pages.launch import launch_rows, resumed_rows
-from fluxtui.wizard.pages.method import fit_words, numbers_line
+from fluxtui.wizard.pages.method import fit_words, method_lines, numbers_line
 from fluxtui.wizard.pages.preview import bar_rows, changed_rows, disk_line, margin_text, time_line
 from fluxtui.wizard.pages.strategy import card_facts
 from fluxtui.wizard.pages.wizard_view import WizardView
@@ -68,15 +69,18 @@ def machine_rows(probe: ProbeAnswer) -> list[str]:
     return [*lines, *(f"note: {warning}" for warning in machine_warnings(probe)), age_text(probe)]
 
 
-def method_lines(view: WizardView) -> list[str]:
-    """Whether the method fits, and how fast it is."""
-    plan = view.plan.value
+def methods_lines(view: WizardView) -> list[str]:
+    """Of each method whether it fits, what it takes, and what it gives up."""
+    return [line for method in METHODS for line in method_lines(view, method)]
+
+
+def fit_lines(view: WizardView) -> list[str]:
+    """Whether the chosen method fits, and how fast it is."""
+    plan, title = view.plan.value, METHOD_TITLES[view.answers.method]
     if plan is None:
-        return [f"full fine-tuning {fit_words(view)}: {view.plan.refusal}"]
-    lines = [f"full fine-tuning {fit(plan)}"]
-    for name, used, limit in bar_rows(view, plan):
-        lines.append(_use_line(name, used, limit))
-    return [*lines, numbers_line(plan)]
+        return [f"{title} {fit_words(view)}: {view.plan.refusal}"]
+    uses = [_use_line(name, used, limit) for name, used, limit in bar_rows(view, plan)]
+    return [f"{title} {fit(plan)}", *uses, numbers_line(plan)]
 
 
 def card_line(card: PlanOption, device: str) -> str:

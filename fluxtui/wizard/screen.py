@@ -172,7 +172,7 @@ class WizardScreen(WizardFrame):
         if isinstance(page, SourceStep):
             self._check(page)
         if step in _PLANNED and self.answers.start != "resume":
-            self.background.look_at(self.answers)
+            self.background.look_at(self.answers, compare=step == "method")
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -191,7 +191,8 @@ class WizardScreen(WizardFrame):
         if isinstance(step, SourceStep):
             self._check(step, pause_s=_TYPING_PAUSE_S)
         else:
-            self.background.look_at(self.answers)
+            compare = step.name_of_step == "method"
+            self.background.look_at(self.answers, compare=compare)
 
     @on(Wished)
     def _wished(self, event: Wished) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.config.schema import load_config
+from fluxtrain.config.schema import demo_config, load_config
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtui import launch
 from fluxtui.wizard.answers.answers import Answers
@@ -59,7 +59,7 @@ def test_enter_alone_starts_the_demo(folder: Path) -> None:
     assert person.said[0] == GREETING
     assert load_draft(folder / "draft.json") is None
     for line in (
-        "learnt: So it is.<|end|>", "seen: <|user|>Why?", "full fine-tuning fits",
+        "learnt: So it is.<|end|>", "seen: <|user|>Why?", "Full fits",
         "rates measured", "RAM: 2.00 MiB of 2.00 GiB, 2.00 GiB left",
     ):  # fmt: skip
         assert any(said.startswith(line) for said in person.said), line
@@ -81,6 +81,23 @@ def test_the_same_answers_become_the_same_configuration(folder: Path) -> None:
     assert (config.data.path, config.data.sequence_length) == (str(data), 64)
     assert (config.train.batch_rows, config.train.steps) == (16, 9)
     assert (config.placement.offload, config.placement.chunk_rows) == ("max", 1), "the plan `fit`"
+
+
+def test_an_adapters_questions_are_asked_with_their_reasons(folder: Path) -> None:
+    typed = [
+        "1", "1", "1", "",  # new; the demo's model, data and length
+        "3", "8", "auto", "q_proj v_proj", "3", "1",  # qlora: rank, alpha, targets, dora, nf4
+    ]  # fmt: skip
+    person = Person(folder, typed)
+    outcome = person.wizard().run()
+    assert isinstance(outcome, Launch)
+    config = demo_config([one for one in outcome.arguments if "=" in one])
+    method = config.method
+    assert (method.name, method.rank, method.alpha) == ("qlora", 8, "auto")
+    assert (method.targets, method.variant, method.base) == (["q_proj", "v_proj"], "dora", "nf4")
+    assert any("rank of the adapters: 16 is enough" in said for said in person.said)
+    for title in ("Full", "LoRA", "QLoRA"):
+        assert any(said.startswith(f"{title} fits: buffers") for said in person.said)
 
 
 def test_a_wrong_answer_is_refused_and_asked_again(folder: Path) -> None:

@@ -50,6 +50,8 @@ PLAN = {
     "need": {}, "process_bytes": 2**20, "accumulation": 1, "sequence_length": 128,
     "estimated_rows": 4000, "machine": "2 cores", "predicted_because": "a probe",
     "model": {"name": "demo", "parameters": 5_800_000, "blocks": 6, "dtype": "float32"},
+    "method": {"name": "full", "trained_parameters": 5_800_000, "trained_bytes": 2**24,
+               "frozen_bytes": 0, "packed_bytes": 0, "storage": "plain", "saved_bytes": 2**24},
     "settings": [{"key": "model.path", "value": "demo", "default": "", "changed": False,
                   "description": ""}],
     "choices": [

@@ -8,6 +8,7 @@ import msgspec
 
 from fluxtrain.client.answer import Answer
 from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.units import bytes_text, count_text
 
 
 class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +18,40 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     blocks: int
     dtype: str
+
+
+class PlannedMethod(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained of the model, and how the rest is stored.
+
+    Bytes are of weights wherever they live. `rank` is None where there are no adapters, `storage`
+    is plain where nothing is packed.
+    """
+
+    name: str
+    trained_parameters: int
+    trained_bytes: int
+    frozen_bytes: int  # in the model's dtype
+    packed_bytes: int
+    storage: str
+    saved_bytes: int  # of what the run leaves behind: the model, or the adapter
+    rank: int | None = None
+
+    def line(self, parameters: int) -> str:
+        """Say in one line what of a model of `parameters` is trained, and how large the rest is."""
+        trained = f"{count_text(self.trained_parameters)} parameters"
+        others = count_text(max(0, parameters - self.trained_parameters))
+        if self.rank is None:
+            return f"full: all {trained} are trained"
+        sizes = []
+        if self.packed_bytes:
+            sizes.append(f"{bytes_text(self.packed_bytes)} packed as {self.storage}")
+        if self.frozen_bytes:
+            sizes.append(f"{bytes_text(self.frozen_bytes)} as they are")
+        return (
+            f"{self.name}: adapters of rank {self.rank} with {trained} are trained beside {others} "
+            f"frozen ones, {', '.join(sizes) or 'nothing'}; the adapter's file takes "
+            f"{bytes_text(self.saved_bytes)}"
+        )
 
 
 class PlannedTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +121,7 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
     COMMAND: ClassVar[str] = "plan"
 
     model: PlannedModel
+    method: PlannedMethod
     device: str  # cpu or cuda
     layout: PlannedLayout
     accumulation: int

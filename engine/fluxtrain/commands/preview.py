@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fluxtrain.calibration.measured_constants import Constants, known_constants
 from fluxtrain.client.machine import Machine
-from fluxtrain.client.plan import PlanAnswer, PlannedModel
+from fluxtrain.client.plan import PlanAnswer, PlannedMethod, PlannedModel
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, settings
 from fluxtrain.data.demo import VOCABULARY
@@ -111,6 +111,7 @@ def preview(
         config,
         forecast_of(config, facts, placement, where, constants),
         model=_told_model(config, model, dtype.value, facts.layers),
+        method=_told_method(config, model, facts),
         machine=elsewhere.line if elsewhere else machine.line(),
         host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
         estimated_rows=rows,
@@ -126,11 +127,27 @@ def _told_model(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: i
     return PlannedModel(name=name, parameters=parameters, blocks=blocks, dtype=dtype)
 
 
+def _told_method(config: RunConfig, model: PreTrainedModel, facts: ModelFacts) -> PlannedMethod:
+    method, asked = method_of(config), config.method
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return PlannedMethod(
+        name=asked.name,
+        rank=None if asked.name == "full" else asked.rank,
+        trained_parameters=trained,
+        trained_bytes=facts.trained_bytes,
+        frozen_bytes=facts.frozen_bytes,
+        packed_bytes=facts.packed_bytes,
+        storage=method.frozen_storage(asked),
+        saved_bytes=method.saved_bytes(facts),
+    )
+
+
 def _answer(
     config: RunConfig,
     forecast: Forecast,
     *,
     model: PlannedModel,
+    method: PlannedMethod,
     machine: str,
     host_limit_bytes: int | None,
     estimated_rows: int,
@@ -141,6 +158,7 @@ def _answer(
     placement = forecast.placement
     return PlanAnswer(
         model=model,
+        method=method,
         device="cuda" if forecast.capacity.has_gpu else "cpu",
         layout=planned_layout(forecast.facts, forecast.layout),
         accumulation=config.train.accumulation,
@@ -220,6 +238,7 @@ def table(plan: PlanAnswer) -> str:
     lines = [
         f"{model.name}: {count_text(model.parameters)} parameters in {model.blocks} blocks, "
         f"{model.dtype}; {plan.machine}",
+        plan.method.line(model.parameters),
         f"device memory {_of(plan.device_bytes, plan.device_budget_bytes)}, "
         f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps} steps",
         *plan_lines(plan),

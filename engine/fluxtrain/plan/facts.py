@@ -99,6 +99,11 @@ class GroupFacts:
         return HALF_BYTES * halves + FP32_BYTES * self.trained_fp32
 
     @cached_property
+    def frozen_bytes(self) -> int:
+        """Weights that are not trained, as they are stored; with the padding."""
+        return self.weight_bytes - self.rounded_bytes if self.frozen else 0
+
+    @cached_property
     def segment_bytes(self) -> tuple[int, int, int]:
         """Of the gradients of each dtype, as they are downloaded."""
         halves = HALF_BYTES * self.trained_bf16, HALF_BYTES * self.trained_fp16
@@ -303,6 +308,17 @@ class ModelFacts:
     def trained_bytes(self) -> int:
         """Bytes of all trained weights, in their dtypes; with those that are in no group."""
         return sum(group.rounded_bytes for group in self.groups) + self.loose_bytes
+
+    @cached_property
+    def packed_bytes(self) -> int:
+        """Bytes of frozen weights in groups that are packed, with the few small ones that are not
+        and lie beside them."""
+        return sum(group.frozen_bytes for group in self.groups if group.storage != "plain")
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen weights of all other groups, in their dtypes."""
+        return sum(group.frozen_bytes for group in self.groups if group.storage == "plain")
 
     @cached_property
     def layers(self) -> int:

@@ -16,7 +16,9 @@ from fluxtui.home import expanded
 StartSource = Literal["new", "resume", "attach", "file"]
 ModelSource = Literal["demo", "recent", "folder", "hub"]
 DataSource = Literal["demo", "path", "hub"]
-Method = Literal["full"]
+Method = Literal["full", "lora", "qlora"]
+Variant = Literal["lora", "rslora", "dora"]
+PackedBase = Literal["nf4", "nf4-double", "int8"]
 DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca", "completion", "plain"]
 Offload = Literal["auto", "none", "optimizer", "weights", "max"]
 Dial = Literal["auto", "fast", "balanced", "fit"]
@@ -26,6 +28,8 @@ STEPS: tuple[StepName, ...] = get_args(StepName)
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 METHODS: tuple[Method, ...] = get_args(Method)
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+BASES: tuple[PackedBase, ...] = get_args(PackedBase)
 DIAL: tuple[Dial, ...] = get_args(Dial)
 DEMO = "demo"
 HUB_DATA = "hf://datasets/"
@@ -43,6 +47,9 @@ class Answers:
             data_hub: kept when another source is chosen, so that nothing typed is lost.
         data_path: a file, a folder or a pattern; or a list of sources, written as in YAML.
         loaded_from: the configuration file that `base` was read from.
+        rank, alpha, variant: of the adapters; None leaves a number to the trainer.
+        targets: names of the layers that get adapters, with commas; "" for all linear ones.
+        base_format: how QLoRA packs the frozen weights.
         dial, dial_settings: the chosen one of the ranked plans, and the settings it consists of.
         sequence_length, batch_rows, chunk_rows, steps: None leaves them to the trainer.
         base: a configuration file the answers were read from; keys that the wizard does not ask
@@ -65,6 +72,11 @@ class Answers:
     data_hub: str = ""
     data_format: DataFormat = "auto"
     method: Method = "full"
+    rank: int | None = None
+    alpha: int | None = None
+    targets: str = ""
+    variant: Variant = "lora"
+    base_format: PackedBase = "nf4-double"
     dial: Dial = "auto"
     dial_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     offload: Offload = "auto"

@@ -18,6 +18,15 @@ SETTINGS: dict[str, str] = {
     "offload": "placement.offload",
     "chunk_rows": "placement.chunk_rows",
 }  # field of the answers: key of the configuration
+METHOD = "method.name"
+ADAPTERS: dict[str, str] = {
+    "rank": "method.rank",
+    "alpha": "method.alpha",
+    "targets": "method.targets",
+    "variant": "method.variant",
+    "base_format": "method.base",
+}  # the same of adapters, which methods but `full` have
+PACKED_ALONE = ("base_format",)  # of them, what only qlora asks for
 UNSET = (None, "auto")  # the trainer chooses
 AGGRESSIVENESS = "placement.aggressiveness"
 
@@ -26,7 +35,25 @@ def chosen_settings(answers: Answers) -> dict[str, Any]:
     """The settings that the user chose, by their dotted keys; a plan's come before single ones."""
     values = {key: getattr(answers, field) for field, key in SETTINGS.items()}
     single = {key: value for key, value in values.items() if value not in UNSET}
-    return {**answers.dial_settings, **single}
+    return {**answers.dial_settings, **single, **method_settings(answers)}
+
+
+def method_settings(answers: Answers) -> dict[str, Any]:
+    """The method and what was set of its adapters; nothing for full training, the default."""
+    if answers.method == "full":
+        return {}
+    found: dict[str, Any] = {METHOD: answers.method}
+    for field, key in ADAPTERS.items():
+        value = getattr(answers, field)
+        asked = answers.method == "qlora" or field not in PACKED_ALONE
+        if asked and value != getattr(Answers, field):
+            found[key] = target_names(value) if field == "targets" else value
+    return found
+
+
+def target_names(text: str) -> list[str]:
+    """The names of layers in a line with commas or spaces, with or without brackets."""
+    return text.replace(",", " ").strip(" []").split()
 
 
 def configuration(answers: Answers) -> dict[str, Any]:
@@ -41,9 +68,9 @@ def configuration(answers: Answers) -> dict[str, Any]:
     }
     _set(merged, "model.path", answers.model_path)
     _set(merged, "data.path", answers.data_sources)
-    _set(merged, "method.name", answers.method)
+    _set(merged, METHOD, answers.method)
     chosen = chosen_settings(answers)
-    for key in dict.fromkeys((*SETTINGS.values(), *chosen)):
+    for key in dict.fromkeys((*SETTINGS.values(), *ADAPTERS.values(), *chosen)):
         section, _, name = key.partition(".")
         if key in chosen:
             _set(merged, key, chosen[key])
@@ -73,6 +100,7 @@ def answers_from_config(config: Mapping[str, Any]) -> Answers:
         **model_answer(config.get("model", {}).get("path", DEMO)),
         **data_answer(config.get("data", {}).get("path", DEMO)),
         method=config.get("method", {}).get("name", "full"),
+        **_adapter_answers(config),
         **{field: value for field, value in values.items() if value not in UNSET},
         **_dial_answer(_value(config, AGGRESSIVENESS)),
         base=_without_stop_of_the_dial(config),
@@ -95,6 +123,14 @@ def answers_from_file(path: str, overrides: tuple[str, ...] = ()) -> Answers:
     return dataclasses.replace(
         answers, start="file", config_path=path, loaded_from=path, overrides=overrides
     )
+
+
+def _adapter_answers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says of adapters."""
+    values = {field: _value(config, key) for field, key in ADAPTERS.items()}
+    if isinstance(values["targets"], list):
+        values["targets"] = ", ".join(map(str, values["targets"]))
+    return {field: value for field, value in values.items() if value not in UNSET}
 
 
 def _dial_answer(value: object) -> dict[str, Any]:

@@ -14,11 +14,13 @@ from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.storage import read_json
 from fluxtui.home import home_folder
 from fluxtui.wizard.answers.answers import (
+    BASES,
     DATA_FORMATS,
     DIAL,
     METHODS,
     OFFLOADS,
     STEPS,
+    VARIANTS,
     Answers,
     DataSource,
     ModelSource,
@@ -33,11 +35,13 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "data_source": get_args(DataSource),
     "data_format": DATA_FORMATS,
     "method": METHODS,
+    "variant": VARIANTS,
+    "base_format": BASES,
     "dial": DIAL,
     "offload": OFFLOADS,
     "step": STEPS,
 }
-_NUMBERS = ("sequence_length", "batch_rows", "chunk_rows", "steps")
+_NUMBERS = ("rank", "alpha", "sequence_length", "batch_rows", "chunk_rows", "steps")
 
 
 def draft_path(environment: Mapping[str, str] = os.environ) -> Path:

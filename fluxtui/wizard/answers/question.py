@@ -44,3 +44,26 @@ class SourceQuestion:
     options: Sequence[Option]
     fields: Mapping[str, Field]
     number: Field | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterQuestion:
+    """A question about adapters: the field of the answers, and why its default is what it is.
+
+    Attributes:
+        action: of the registry, whose key asks it.
+        title: of the field, in words.
+        default: what is taken when nothing is answered, as it is shown.
+        reason: why that is taken, and what another answer gives.
+        options: to choose from; none where it is typed.
+        packed_alone: asked for weights that are packed, and no others.
+    """
+
+    field: str
+    action: str
+    name: str
+    title: str
+    default: str
+    reason: str
+    options: Sequence[str] = ()
+    packed_alone: bool = False

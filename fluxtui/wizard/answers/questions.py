@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
+from collections.abc import Sequence
+
+from fluxtui.wizard.answers.answers import BASES, METHODS, VARIANTS, Answers, Method
+from fluxtui.wizard.answers.question import AdapterQuestion, Field, Option, SourceQuestion
 
 START = SourceQuestion(
     step="start",
@@ -57,4 +60,55 @@ DATA = SourceQuestion(
     },
     number=Field("sequence_length", "tokens in a row", "tokens in a row, as the trainer has it"),
 )
-METHODS = (Option("full", "Full", "every weight is trained, in the model's own dtype"),)
+METHOD_TITLES: dict[Method, str] = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA"}
+METHOD_TEXTS: dict[Method, str] = {
+    "full": "every weight is trained, in the model's own dtype",
+    "lora": "small adapters are trained beside the frozen weights",
+    "qlora": "the same beside weights that are packed in 4 or 8 bits",
+}
+GIVES_UP: dict[Method, str] = {
+    "full": "gives up no learning; takes the most memory and disk",
+    "lora": "gives up some new knowledge; tasks and style are learnt as well",
+    "qlora": "as LoRA, and a little accuracy: the frozen weights are rounded",
+}
+ADAPTER_QUESTIONS = (
+    AdapterQuestion(
+        "rank", "wizard_rank", "rank", "rank of the adapters", "16",
+        "enough for most tasks; more learns more, and takes memory in proportion",
+    ),
+    AdapterQuestion(
+        "alpha", "wizard_alpha", "alpha", "alpha of the adapters", "twice the rank",
+        "what adapters add is scaled by alpha / rank, so the rank does not change it",
+    ),
+    AdapterQuestion(
+        "targets", "wizard_targets", "targets", "layers that get adapters, with commas",
+        "all linear layers", "learns more than attention alone; the head is left out",
+    ),
+    AdapterQuestion(
+        "variant", "wizard_variant", "variant", "kind of the adapters", "lora",
+        "rslora is for high ranks; dora trains magnitudes apart, and is slower", VARIANTS,
+    ),
+    AdapterQuestion(
+        "base_format", "wizard_base", "base", "how the frozen weights are packed", "nf4-double",
+        "0.52 bytes a weight; nf4 takes 0.56, int8 one, and is closer to the model", BASES,
+        packed_alone=True,
+    ),
+)  # fmt: skip
+
+
+def method_options() -> tuple[Option, ...]:
+    """The methods as lines to choose from."""
+    return tuple(Option(name, METHOD_TITLES[name], METHOD_TEXTS[name]) for name in METHODS)
+
+
+def adapter_questions(method: Method) -> Sequence[AdapterQuestion]:
+    """The questions that a method has about its adapters; none for full training."""
+    if method == "full":
+        return ()
+    return tuple(one for one in ADAPTER_QUESTIONS if method == "qlora" or not one.packed_alone)
+
+
+def adapter_answer(answers: Answers, question: AdapterQuestion) -> str:
+    """What was answered, or the default, as it is shown."""
+    value = getattr(answers, question.field)
+    return question.default if value in (None, "") else str(value)

@@ -56,11 +56,14 @@ class Question(Generic[T]):
         answer: type[T],
         on_change: Callable[[], None],
         program: tuple[str, ...] = (),
+        group: str = "",
     ) -> None:
+        """Of the questions of a `group`, which is the command by itself, one is asked at a time."""
         self.state: Asked[T] = Asked()
         self._screen, self._answer = screen, answer
         self._on_change, self._program = on_change, program
-        self._key: object = None
+        self._group = group or answer.COMMAND
+        self.key: object = None  # of what was asked last
 
     def ask(
         self,
@@ -72,19 +75,27 @@ class Question(Generic[T]):
 
         `forget` makes it ask again.
         """
-        if key == self._key:
+        if key == self.key:
             return
-        self._key = key
+        self.key = key
         self.state = Asked(asked_s=time.monotonic())
         self._on_change()
         self._screen.run_worker(
-            self._run(arguments, environment or {}), group=self._answer.COMMAND, exclusive=True
+            self._run(arguments, environment or {}), group=self._group, exclusive=True
         )
+
+    def take(self, key: object, known: Asked[T]) -> None:
+        """Take an answer to the question of `key` that is known already."""
+        if key == self.key:
+            return
+        self._screen.workers.cancel_group(self._screen, self._group)
+        self.key, self.state = key, known
+        self._on_change()
 
     def forget(self) -> None:
         """End what is being asked, and know nothing."""
-        self._screen.workers.cancel_group(self._screen, self._answer.COMMAND)
-        self._key, self.state = None, Asked()
+        self._screen.workers.cancel_group(self._screen, self._group)
+        self.key, self.state = None, Asked()
         self._on_change()
 
     async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,18 @@ from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.configuring import chosen_settings, yaml_text
+from fluxtui.wizard.answers.answers import METHODS, Answers, Method
+from fluxtui.wizard.answers.configuring import ADAPTERS, chosen_settings, yaml_text
 from fluxtui.wizard.answers.launching import engine_arguments
-from fluxtui.wizard.engine.asked import Question
+from fluxtui.wizard.engine.asked import Asked, Question
 
 
 class Background:
-    """The four questions, and the folder in which their configurations lie."""
+    """The questions, and the folder in which their configurations lie.
+
+    Where methods are compared, the plan of each other method comes after the chosen one's, one at a
+    time; plans that are there are kept, so that a method which is chosen next has its own at once.
+    """
 
     def __init__(
         self, screen: Screen[Any], on_change: Callable[[], None], program: tuple[str, ...]
@@ -38,9 +42,12 @@ class Background:
         self._cards_for: object = None  # the answers that they were planned for
         self._cards_of: object = None  # model and data alone
         self._tried: object = None
+        self._comparing = False
+        self._kept: dict[object, Asked[PlanAnswer]] = {}  # plans that are there
         self.probe = Question(screen, ProbeAnswer, self._probed, program)
         self.inspection = Question(screen, InspectionAnswer, on_change, program)
         self.plan = Question(screen, PlanAnswer, self._planned, program)
+        self.beside = Question(screen, PlanAnswer, self._compared, program, group="plan beside")
         self.trial = Question(screen, DryRunAnswer, on_change, program)
 
     def close(self) -> None:
@@ -50,7 +57,7 @@ class Background:
     @property
     def busy(self) -> bool:
         """Return whether a question is being asked."""
-        asked = (self.probe, self.inspection, self.plan, self.trial)
+        asked = (self.probe, self.inspection, self.plan, self.beside, self.trial)
         return any(question.state.pending for question in asked)
 
     def cards_are_of(self, answers: Answers) -> bool:
@@ -61,28 +68,73 @@ class Background:
         """Measure the machine; `fresh` does not take what was measured before."""
         if fresh:
             self.probe.forget()
-            self.plan.forget()
+            self._forget_plans()
         self.probe.ask("probe", [*(["--fresh"] if fresh else []), "--progress"])
 
-    def look_at(self, answers: Answers) -> None:
-        """Ask for data and plan of these answers, unless they are known or being asked for."""
-        self._wanted = answers
+    def look_at(self, answers: Answers, compare: bool = False) -> None:
+        """Ask for data and plan of these answers, unless they are known or being asked for.
+
+        `compare` asks for the plans of the other methods too.
+        """
+        self._wanted, self._comparing = answers, compare
         if self.probe.state.pending:
             return
         data_alone = _about_data(answers)
         self.inspection.ask(_key(data_alone), self._arguments(data_alone))
         key = _key(answers)
-        if self._cards_of != _key(data_alone):
+        if self._cards_of != _key(_about_model(answers)):
             self.cards = ()
         if not self.trial_is_of(answers):
             self.trial.forget()
-        self.plan.ask(key, [*self._arguments(answers), "--progress"])
+        if self.beside.state.pending and (key != self.plan.key or not compare):
+            self.beside.forget()  # the chosen method comes first, and alone
+        if key in self._kept:
+            self.plan.take(key, self._kept[key])
+        else:
+            self.plan.ask(key, [*self._arguments(answers), "--progress"])
+        self._compare()
 
     def plan_again(self) -> None:
         """Plan the same answers once more: the machine may have changed."""
-        self.plan.forget()
+        self._forget_plans()
         if self._wanted is not None:
-            self.look_at(self._wanted)
+            self.look_at(self._wanted, self._comparing)
+
+    def plans_of_methods(self, answers: Answers) -> Mapping[Method, Asked[PlanAnswer]]:
+        """What is known of the plan of each method, with these answers otherwise."""
+        found: dict[Method, Asked[PlanAnswer]] = {}
+        for method in METHODS:
+            key = _key(with_method(answers, method))
+            asked = next((q.state for q in (self.plan, self.beside) if q.key == key), Asked())
+            found[method] = self._kept.get(key, asked)
+        return {**found, answers.method: self.plan.state}
+
+    def _compare(self) -> None:
+        """Ask for the next plan of another method, if one is missing and nothing is being asked."""
+        busy = self.probe.state.pending or self.plan.state.pending or self.beside.state.pending
+        if self._wanted is None or not self._comparing or busy:
+            return
+        for method in METHODS:
+            other = with_method(self._wanted, method)
+            if method != self._wanted.method and (key := _key(other)) not in self._kept:
+                self.beside.ask(key, [*self._arguments(other), "--progress"])
+                return
+
+    def _compared(self) -> None:
+        self._keep(self.beside)
+        self._on_change()
+        self._compare()
+
+    def _keep(self, question: Question[PlanAnswer]) -> None:
+        state = question.state
+        if question.key is not None and (state.value is not None or state.refusal is not None):
+            self._kept[question.key] = state
+
+    def _forget_plans(self) -> None:
+        self._comparing = False
+        self.plan.forget()
+        self.beside.forget()
+        self._kept.clear()
 
     def try_out(self, answers: Answers) -> None:
         """Train three steps of these answers in a folder that is removed with this object."""
@@ -105,14 +157,16 @@ class Background:
     def _probed(self) -> None:
         self._on_change()
         if self._wanted is not None and not self.probe.state.pending:
-            self.look_at(self._wanted)
+            self.look_at(self._wanted, self._comparing)
 
     def _planned(self) -> None:
         found = self.plan.state.value
         if found is not None and self._wanted is not None and not self._wanted.dial_settings:
             self.cards = found.plans
-            self._cards_for, self._cards_of = _key(self._wanted), _key(_about_data(self._wanted))
+            self._cards_for, self._cards_of = _key(self._wanted), _key(_about_model(self._wanted))
+        self._keep(self.plan)
         self._on_change()
+        self._compare()
 
 
 def without_dial(answers: Answers) -> Answers:
@@ -120,11 +174,26 @@ def without_dial(answers: Answers) -> Answers:
     return dataclasses.replace(answers, dial="auto", dial_settings={})
 
 
-def _about_data(answers: Answers) -> Answers:
-    """Return the part of the answers on which the look of the data depends."""
+def with_method(answers: Answers, method: Method) -> Answers:
+    """The same answers with another method; a plan on the dial was made for one of them alone."""
+    return (
+        answers
+        if method == answers.method
+        else dataclasses.replace(answers, method=method, dial_settings={})
+    )
+
+
+def _about_model(answers: Answers) -> Answers:
+    """Return the part of the answers which the ranked plans are about: model, data and method."""
     return dataclasses.replace(
         without_dial(answers), offload="auto", batch_rows=None, chunk_rows=None, steps=None
     )
+
+
+def _about_data(answers: Answers) -> Answers:
+    """Return the part of the answers on which the look of the data depends."""
+    unset = {field: getattr(Answers, field) for field in ADAPTERS}
+    return dataclasses.replace(_about_model(answers), method="full", **unset)
 
 
 def _key(answers: Answers) -> object:

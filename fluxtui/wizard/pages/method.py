@@ -1,4 +1,4 @@
-"""The methods that train, each as a card that says whether it fits."""
+"""The methods beside each other: whether each fits, what it takes, and what it gives up."""
 
 from __future__ import annotations
 
@@ -6,40 +6,52 @@ from textual.content import Content
 
 from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
-from fluxtrain.units import count_text, duration_text
-from fluxtui.wizard.answers.questions import METHODS
+from fluxtrain.units import UNKNOWN, bytes_text, count_text, duration_text
+from fluxtui.widgets.spans import cut
+from fluxtui.wizard.answers.answers import METHODS, Method
+from fluxtui.wizard.answers.questions import (
+    GIVES_UP,
+    METHOD_TITLES,
+    adapter_answer,
+    adapter_questions,
+)
+from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.plan_preview import fit, model_line
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending
 from fluxtui.wizard.pages.wizard_view import WizardView
 
-_STYLES = {"fits": "$success", "fits with offload": "$success", "does not fit": "$error"}
-_MARKS = {"fits": "✓", "fits with offload": "✓", "does not fit": "✗"}
+CARD_LEAST = 23  # columns of a card with its border
+_MARKS = {"fits": "✓", "fits with offload": "✓", "does not fit": "✗", "not known": "✗"}
+_BORDERS = {True: "╔═╗║╚╝", False: "┌─┐│└┘"}
+_NAME_CELLS = 9
 
 
 def method_page(view: WizardView, width: int) -> Content:
-    """The question and its cards."""
-    lines = [Content.styled("How shall it learn?", "bold"), Content("")]
-    for option in METHODS:
-        here = option.id == view.answers.method
-        head = Content.assemble(
-            ("▸ " if here else "  ", "bold $accent"),
-            (option.title.ljust(8), "bold $accent" if here else "bold"),
-            drawing.shortened(option.text, width - 10),
-        )
-        lines += [head, Content(""), _card(view, width) if here else Content("")]
+    """The question, its cards, what each gives up, and the questions about adapters."""
+    keys = view.key("wizard_method_before", "wizard_method_after")
+    lines = [drawing.heading("How shall it learn?", f"{keys} choose", width), _limits(view, width)]
+    lines += [_cards(view, width), *_given_up(view, width)]
+    lines += _trouble(view, width)
+    questions = _questions(view, width)
+    if questions:
+        lines += [*([] if view.short else [Content("")]), *questions]
+    plan = view.plan.value
+    if plan is not None:
+        words = " · ".join((numbers_line(plan), model_line(plan)))
+        lines += [Content(""), drawing.paragraph(words, width, drawing.MUTED)]
     return Content("\n").join(lines)
 
 
-def fit_words(view: WizardView) -> str:
-    """Whether the chosen method fits, in one line."""
-    plan = view.plan.value
-    if plan is not None:
-        return fit(plan)
-    if view.plan.refusal is not None:
-        fits = view.plan.exit_code != EXIT_DOES_NOT_FIT
+def fit_words(view: WizardView, method: Method | None = None) -> str:
+    """Whether a method fits, in one line; without one the chosen method."""
+    asked = view.plan_of(method or view.answers.method)
+    if asked.value is not None:
+        return fit(asked.value)
+    if asked.refusal is not None:
+        fits = asked.exit_code != EXIT_DOES_NOT_FIT
         return "not known" if fits else "does not fit"
-    return "being planned"
+    return "being planned" if asked.pending else "waits"
 
 
 def numbers_line(plan: PlanAnswer) -> str:
@@ -53,26 +65,148 @@ def numbers_line(plan: PlanAnswer) -> str:
     )
 
 
-def _card(view: WizardView, width: int) -> Content:
-    words, plan = fit_words(view), view.plan.value
-    if view.plan.refusal is not None:
-        verdict = "DOES NOT FIT" if words == "does not fit" else "NOT KNOWN"
-        head = Content.styled(f"✗ {verdict}", "bold $error")
+def method_facts(plan: PlanAnswer | None) -> list[tuple[str, str]]:
+    """What a card says: name and value; without a plan nothing is known."""
+    if plan is None:
+        names = ("device", "host", "a step", "trains", "checkpoint")
+        return [(name, UNKNOWN) for name in names]
+    return [
+        ("GPU" if plan.device == "cuda" else "buffers", bytes_text(plan.device_bytes)),
+        ("host", bytes_text(plan.host_bytes)),
+        ("a step", duration_text(plan.predicted.step_s if plan.predicted else None)),
+        ("trains", count_text(plan.method.trained_parameters)),
+        ("checkpoint", bytes_text(plan.checkpoint_bytes)),
+    ]
+
+
+def method_lines(view: WizardView, method: Method) -> list[str]:
+    """The same in plain lines, with what the method gives up."""
+    asked, title = view.plan_of(method), METHOD_TITLES[method]
+    head = f"{title} {fit_words(view, method)}"
+    if asked.value is None:
+        told = f": {asked.refusal}" if asked.refusal else ""
+    else:
+        told = ": " + ", ".join(f"{name} {value}" for name, value in method_facts(asked.value))
+    return [head + told, f"{title}: {GIVES_UP[method]}"]
+
+
+def _limits(view: WizardView, width: int) -> Content:
+    """What the machine may give, which all cards are held against."""
+    plans = [view.plan_of(method).value for method in METHODS]
+    plan = next((plan for plan in plans if plan is not None), None)
+    if plan is None:
+        return Content("")
+    parts = [f"host memory {bytes_text(plan.host_limit_bytes)}"] if plan.host_limit_bytes else []
+    if plan.device_budget_bytes:
+        parts.insert(0, f"{'GPU' if plan.device == 'cuda' else 'buffers'} "
+                        f"{bytes_text(plan.device_budget_bytes)}")  # fmt: skip
+    text = f"may be used: {', '.join(parts)}" if parts else ""
+    return Content.styled(drawing.shortened(text, width), drawing.MUTED)
+
+
+def _cards(view: WizardView, width: int) -> Content:
+    """The cards beside each other, or a line each where there is no room."""
+    gap = 1
+    room = (width - gap * (len(METHODS) - 1)) // len(METHODS)
+    if room < CARD_LEAST:
+        return Content("\n").join(_row(view, method, width) for method in METHODS)
+    drawn = [_card(view, method, min(room, 30)) for method in METHODS]
+    return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
+
+
+def _card(view: WizardView, method: Method, width: int) -> list[Content]:
+    """A card as lines with a border; the chosen one has a double border and a mark."""
+    chosen = method == view.answers.method
+    corners = _BORDERS[chosen]
+    style = "bold $accent" if chosen else drawing.MUTED
+    title = f"{corners[1]} {'▸ ' if chosen else ''}{METHOD_TITLES[method]} "
+    top = f"{corners[0]}{title.ljust(width - 2, corners[1])}{corners[2]}"
+    side, inner = Content.styled(corners[3], style), width - 4
+    words, look = _verdict(view, method)
+    body: list[tuple[str, str, str]] = [("", words, look)]
+    asked = view.plan_of(method)
+    body += [(name, value, "bold") for name, value in method_facts(asked.value)]
+    lines = [Content.styled(top, style)]
+    for name, value, looks in body:
+        label = name.ljust(inner - len(value)) if name else ""
+        text = drawing.shortened(value, inner)
+        lines.append(
+            Content.assemble(
+                side, " ", (label, drawing.MUTED), (text, looks),
+                " " * max(0, inner - len(label) - len(text)), " ", side,
+            )
+        )  # fmt: skip
+    return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
+
+
+def _row(view: WizardView, method: Method, width: int) -> Content:
+    chosen = method == view.answers.method
+    words, look = _verdict(view, method)
+    plan = view.plan_of(method).value
+    known = method_facts(plan)[:3] if plan is not None else []
+    text = ", ".join([words, *(f"{name} {value}" for name, value in known)])
+    return Content.assemble(
+        ("▸ " if chosen else "  ", "bold $accent"),
+        (METHOD_TITLES[method].ljust(_NAME_CELLS), "bold"),
+        (cut(text, width - 2 - _NAME_CELLS), look),
+    )
+
+
+def _verdict(view: WizardView, method: Method) -> tuple[str, str]:
+    """The verdict on a method and its style."""
+    words = fit_words(view, method)
+    asked: Asked[PlanAnswer] = view.plan_of(method)
+    if words not in _MARKS:
+        waited = f"  {asked.waited_s:.0f} s" if asked.pending else ""
+        return f"{words}{waited}", drawing.MUTED
+    fits = _MARKS[words] == "✓"
+    return f"{_MARKS[words]} {words.upper()}", "bold $success" if fits else "bold $error"
+
+
+def _given_up(view: WizardView, width: int) -> list[Content]:
+    """A line a method: what it gives up."""
+    lines = []
+    for method in METHODS:
+        here = method == view.answers.method
+        text = GIVES_UP[method]
+        lines.append(
+            Content.assemble(
+                ("▸ " if here else "  ", "bold $accent"),
+                (METHOD_TITLES[method].ljust(_NAME_CELLS - 2), "bold" if here else drawing.MUTED),
+                (cut(text, width - _NAME_CELLS), "" if here else drawing.MUTED),
+            )
+        )
+    return lines
+
+
+def _trouble(view: WizardView, width: int) -> list[Content]:
+    """Why the chosen method cannot be had, and what can be done; or that it is being planned."""
+    asked = view.plan
+    if asked.refusal is not None:
         cure = (
             f"{view.key('wizard_back')} changes model or data, {view.key('wizard_again')} asks "
             "again"
         )
-        body = drawing.problem(view.plan.refusal, width)
-        return Content("\n").join([head, body, Content.styled(cure, drawing.MUTED)])
-    if plan is None:
-        return pending("Seeing whether it fits", view.plan, width)
-    head = Content.styled(f"{_MARKS[words]} {words.upper()}", f"bold {_STYLES[words]}")
-    lines = [
-        head,
-        drawing.memory_bar("device", plan.device_bytes, plan.device_budget_bytes, width),
-        drawing.memory_bar("host", plan.host_bytes, plan.host_limit_bytes, width),
-        Content(""),
-        drawing.paragraph(numbers_line(plan), width),
-        drawing.paragraph(model_line(plan), width, drawing.MUTED),
+        told = drawing.problem(asked.refusal, width)
+        return [Content(""), told, Content.styled(cure, drawing.MUTED)]
+    if asked.value is None:
+        return [Content(""), pending("Seeing whether it fits", asked, width)]
+    return []
+
+
+def _questions(view: WizardView, width: int) -> list[Content]:
+    """A line a question about adapters: its key, the answer, and why the default is what it is."""
+    rows = [
+        (view.key(one.action), one.name, adapter_answer(view.answers, one), one.reason)
+        for one in adapter_questions(view.answers.method)
     ]
-    return Content("\n").join(lines)
+    values = min(20, max((len(value) for _, _, value, _ in rows), default=0))
+    return [
+        Content.assemble(
+            (f"{key} ", "bold $accent"),
+            (name.ljust(_NAME_CELLS), drawing.MUTED),
+            (drawing.shortened(value, values).ljust(values), "bold"),
+            (f"  {cut(reason, width - values - _NAME_CELLS - 4)}", drawing.MUTED),
+        )
+        for key, name, value, reason in rows
+    ]

@@ -18,7 +18,7 @@ from fluxtui.panels.machine import machine_line
 from fluxtui.state.machine_sample import MachineSample
 from fluxtui.state.view import View as RunView
 from fluxtui.widgets.spans import Line
-from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.answers import Answers, Method
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.machine import machine_lines
@@ -30,6 +30,7 @@ class WizardView:
 
     Attributes:
         checks: by step; None while the answer is being looked at.
+        methods: what is known of the plan of each method, the chosen one's among them.
         cards: the ranked plans of the newest plan in which none of them was chosen.
         goes_on: Enter was pressed before the plan was there.
         root: the folder of the runs.
@@ -40,6 +41,7 @@ class WizardView:
     probe: Asked[ProbeAnswer] = dataclasses.field(default_factory=Asked)
     inspection: Asked[InspectionAnswer] = dataclasses.field(default_factory=Asked)
     plan: Asked[PlanAnswer] = dataclasses.field(default_factory=Asked)
+    methods: Mapping[Method, Asked[PlanAnswer]] = dataclasses.field(default_factory=dict)
     trial: Asked[DryRunAnswer] = dataclasses.field(default_factory=Asked)
     cards: tuple[PlanOption, ...] = ()
     cards_are_older: bool = False  # than the numbers that the user has set since
@@ -57,6 +59,10 @@ class WizardView:
         """The keys of actions as a person reads them, the user's own where there are any."""
         keys = [self.key_texts.get(action) or find(action).key_text for action in actions]
         return joined(keys)
+
+    def plan_of(self, method: Method) -> Asked[PlanAnswer]:
+        """What is known of the plan with another method."""
+        return self.plan if method == self.answers.method else self.methods.get(method, Asked())
 
     def machine_now(self, width: int) -> Line:
         """What this machine does at the moment, in one line; nothing while that is not known."""

@@ -76,7 +76,7 @@ class DrawnStep(Step, can_focus=True):
         *own_bindings(("list_up", "list_down"), list_up="scroll_up", list_down="scroll_down"),
         *own_bindings(("wizard_again", "wizard_try", "wizard_yaml", "wizard_command")),
     ]
-    AGAIN: ClassVar[dict[str, Wish]] = {"hardware": "measure", "method": "plan", "preview": "plan"}
+    AGAIN: ClassVar[dict[str, Wish]] = {"hardware": "measure", "preview": "plan"}
     ON_PREVIEW = ("try", "copy yaml", "copy command")
 
     def __init__(self, name: StepName, draw: DrawPage) -> None:

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from textual import on
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.content import Content
-from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.widgets.entry import Entry
 from fluxtui.wizard.answers.answers import DIAL, OFFLOADS, Dial
 from fluxtui.wizard.engine.ranked import dial_settings
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.strategy import strategy_page
-from fluxtui.wizard.steps.step import Step, Wished
+from fluxtui.wizard.steps.asking_step import AskingStep
+from fluxtui.wizard.steps.step import Wished
 from fluxtui.wizard.steps.widgets import Drawn
 
-_NUMBERS = {
-    "batch_rows": "rows of one batch",
-    "chunk_rows": "rows computed at once in a block",
-    "steps": "optimizer steps",
-}
 
-
-class StrategyStep(Step, can_focus=True):
+class StrategyStep(AskingStep, can_focus=True):
     """Turns the dial with ← →, changes a number with its letter, walks the choices with ↑ ↓."""
 
-    DEFAULT_CSS = """
-    StrategyStep Input {
-        display: none; height: 3; width: 46; border: round $accent; background: transparent;
-    }
-    """
     BINDINGS: ClassVar[list[BindingType]] = [
         *own_bindings(
             (
@@ -50,32 +37,20 @@ class StrategyStep(Step, can_focus=True):
         *own_bindings(("list_up", "list_down"), list_up="walk(-1)", list_down="walk(1)"),
     ]
 
+    ASKED = {
+        "batch_rows": "rows of one batch",
+        "chunk_rows": "rows computed at once in a block",
+        "steps": "optimizer steps",
+    }
+
     def __init__(self) -> None:
         super().__init__("strategy")
-        self._asked_for = ""
         self._cursor = 0
         self._why = False
 
     def compose(self) -> ComposeResult:
-        box = Entry(type="integer", placeholder="as the plan says", id="number-input")
-        box.restrict = r"\d{0,9}"
-        yield box
+        yield self.make_box()
         yield Drawn(self._draw)
-
-    def take_focus(self) -> None:
-        """The page itself, so that its keys work."""
-        self.focus()
-
-    def leave(self) -> bool:
-        """Escape closes the field of a number and keeps what was set before."""
-        was_open = bool(self._box.display)
-        self._close()
-        return was_open
-
-    @property
-    def asks_for_a_number(self) -> bool:
-        """The field of a number is open."""
-        return bool(self._box.display)
 
     def action_dial(self, offset: int) -> None:
         """Turn the dial; a plan on it brings its settings along."""
@@ -91,15 +66,6 @@ class StrategyStep(Step, can_focus=True):
         """The next offload setting, round about."""
         index = OFFLOADS.index(self.view.answers.offload) + 1
         self.answer({"offload": OFFLOADS[index % len(OFFLOADS)]})
-
-    def action_number(self, field: str) -> None:
-        """Open the field of a number."""
-        value = getattr(self.view.answers, field)
-        self._asked_for = field
-        self._box.value = "" if value is None else str(value)
-        self._box.border_title = f"{_NUMBERS[field]}; empty: auto"
-        self._box.display = True
-        self._box.focus()
 
     def action_why(self) -> None:
         """All reasons, or only that of the choice under the cursor."""
@@ -118,10 +84,6 @@ class StrategyStep(Step, can_focus=True):
         """Plan the same answers once more."""
         self.post_message(Wished("plan"))
 
-    @property
-    def _box(self) -> Input:
-        return self.query_one("#number-input", Input)
-
     def _draw(self, width: int) -> Content:
         view = self.view
         return strategy_page(view, width, cursor=self._cursor, why=self._why)
@@ -137,17 +99,3 @@ class StrategyStep(Step, can_focus=True):
                 self.scroll_to(y=self.scroll_offset.y + below, animate=False)
             elif top < self.scroll_offset.y:
                 self.scroll_to(y=0 if self._cursor == 0 else top, animate=False)
-
-    def _close(self) -> None:
-        self._box.display = False
-        self.focus()
-
-    @on(Input.Submitted, "#number-input")
-    def _given(self, event: Input.Submitted) -> None:
-        event.stop()
-        text = event.value.strip()
-        if text and int(text) < 1:
-            self.notify("a whole number from 1 up, or nothing for auto", severity="error")
-            return
-        self._close()
-        self.answer({self._asked_for: int(text) if text else None})

@@ -1,0 +1,52 @@
+"""Asks and tells line by line, for a terminal that cannot draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fluxtrain.telemetry.printable import printable_lines
+from fluxtui.wizard.answers.question import Option
+
+Ask = Callable[[str], str]
+Say = Callable[[str], None]
+
+
+class GoBack(Exception):
+    """The user wants the step before."""
+
+
+class Leave(Exception):
+    """The user wants no run."""
+
+
+class Dialogue:
+    """Asks on `ask` (as `input`), tells on `say` (as `print`)."""
+
+    def __init__(self, ask: Ask, say: Say) -> None:
+        self._ask: Ask = lambda prompt: ask(printable_lines(prompt))
+        self._say: Say = lambda text: say(printable_lines(text))
+
+    def _read(self, prompt: str) -> str:
+        """One answer; `b` and `q` are for the wizard."""
+        text = self._ask(prompt).strip()
+        if text == "b":
+            raise GoBack
+        if text == "q":
+            raise Leave
+        return text
+
+    def _choose(self, options: Sequence[Option], present: str) -> str:
+        """One of a numbered list."""
+        ids = [option.id for option in options]
+        default = ids.index(present) + 1 if present in ids else 1
+        for number, option in enumerate(options, start=1):
+            self._say(f"{number} {option.title}{f': {option.text}' if option.text else ''}")
+        while True:
+            text = self._read(f"1 to {len(ids)} [{default}]: ") or str(default)
+            if text.isdecimal() and 1 <= int(text) <= len(ids):
+                return ids[int(text) - 1]
+            self._say(f"error: {text!r} is no number from 1 to {len(ids)}")
+
+    def _tell(self, told: Sequence[str]) -> None:
+        for line in told:
+            self._say(line)
