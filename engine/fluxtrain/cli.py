@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.main import get_command
 
-from fluxtrain.errors import (
-    EXIT_FINISHED,
-    BadInput,
-    FluxTrainError,
-    NoSpace,
+from fluxtrain.commands import options
+from fluxtrain.commands.options import (
+    Config,
+    Debug,
+    Demo,
+    Device,
+    Json,
+    Named,
+    Progress,
+    Sets,
+    Steps,
+    Whole,
+    folder_of,
 )
+from fluxtrain.errors import EXIT_FINISHED, BadInput, FluxTrainError, NoSpace
 from fluxtrain.hardware import allocator, openmp
 from fluxtrain.interrupts import ImmediateInterrupts
 from fluxtrain.output import complain, print_json, say, silent, tell
@@ -28,8 +37,8 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 a bug of FluxTrain; 2 bad configuration or input; 3 does not fit in "
-    "memory or on the disk; 4 diverged; 5 no space left on disk; 130 interrupted and 143 "
-    "terminated, both after the checkpoint was written."
+    "memory or on the disk; 4 diverged; 5 no space left on disk; 6 an exported model is not what "
+    "was trained; 130 interrupted and 143 terminated, both after the checkpoint was written."
 )
 
 app = typer.Typer(
@@ -43,28 +52,6 @@ app = typer.Typer(
 )
 
 
-def _folder(text: str) -> Path:
-    if not text:
-        raise typer.BadParameter("it is empty: name a folder")
-    return Path(text)
-
-
-Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
-Demo = Annotated[bool, typer.Option("--demo", help="a small model on text that every Python has")]
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="as in train.steps=100")
-]
-Steps = Annotated[int | None, typer.Option("--steps", help="short for --set train.steps=N")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
-Whole = Annotated[bool, typer.Option("--whole", help="look for bad and repeated rows to the end")]
-Named = Annotated[str, typer.Argument(metavar="RUN", help="its id, its folder, or `last`")]
-Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks")]
-Progress = Annotated[
-    bool, typer.Option("--progress", help="say on standard error what is being done, with --json")
-]
-
-
 @app.command(epilog=EXIT_CODES)
 def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     config: Config = None,
@@ -72,7 +59,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     sets: Sets = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option("--run-dir", parser=_folder, metavar="PATH", help="where the run lives"),
+        typer.Option("--run-dir", parser=folder_of, metavar="PATH", help="where the run lives"),
     ] = None,
     resume: Annotated[
         str | None,
@@ -82,12 +69,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     device: Device = None,
     json: Json = False,
     debug: Debug = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="at the end, a Perfetto trace of its last 256 steps"
-        ),
-    ] = None,
+    trace: options.TraceFile = None,
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
@@ -197,6 +179,40 @@ def dry_run(
         print_json(found)
     else:
         say(trial.table(found))
+
+
+@app.command(epilog=EXIT_CODES)
+def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
+    named: options.Adapter,
+    to: options.To = None,
+    merge: options.Merge = False,
+    onto: options.Onto = "dequantised",
+    dtype: options.Dtype = "auto",
+    base: options.Base = None,
+    other_base: options.OtherBase = False,
+    packed: options.Packed = None,
+    check: options.Check = True,
+    data: options.CheckedData = None,
+    rows: options.CheckedRows = 8,
+    device: Device = None,
+    trust: options.Trust = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a trained adapter as a folder, or merged into its base; nothing where a check fails."""
+    with ImmediateInterrupts():
+        from fluxtrain.commands import export as exporting
+        from fluxtrain.exporting.request import ExportRequest
+
+    request = ExportRequest(
+        named=named, to=to, merge=merge, onto=onto, dtype=dtype, base=base, other_base=other_base,
+        packed=packed, check=check, data=data, rows=rows, device=device, trust_remote_code=trust,
+    )  # fmt: skip
+    found = exporting.export(request, silent if json else complain)
+    if json:
+        print_json(found)
+    else:
+        say(exporting.page(found))
 
 
 @app.command()

@@ -12,6 +12,7 @@ EXIT_BAD_INPUT = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_DIVERGED = 4
 EXIT_NO_SPACE = 5
+EXIT_DISAGREES = 6
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
@@ -52,6 +53,12 @@ class NoSpace(FluxTrainError, OSError):
     """The disk of the run directory is full or its quota is used up."""
 
     exit_code = EXIT_NO_SPACE
+
+
+class Disagrees(FluxTrainError):
+    """An exported model does not compute what was trained."""
+
+    exit_code = EXIT_DISAGREES
 
 
 class Interrupted(FluxTrainError):

@@ -36,7 +36,8 @@ class HeadAlone(FullFineTuning):
     def saved_bytes(self, facts: ModelFacts) -> int:
         return sum(group.trained for group in facts.groups) * 4
 
-    def save(self, model: Any, tokenizer: Any, folder: Path) -> None:
+    def save(self, loaded: Any, settings: Any, folder: Path) -> None:
+        model = loaded.model
         folder.mkdir()
         save_file({"lm_head": model.lm_head.weight.detach().clone()}, folder / SAVED)
         self.after = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -16,6 +16,7 @@ DOCUMENTED = {
     errors.DoesNotFit: 3,
     errors.Diverged: 4,
     errors.NoSpace: 5,
+    errors.Disagrees: 6,
     errors.Interrupted: 130,
 }
 

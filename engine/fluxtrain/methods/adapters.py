@@ -14,12 +14,15 @@ from typing import Any
 from peft import LoraConfig
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.errors import BadInput
+from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_folder
+from fluxtrain.models.loading import LoadedModel
+from fluxtrain.plan.states import StorageFormat
 
 ADAPTER = "default"  # peft's name of the only adapter
 _PREFIX = "base_model.model."  # of the names in peft's files
@@ -80,29 +83,27 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in state.items()}
 
 
-def save_adapter(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
-) -> int:
+def save_adapter(loaded: LoadedModel, storage: StorageFormat, folder: Path) -> int:
     """Write the adapter, its configuration and the tokenizer with its chat template, in peft's
-    format; return the bytes written.
+    format; return the bytes written. `storage`: how the frozen weights were stored.
 
     Raises NoSpace if the disk fills up and BadInput if the place cannot be written.
     """
     from safetensors.torch import save_file
 
-    tensors = adapter_tensors(model)
+    model, tensors = loaded.model, adapter_tensors(loaded.model)
+    base = TrainedOn(dtype=loaded.precision.dtype, storage=storage, key=loaded.base_key)
     peft_config: dict[str, Any] = model.peft_config
 
     def write(made: Path) -> None:
-        save_file(tensors, made / _WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, made / _WEIGHTS, metadata={"format": "pt", **base.metadata()})
         config = peft_config[ADAPTER]
         config.inference_mode = True
         try:
             config.save_pretrained(str(made))
         finally:
             config.inference_mode = False
-        if tokenizer is not None:
-            tokenizer.save_pretrained(made)
+        loaded.tokenizer.save_pretrained(made)
 
     return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)
 

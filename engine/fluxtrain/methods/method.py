@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import MethodSettings, RunConfig
 from fluxtrain.data.batches import Batch
@@ -17,6 +17,7 @@ from fluxtrain.methods.adapters import attach_adapters, save_adapter
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import Objective
 from fluxtrain.models.export import save_model
+from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.states import StorageFormat
 
@@ -45,9 +46,7 @@ class Method(Protocol):
     def objective(self) -> Objective[Batch]:
         """Return the objective that the method trains for."""
 
-    def save(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
-    ) -> None:
+    def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the trained model to `folder`, so that other programs load it.
 
         Raises NoSpace when the disk fills up.
@@ -74,11 +73,9 @@ class FullFineTuning:
         """Return causal language modelling."""
         return CausalLM()
 
-    def save(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
-    ) -> None:
+    def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the whole model in Hugging Face format."""
-        save_model(model, tokenizer, folder)
+        save_model(loaded.model, loaded.tokenizer, folder)
 
 
 class LoraFineTuning:
@@ -102,11 +99,9 @@ class LoraFineTuning:
         """Return causal language modelling."""
         return CausalLM()
 
-    def save(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
-    ) -> None:
+    def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the adapter in peft's format."""
-        save_adapter(model, tokenizer, folder)
+        save_adapter(loaded, self.frozen_storage(settings), folder)
 
 
 class QLoraFineTuning(LoraFineTuning):

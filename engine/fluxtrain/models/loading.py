@@ -97,11 +97,11 @@ def load_model(
         raise BadInput(f"model.dtype {wished!r} is not one of auto, {', '.join(DTYPES)}")
     if source.path == DEMO:
         return _demo(source, demo_dtype(wished))
-    folder = _local_folder(source)
+    folder = model_folder(source)
     files = check_model_folder(folder, source.trust_remote_code)
     choice = choose_dtype(wished, files.dtype or "float32", source.capability)
     chosen = getattr(torch, choice.dtype)
-    empty = _empty(folder, chosen, source.trust_remote_code)
+    empty = empty_model(folder, chosen, source.trust_remote_code)
     copied = copied_by_loading(empty, files, files.dtype or "float32")
     choice = with_odd_tensors(choice, copied.odd_dtypes)
     if fits is not None:
@@ -125,7 +125,7 @@ def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, Pretra
 
         tokenizer = _tokenizer(demo_files().tokenizer, trusted=False)
         return tokenizer, demo_config(len(tokenizer))
-    folder = _local_folder(source, with_weights=False)
+    folder = model_folder(source, with_weights=False)
     if folder == Path(source.path).expanduser():
         check_model_folder(folder, source.trust_remote_code)
     return _tokenizer(folder, source.trust_remote_code), _shape(folder, source.trust_remote_code)
@@ -167,7 +167,11 @@ def _demo(source: ModelSource, choice: Precision) -> LoadedModel:
     return _loaded(model, tokenizer, DEMO, choice)
 
 
-def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
+def model_folder(source: ModelSource, with_weights: bool = True) -> Path:
+    """Return the folder of a model, downloaded where it is on the hub alone.
+
+    Raises BadInput where there is none.
+    """
     folder = Path(source.path).expanduser()
     if folder.exists():
         return folder
@@ -266,8 +270,11 @@ def _weights(
     return model, left_out
 
 
-def _empty(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
-    """Return the model with its parameters on the meta device."""
+def empty_model(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
+    """Return the model of a folder with its parameters on the meta device.
+
+    Raises BadInput where its configuration is damaged.
+    """
     shape = _shape(folder, trusted)
     try:
         with quiet_transformers(), torch.device("meta"):

@@ -170,12 +170,27 @@ def model_config(folder: Path) -> dict[str, Any]:
                 "in Hugging Face format"
             )
         raise BadInput(f"{folder} has no config.json: it is not a model in Hugging Face format")
+    _refuse_adapter_beside(folder)
     config = _json_object(path)
     if "model_type" not in config:
         raise BadInput(f"{path} has no `model_type`: it is not a model's configuration")
     refuse_impossible_sizes(config, str(path))
     refuse_quantised(config, str(folder))
     return config
+
+
+def _refuse_adapter_beside(folder: Path) -> None:
+    """Raise BadInput for an adapter beside a model: transformers would load the adapter's base in
+    place of the model, without a word."""
+    beside = folder / "adapter_config.json"
+    if not beside.exists():
+        return
+    base = _json_object(beside).get("base_model_name_or_path")
+    raise BadInput(
+        f"{folder} holds config.json and {beside.name}: transformers would load the adapter's base "
+        f"({base}) from elsewhere; name that base as the model, or move {beside.name} away if the "
+        "weights beside it are meant"
+    )
 
 
 def refuse_quantised(config: Mapping[str, Any], where: str) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformers.utils import logging
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Turn peft's and transformers' warnings off for a while."""
+    with quiet_transformers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

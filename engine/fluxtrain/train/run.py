@@ -234,7 +234,7 @@ class Run:
         """Save the trained model, and show a sample of it."""
         session, loaded = self._session, self._inputs.loaded
         session.announcer.phase("saving", "the trained model")
-        self._method.save(loaded.model, loaded.tokenizer, session.run_dir.model)
+        self._method.save(loaded, self._config.method, session.run_dir.model)
         session.model_path = str(session.run_dir.model)
         if self._inputs.prompt:
             text = sample_text(loaded.model, loaded.tokenizer, self._inputs.prompt)

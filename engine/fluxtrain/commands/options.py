@@ -1,0 +1,81 @@
+"""Options and arguments that commands have, with their words of help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def folder_of(text: str) -> Path:
+    """Read the name of a folder; an empty one is an error of the user."""
+    if not text:
+        raise typer.BadParameter("it is empty: name a folder")
+    return Path(text)
+
+
+Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
+Demo = Annotated[bool, typer.Option("--demo", help="a small model on text that every Python has")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="as in train.steps=100")
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="short for --set train.steps=N")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Whole = Annotated[bool, typer.Option("--whole", help="look for bad and repeated rows to the end")]
+Named = Annotated[str, typer.Argument(metavar="RUN", help="its id, its folder, or `last`")]
+Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks")]
+Progress = Annotated[
+    bool, typer.Option("--progress", help="say on standard error what is being done, with --json")
+]
+
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="at the end, a Perfetto trace of its last 256 steps"
+    ),
+]
+
+# -- of export -------------------------------------------------------------------------------------
+
+Adapter = Annotated[
+    str, typer.Argument(metavar="RUN|ADAPTER", help="a run, `last`, or an adapter's folder")
+]
+To = Annotated[
+    Path | None, typer.Option("--to", parser=folder_of, metavar="FOLDER", help="a new folder")
+]
+Merge = Annotated[
+    bool, typer.Option("--merge", help="write the base with the adapter in its weights")
+]
+Onto = Annotated[
+    str,
+    typer.Option(
+        "--onto",
+        metavar="dequantised|original",
+        help="of qlora: merge into what the packed base was in training, or into its original",
+    ),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32")]
+Base = Annotated[
+    str | None, typer.Option("--base", metavar="FOLDER|ID", help="the base, where it is now")
+]
+OtherBase = Annotated[
+    bool, typer.Option("--other-base", help="accept a base with other weight files")
+]
+Packed = Annotated[
+    str | None,
+    typer.Option(
+        "--packed",
+        metavar="nf4|nf4-double|int8",
+        help="how another program packed the base in training",
+    ),
+]
+Check = Annotated[bool, typer.Option("--check/--no-check", help="compare with base and adapter")]
+CheckedData = Annotated[
+    str | None, typer.Option("--data", metavar="FILE", help="compare on rows of it")
+]
+CheckedRows = Annotated[int, typer.Option("--rows", help="how many rows are compared")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run Python code that comes with the base")
+]

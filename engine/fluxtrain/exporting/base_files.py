@@ -1,0 +1,100 @@
+"""The weights of a base in its files, by the names of the files and of the model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from fluxtrain.errors import BadInput
+from fluxtrain.models.model_files import ModelFiles, StoredTensor, safetensors_header
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseFiles:
+    """A base's tensors, mapped from their files; none is read before it is asked for."""
+
+    files: ModelFiles
+    shards: Mapping[str, Path]  # by the tensor's name in the files, in their order
+    parameters: Mapping[str, str]  # the model's name of each tensor, by its name in the files
+    converted: frozenset[str]  # parameters that loading makes of other tensors
+    tied: tuple[tuple[str, ...], ...]  # names of parameters that are one
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Dtype and shape of each tensor by its name in the files."""
+        return self.files.tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor by its name in the files, mapped."""
+        with safe_open(self.shards[name], "pt") as file:
+            found: Tensor = file.get_tensor(name)
+        return found
+
+    def stored_name(self, parameter: str) -> str | None:
+        """Return the name in the files of a parameter, or of one that it is tied to."""
+        names = self.tied_to(parameter)
+        by_parameter = {p: name for name, p in self.parameters.items() if p in names}
+        return by_parameter.get(parameter) or next(iter(by_parameter.values()), None)
+
+    def tied_to(self, parameter: str) -> tuple[str, ...]:
+        """Return the names of the parameters that are one with `parameter`, with its own."""
+        return next((names for names in self.tied if parameter in names), (parameter,))
+
+
+def base_files(files: ModelFiles, empty: PreTrainedModel) -> BaseFiles:
+    """Find which parameter of `empty` (on the meta device) each tensor of the files becomes.
+
+    Raises BadInput for pickled weights.
+    """
+    if files.pickled:
+        raise BadInput(
+            f"{files.weights[0]} is a pickle, which is not read tensor by tensor: load the base "
+            "with transformers where you trust it, save_pretrained() it, and name that with --base"
+        )
+    shards: dict[str, Path] = {}
+    for path in files.weights:
+        header = safetensors_header(path)
+        shards |= dict.fromkeys(sorted(header, key=lambda n: header[n]["data_offsets"]), path)
+    parameters, converted = _parameters(shards, empty)
+    return BaseFiles(
+        files=files,
+        shards=shards,
+        parameters=parameters,
+        converted=frozenset(converted),
+        tied=_tied(empty),
+    )
+
+
+def _parameters(
+    names: Mapping[str, Path], empty: PreTrainedModel
+) -> tuple[dict[str, str], set[str]]:
+    """Rename as transformers does while it loads (core_model_loading.py, 5.x)."""
+    transforms = get_model_conversion_mapping(empty)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    known: dict[str, Any] = empty.state_dict()
+    prefix = empty.base_model_prefix
+    found, converted = {}, set()
+    for name in names:
+        renamed, source = rename_source_key(name, renamings, converters, prefix, known)
+        if renamed not in known and name in known:
+            renamed, source = rename_source_key(name, [], [], prefix, known)
+        found[name] = renamed
+        if source is not None:
+            converted.add(renamed)
+    return found, converted
+
+
+def _tied(empty: PreTrainedModel) -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in empty.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)

@@ -1,0 +1,1 @@
+"""Does an exported model compute what was trained?"""

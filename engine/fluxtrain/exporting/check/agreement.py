@@ -1,0 +1,109 @@
+"""How far two models' logits are apart, and how far rounding alone may put them. Numbers alone.
+
+Two computations of one function differ by their roundings. A number is rounded by at most `u` of
+itself (2**-8 for bf16, 2**-11 for fp16, 2**-24 for fp32), and roundings are independent, so after
+`n` of them one behind the other a value is off by about sqrt(n) * u of its size. A logit's size is
+the spread of the logits over the vocabulary. If each logit is off by `d`, the mean KL divergence is
+about d**2 / 2, and the largest of millions of differences about six times `d`. Sums are in fp32: a
+sum of thousands of products is off by up to `SUMS` of itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROUNDINGS_A_BLOCK = 8  # on the residual stream and what is added to it: products, norms, sums
+ROUNDINGS_BESIDE = 8  # embedding, last norm, head, and the weights themselves
+KL_MARGIN = 4.0  # of the expected mean KL: twice the expected difference
+LARGEST_MARGIN = 12.0  # times `d`: twice six
+SUMS = 2.0**-18
+_POSITIONS = 64  # at a time, in fp64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Two models' logits at `positions` tokens, with the limits of rounding. KL in nats."""
+
+    positions: int
+    mean_kl: float
+    kl_limit: float
+    largest: float
+    largest_limit: float
+    top1: float  # share of positions with the same most likely token
+
+    @property
+    def agrees(self) -> bool:
+        """Is all of the difference what rounding does? NaN is not."""
+        return self.mean_kl <= self.kl_limit and self.largest <= self.largest_limit
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return the most that rounding to `dtype` changes a number, relative to it."""
+    return torch.finfo(dtype).eps / 2
+
+
+def agreement(expected: Tensor, found: Tensor, dtype: torch.dtype, blocks: int) -> Agreement:
+    """Compare logits (N, V) of two models of `blocks` blocks, the coarser one in `dtype`."""
+    kl, same, spread = 0.0, 0, 0.0
+    worst: list[Tensor] = []
+    for start in range(0, len(expected), _POSITIONS):
+        a = expected[start : start + _POSITIONS].double()
+        b = found[start : start + _POSITIONS].double()
+        p, q = a.log_softmax(-1), b.log_softmax(-1)
+        kl += float((p.exp() * (p - q)).sum())
+        differences = (a - b).abs()
+        worst.append(differences.max())
+        same += int((a.argmax(-1) == b.argmax(-1)).sum())
+        spread += float(a.std(-1).sum())
+    count = len(expected)
+    largest = float(torch.stack(worst).max())  # NaN comes through
+    size = spread / count
+    roundings = ROUNDINGS_A_BLOCK * blocks + ROUNDINGS_BESIDE
+    off = (unit_roundoff(dtype) + SUMS) * roundings**0.5 * size
+    return Agreement(
+        positions=count,
+        mean_kl=kl / count,
+        kl_limit=KL_MARGIN * off**2 / 2,
+        largest=largest,
+        largest_limit=LARGEST_MARGIN * off,
+        top1=same / count,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAgreement:
+    """One merged weight beside its layer with the adapter, on random inputs."""
+
+    name: str
+    difference: float  # of the outputs, relative to them
+    limit: float
+    change: float  # that the adapter makes to the outputs, relative to them
+    kept: float  # of that change, in the merged weight; 1 is all
+
+    @property
+    def agrees(self) -> bool:
+        """Is all of the difference what rounding the weight does? NaN is not."""
+        return self.difference <= self.limit
+
+
+# Rounding to nearest errs by at most u / sqrt(3) = 0.58 u in the mean square.
+LAYER_MARGIN = 0.7
+
+
+def layer_agreement(
+    name: str, base: Tensor, expected: Tensor, found: Tensor, dtype: torch.dtype
+) -> LayerAgreement:
+    """Compare outputs of a layer: without the adapter, with it, and of the merged weight."""
+    wanted, made = (expected - base).double(), (found - base).double()
+    size = float(expected.double().norm()) or 1.0
+    energy = float(wanted.square().sum())
+    return LayerAgreement(
+        name=name,
+        difference=float((expected - found).double().norm()) / size,
+        limit=LAYER_MARGIN * unit_roundoff(dtype) + SUMS,
+        change=energy**0.5 / size,
+        kept=float((wanted * made).sum()) / energy if energy else 1.0,
+    )

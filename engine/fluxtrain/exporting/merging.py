@@ -1,0 +1,179 @@
+"""Writes a base with an adapter in its weights: tensor by tensor, from mapped files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxtrain.errors import BadInput
+from fluxtrain.exporting.attached import Attached
+from fluxtrain.exporting.base_files import BaseFiles
+from fluxtrain.exporting.shards import Planned, planned_shards, write_model
+from fluxtrain.exporting.trained_base import TrainedBase
+
+SHARD_BYTES = 4_000_000_000
+_CHAT_TEMPLATE = "chat_template.jinja"
+_WEIGHT_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx",
+    ".index.json",
+)  # fmt: skip
+_OF_THE_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """What a merged model is made of."""
+
+    attached: Attached
+    onto: TrainedBase  # the weights that the adapter is added to
+    adapter: Path  # its folder, for its chat template
+    dtype: torch.dtype | None  # of all floating-point weights; None: the base's own
+    shard_bytes: int = SHARD_BYTES
+
+    @cached_property
+    def _changed(self) -> frozenset[str]:
+        return frozenset(self.attached.changed)
+
+    @property
+    def base(self) -> BaseFiles:
+        """The files of the base."""
+        return self.onto.base
+
+    def check(self) -> None:
+        """Raise BadInput where a weight that the adapter changes is not one tensor of the files."""
+        for name in self.attached.changed:
+            if name in self.base.converted or self.base.stored_name(name) is None:
+                raise BadInput(
+                    f"the adapter changes {name}, which loading makes of several tensors of "
+                    f"{self.base.files.folder}: merge it with peft's merge_and_unload, with the "
+                    "whole model in memory"
+                )
+
+    def tensors(self) -> Iterator[tuple[Planned, str]]:
+        """Yield each tensor to write with the name of its parameter, in the order of the files."""
+        for name, parameter in self.base.parameters.items():
+            stored = self.base.stored[name]
+            yield Planned(name, self._dtype_of(stored.dtype), stored.shape), parameter
+        for parameter, twin in self._untied.items():
+            stored = self.base.stored[twin]
+            yield Planned(parameter, self._dtype_of(stored.dtype), stored.shape), parameter
+
+    @property
+    def size_bytes(self) -> int:
+        """Count the bytes of all tensors to write."""
+        return sum(tensor.size_bytes for tensor, _ in self.tensors())
+
+    def weight(self, tensor: Planned, parameter: str) -> Tensor:
+        """Return the tensor to write."""
+        if parameter in self._changed:
+            made = self.attached.merged(parameter, self.onto.read)
+        else:
+            known = tensor.name in self.base.shards
+            name = tensor.name if known else self.base.stored_name(parameter)
+            assert name is not None, parameter
+            made = self.onto.of(self.base.tensor(name), parameter)
+        return _converted(made, tensor)
+
+    def write(self, folder: Path, tell: Callable[[int, int], None]) -> None:
+        """Write weights, index, configuration and all other files of the base into `folder`.
+
+        tell: called with how many tensors are written, and of how many.
+        """
+        found = dict(self.tensors())
+        done = 0
+
+        def make(tensor: Planned) -> Tensor:
+            nonlocal done
+            tell(done, len(found))
+            done += 1
+            return self.weight(tensor, found[tensor])
+
+        write_model(folder, planned_shards(found, self.shard_bytes), make)
+        carry_over(self.base.files.folder, self.adapter, folder)
+        _write_config(folder, self.base.files.config, self.stated_dtype, bool(self._untied))
+
+    def _dtype_of(self, stored: str) -> torch.dtype:
+        """Return what a tensor stored in a dtype is written in. Under `None` those stored as most
+        are become what training had, and odd ones stay."""
+        dtype: torch.dtype = getattr(torch, stored)
+        if not dtype.is_floating_point:
+            return dtype
+        if self.dtype is not None:
+            return self.dtype
+        return self.onto.dtype if stored == self.base.files.dtype else dtype
+
+    @property
+    def stated_dtype(self) -> str:
+        """The dtype of most weights, as torch names it."""
+        return str(self.dtype or self.onto.dtype).removeprefix("torch.")
+
+    @cached_property
+    def _untied(self) -> dict[str, str]:
+        """Return the parameters that get a tensor of their own, as the adapter changes one of tied
+        ones in another way than the rest; each with the stored tensor that it had."""
+        extra: dict[str, str] = {}
+        stored = set(self.base.parameters.values())
+        for names in self.base.tied:
+            twin = self.base.stored_name(names[0])
+            if twin is None or not any(name in self._changed for name in names):
+                continue
+            if not self._stay_equal(names):
+                extra |= {name: twin for name in names if name not in stored}
+        return extra
+
+    def _stay_equal(self, names: tuple[str, ...]) -> bool:
+        if any(name not in self._changed for name in names):
+            return False
+        first, *others = (self.attached.merged(name, self.onto.read) for name in names)
+        return all(torch.equal(first, other) for other in others)
+
+
+def _converted(weight: Tensor, tensor: Planned) -> Tensor:
+    """Return the weight in the dtype to write; raise BadInput where that has no room for it."""
+    made = weight.to(tensor.dtype)
+    narrow = made.dtype == torch.float16 and weight.dtype != torch.float16
+    if narrow and not bool(torch.isfinite(made).all()):
+        largest = float(weight.abs().max())
+        raise BadInput(
+            f"{tensor.name} holds {largest:.3g}, and float16 goes to 65504: use --dtype bf16"
+        )
+    return made
+
+
+def carry_over(base: Path, adapter: Path, folder: Path) -> None:
+    """Copy into `folder` what a base's folder holds beside weights, and the chat template and other
+    tokenizer files that the adapter has and the base lacks."""
+    for path in sorted(base.iterdir()):
+        if path.is_file() and _is_carried(path.name):
+            shutil.copyfile(path, folder / path.name)
+    for path in sorted(adapter.iterdir()):
+        lacking = not (folder / path.name).exists() or path.name == _CHAT_TEMPLATE
+        if path.is_file() and lacking and _is_carried(path.name):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _is_carried(name: str) -> bool:
+    return not (name.startswith(".") or name.endswith(_WEIGHT_SUFFIXES) or name in _OF_THE_ADAPTER)
+
+
+def _write_config(folder: Path, config: Mapping[str, Any], dtype: str, untied: bool) -> None:
+    """Write config.json of the base, with the dtype that was written, and untied where it is."""
+    made = dict(config)
+    for part in [made, *(value for value in made.values() if isinstance(value, dict))]:
+        for key in ("dtype", "torch_dtype"):
+            if key in part:
+                part[key] = dtype
+        if untied and part.get("tie_word_embeddings"):
+            part["tie_word_embeddings"] = False
+    if untied:
+        made["tie_word_embeddings"] = False
+    text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
