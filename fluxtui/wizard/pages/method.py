@@ -106,7 +106,7 @@ def _limits(view: WizardView, width: int) -> Content:
 
 def _cards(view: WizardView, width: int) -> Content:
     """The cards beside each other, or a line each where there is no room."""
-    gap = 1
+    gap = int((width - len(METHODS) + 1) // len(METHODS) >= CARD_LEAST)
     room = (width - gap * (len(METHODS) - 1)) // len(METHODS)
     if room < CARD_LEAST:
         return Content("\n").join(_row(view, method, width) for method in METHODS)
