@@ -189,8 +189,8 @@ def _trouble(view: WizardView, width: int) -> list[Content]:
         )
         told = drawing.problem(asked.refusal, width)
         return [Content(""), told, Content.styled(cure, drawing.MUTED)]
-    if asked.value is None:
-        return [Content(""), pending("Seeing whether it fits", asked, width)]
+    if asked.value is None and not asked.pending:
+        return [Content(""), pending("The machine is measured first", view.probe, width)]
     return []
 
 
