@@ -65,7 +65,7 @@ def header_line(view: View, width: int) -> Line:
 
 def method_text(hello: Hello, *, whole: bool) -> str:
     """Say what is trained: `full bfloat16`, or `qlora nf4-double`, and if there is room for the
-    `whole` text also `, rank 16, 207 M of 70.8 G trained`."""
+    `whole` text also `, rank 16, 207 M of 70.8 B trained`."""
     stored = hello.dtype if hello.storage == "plain" else hello.storage
     if hello.rank is None or not whole:
         return f"{hello.method} {stored}"
