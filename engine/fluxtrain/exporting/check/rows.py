@@ -13,13 +13,15 @@ from torch import Tensor
 
 from fluxtrain.config.schema import DataSettings, RunConfig
 from fluxtrain.data.batches import in_order
+from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.prepare import corpora
 from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.rendering.named import use_template
 from fluxtrain.data.row import Row
-from fluxtrain.data.splitting import Spans
-from fluxtrain.data.tokens import tokenize
+from fluxtrain.data.splitting import whole
+from fluxtrain.data.store.tokens import in_memory
 from fluxtrain.errors import BadInput
 from fluxtrain.models.loading import LoadedModel
 
@@ -59,18 +61,22 @@ def compared_rows(
     settings = DataSettings(path=data) if data else (run or RunConfig()).data
     trained, evaluated = corpora(read_request(settings.model_dump()))
     corpus = evaluated or trained
-    wanted = min(MOST_TOKENS, run.data.sequence_length if run else MOST_TOKENS)
+    given = settings.sequence_length
+    wanted = MOST_TOKENS if given == "auto" else min(MOST_TOKENS, given)
     wanted = min(wanted, loaded.max_positions or wanted)
     most = max(2, LOGITS_BYTES // (4 * loaded.embedding_rows))
-    tokens = tokenize(_first(Reading(corpus), rows * _DOCUMENTS), loaded.tokenizer)
-    length = min(wanted, most, tokens.count)
+    use_template(loaded.tokenizer, settings.chat_template)
+    encoder = Encoder(loaded.tokenizer, corpus.max_bad_rows)
+    tokens = in_memory(encoder.samples(_first(Reading(corpus), rows * _DOCUMENTS)))
+    check_vocabulary(tokens.largest, loaded.embedding_rows)
+    count = int(tokens.starts[-1])
+    length = min(wanted, most, count)
     if length < 2:
         raise BadInput(
-            f"{corpus.name} holds {tokens.count} tokens, and 2 are compared at least: name another "
+            f"{corpus.name} holds {count} tokens, and 2 are compared at least: name another "
             "file with --data"
         )
-    spans = Spans(tokens.starts[:-1], np.diff(tokens.starts))
-    packed = PackedRows(tokens, spans, length, loaded.pad_id, loaded.packs)
+    packed = PackedRows(tokens, whole(tokens), length, loaded.pad_id, loaded.packs)
     if not len(packed):
         raise BadInput(
             f"the first documents of {corpus.name} have nothing to learn in {length} tokens: name "
@@ -80,7 +86,7 @@ def compared_rows(
     inputs = batch.inputs()
     for name in ("labels", "num_items_in_batch"):
         inputs.pop(name)
-    documents = packed.take(np.arange(len(batch.input_ids))).document_ids
+    documents = packed.take(np.arange(len(batch.input_ids)), trim=True).document_ids
     kept = torch.from_numpy(documents >= 0)
     return ComparedRows(inputs=inputs, kept=kept, source=corpus.name)
 
