@@ -39,9 +39,10 @@ TILE_SHARE = 0.26
 SOFT_SHARE = 0.62
 ROLES = (
     "text", "strong", "dim", "faint", "track", "title", "accent", "key", "good", "warn", "bad",
-    "info", "device", "host", "disk", "flight", "absent", "weights", "gradients", "optimizer",
-    "activations", "workspace", "cache", "free", "data", "forward", "backward", "update", "other",
-    "stall", "train", "smooth", "evaluation", "axis", "selected",
+    "info", "device", "host", "disk", "flight", "absent", "weights", "frozen", "packed",
+    "unpacked", "gradients", "optimizer", "activations", "workspace", "cache", "free", "data",
+    "forward", "backward", "update", "other", "stall", "train", "smooth", "evaluation", "axis",
+    "selected",
 )  # fmt: skip
 COLORS = (
     "primary", "secondary", "accent", "foreground", "background", "surface", "panel",

@@ -9,7 +9,7 @@ from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.panels.moves import ARROWS
 from fluxtui.panels.moves import ROLES as WAY_ROLES
 from fluxtui.panels.panel import Panel, key_of, stale_note
-from fluxtui.panels.residency import CLASSES, ROLES
+from fluxtui.panels.residency import CLASSES, ROLES, weights_apart
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, wrapped
 
@@ -46,6 +46,8 @@ def body(view: View, width: int, height: int) -> list[Line]:
         _class_line(name, row[at] if at < len(row) else ".", size, width)
         for name, row, size in zip(CLASSES, letters, sizes, strict=True)
     ]
+    if kinds := _kinds_of(sample, at):
+        lines.insert(1, dropped_to_fit([((" " * 3, "dim"),), *kinds], width))
     name = name_of(sample, at)
     moves = [move for move in view.state.moves if name and move.block == name]
     lines += _copies_lines(moves, view.state.moves_are_a_sample, width)
@@ -75,6 +77,15 @@ def bytes_of(sample: ResidencySampled, at: int) -> tuple[int | None, int | None,
             return run.weights_bytes, run.gradients_bytes, run.optimizer_bytes
         at -= run.count
     return None, None, None
+
+
+def _kinds_of(sample: ResidencySampled, at: int) -> list[Line]:
+    """Return the block's trained, frozen and packed bytes; nothing where all are trained."""
+    for run in sample.blocks:
+        if at < run.count:
+            return weights_apart(run.weights_bytes, run.frozen_bytes, run.packed_bytes)
+        at -= run.count
+    return []
 
 
 def _class_line(name: str, letter: str, size: int | None, width: int) -> Line:

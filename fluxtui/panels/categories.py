@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fluxtrain.telemetry.events import MemorySampled
 from fluxtrain.units import UNKNOWN, bytes_text
-from fluxtui.panels.memory import CATEGORIES, LETTERS
+from fluxtui.panels.memory import CATEGORIES, LETTERS, UNTRAINED
 from fluxtui.panels.panel import Panel, share_text
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted
@@ -21,6 +21,8 @@ def _device_rows(view: View, sample: MemorySampled | None, width: int) -> list[L
     seen = list(view.state.memories)
     rows = [_row("", "", ("", "now", "share", "most"), width)]
     for name in CATEGORIES:
+        if name in UNTRAINED and not any(old.device_by.get(name) for old in seen):
+            continue
         now = sample.device_by.get(name) if sample else None
         share = now / used if now is not None and used else None
         most = max((old.device_by.get(name, 0) for old in seen), default=None)

@@ -9,10 +9,14 @@ from fluxtui.plots.bars import Part, partition
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit
 
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "cache")
+CATEGORIES = (
+    "weights", "frozen", "packed", "unpacked", "gradients", "optimizer", "activations", "workspace",
+    "cache",
+)  # fmt: skip
+UNTRAINED = ("frozen", "packed", "unpacked")  # of methods that train adapters alone
 LETTERS = {
-    "weights": "W", "gradients": "G", "optimizer": "O", "activations": "A", "workspace": "S",
-    "cache": "C",
+    "weights": "W", "frozen": "F", "packed": "P", "unpacked": "U", "gradients": "G",
+    "optimizer": "O", "activations": "A", "workspace": "S", "cache": "C",
 }  # fmt: skip
 
 

@@ -30,7 +30,17 @@ def heading(view: View, width: int) -> Line:
         for span in ((letter, ROLES[letter]), (f" {word}  ", "dim"))
     )
     flight: Line = ((">", "flight"), (" in  ", "dim"), ("<", "flight"), (" out", "dim"))
-    return dropped_to_fit([((counted(count, "block"), "text"),), (*legend, *flight)], width)
+    kinds = weights_apart(sample.weights_bytes, sample.frozen_bytes, sample.packed_bytes)
+    parts: list[Line] = [((counted(count, "block"), "text"),), *kinds, (*legend, *flight)]
+    return dropped_to_fit(parts, width)
+
+
+def weights_apart(whole: int | None, frozen: int, packed: int) -> list[Line]:
+    """Return trained, frozen and packed bytes of weights; nothing where all are trained."""
+    if whole is None or not (frozen or packed):
+        return []
+    kinds = (("trained", whole - frozen - packed), ("frozen", frozen), ("packed", packed))
+    return [((f"{name} ", "dim"), (bytes_text(size), "text")) for name, size in kinds if size]
 
 
 def body(view: View, width: int, height: int) -> list[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fluxtrain.telemetry.events import Hello
 from fluxtrain.units import count_text
 from fluxtui.panels.panel import key_of, number_text, whole_text
 from fluxtui.panels.progress import fitting_eta
@@ -47,7 +48,7 @@ def header_line(view: View, width: int) -> Line:
         parts += [
             ((hello.run_id, "strong"),),
             ((hello.model, "text"), *_size(hello.parameters)),
-            ((f"{hello.method} {hello.dtype}", "dim"),),
+            ((method_text(hello), "dim"),),
             ((f"on {hello.device}", "dim"),),
         ]
     elif view.link.run_dir is not None:
@@ -59,6 +60,19 @@ def header_line(view: View, width: int) -> Line:
     left = dropped_to_fit(parts, room)
     extra = dropped_to_fit(notes, room - width_of(left) - 3)
     return spread(left, joined([extra, right]), width)
+
+
+def method_text(hello: Hello) -> str:
+    """Say what is trained: `full bfloat16`, or `qlora nf4-double, rank 16, 207 M of 70.8 G
+    trained`."""
+    if hello.rank is None:
+        return f"{hello.method} {hello.dtype}"
+    stored = hello.dtype if hello.storage == "plain" else hello.storage
+    words = [f"{hello.method} {stored}", f"rank {hello.rank}"]
+    if hello.trained_parameters:
+        trained, every = map(count_text, (hello.trained_parameters, hello.parameters))
+        words.append(f"{trained} of {every} trained")
+    return ", ".join(words)
 
 
 def _size(parameters: int) -> Line:

@@ -7,29 +7,39 @@ import pytest
 from fluxtrain.runtime.block_runs import Sizes, runs_of
 from fluxtrain.telemetry.events import BlockRun
 
+Block = tuple[str, Sizes]
 
-def told(runs: tuple[BlockRun, ...]) -> list[Sizes]:
+
+def told(runs: tuple[BlockRun, ...]) -> list[Block]:
     return [
         (
-            run.name.replace("{}", str(run.first + i)), run.weights_bytes, run.gradients_bytes,
-            run.optimizer_bytes,
+            run.name.replace("{}", str(run.first + i)),
+            Sizes(
+                weights=run.weights_bytes, gradients=run.gradients_bytes,
+                optimizer=run.optimizer_bytes, frozen=run.frozen_bytes, packed=run.packed_bytes,
+            ),
         )
         for run in runs
         for i in range(run.count)
     ]  # fmt: skip
 
 
-PLAIN = [(f"model.layers.{i}", 10, 20, 30) for i in range(36)]
-MIXED = [(f"m.layers.{i}.x", 10 + i % 2, 20, 30) for i in range(6)]
+def sized(weights: int = 1, gradients: int = 2, optimizer: int = 3, **rest: int) -> Sizes:
+    return Sizes(weights=weights, gradients=gradients, optimizer=optimizer, **rest)
+
+
+PLAIN = [(f"model.layers.{i}", sized(10, 20, 30)) for i in range(36)]
+MIXED = [(f"m.layers.{i}.x", sized(10 + i % 2, 20, 30)) for i in range(6)]
+PACKED = [(f"m.layers.{i}", sized(10, frozen=1, packed=4 + i // 3)) for i in range(6)]
 TWO_LISTS = [
-    *((f"encoder.{i}", 1, 2, 3) for i in range(4)),
-    *((f"decoder.{i}", 1, 2, 3) for i in range(4)),
+    *((f"encoder.{i}", sized()) for i in range(4)),
+    *((f"decoder.{i}", sized()) for i in range(4)),
 ]
-GAPS = [("a.0", 1, 1, 1), ("a.2", 1, 1, 1), ("head", 1, 1, 1), ("head", 1, 1, 1)]
+GAPS = [(name, sized(1, 1, 1)) for name in ("a.0", "a.2", "head", "head")]
 
 
-@pytest.mark.parametrize("blocks", [PLAIN, MIXED, TWO_LISTS, GAPS, []])
-def test_every_block_is_told_with_its_name_and_sizes(blocks: list[Sizes]) -> None:
+@pytest.mark.parametrize("blocks", [PLAIN, MIXED, PACKED, TWO_LISTS, GAPS, []])
+def test_every_block_is_told_with_its_name_and_sizes(blocks: list[Block]) -> None:
     assert told(runs_of(blocks)) == blocks
 
 
@@ -37,8 +47,9 @@ def test_equal_neighbours_are_one_run() -> None:
     assert len(runs_of(PLAIN)) == 1
     assert len(runs_of(TWO_LISTS)) == 2
     assert len(runs_of(MIXED)) == 6
+    assert len(runs_of(PACKED)) == 2
 
 
 def test_the_last_number_of_a_name_counts() -> None:
-    [run] = runs_of([("stage2.block.7.mlp", 1, 1, 1), ("stage2.block.8.mlp", 1, 1, 1)])
+    [run] = runs_of([(f"stage2.block.{i}.mlp", sized()) for i in (7, 8)])
     assert (run.name, run.first, run.count) == ("stage2.block.{}.mlp", 7, 2)

@@ -83,6 +83,20 @@ def test_a_run_trains_adapters_alone_and_saves_them_in_pefts_format(
     hello = [event for event in events if isinstance(event, ev.Hello)][-1]
     assert hello.method == given["name"]
     assert 0 < hello.trained_parameters < hello.parameters / 4
+    packs = given["name"] == "qlora"
+    assert hello.rank == 4
+    assert hello.storage == (given.get("base", "nf4-double") if packs else "plain")
+    place = [event for event in events if isinstance(event, ev.ResidencySampled)][-1]
+    frozen, packed = place.frozen_bytes, place.packed_bytes
+    assert (packed > 0) == packs and 0 < frozen + packed < place.weights_bytes
+    assert sum(one.count * one.packed_bytes for one in place.blocks) == packed
+    used = [event for event in events if isinstance(event, ev.MemorySampled)][-1]
+    assert sum(used.device_by.values()) == used.device_used_bytes
+    assert all(size >= 0 for size in used.device_by.values())
+    assert (used.device_by["packed"] > 0) == packs == (used.device_by["unpacked"] > 0)
+    moved = [event for event in events if isinstance(event, ev.TrafficSampled)][-1]
+    assert (moved.h2d_packed_bytes > 0) == packs
+    assert 0 < moved.h2d_frozen_bytes + moved.h2d_packed_bytes < moved.h2d_bytes
     model = tmp_path / "run" / "model"
     tensors = load_file(model / "adapter_model.safetensors")
     assert tensors and all("lora_" in name for name in tensors)

@@ -192,3 +192,34 @@ async def test_keys_go_from_block_to_block_and_stop_at_the_ends(
         assert app.view.chart.block == 7
         await pilot.press("H", "left")
         assert app.view.chart.block == 0
+
+
+def test_frozen_and_packed_bytes_are_told_apart(made: ModuleType) -> None:
+    view = view_of(made)
+    kinds = {"frozen_bytes": 1 << 20, "packed_bytes": 4 << 20}
+    [run] = made.residency().blocks
+    block = replace(run, weights_bytes=600_000, frozen_bytes=100_000, packed_bytes=400_000)
+    sample = replace(view.state.residency, weights_bytes=6 << 20, blocks=(block,), **kinds)
+    state = changed(view.state, residency=sample)
+    packed = changed(view, state=state)
+    told = whole([PANELS["residency"].heading(packed, 110)])
+    assert "trained 1.00 MiB" in told and "frozen 1.00 MiB" in told and "packed 4.00 MiB" in told
+    assert "packed 391 KiB" in drawn(packed, "block")
+    assert "packed" not in whole([PANELS["residency"].heading(view, 110)])
+    for name in ("residency", "block", "memory", "categories"):
+        for width in (30, 60, 110):
+            assert all(width_of(line) <= width for line in PANELS[name].body(packed, width, 9))
+
+
+def test_memory_of_frozen_packed_and_unpacked_weights_has_rows_where_there_is_any(
+    made: ModuleType,
+) -> None:
+    view = view_of(made)
+    assert "packed" not in drawn(view, "categories")
+    sample = view.state.memory
+    by = {**sample.device_by, "packed": 3 << 20, "unpacked": 1 << 20}
+    used = sample.device_used_bytes + (4 << 20)
+    told = replace(sample, device_by=by, device_used_bytes=used)
+    state = view.state.after(told)
+    text = drawn(changed(view, state=state), "categories")
+    assert "packed" in text and "unpacked" in text and "frozen" not in text

@@ -34,6 +34,8 @@ from fluxtui.widgets.run_rows import run_detail
 from fluxtui.widgets.spans import Line, width_of
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.screen import WizardScreen
+from fluxtui.wizard.steps.method_step import MethodStep
+from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import DrawnStep
 from fluxtui.wizard.steps.strategy_step import StrategyStep
 
@@ -293,7 +295,8 @@ def test_ids_and_keys_are_unique_on_every_screen() -> None:
 
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
-    of_wizard = (*WizardScreen.BINDINGS, *DrawnStep.BINDINGS, *StrategyStep.BINDINGS)
+    pages = (DrawnStep, MethodStep, SourceStep, StrategyStep)
+    of_wizard = (*WizardScreen.BINDINGS, *(one for page in pages for one in page.BINDINGS))
     made = (*app_bindings(), *SettingsScreen.BINDINGS, *own_bindings(), *WizardFrame.BINDINGS)
     on_screens = [binding for name in ("", *RUN_SCREENS) for binding in screen_bindings(name)]
     bound = [binding.id for binding in (*made, *of_wizard, *on_screens)]

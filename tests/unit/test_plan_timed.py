@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.choices.placement import Placement, place
-from fluxtrain.plan.choices.timed import HIDDEN_SHARE, Timing, place_timed
+from fluxtrain.plan.choices.timed import (
+    ADAPTERS_SHARE,
+    HIDDEN_SHARE,
+    HIDDEN_TIMES,
+    Timing,
+    place_timed,
+)
 from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
@@ -202,6 +208,44 @@ def test_the_batch_is_the_smallest_that_hides_the_copies() -> None:
     reasons = {choice.name: choice.because for choice in plan.choices}
     assert "tokens/s" in reasons["train.batch_rows"]
     assert "fastest predicted" in reasons["placement.offload"]
+
+
+def with_adapters(facts: ModelFacts) -> ModelFacts:
+    """The same with 2 of 100 elements of each block trained, and the others frozen."""
+
+    def frozen(group: GroupFacts) -> GroupFacts:
+        trained = group.trained_bf16 // 50 if group.kind == "block" else 0
+        return replace(group, trained_bf16=trained, frozen=group.trained_bf16 - trained)
+
+    groups = tuple(frozen(group) for group in facts.groups)
+    return replace(facts, groups=groups, head_parameters=0)
+
+
+@pytest.mark.parametrize("bus_bytes_per_s", [5e9, 25e9, 55e9])
+def test_adapters_get_the_smallest_batch_that_hides_the_copies_twice(
+    bus_bytes_per_s: float,
+) -> None:
+    facts = with_adapters(model(layers=16))
+    rates = replace(RATES, h2d_bytes_per_s=bus_bytes_per_s, d2h_bytes_per_s=bus_bytes_per_s)
+    timing = Timing(rates=rates, share=0.0)
+    plan = place_timed(facts, gpu(5), RunRequest(), timing)
+    found = {}
+    for rows in (1, 2, 4, 8, 16, 32):
+        one = place_timed(facts, gpu(5), RunRequest(batch_rows=rows), timing)
+        spent = cost(facts, layout(one), rates)
+        copies_s = spent.upload_forward_s + spent.upload_backward_s
+        computing_s = spent.forward_s + spent.head_s + spent.backward_s
+        found[rows] = spent.tokens_per_s, computing_s >= HIDDEN_TIMES * copies_s
+    best = max(tokens_per_s for tokens_per_s, _ in found.values())
+    enough = [
+        rows
+        for rows, (tokens_per_s, hidden) in found.items()
+        if tokens_per_s >= (ADAPTERS_SHARE if hidden else HIDDEN_SHARE) * best
+    ]
+    assert plan.batch_rows == min(enough)
+    [why] = [one.because for one in plan.choices if one.name == "train.batch_rows"]
+    if found[plan.batch_rows][1] and plan.batch_rows < max(found):
+        assert "the bus needs no larger batch" in why
 
 
 def test_wishes_are_kept() -> None:

@@ -43,6 +43,8 @@ def choose_row_length(
     fit = float((lengths <= tokens).mean())
     of = f"of the first {len(lengths):,}" if share < 1 else f"of {len(lengths):,}"
     why = f"{fit:.1%} {of} samples fit, the longest has {int(lengths.max()):,} tokens"
+    if fit == 1.0:
+        why += ", so none is cut or left out"
     if few:
         why += f"; longer rows would be fewer than {LEAST_ROWS}"
     elif tokens == positions and fit < WANTED_SHARE:

@@ -180,8 +180,8 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_adapter_beside(folder: Path) -> None:
-    """Raise BadInput for an adapter beside a model: transformers puts it on the model that it loads,
-    which may be the adapter's base from elsewhere, without a word."""
+    """Raise BadInput for an adapter beside a model: transformers loads it with the model, which may
+    then be the adapter's base from elsewhere, without a word."""
     beside = folder / "adapter_config.json"
     if not beside.exists():
         return

@@ -139,7 +139,11 @@ class GaugeThread:
         )
         up, down = self._ceilings
         return msgspec.structs.replace(
-            event, h2d_ceiling_bytes_per_s=up, d2h_ceiling_bytes_per_s=down
+            event,
+            h2d_ceiling_bytes_per_s=up,
+            d2h_ceiling_bytes_per_s=down,
+            h2d_frozen_bytes=traffic.h2d_frozen_bytes,
+            h2d_packed_bytes=traffic.h2d_packed_bytes,
         )
 
     def _run(self) -> None:
@@ -157,6 +161,8 @@ def _residency(engine: Engine) -> ResidencySampled:
         gradients_bytes=place.gradients_bytes,
         optimizer_bytes=place.optimizer_bytes,
         blocks=place.blocks,
+        frozen_bytes=place.frozen_bytes,
+        packed_bytes=place.packed_bytes,
     )
 
 

@@ -20,10 +20,12 @@ _Noted = tuple[int, str, str, int, str, str, Transfer]  # step, block, what, byt
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes moved since the start, by direction."""
+    """Bytes moved since the start, by direction; of the uploads how much was not trained."""
 
     h2d_bytes: int
     d2h_bytes: int
+    h2d_frozen_bytes: int = 0  # in the model's dtype
+    h2d_packed_bytes: int = 0
 
 
 class Counters:
@@ -34,6 +36,8 @@ class Counters:
         self.step = 0
         self.block_input_bytes = 0
         self.h2d_bytes = 0
+        self.h2d_frozen_bytes = 0
+        self.h2d_packed_bytes = 0
         self.d2h_bytes = 0
         self.peak_bytes = 0  # the most that was held
         self._earlier_peaks = 0, 0  # in use and reserved, before torch's peaks were reset
@@ -46,6 +50,7 @@ class Counters:
         self._device.recorder.copied("h2d", "weights", group.name, transfer)
         with self._lock:
             self.h2d_bytes += size_bytes
+            self._count_untrained(group, size_bytes)
             self._note(group, "weights", size_bytes, "C>G", cause, transfer)
 
     def downloaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
@@ -63,7 +68,7 @@ class Counters:
             self._note(group, "gradients", size_bytes, "C>G", "gradient", transfer)
 
     def traffic(self) -> Traffic:
-        return Traffic(self.h2d_bytes, self.d2h_bytes)
+        return Traffic(self.h2d_bytes, self.d2h_bytes, self.h2d_frozen_bytes, self.h2d_packed_bytes)
 
     def take_moves(self, limit: int) -> tuple[list[Move], int]:
         """Return the latest moves that have ended (at most `limit`, oldest first), and how many
@@ -97,11 +102,30 @@ class Counters:
             self._earlier_peaks = self.device_peaks()
             torch.cuda.reset_peak_memory_stats(device)
 
+    def _count_untrained(self, group: Group, size_bytes: int) -> None:
+        """A group comes up whole, or its trained weights alone; parts of a group without trained
+        weights (rows of an embedding, a range of the head) are frozen."""
+        if size_bytes == group.weight_bytes:
+            self.h2d_packed_bytes += packed_bytes_of(group)
+            self.h2d_frozen_bytes += frozen_bytes_of(group)
+        elif not group.trained_bytes:
+            self.h2d_frozen_bytes += size_bytes
+
     def _note(
         self, group: Group, what: str, size: int, way: str, cause: str, transfer: Transfer
     ) -> None:
         self._moves.append((self.step, group.name, what, size, way, cause, transfer))
         self._move_count += 1
+
+
+def packed_bytes_of(group: Group) -> int:
+    """Count the bytes of the group's packed weights."""
+    return sum(segment.size_bytes for segment in group.packed_segments)
+
+
+def frozen_bytes_of(group: Group) -> int:
+    """Count the bytes of frozen weights that are not packed, with the padding."""
+    return group.weight_bytes - group.trained_bytes - packed_bytes_of(group)
 
 
 def held_by_torch(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:

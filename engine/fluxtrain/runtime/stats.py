@@ -11,9 +11,9 @@ from fluxtrain.device import page_locks
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowBuffers
 from fluxtrain.plan.group_placement import Tier
-from fluxtrain.runtime.block_runs import runs_of
+from fluxtrain.runtime.block_runs import Sizes, runs_of
 from fluxtrain.runtime.context import Context
-from fluxtrain.runtime.counters import held_by_torch
+from fluxtrain.runtime.counters import frozen_bytes_of, held_by_torch, packed_bytes_of
 from fluxtrain.telemetry.events import BlockRun
 
 
@@ -39,6 +39,8 @@ class Residency:
     gradients_bytes: int
     optimizer_bytes: int
     blocks: tuple[BlockRun, ...] = ()
+    frozen_bytes: int = 0  # of the weights, in the model's dtype
+    packed_bytes: int = 0  # of the weights, too
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,19 @@ def residency(context: Context) -> Residency:
         sum(g.weight_bytes for g in context.groups),
         sum(g.gradient_bytes for g in context.groups),
         sum(g.state_bytes for g in context.groups),
-        runs_of((g.name, g.weight_bytes, g.gradient_bytes, g.state_bytes) for g in blocks),
+        runs_of((g.name, _sizes(g)) for g in blocks),
+        sum(frozen_bytes_of(g) for g in context.groups),
+        sum(packed_bytes_of(g) for g in context.groups),
+    )
+
+
+def _sizes(group: Group) -> Sizes:
+    return Sizes(
+        weights=group.weight_bytes,
+        gradients=group.gradient_bytes,
+        optimizer=group.state_bytes,
+        frozen=frozen_bytes_of(group),
+        packed=packed_bytes_of(group),
     )
 
 
@@ -81,8 +95,13 @@ def memory_use(context: Context) -> MemoryUse:
     """Add up the bytes held now, by purpose."""
     counters = context.counters
     weights, gradients, states = _bytes_in("device", context.groups)
+    unpacked = context.window.scratch.size_bytes
+    frozen, packed = _untrained_on_device(context)
     by = {
-        "weights": _copied_bytes(context) + weights,
+        "weights": _copied_bytes(context) + weights - unpacked - frozen - packed,
+        "frozen": frozen,
+        "packed": packed,
+        "unpacked": unpacked,
         "gradients": context.gradients.device_bytes + gradients,
         "optimizer": states,
         "activations": max(0, counters.block_input_bytes),
@@ -118,6 +137,14 @@ def sample_peak(context: Context) -> None:
         held = _copied_bytes(context) + context.gradients.device_bytes + at_device
         counters = context.counters
         counters.peak_bytes = max(counters.peak_bytes, held + counters.block_input_bytes)
+
+
+def _untrained_on_device(context: Context) -> tuple[int, int]:
+    """Add up frozen and packed weights of groups on the device, and of those that slots hold."""
+    there = [group for group in context.groups if group.placement.weights == "device"]
+    slots = list(context.window.slots)  # a copy: another thread may add one
+    there += [slot.group for slot in slots if slot.group is not None]
+    return sum(map(frozen_bytes_of, there)), sum(map(packed_bytes_of, there))
 
 
 def _row_buffers(context: Context) -> list[RowBuffers]:

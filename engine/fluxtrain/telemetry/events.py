@@ -62,6 +62,8 @@ class Hello(Event, frozen=True, kw_only=True, tag="hello"):
     total_steps: int
     first_step: int = 0  # > 0 after a resume: steps already done
     phase_names: tuple[str, ...] = ()
+    rank: int | None = None  # of adapters; None: there are none
+    storage: str = "plain"  # of frozen weights: plain, or how they are packed
 
 
 class ChoiceMade(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +147,8 @@ class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
 class MemorySampled(Gauge, frozen=True, kw_only=True, tag="memory"):
     """Where every byte is. `device_by` partitions `device_used_bytes`.
 
-    Keys of `device_by`: weights, gradients, optimizer, activations, workspace, cache.
+    Keys of `device_by`: weights (trained), frozen, packed, unpacked (one block's packed weights
+    while it computes), gradients, optimizer, activations, workspace, cache.
     """
 
     device_total_bytes: int | None
@@ -174,10 +177,15 @@ class TrafficSampled(Gauge, frozen=True, kw_only=True, tag="traffic"):
     disk_written_bytes_per_s: float
     h2d_ceiling_bytes_per_s: float | None = None
     d2h_ceiling_bytes_per_s: float | None = None
+    h2d_frozen_bytes: int = 0  # of `h2d_bytes`: frozen weights in the model's dtype
+    h2d_packed_bytes: int = 0  # of `h2d_bytes`: packed ones
 
 
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """`count` blocks in a row, each of these bytes; `{}` in the name is `first` and so on."""
+    """`count` blocks in a row, each of these bytes; `{}` in the name is `first` and so on.
+
+    `weights_bytes` are trained, frozen and packed ones together.
+    """
 
     name: str
     first: int
@@ -185,6 +193,8 @@ class BlockRun(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    frozen_bytes: int = 0  # in the model's dtype
+    packed_bytes: int = 0  # frozen, too
 
 
 class ResidencySampled(Gauge, frozen=True, kw_only=True, tag="residency"):
@@ -197,6 +207,8 @@ class ResidencySampled(Gauge, frozen=True, kw_only=True, tag="residency"):
     gradients_bytes: int
     optimizer_bytes: int
     blocks: tuple[BlockRun, ...] = ()  # the blocks behind the letters, in their order
+    frozen_bytes: int = 0  # of the weights, in the model's dtype
+    packed_bytes: int = 0  # of the weights, too
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -14,6 +14,7 @@ from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.client.plan import PlannedTime
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.methods.method import method_of
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.rundir.process import ProcessMark
 from fluxtrain.rundir.run_dir import RunDir
@@ -89,6 +90,8 @@ def first_hello(config: RunConfig, run_dir: RunDir, machine: str) -> Hello:
         trained_parameters=0,
         total_steps=config.train.steps or 0,
         phase_names=PHASES,
+        rank=None if config.method.name == "full" else config.method.rank,
+        storage=method_of(config).frozen_storage(config.method),
     )
 
 

@@ -8,6 +8,8 @@ for by name, the rule of `placement` decides, and so it does what is refused and
 
 Batch: of the powers of two up to the rule's own, the smallest that reaches nearly the tokens a
 second of the best. Beyond it the copies are hidden, and a larger batch only means fewer updates.
+Beside frozen weights the smallest is enough whose computation takes `HIDDEN_TIMES` as long as its
+copies, unless it is much slower: adapters are mostly trained on little data, in few steps.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from fluxtrain.units import bytes_text, count_text, duration_text
 _KEEPS_NONE = "every block computes its activations again: no room is left to keep them"
 _KEEPS_UNTRIED = "what a block that keeps its activations takes was not tried: training does"
 HIDDEN_SHARE = 0.95  # of the best batch's tokens a second
+ADAPTERS_SHARE = 0.9  # the same of adapters, where the copies are hidden twice over
+HIDDEN_TIMES = 2.0  # the computation against the copies: one slow transfer delays nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +72,41 @@ def place_timed(
     }
     if not stops:
         return ruled
-    best = max(stop.cost.tokens_per_s for stop in stops.values())
-    batch = min(
-        rows for rows, stop in stops.items() if stop.cost.tokens_per_s >= HIDDEN_SHARE * best
-    )
+    batch = _smallest_batch(facts, stops)
     chosen, frontier = stops[batch], frontiers[batch]
     return placement_of(
         facts,
         chosen.layout,
         chosen.need,
         budget_bytes=ruled.budget_bytes,
-        choices=_choices(frontier, chosen, timing.share, _batch_reason(request, stops, batch)),
+        choices=_choices(
+            frontier, chosen, timing.share, _batch_reason(facts, request, stops, batch)
+        ),
     )
+
+
+def _smallest_batch(facts: ModelFacts, stops: dict[int, TimedLayout]) -> int:
+    """Choose the fewest rows that lose next to nothing of the best batch's throughput."""
+    best = max(stop.cost.tokens_per_s for stop in stops.values())
+
+    def enough(stop: TimedLayout) -> bool:
+        hidden = trains_adapters(facts) and _hidden_times(stop) >= HIDDEN_TIMES
+        return stop.cost.tokens_per_s >= best * (ADAPTERS_SHARE if hidden else HIDDEN_SHARE)
+
+    return min(rows for rows, stop in stops.items() if enough(stop))
+
+
+def trains_adapters(facts: ModelFacts) -> bool:
+    """Are most weights of the blocks frozen, as beside adapters?"""
+    return sum(n * group.frozen for group, n in facts.blocks.alike) > facts.blocks.trained
+
+
+def _hidden_times(stop: TimedLayout) -> float:
+    """How many times as long as the uploads the computation takes; infinite without uploads."""
+    found = stop.cost
+    copies_s = found.upload_forward_s + found.upload_backward_s
+    computing_s = found.forward_s + found.head_s + found.backward_s
+    return computing_s / copies_s if copies_s else float("inf")
 
 
 def _frontier(
@@ -89,13 +116,24 @@ def _frontier(
     return Frontier(search, timing.rates, clips=timing.clips, passes=timing.passes)
 
 
-def _batch_reason(request: RunRequest, stops: dict[int, TimedLayout], batch: int) -> str:
+def _batch_reason(
+    facts: ModelFacts, request: RunRequest, stops: dict[int, TimedLayout], batch: int
+) -> str:
     if request.batch_rows is not None:
         return "as set"
     told = count_text(round(stops[batch].cost.tokens_per_s))
     larger, smaller = stops.get(batch * 2), stops.get(batch // 2)
     if larger is not None:
         more = count_text(round(larger.cost.tokens_per_s))
+        times = _hidden_times(stops[batch])
+        if trains_adapters(facts) and times >= HIDDEN_TIMES:
+            share = (
+                f"takes {times:.1f} times as long as" if times < float("inf") else "waits for no"
+            )
+            return (
+                f"{told} tokens/s: the computation {share} copies, so the bus needs no larger "
+                f"batch; {batch * 2} rows make {more}, with half as many updates"
+            )
         return f"{told} tokens/s, and {batch * 2} rows only {more}: the copies are hidden"
     if smaller is not None:
         less = count_text(round(smaller.cost.tokens_per_s))
