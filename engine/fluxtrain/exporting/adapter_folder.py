@@ -16,7 +16,7 @@ from fluxtrain.exporting.source import CONFIG, WEIGHTS, AdapterSource
 
 _CARRIED = (
     "tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges",
-    "spiece", "sentencepiece", "tekken",
+    "spiece", "sentencepiece", "tekken", "generation_config",
 )  # fmt: skip
 
 

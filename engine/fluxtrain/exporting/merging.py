@@ -20,7 +20,7 @@ from fluxtrain.exporting.shards import Planned, planned_shards, write_model
 from fluxtrain.exporting.trained_base import TrainedBase
 
 SHARD_BYTES = 4_000_000_000
-_CHAT_TEMPLATE = "chat_template.jinja"
+_OF_TRAINING = ("chat_template.jinja", "generation_config.json")  # better than the base's
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx",
     ".index.json",
@@ -34,7 +34,7 @@ class Merge:
 
     attached: Attached
     onto: TrainedBase  # the weights that the adapter is added to
-    adapter: Path  # its folder, for its chat template
+    adapter: Path  # its folder, for chat template and generation settings
     dtype: torch.dtype | None  # of all floating-point weights; None: the base's own
     shard_bytes: int = SHARD_BYTES
 
@@ -149,13 +149,13 @@ def _converted(weight: Tensor, tensor: Planned) -> Tensor:
 
 
 def carry_over(base: Path, adapter: Path, folder: Path) -> None:
-    """Copy into `folder` what a base's folder holds beside weights, and the chat template and other
-    tokenizer files that the adapter has and the base lacks."""
+    """Copy into `folder` what a base's folder holds beside weights; and of the adapter's folder the
+    chat template, the generation settings (the ends that were learnt), and what the base lacks."""
     for path in sorted(base.iterdir()):
         if path.is_file() and _is_carried(path.name):
             shutil.copyfile(path, folder / path.name)
     for path in sorted(adapter.iterdir()):
-        lacking = not (folder / path.name).exists() or path.name == _CHAT_TEMPLATE
+        lacking = not (folder / path.name).exists() or path.name in _OF_TRAINING
         if path.is_file() and lacking and _is_carried(path.name):
             shutil.copyfile(path, folder / path.name)
 

@@ -84,8 +84,9 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_adapter(loaded: LoadedModel, storage: StorageFormat, folder: Path) -> int:
-    """Write the adapter, its configuration and the tokenizer with its chat template, in peft's
-    format; return the bytes written. `storage`: how the frozen weights were stored.
+    """Write the adapter in peft's format, with tokenizer, chat template and generation settings.
+
+    storage: how the frozen weights were stored. Returns the bytes written.
 
     Raises NoSpace if the disk fills up and BadInput if the place cannot be written.
     """
@@ -104,6 +105,8 @@ def save_adapter(loaded: LoadedModel, storage: StorageFormat, folder: Path) -> i
         finally:
             config.inference_mode = False
         loaded.tokenizer.save_pretrained(made)
+        if model.generation_config is not None:  # with the ends that were learnt, for an export
+            model.generation_config.save_pretrained(made)
 
     return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)
 

@@ -180,16 +180,16 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_adapter_beside(folder: Path) -> None:
-    """Raise BadInput for an adapter beside a model: transformers would load the adapter's base in
-    place of the model, without a word."""
+    """Raise BadInput for an adapter beside a model: transformers loads it with the model, which may
+    then be the adapter's base from elsewhere, without a word."""
     beside = folder / "adapter_config.json"
     if not beside.exists():
         return
     base = _json_object(beside).get("base_model_name_or_path")
     raise BadInput(
-        f"{folder} holds config.json and {beside.name}: transformers would load the adapter's base "
-        f"({base}) from elsewhere; name that base as the model, or move {beside.name} away if the "
-        "weights beside it are meant"
+        f"{folder} holds a model and an adapter of {base} ({beside.name}), which would be loaded "
+        f"on it unasked: move {beside.name} away to take the model alone, or name the adapter's "
+        "base as the model"
     )
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from fluxtrain.config.schema import DataSettings, RunConfig
 from fluxtrain.data.batches import in_order
-from fluxtrain.data.encoding.encode import Encoder
+from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.prepare import corpora
 from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.rendering.named import use_template
 from fluxtrain.data.row import Row
 from fluxtrain.data.splitting import whole
 from fluxtrain.data.store.tokens import in_memory
@@ -60,19 +61,21 @@ def compared_rows(
     settings = DataSettings(path=data) if data else (run or RunConfig()).data
     trained, evaluated = corpora(read_request(settings.model_dump()))
     corpus = evaluated or trained
-    asked = run.data.sequence_length if run else "auto"
-    wanted = MOST_TOKENS if asked == "auto" else min(MOST_TOKENS, asked)
+    given = settings.sequence_length
+    wanted = MOST_TOKENS if given == "auto" else min(MOST_TOKENS, given)
     wanted = min(wanted, loaded.max_positions or wanted)
     most = max(2, LOGITS_BYTES // (4 * loaded.embedding_rows))
-    encoder = Encoder(loaded.tokenizer)
+    use_template(loaded.tokenizer, settings.chat_template)
+    encoder = Encoder(loaded.tokenizer, corpus.max_bad_rows)
     first = _first(Reading(corpus), rows * _DOCUMENTS)
     tokens = in_memory(sample for one in encoder.batches(first) for sample in one.samples)
+    check_vocabulary(tokens.largest, loaded.embedding_rows)
     count = int(tokens.starts[-1])
     length = min(wanted, most, count)
     if length < 2:
         raise BadInput(
-            f"{corpus.name} holds {count} tokens, and 2 are compared at least: name another file "
-            "with --data"
+            f"{corpus.name} holds {count} tokens, and 2 are compared at least: name another "
+            "file with --data"
         )
     packed = PackedRows(tokens, whole(tokens), length, loaded.pad_id, loaded.packs)
     if not len(packed):
@@ -84,7 +87,7 @@ def compared_rows(
     inputs = batch.inputs()
     for name in ("labels", "num_items_in_batch"):
         inputs.pop(name)
-    documents = packed.take(np.arange(len(batch.input_ids))).document_ids
+    documents = packed.take(np.arange(len(batch.input_ids)), trim=True).document_ids
     kept = torch.from_numpy(documents >= 0)
     return ComparedRows(inputs=inputs, kept=kept, source=corpus.name)
 
