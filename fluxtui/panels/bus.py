@@ -120,16 +120,18 @@ def totals_line(sample: TrafficSampled | None, width: int) -> Line:
         [((bytes_text(sample.d2h_bytes if sample else None), "text"),), (("back", "dim"),)],
         gap=" ",
     )
-    parts = [moved, back, *_untrained(sample)]
+    parts = [moved, back, *untrained(sample)]
     return dropped_to_fit(parts if width_of(joined(parts[:2])) <= width else [moved], width)
 
 
-def _untrained(sample: TrafficSampled | None) -> list[Line]:
+def untrained(sample: TrafficSampled | None) -> list[Line]:
     """How much of what went to the device were packed and frozen weights, where there are any."""
     sizes = (
-        (("packed", sample.h2d_packed_bytes), ("frozen", sample.h2d_frozen_bytes)) if sample else ()
+        (("of it packed", sample.h2d_packed_bytes), ("frozen", sample.h2d_frozen_bytes))
+        if sample
+        else ()
     )
-    return [pair(f"of it {name}", bytes_text(size), "text") for name, size in sizes if size]
+    return [pair(name, bytes_text(size), "text") for name, size in sizes if size]
 
 
 PANEL = Panel("bus", "Bus", body, heading, about="bytes a second in both directions, and stalls")

@@ -36,10 +36,10 @@ def heading(view: View, width: int) -> Line:
 
 
 def weights_apart(whole: int | None, frozen: int, packed: int) -> list[Line]:
-    """Return trained, frozen and packed bytes of weights; nothing where all are trained."""
+    """Return trained, packed and frozen bytes of weights; nothing where all are trained."""
     if whole is None or not (frozen or packed):
         return []
-    kinds = (("trained", whole - frozen - packed), ("frozen", frozen), ("packed", packed))
+    kinds = (("trained", whole - frozen - packed), ("packed", packed), ("frozen", frozen))
     return [((f"{name} ", "dim"), (bytes_text(size), "text")) for name, size in kinds if size]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fluxtrain.units import UNKNOWN, duration_text
-from fluxtui.panels.bus import totals_line
+from fluxtui.panels.bus import totals_line, untrained
 from fluxtui.panels.panel import Panel, pair, share_text
 from fluxtui.plots.bars import gauge
 from fluxtui.state.view import View
@@ -40,7 +40,12 @@ def body(view: View, width: int, height: int) -> list[Line]:
         whole = dropped_to_fit(text, width, gap="")
         beside: Line = (("  ", "text"), *gauge(share, room, "stall")) if room else ()
         lines.append(fitted((*whole, *beside), width))
-    lines += [BLANK, totals_line(view.fresh(view.state.traffic), width)]
+    traffic = view.fresh(view.state.traffic)
+    told = totals_line(traffic, width)
+    lines += [BLANK, told]
+    apart = untrained(traffic)
+    if apart and apart[-1][-1] not in told:  # no room beside the whole
+        lines.append(dropped_to_fit(apart, width))
     if step is not None:
         lines.append(
             dropped_to_fit([pair("the last step took", duration_text(step.step_s))], width)

@@ -200,7 +200,7 @@ def test_frozen_and_packed_bytes_are_told_apart(made: ModuleType) -> None:
     [run] = made.residency().blocks
     block = replace(run, weights_bytes=600_000, frozen_bytes=100_000, packed_bytes=400_000)
     sample = replace(view.state.residency, weights_bytes=6 << 20, blocks=(block,), **kinds)
-    state = changed(view.state, residency=sample)
+    state = view.state.after(sample)
     packed = changed(view, state=state)
     told = whole([PANELS["residency"].heading(packed, 110)])
     assert "trained 1.00 MiB" in told and "frozen 1.00 MiB" in told and "packed 4.00 MiB" in told

@@ -49,6 +49,7 @@ class GroupFacts:
     masters: bool = True  # in fp32, whatever the weights' dtype; other packages' optimizers: none
     frozen: int = 0  # elements that are not trained
     storage: StorageFormat = "plain"  # of the packed ones among them
+    packed_bytes: int = 0  # of the weights, as they are stored
     dense_bytes: int = 0  # of packed weights while a block computes: they are unpacked for it
 
     @cached_property
@@ -100,8 +101,10 @@ class GroupFacts:
 
     @cached_property
     def frozen_bytes(self) -> int:
-        """Weights that are not trained, as they are stored; with the padding."""
-        return self.weight_bytes - self.rounded_bytes if self.frozen else 0
+        """Weights that are neither trained nor packed; with the padding."""
+        if not self.frozen:
+            return 0
+        return max(0, self.weight_bytes - self.rounded_bytes - self.packed_bytes)
 
     @cached_property
     def segment_bytes(self) -> tuple[int, int, int]:
@@ -311,14 +314,13 @@ class ModelFacts:
 
     @cached_property
     def packed_bytes(self) -> int:
-        """Bytes of frozen weights in groups that are packed, with the few small ones that are not
-        and lie beside them."""
-        return sum(group.frozen_bytes for group in self.groups if group.storage != "plain")
+        """Bytes of all packed weights."""
+        return sum(group.packed_bytes for group in self.groups)
 
     @cached_property
     def frozen_bytes(self) -> int:
-        """Bytes of the frozen weights of all other groups, in their dtypes."""
-        return sum(group.frozen_bytes for group in self.groups if group.storage == "plain")
+        """Bytes of all frozen weights that are not packed."""
+        return sum(group.frozen_bytes for group in self.groups)
 
     @cached_property
     def layers(self) -> int:

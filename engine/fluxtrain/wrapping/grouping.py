@@ -156,5 +156,6 @@ def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
         table_rows=group.members[0].shape[0] if is_one else 0,
         frozen=sum(m.count for m in group.members if not m.trained),
         storage=next((s.storage for s in group.packed_segments), "plain"),
+        packed_bytes=sum(segment.size_bytes for segment in group.packed_segments),
         dense_bytes=group.dense_bytes,
     )
