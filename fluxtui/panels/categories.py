@@ -21,9 +21,9 @@ def _device_rows(view: View, sample: MemorySampled | None, width: int) -> list[L
     seen = list(view.state.memories)
     rows = [_row("", "", ("", "now", "share", "most"), width)]
     for name in CATEGORIES:
-        if name in UNTRAINED and not any(old.device_by.get(name) for old in seen):
-            continue
         now = sample.device_by.get(name) if sample else None
+        if name in UNTRAINED and not (now or any(old.device_by.get(name) for old in seen)):
+            continue
         share = now / used if now is not None and used else None
         most = max((old.device_by.get(name, 0) for old in seen), default=None)
         texts = (name, bytes_text(now), share_text(share), bytes_text(most))
