@@ -13,6 +13,7 @@ from fluxtui.widgets.spans import Line, Span, cut, dropped_to_fit, joined, sprea
 from fluxtui.words import counted
 
 NOTICE_ROWS = 3
+WIDE = 110  # columns in which a line about adapters has room
 COMMAND_ROWS = 6  # a cut command cannot be typed
 STATUS_MARKS: dict[str, Span] = {
     "waiting": ("◌", "dim"),
@@ -48,7 +49,7 @@ def header_line(view: View, width: int) -> Line:
         parts += [
             ((hello.run_id, "strong"),),
             ((hello.model, "text"), *_size(hello.parameters)),
-            ((method_text(hello), "dim"),),
+            ((method_text(hello, whole=width >= WIDE), "dim"),),
             ((f"on {hello.device}", "dim"),),
         ]
     elif view.link.run_dir is not None:
@@ -62,12 +63,12 @@ def header_line(view: View, width: int) -> Line:
     return spread(left, joined([extra, right]), width)
 
 
-def method_text(hello: Hello) -> str:
-    """Say what is trained: `full bfloat16`, or `qlora nf4-double, rank 16, 207 M of 70.8 G
-    trained`."""
-    if hello.rank is None:
-        return f"{hello.method} {hello.dtype}"
+def method_text(hello: Hello, *, whole: bool) -> str:
+    """Say what is trained: `full bfloat16`, or `qlora nf4-double`, and if there is room for the
+    `whole` text also `, rank 16, 207 M of 70.8 B trained`."""
     stored = hello.dtype if hello.storage == "plain" else hello.storage
+    if hello.rank is None or not whole:
+        return f"{hello.method} {stored}"
     words = [f"{hello.method} {stored}", f"rank {hello.rank}"]
     if hello.trained_parameters:
         trained, every = map(count_text, (hello.trained_parameters, hello.parameters))

@@ -79,7 +79,7 @@ def test_only_questions_that_a_method_has_are_shown(
     view = WizardView(answers=Answers(method=method), plan=plan_of(wizard_pilot, method))
     lines = shown(view, 92).split("\n")
     assert sum(line[:2] in ("n ", "a ", "t ", "v ", "b ") for line in lines) == asked
-    assert any("all linear layers" in line for line in lines) == (asked > 0)
+    assert any("all linear" in line for line in lines) == (asked > 0)
 
 
 # --- its keys -------------------------------------------------------------------------------------

@@ -68,29 +68,29 @@ METHOD_TEXTS: dict[Method, str] = {
 }
 GIVES_UP: dict[Method, str] = {
     "full": "gives up no learning; takes the most memory and disk",
-    "lora": "gives up some new knowledge; tasks and style are learnt as well",
-    "qlora": "as LoRA, and a little accuracy: the frozen weights are rounded",
+    "lora": "gives up some new knowledge; learns tasks and style as well",
+    "qlora": "as LoRA, and some accuracy: frozen weights are rounded",
 }
 ADAPTER_QUESTIONS = (
     AdapterQuestion(
         "rank", "wizard_rank", "rank", "rank of the adapters", "16",
-        "enough for most tasks; more learns more, and takes memory in proportion",
+        "enough for most tasks; more takes more memory",
     ),
     AdapterQuestion(
-        "alpha", "wizard_alpha", "alpha", "alpha of the adapters", "twice the rank",
-        "what adapters add is scaled by alpha / rank, so the rank does not change it",
+        "alpha", "wizard_alpha", "alpha", "alpha of the adapters", "2 x rank",
+        "adapters are scaled by alpha / rank: by 2",
     ),
     AdapterQuestion(
         "targets", "wizard_targets", "targets", "layers that get adapters, with commas",
-        "all linear layers", "learns more than attention alone; the head is left out",
+        "all linear", "learns more than attention layers alone",
     ),
     AdapterQuestion(
         "variant", "wizard_variant", "variant", "kind of the adapters", "lora",
-        "rslora is for high ranks; dora trains magnitudes apart, and is slower", VARIANTS,
+        "rslora: for high ranks; dora: finer, slower", VARIANTS,
     ),
     AdapterQuestion(
         "base_format", "wizard_base", "base", "how the frozen weights are packed", "nf4-double",
-        "0.52 bytes a weight; nf4 takes 0.56, int8 one, and is closer to the model", BASES,
+        "0.52 bytes a weight; nf4 0.56; int8 1, finer", BASES,
         packed_alone=True,
     ),
 )  # fmt: skip

@@ -106,7 +106,7 @@ def _limits(view: WizardView, width: int) -> Content:
 
 def _cards(view: WizardView, width: int) -> Content:
     """The cards beside each other, or a line each where there is no room."""
-    gap = 1
+    gap = int((width - len(METHODS) + 1) // len(METHODS) >= CARD_LEAST)
     room = (width - gap * (len(METHODS) - 1)) // len(METHODS)
     if room < CARD_LEAST:
         return Content("\n").join(_row(view, method, width) for method in METHODS)
@@ -189,8 +189,8 @@ def _trouble(view: WizardView, width: int) -> list[Content]:
         )
         told = drawing.problem(asked.refusal, width)
         return [Content(""), told, Content.styled(cure, drawing.MUTED)]
-    if asked.value is None:
-        return [Content(""), pending("Seeing whether it fits", asked, width)]
+    if asked.value is None and not asked.pending:
+        return [Content(""), pending("The machine is measured first", view.probe, width)]
     return []
 
 

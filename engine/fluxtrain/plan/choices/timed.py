@@ -128,7 +128,9 @@ def _batch_reason(
         times = _hidden_times(stops[batch])
         if trains_adapters(facts) and times >= HIDDEN_TIMES:
             share = (
-                f"takes {times:.1f} times as long as" if times < float("inf") else "waits for no"
+                f"takes {times:.1f} times as long as its"
+                if times < float("inf")
+                else "waits for no"
             )
             return (
                 f"{told} tokens/s: the computation {share} copies, so the bus needs no larger "
