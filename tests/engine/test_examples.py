@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     "columns.jsonl": ("completion", ["data.columns={prompt: question, completion: answer}"]),
 }
 
+ADAPTERS = ("lora.yaml", "qlora.yaml", "trl_sft.py")
+
 
 def test_every_file_stands_in_the_readme() -> None:
     named = set(
         re.findall(r"`([\w.]+\.(?:txt|jsonl|json|csv))`", (EXAMPLES / "README.md").read_text())
     )
-    there = {path.name for path in EXAMPLES.iterdir()} - {"README.md", "run.yaml"}
+    beside = {"README.md", "run.yaml", *ADAPTERS}
+    there = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - beside
     assert there == set(SHAPES) == named
 
 
@@ -56,3 +60,31 @@ def test_the_command_in_the_readme_trains(
     done = fluxtrain("train", EXAMPLES / "run.yaml", *sets, "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["lora.yaml", "qlora.yaml"])
+def test_adapters_are_trained_and_merged_by_two_commands(
+    name: str, fluxtrain: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    assert f"`{name}`" in (EXAMPLES / "README.md").read_text()
+    sets: list[Any] = ["--set", f"data.path={EXAMPLES / 'messages.jsonl'}", "--device", "cpu"]
+    done = fluxtrain("train", EXAMPLES / name, *sets)
+    assert done.returncode == 0, done.stderr
+    merged = fluxtrain("export", "last", "--merge", "--device", "cpu")
+    assert merged.returncode == 0, merged.stderr
+    assert "checked: on" in merged.stdout
+    assert len(list((tmp_path / "runs").glob("*/merged/config.json"))) == 1
+
+
+def test_the_example_of_trl_trains_an_adapter(
+    model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    arguments = [model_folder("llama"), tmp_path / "out", "--device", "cpu", "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "trl_sft.py", *map(str, arguments)],
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()

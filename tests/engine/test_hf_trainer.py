@@ -274,3 +274,21 @@ def test_a_resumed_adapter_run_equals_the_one_that_was_never_stopped(
     assert losses_of(second) == losses_of(whole)
     for name, weight in weights_of(whole.model).items():
         assert torch.equal(weight, second.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_adapters_on_a_wrapped_model_train_as_the_plain_trainers(
+    new_model: Make, tmp_path: Path, dropout: float
+) -> None:
+    results = []
+    for wraps in (False, True):
+        model = lora(new_model("llama", torch.float32), torch.float32, dropout=dropout)
+        if wraps:
+            fluxtrain.wrap(model, device="cpu", offload="weights")
+        trainer = trainer_of(model, tmp_path, save_strategy="no", learning_rate=1e-3)
+        trainer.train()
+        results.append((losses_of(trainer), norms_of(trainer), trainer.evaluate()["eval_loss"]))
+    (losses, norms, loss), (our_losses, our_norms, our_loss) = results
+    assert our_losses == pytest.approx(losses, rel=1e-4)
+    assert our_norms == pytest.approx(norms, rel=1e-3)
+    assert our_loss == pytest.approx(loss, rel=1e-4)

@@ -5,7 +5,7 @@ Its state is in `Context`. One engine belongs to one model and is used by the th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,6 +31,9 @@ from fluxtrain.updates.norm import GradNorm
 
 class Engine(Context):
     """Streams one model's blocks; see `fluxtrain.wrap`."""
+
+    adapters: tuple[str, ...] = ()  # names of peft's in the model that was wrapped
+    again: Callable[[nn.Module], None]  # wraps the model once more, with what was put into it
 
     # -- a step ------------------------------------------------------------------------------------
 

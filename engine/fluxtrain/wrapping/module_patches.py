@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,8 +73,9 @@ def release_module(module: nn.Module) -> None:
     """Remove everything that `replace_forward` and `guard_module` put on the instance."""
     if "_fluxtrain_guard" in module.__dict__ or "_fluxtrain_unit" in module.__dict__:
         own = module.__dict__.get("_fluxtrain_forward")
+        others = "_fluxtrain_unit" not in module.__dict__  # such as TRL's, on the model itself
         for name in _OURS:
-            if name != "_fluxtrain_engine":
+            if name != "_fluxtrain_engine" and not (others and name == "forward"):
                 module.__dict__.pop(name, None)
         if own is not None:
             module.__dict__["forward"] = own
@@ -129,3 +130,19 @@ def _plain_reduce(self: nn.Module, protocol: Any) -> Any:
     state = _plain_state(self)  # without the methods on the instance, which lead back to it
     kept = {k: v for k, v in state.items() if not _is_method_of(v, self)}
     return _rebuild, (type(self), kept)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers to the device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def ancestors(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules above the units: their `.to()` would reach wrapped parameters."""
+    yield module
+    for child in module.children():
+        if id(child) not in units:
+            yield from ancestors(child, units)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.device.device import open_device
 from fluxtrain.device.heap import trim_heap
+from fluxtrain.edges import outside_head
 from fluxtrain.edges.chunked_head import choose_vocab_chunks
 from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
@@ -37,7 +39,14 @@ from fluxtrain.wrapping.block_discovery import Parts, take_apart
 from fluxtrain.wrapping.dora import take_magnitudes_of_packed
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import Borrowed, group_parameters, is_head, model_facts
-from fluxtrain.wrapping.module_patches import guard_module, release_module, replace_forward
+from fluxtrain.wrapping.late_adapters import adapters_of, refuse_late
+from fluxtrain.wrapping.module_patches import (
+    ancestors,
+    guard_module,
+    move_buffers,
+    release_module,
+    replace_forward,
+)
 from fluxtrain.wrapping.slots import slots_for
 from fluxtrain.wrapping.target import compute_device, free_capacity
 from fluxtrain.wrapping.unit_forward import UnitForward
@@ -154,9 +163,28 @@ def _put_engine(
         with nullcontext() if keeping is None else keeping(groups.values()) as kept:
             _load_groups(engine, groups, kept, drops=drops)
         _furnish(engine, model, parts, groups, borrowed)
+    engine.adapters = adapters_of(model)
+    engine.again = partial(_again, torch_device, asked, states, frozen, overlap=overlap)
     for text in filter(None, (*told, wide_frozen_weights(groups.values()))):
         engine.say(text)
     install_adoption()
+
+
+def _again(
+    torch_device: torch.device,
+    asked: RunRequest | Placement,
+    states: StateFormat,
+    frozen: StorageFormat,
+    model: nn.Module,
+    *,
+    overlap: bool,
+) -> None:
+    """Wrap a model as it was, with the adapters that were put into it meanwhile."""
+    engine = engine_of(model)
+    refuse_late(engine, asked)
+    engine.say("adapters were put into the wrapped model: it is wrapped again, with them")
+    unwrap(model)
+    _put_engine(model, torch_device, asked, states, frozen, overlap=overlap)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -325,29 +353,14 @@ def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
         parameter.data = parameter.data.to(device)
         engine.loose.append(parameter)
     if device.type != "cpu":
-        _move_buffers(model, device)
+        move_buffers(model, device)
     model.__dict__["_fluxtrain_engine"] = engine
     model.__dict__["_fluxtrain_hooks"] = (
         model.register_forward_pre_hook(_before_model, with_kwargs=True),
         model.register_forward_hook(_after_model, always_call=True),
     )
-    for module in _ancestors(model, {id(u.module) for u in engine.units}):
+    for module in ancestors(model, {id(u.module) for u in engine.units}):
         guard_module(module, engine)
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-def _ancestors(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
-    """Modules above the units: their `.to()` would reach wrapped parameters."""
-    yield module
-    for child in module.children():
-        if id(child) not in units:
-            yield from _ancestors(child, units)
 
 
 def _before_model(
@@ -357,6 +370,11 @@ def _before_model(
     engine = model.__dict__.get("_fluxtrain_engine")
     if engine is None:
         raise MisusedModel("this model was copied while wrapped: wrap the copy")
+    if adapters_of(model) != engine.adapters:
+        engine.again(model)
+        engine = engine_of(model)
+    if kwargs.get(outside_head.FLAG):
+        outside_head.serve(model, engine)
     for unit in engine.units:
         if getattr(unit.module, "gradient_checkpointing", False):
             unit.module.gradient_checkpointing = False
@@ -373,3 +391,4 @@ def _after_model(model: nn.Module, *_: object) -> None:
     engine = model.__dict__.get("_fluxtrain_engine")
     if engine is not None:
         engine.host_ids.forget()
+        outside_head.end(model, engine)
