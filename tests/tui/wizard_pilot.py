@@ -84,7 +84,7 @@ INSPECTION = {
     "held_out_files": [],
     "notes": ["keys that are left out: `id` (in 4 rows)"], "read_share": 1.0,
     "sequence_length": 128, "sequence_length_because": "as set",
-    "fitting_share": 0.75, "cut_samples": 0, "left_out_samples": 0, "held_out_files": [],
+    "fitting_share": 0.75, "cut_samples": 0, "left_out_samples": 0,
     "max_positions": 512, "sampled_documents": 4, "sampled_share": 0.25,
     "sampled_tokens": 400, "estimated_documents": 16, "estimated_tokens": 1600,
     "estimated_rows": 13, "learnt_share": 0.5, "cut_documents_share": 0.25,

@@ -11,15 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fluxtrain.config.schema import DataSettings, RunConfig
+from fluxtrain.config.data_settings import DataSettings
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import in_order
+from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.prepare import corpora
 from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.rendering.named import use_template
 from fluxtrain.data.row import Row
 from fluxtrain.data.splitting import Spans
-from fluxtrain.data.tokens import tokenize
+from fluxtrain.data.store.tokens import in_memory
 from fluxtrain.errors import BadInput
 from fluxtrain.models.loading import LoadedModel
 
@@ -59,10 +62,13 @@ def compared_rows(
     settings = DataSettings(path=data) if data else (run or RunConfig()).data
     trained, evaluated = corpora(read_request(settings.model_dump()))
     corpus = evaluated or trained
-    wanted = min(MOST_TOKENS, run.data.sequence_length if run else MOST_TOKENS)
+    asked = run.data.sequence_length if run else "auto"
+    wanted = MOST_TOKENS if asked == "auto" else min(MOST_TOKENS, asked)
     wanted = min(wanted, loaded.max_positions or wanted)
     most = max(2, LOGITS_BYTES // (4 * loaded.embedding_rows))
-    tokens = tokenize(_first(Reading(corpus), rows * _DOCUMENTS), loaded.tokenizer)
+    use_template(loaded.tokenizer, settings.chat_template)
+    encoder = Encoder(loaded.tokenizer, corpus.max_bad_rows)
+    tokens = in_memory(encoder.samples(_first(Reading(corpus), rows * _DOCUMENTS)))
     length = min(wanted, most, tokens.count)
     if length < 2:
         raise BadInput(
