@@ -20,12 +20,11 @@ from fluxtrain.data.prepare import check_sequence_length, corpora
 from fluxtrain.data.reading.parts import Part
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.reading.sampling import sampled
-from fluxtrain.data.rendering.named import use_template
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens, in_memory
-from fluxtrain.models.loading import ModelSource, load_tokenizer, pad_id
-from fluxtrain.planning.row_length import FirstSamples, with_row_length
+from fluxtrain.models.loading import pad_id
+from fluxtrain.planning.row_length import FirstSamples, tokenizer_of, with_row_length
 from fluxtrain.units import count_text
 
 SAMPLES = 3
@@ -42,20 +41,14 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
     Raises:
         BadInput: as the run would for the tokenizer and these documents.
     """
-    tokenizer, shape = load_tokenizer(
-        ModelSource(
-            path=config.model.path,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    )
-    use_template(tokenizer, config.data.chat_template)
+    tokenizer, shape = tokenizer_of(config)
     text_shape = shape.get_text_config()
     positions = getattr(text_shape, "max_position_embeddings", None)
     if config.data.sequence_length != "auto":
         check_sequence_length(config.data.sequence_length, positions)
     corpus, apart = corpora(read_request(config.data.model_dump()))
     seen = sampled(corpus, apart, whole)
+    notes = [*seen.report.lines(), *([corpus.endless] if corpus.endless else [])]
     encoder = Encoder(tokenizer, corpus.max_bad_rows, bad=lambda: seen.report.bad)
     tokens = in_memory(encoder.samples(seen.rows))
     check_vocabulary(tokens.largest, text_shape.vocab_size)
@@ -70,12 +63,7 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
         because=corpus.parts[0].because,
         files=tuple(_file(part) for part in corpus.parts),
         held_out_files=tuple(_file(part) for part in apart.parts) if apart else (),
-        notes=(
-            *seen.report.lines(),
-            *([corpus.endless] if corpus.endless else []),
-            *first.told(row_tokens),
-            *_stopping(encoder.notes, tokenizer),
-        ),
+        notes=(*notes, *first.told(row_tokens), *_stopping(encoder.notes, tokenizer)),
         read_share=seen.read_share,
         sequence_length=row_tokens,
         sequence_length_because=chosen[0].because if chosen else "data.sequence_length says so",

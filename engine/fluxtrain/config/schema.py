@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fluxtrain.client.plan import Setting
+from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.errors import explain
 from fluxtrain.config.section import Section
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
@@ -62,102 +63,6 @@ class ModelSettings(Section):
     @classmethod
     def _short_names(cls, value: Any) -> Any:
         return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
-
-
-DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca", "completion", "plain"]
-Address = Annotated[str, Field(min_length=1)]
-
-
-class DataEntry(Section):
-    """One of several sources of data."""
-
-    path: Address
-    weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
-    configuration: str | None = None
-    split: str | None = None
-    format: DataFormat | None = None
-    columns: dict[str, str] | None = None
-
-
-DataPath = Address | Annotated[tuple[Address | DataEntry, ...], Field(min_length=1)]
-
-
-class DataSettings(Section):
-    """What the model learns from."""
-
-    path: DataPath = Field(
-        default="demo",
-        description="a file (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt, .md, "
-        ".rst; each also .gz, .zst), a folder, a pattern such as `data/*.jsonl`, "
-        "hf://datasets/owner/name (a file in it, or ?configuration=en&split=train), or `demo`: the "
-        "docstrings of Python's own library. Or a list of these; an entry may be a mapping of "
-        "path, weight (how often an epoch draws each row: 2 is twice, 0.5 every second one), "
-        "configuration, split, format and columns",
-    )
-    format: DataFormat = Field(
-        default="auto",
-        description="the shape of the rows; auto recognises it by the keys of the first row, "
-        "plain reads any file as text",
-    )
-    columns: dict[str, str] = Field(
-        default={},
-        description="which column of the file is which key, where the names differ, as in "
-        "`{prompt: question, completion: answer}`; the keys are text, title, messages, tools, "
-        "system, prompt, completion, instruction, input, output, history, and within messages role "
-        "and content",
-    )
-    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(
-        default={},
-        description="which role of the file is which of system, developer, user, assistant, tool, "
-        "where the names differ, as in `{doctor: assistant}`",
-    )
-    ignore: tuple[str, ...] = Field(
-        default=(),
-        description="keys of rows that are left out although they look as if they said something; "
-        "keys such as id or source are left out and counted without being named here",
-    )
-    max_bad_rows: Annotated[int, Field(ge=0)] = Field(
-        default=0,
-        description="rows that cannot be used may be this many: they are listed and left out; one "
-        "more, and the run ends before it trains",
-    )
-    chat_template: Address = Field(
-        default="auto",
-        description="how conversations are written: auto is the tokenizer's own template; or one "
-        "of chatml, qwen-2.5, llama-2, llama-3, mistral, gemma, phi-3, phi-4, zephyr, which is "
-        "saved with the model, or the path of a .jinja file",
-    )
-    sequence_length: Annotated[int, Field(ge=2)] | Auto = Field(
-        default="auto",
-        description="tokens in one packed row; documents in a row do not see each other; auto "
-        "is the shortest power of two that 99 % of the first samples fit into, within the model's "
-        "positions, and at most 4096 for conversations and 2048 for texts",
-    )
-    held_out: float = Field(
-        default=0.02,
-        ge=0,
-        lt=1,
-        description="share of the tokens kept for evaluation, whole documents that are never "
-        "trained on; without effect where held_out_path is given",
-    )
-    held_out_path: DataPath | None = Field(
-        default=None,
-        description="data of its own for evaluation, given as data.path is; then all of data.path "
-        "is trained on",
-    )
-    token_cache: Address = Field(
-        default="auto",
-        description="where tokens are kept for further runs: auto is the user's cache, from 8 MiB "
-        "of data on; or a folder, for 2 to 5 bytes a token; off keeps them in memory alone",
-    )
-    seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
-
-    @property
-    def row_tokens(self) -> int:
-        """The tokens of a row, once they are chosen."""
-        if self.sequence_length == "auto":
-            raise RuntimeError("the length of rows is asked for before it was chosen")
-        return self.sequence_length
 
 
 class MethodSettings(Section):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.encoding.encode import Encoder
@@ -58,6 +57,14 @@ def first_samples(config: RunConfig) -> FirstSamples:
 
     Raises BadInput as the run would for the tokenizer and these rows.
     """
+    return samples_of(config, *tokenizer_of(config))
+
+
+def tokenizer_of(config: RunConfig) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
+    """Return the tokenizer with the chat template that is asked for, and the model's shape.
+
+    Raises BadInput as the run would for them.
+    """
     tokenizer, shape = load_tokenizer(
         ModelSource(
             path=config.model.path,
@@ -66,10 +73,12 @@ def first_samples(config: RunConfig) -> FirstSamples:
         )
     )
     use_template(tokenizer, config.data.chat_template)
-    return samples_of(config, tokenizer, shape)
+    return tokenizer, shape
 
 
-def samples_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: Any) -> FirstSamples:
+def samples_of(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, shape: PretrainedConfig
+) -> FirstSamples:
     """Encode the first rows with a tokenizer that is loaded, for a model of `shape`."""
     corpus, _ = corpora(read_request(config.data.model_dump()))
     rows, share = first_rows(corpus)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fluxtrain.config.schema import DataSettings, RunConfig
+from fluxtrain.config.data_settings import DataSettings
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import in_order
 from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
 from fluxtrain.data.packing import PackedRows
