@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.errors import EXIT_DISAGREES, Disagrees
+from fluxtrain.errors import EXIT_DISAGREES, Disagrees, DoesNotFit
 from fluxtrain.exporting import merging
 from fluxtrain.exporting.attached import Attached
 from fluxtrain.exporting.check import gate
@@ -141,6 +141,29 @@ def test_the_models_are_streamed_in_what_they_were_trained_in(
     adapter = make_adapter(base, tmp_path / "adapter")
     exported(adapter, packed="nf4-double", to=tmp_path / "one")
     assert streamed == [("PeftModelForCausalLM", "nf4-double"), ("LlamaForCausalLM", "plain")]
+
+
+@pytest.mark.parametrize("storage", ["plain", "nf4-double"])
+def test_a_model_larger_than_host_memory_is_computed_from_its_files(
+    storage: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fluxtrain
+    from fluxtrain.plan import states
+
+    monkeypatch.setattr(states, "LEAST_PACKED", 1024)
+    base = model_folder("qwen2", torch.bfloat16)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    packed = None if storage == "plain" else storage
+    wrapped = exported(adapter, packed=packed, to=tmp_path / "one").logits
+
+    def without_room(*_: Any, **__: Any) -> None:
+        raise DoesNotFit("no room here")
+
+    monkeypatch.setattr(fluxtrain, "wrap", without_room)
+    mapped = exported(adapter, packed=packed, to=tmp_path / "other").logits
+    assert wrapped is not None and mapped is not None
+    assert mapped.mean_kl == pytest.approx(wrapped.mean_kl, rel=0.2)
+    assert mapped.kl_limit == pytest.approx(wrapped.kl_limit, rel=1e-3)
 
 
 # -- the numbers -----------------------------------------------------------------------------------

@@ -239,3 +239,45 @@ def test_one_weight_is_in_memory_at_a_time(
     base = model_folder("llama", torch.bfloat16)
     exported(make_adapter(base, tmp_path / "adapter"), check=False)
     assert len(alive) > 15 and most == 0
+
+
+def mixtral_folder(tokenizer: Path, to: Path) -> Path:
+    """A model whose experts are one tensor each in its files, and one for all when it is loaded."""
+    import shutil
+
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shutil.copytree(tokenizer, to)
+    torch.manual_seed(2)
+    config = MixtralConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(to)
+    assert any("experts.3." in name for name in load_file(to / "model.safetensors"))
+    return to
+
+
+def test_experts_that_no_adapter_changes_are_carried_over_as_they_are(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    base = mixtral_folder(tokenizer_folder, tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
+    answer = exported(adapter)
+    check_equal(answer.folder, merged_by_peft(base, adapter))
+    ours, theirs = (load_file(f / "model.safetensors") for f in (Path(answer.folder), base))
+    assert ours.keys() == theirs.keys()
+    experts = [name for name in ours if ".experts." in name]
+    assert experts and all(torch.equal(ours[name], theirs[name]) for name in experts)
+
+
+def test_experts_that_training_packed_as_one_are_not_packed_one_by_one(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "LEAST_PACKED", 1024)
+    base = mixtral_folder(tokenizer_folder, tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
+    with pytest.raises(BadInput, match=r"training packed .*experts.* as one.*--onto original"):
+        exported(adapter, packed="nf4-double")
+    assert exported(adapter, packed="nf4-double", onto="original").kind == "merged"

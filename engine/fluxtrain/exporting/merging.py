@@ -56,6 +56,13 @@ class Merge:
                     f"{self.base.files.folder}: merge it with peft's merge_and_unload, with the "
                     "whole model in memory"
                 )
+        for name in sorted(self.base.converted):
+            if self.onto.is_packed(name):
+                raise BadInput(
+                    f"training packed {name} as one, and the files of {self.base.files.folder} "
+                    "hold it in several tensors, which packing each alone would make others of: "
+                    "use --onto original, or the adapter beside its base"
+                )
 
     def tensors(self) -> Iterator[tuple[Planned, str]]:
         """Yield each tensor to write with the name of its parameter, in the order of the files."""

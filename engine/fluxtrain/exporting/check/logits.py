@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.device.heap import trim_heap
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.exporting.check.mapped import mapped_logits
 from fluxtrain.exporting.check.rows import ComparedRows
 from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.models.quiet import quiet_peft
@@ -36,17 +38,24 @@ def streamed_logits(
 ) -> Tensor:
     """Return the logits (N, V) at the tokens of `rows`, on the host in the model's dtype.
 
-    The model is wrapped, and of no use afterwards. Raises DoesNotFit where memory lacks for it.
+    The model is wrapped, as it was for training, and of no use afterwards. Where memory lacks for
+    that, each part is read from its mapped files when it runs.
     """
-    fluxtrain.wrap(model, device=device, frozen=storage)
     model.eval()
+    try:
+        fluxtrain.wrap(model, device=device, frozen=storage)
+    except DoesNotFit:
+        return _kept(mapped_logits(model, rows.inputs, device, storage), rows)
     try:
         with torch.no_grad():
             told: Any = model(**rows.inputs)
-            logits: Tensor = told.logits.detach() + 0  # an ordinary tensor, whatever the head gave
-            return logits[rows.kept.to(logits.device)].cpu()
+            return _kept(told.logits.detach() + 0, rows)  # an ordinary tensor, not lazy logits
     finally:
         engine_of(model).close()
+
+
+def _kept(logits: Tensor, rows: ComparedRows) -> Tensor:
+    return logits[rows.kept.to(logits.device)].cpu()
 
 
 def give_back_memory() -> None:
