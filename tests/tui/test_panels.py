@@ -27,7 +27,7 @@ from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 from fluxtui.state.status import status_of
 from fluxtui.state.view import ChartSettings, View
-from fluxtui.widgets.chrome import header_line, method_text, notice_lines, status_line
+from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import action_at, footer_line, shown_actions
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.run_rows import run_detail
@@ -392,17 +392,3 @@ def test_numbers_are_written_with_their_unknowns() -> None:
     assert (share_text(0.031), share_text(1.0)) == ("3.1%", "100%")
     assert (whole_text(49.7), whole_text(107)) == ("50 s", "1m 47s")
     assert (power_text(3e-4), power_text(0.0)) == ("3.00e-4", "0")
-
-
-def test_the_header_says_what_of_the_model_is_trained(made: ModuleType) -> None:
-    hello = made.hello(
-        method="qlora", storage="nf4-double", rank=16, parameters=70_800_000_000,
-        trained_parameters=207_000_000,
-    )  # fmt: skip
-    assert method_text(hello, whole=True) == ("qlora nf4-double, rank 16, 207 M of 70.8 B trained")
-    assert method_text(hello, whole=False) == "qlora nf4-double"
-    assert method_text(made.hello(), whole=True) == f"full {made.hello().dtype}"
-    view = View(state=RunState().after(hello))
-    assert "rank 16, 207 M of 70.8 B trained" in text_of(header_line(view, 160))
-    for width in (40, 80, 120):
-        assert width_of(header_line(view, width)) <= width
