@@ -193,7 +193,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     packed: options.Packed = None,
     check: options.Check = True,
     data: options.CheckedData = None,
-    rows: options.CheckedRows = 8,
+    rows: options.CheckedRows = 4,
     device: Device = None,
     trust: options.Trust = False,
     json: Json = False,

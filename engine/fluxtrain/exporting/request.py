@@ -41,7 +41,7 @@ class ExportRequest:
     packed: str | None = None  # how the base was stored in training, where the adapter says nothing
     check: bool = True
     data: str | None = None
-    rows: int = 8
+    rows: int = 4
     device: str | None = None
     trust_remote_code: bool = False
     shard_bytes: int = SHARD_BYTES

@@ -26,7 +26,7 @@ from fluxtrain.data.store.tokens import in_memory
 from fluxtrain.errors import BadInput
 from fluxtrain.models.loading import LoadedModel
 
-MOST_TOKENS = 256  # of a row
+MOST_TOKENS = 128  # of a row
 LOGITS_BYTES = 1 << 30  # that are kept of one model, in fp32
 _DOCUMENTS = 16  # for each row
 _CHARACTERS = 1 << 20
