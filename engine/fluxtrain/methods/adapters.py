@@ -54,7 +54,8 @@ def attach_adapters(
         model.add_adapter(config, adapter_name=ADAPTER)
     except (NoMatchingPeftModuleError, ValueError) as error:
         raise BadInput(f"method.targets: {str(error).splitlines()[0]}") from error
-    config.base_model_name_or_path = source.path
+    local = Path(source.path).expanduser()
+    config.base_model_name_or_path = str(local.absolute()) if local.is_dir() else source.path
     config.revision = source.revision
 
 
