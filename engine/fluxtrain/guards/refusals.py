@@ -12,10 +12,14 @@ from fluxtrain.memory.group import Group
 from fluxtrain.plan.states import LEAST_PACKED
 
 
-def refuse_unsupported(model: nn.Module) -> None:
-    """Raise UnsupportedModel for a model that `wrap` cannot take, BadInput for another object."""
+def refuse_other_objects(model: object) -> None:
+    """Raise BadInput for what is no model."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise UnsupportedModel for a model that `wrap` cannot take."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UnsupportedModel(

@@ -20,7 +20,7 @@ from fluxtrain.edges.chunked_head import choose_vocab_chunks
 from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
-from fluxtrain.guards.refusals import refuse_unsupported, wide_frozen_weights
+from fluxtrain.guards.refusals import refuse_other_objects, refuse_unsupported, wide_frozen_weights
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.packed import Kept, all_dense_weights
 from fluxtrain.memory.unit import Unit
@@ -96,6 +96,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
+    refuse_other_objects(model)
     take_over_quantised(model)
     refuse_unsupported(model)
     asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
