@@ -105,5 +105,5 @@ def test_a_number_of_blocks_ahead_that_makes_no_sense_is_refused(tiny: Any, pref
 
 
 def test_who_asks_for_no_block_ahead_hears_what_to_do(tiny: Any) -> None:
-    with pytest.raises(BadInput, match="prefetch is 0: use at least 1, or leave it out"):
+    with pytest.raises(BadInput, match="prefetch is 0: use at least 1 or auto"):
         wrap_with(tiny("llama"), prefetch=0)

@@ -186,7 +186,9 @@ class FakeEngine:
         self.device = SimpleNamespace(torch_device=torch.device("cpu"))
 
     def traffic(self) -> Any:
-        return SimpleNamespace(h2d_bytes=self.h2d_bytes, d2h_bytes=5)
+        return SimpleNamespace(
+            h2d_bytes=self.h2d_bytes, d2h_bytes=5, h2d_frozen_bytes=40, h2d_packed_bytes=30
+        )
 
     def memory(self) -> Any:
         return SimpleNamespace(
@@ -198,7 +200,7 @@ class FakeEngine:
     def residency(self) -> Any:
         return SimpleNamespace(
             weights="GC", gradients="..", optimizer="CC", weights_bytes=1, gradients_bytes=2,
-            optimizer_bytes=3, blocks=(),
+            optimizer_bytes=3, blocks=(), frozen_bytes=4, packed_bytes=5,
         )  # fmt: skip
 
     def take_moves(self, limit: int) -> Any:
@@ -247,7 +249,10 @@ def test_gauges_tell_what_the_engine_counts() -> None:
     assert memory.host_peak_bytes >= memory.host_rss_bytes
     assert (traffic.h2d_bytes, traffic.disk_written_bytes) == (1000, 70)
     assert traffic.h2d_bytes_per_s == pytest.approx(1000 / traffic.window_s)
+    assert (traffic.h2d_frozen_bytes, traffic.h2d_packed_bytes) == (40, 30)
     assert by_type[ev.ResidencySampled].weights == "GC"
+    assert by_type[ev.ResidencySampled].frozen_bytes == 4
+    assert by_type[ev.ResidencySampled].packed_bytes == 5
     assert by_type[ev.MovesMade].total == 9
 
 

@@ -52,7 +52,8 @@ def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trai
     desk: Desk, tmp_path: Path
 ) -> None:
     data = tmp_path / "tales.txt"
-    data.write_text("Once upon a time there was a block that streamed.\n<|endoftext|>\n" * 200)
+    tales = (f"Once upon a time there was block {number} that streamed." for number in range(200))
+    data.write_text("\n<|endoftext|>\n".join(tales))
     config = tmp_path / "tales.yaml"
     config.write_text(
         f"model: {{path: demo}}\ndata: {{path: {data}, sequence_length: 32, held_out: 0}}\n"

@@ -15,11 +15,15 @@ from fluxtui.screens.dialogs import HelpScreen, help_lines
 from fluxtui.settings import load_settings
 from fluxtui.wizard.answers.answers import STEPS, Answers
 from fluxtui.wizard.answers.launching import Launch
+from fluxtui.wizard.answers.questions import ADAPTER_QUESTIONS
 from fluxtui.wizard.keys import HINTS, key_hints
 from fluxtui.wizard.screen import WizardScreen
 
 SIZE = (120, 40)
-NO_ROOM = {("preview", "wizard_again")}  # its page names the key where it is needed
+NO_ROOM = {  # their pages name the keys where they are needed
+    ("preview", "wizard_again"),
+    *(("method", question.action) for question in ADAPTER_QUESTIONS),
+}
 
 
 def wizard_in(folder: Path, pilot_module: Any, step: str, **keys: str) -> tuple[FluxApp, Any]:

@@ -165,10 +165,16 @@ def listed_sources(text: str) -> list[Any] | None:
 
 
 def data_answer(path: str | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
-    """The fields of the answers that a `data.path` means: `demo`, files, or data on the hub."""
+    """The fields of the answers that a `data.path` means: `demo`, files, or data on the hub.
+
+    Raises:
+        TypeError: a list holds something else than paths, or paths with their weights.
+    """
     if not isinstance(path, str):
         import yaml
 
+        if not all(isinstance(part, str | dict) for part in path):
+            raise TypeError(f"data.path is {path!r:.60}")
         text = yaml.safe_dump(list(path), default_flow_style=True, width=1 << 20)
         return {"data_source": "path", "data_path": text.strip()}
     if path == DEMO:
