@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_with_other_threads_hears_that_its_bits_will_differ(
         {"chunk_rows": 0},
         {"fingerprint": None},
         {"threads": 0},
-    ],  # fmt: skip
+    ],
 )
 def test_a_trainers_state_that_was_never_written_so_is_damaged(
     tmp_path: Path, forged: dict[str, Any]
