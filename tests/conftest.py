@@ -37,8 +37,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 # The same examples each time, so that a change fails for what it does; `make soak` draws new ones.
 EXPLORES = "FLUXTRAIN_EXPLORE" in os.environ
 settings.register_profile(
-    "fluxtrain", deadline=None, print_blob=True, derandomize=not EXPLORES, database=None
-)
+    "fluxtrain", deadline=None, print_blob=True, derandomize=not EXPLORES, database=None,
+    max_examples=100 if EXPLORES else 40,
+)  # fmt: skip
 settings.load_profile("fluxtrain")
 
 

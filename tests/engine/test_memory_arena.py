@@ -197,7 +197,7 @@ SPECS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SPECS)
 def test_a_group_lays_its_members_out_without_overlap_and_keeps_their_values(specs: Any) -> None:
     group = settled(*specs)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fluxtrain.device.heap import FORGOTTEN_BLOCKS, SPARE_BYTES, Heap, private_bytes
 from fluxtrain.units import MIB
 
@@ -128,6 +130,7 @@ print(most - before)
 """
 
 
+@pytest.mark.slow
 def test_a_deep_model_takes_little_more_than_what_waits_for_its_backward_pass() -> None:
     """1 MiB waits at each of 48 blocks; beside that a block needs some and the heap keeps some.
     With glibc 2.36 it was 242 MiB when nothing was given back."""

@@ -100,7 +100,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ACTIONS, st.integers(1, 4))
 def test_what_is_taken_holds_its_current_weights_until_it_is_released(
     actions: list[tuple[str, int]], slots: int

@@ -286,7 +286,7 @@ def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
     assert_same_run(tmp_path / "whole", run_dir)
 
 
-@pytest.mark.parametrize("states", ["bf16", "8bit"])
+@pytest.mark.parametrize("states", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_low_bit_optimizer_states_come_back_exactly(
     run_config: RunConfig, tmp_path: Path, states: str
 ) -> None:
@@ -314,37 +314,33 @@ def test_a_run_goes_on_from_a_named_checkpoint(run_config: RunConfig, tmp_path: 
     assert all(torch.equal(before[name], value) for name, value in weights(run_dir).items())
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"train__learning_rate": 2e-3}, "train.learning_rate was 0.001 and is 0.002"),
-        ({"train__batch_rows": 2}, "batch_rows was 4 and is 2"),
-        ({"data__sequence_length": 16}, "data.sequence_length was 32 and is 16"),
-        ({"data__seed": 1}, "data.seed was 0 and is 1"),
-        ({"train__states": "8bit"}, "train.states was 'fp32' and is '8bit'"),
-    ],
-)
+OTHER_SETTINGS: dict[str, dict[str, object]] = {
+    "train.learning_rate was 0.001 and is 0.002": {"train__learning_rate": 2e-3},
+    "batch_rows was 4 and is 2": {"train__batch_rows": 2},
+    "data.sequence_length was 32 and is 16": {"data__sequence_length": 16},
+    "data.seed was 0 and is 1": {"data__seed": 1},
+    "train.states was 'fp32' and is '8bit'": {"train__states": "8bit"},
+}
+
+
 def test_a_resume_with_other_settings_says_what_differs(
-    run_config: RunConfig,
-    tmp_path: Path,
-    change: dict[str, object],
-    named: str,
+    run_config: RunConfig, tmp_path: Path
 ) -> None:
     config = run_config(train__checkpoint_every=2)
     run_dir = tmp_path / "run"
     reference(config, run_dir)
     kept = files_of(run_dir)
-    other = run_config("other.yaml", train__checkpoint_every=2, **change)
-    assert finished("train", other, "--run-dir", run_dir, "--resume", "auto") == 2
-    assert named in refusal(run_dir)
-    assert files_of(run_dir) == kept
-    assert RunDir(run_dir).liveness() == "finished"
+    for named, change in OTHER_SETTINGS.items():
+        other = run_config("other.yaml", train__checkpoint_every=2, **change)
+        assert finished("train", other, "--run-dir", run_dir, "--resume", "auto") == 2
+        assert named in refusal(run_dir)
+        assert files_of(run_dir) == kept
+        assert RunDir(run_dir).liveness() == "finished"
     assert finished("train", "--run-dir", run_dir, "--resume", "auto") == 0
 
 
-@pytest.mark.parametrize("change", ["model.path=nowhere", "data.path=nowhere.txt", "train.seed=5"])
 def test_a_killed_run_goes_on_whatever_was_refused_in_between(
-    run_config: RunConfig, tmp_path: Path, change: str
+    run_config: RunConfig, tmp_path: Path
 ) -> None:
     config = run_config(train__checkpoint_every=2)
     straight, run_dir = tmp_path / "straight", tmp_path / "run"
@@ -354,7 +350,7 @@ def test_a_killed_run_goes_on_whatever_was_refused_in_between(
         process.kill()
         process.join()
     kept = files_of(run_dir)
-    for _ in range(2):
+    for change in ("model.path=nowhere", "data.path=nowhere.txt", "train.seed=5"):
         again = finished("train", "--run-dir", run_dir, "--resume", "auto", "--set", change)
         assert again == 2
     assert files_of(run_dir) == kept

@@ -89,13 +89,14 @@ def test_cached_rows_are_those_in_memory_and_a_second_start_encodes_nothing(
         assert (one.tokens, one.documents) == (memory.tokens, memory.documents)
 
 
+@pytest.mark.parametrize("data", ["talks"], indirect=True)
 def test_a_maker_killed_at_any_moment_leaves_what_the_next_ones_complete(
     data: str, tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     cache, draw = tmp_path / "cache", random.Random(os.path.basename(data))
     whole = prepared(data, str(tmp_path / "whole"), str(tokenizer_folder))
     kept = set[int]()
-    for _ in range(3):
+    for _ in range(2):
         maker = worker(data, cache, tokenizer_folder)
         assert maker.stdout and maker.stdout.readline().startswith("ready")
         time.sleep(draw.uniform(0.0, 0.7))

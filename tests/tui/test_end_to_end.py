@@ -135,6 +135,7 @@ def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) 
     assert list(desk.run_dir().checkpoints.glob("step-*")), "a stopped run has its checkpoint"
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_seen_by_the_app(desk: Desk) -> None:
     terminal = desk.open("--demo", "--steps", "100000", *TINY)
     terminal.until("RUNNING")
@@ -167,6 +168,7 @@ def test_a_killed_run_is_gone_on_with_from_the_list_while_others_watch(desk: Des
     assert watching.ends() == 0
 
 
+@pytest.mark.slow
 def test_a_killed_app_leaves_the_trainer_running_to_its_end(desk: Desk) -> None:
     terminal = desk.open("--demo", "--steps", "60", *TINY)
     terminal.until("RUNNING")

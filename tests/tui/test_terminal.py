@@ -67,6 +67,7 @@ def shown_step(shell: Terminal) -> int:
     return int(shown[1]) if shown else 0
 
 
+@pytest.mark.slow
 def test_ctrl_z_gives_the_shell_a_sane_terminal_and_fg_the_app_with_the_numbers_of_now(
     desk: Desk, shell: Terminal
 ) -> None:
@@ -197,7 +198,9 @@ def test_where_no_shell_waits_ctrl_z_says_so_and_stops_nothing(desk: Desk, watch
     terminal.until("Gradient norm")
 
 
-@pytest.mark.parametrize("ignoring", [False, True], ids=["told", "untold"])
+@pytest.mark.parametrize(
+    "ignoring", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["told", "untold"]
+)
 def test_an_app_whose_terminal_hangs_up_ends_and_the_training_goes_on(
     desk: Desk, ignoring: bool
 ) -> None:

@@ -17,6 +17,7 @@ from fluxtrain.interrupts import _EXIT_INTERRUPTED, ImmediateInterrupts
 from fluxtrain.rundir.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
+SOAK = pytest.mark.slow
 # Stands in for a package on a disk that is slow: it says that it is being read, and goes on.
 SLOW = """
 import pathlib, time
@@ -88,7 +89,10 @@ def test_an_interrupt_while_the_app_is_read_is_one_line_and_130(tmp_path: Path) 
     assert ended.stderr == "fluxtrain-tui: interrupted\n"
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "inspect", "dry-run"])
+@pytest.mark.parametrize(
+    "command",
+    ["train", *(pytest.param(other, marks=SOAK) for other in ("plan", "inspect"))],
+)
 def test_an_interrupt_is_told_as_such_whatever_packages_make_of_it(
     tmp_path: Path, command: str
 ) -> None:
@@ -151,7 +155,11 @@ def interrupted_at(
 
 
 @pytest.mark.parametrize(
-    "place", ["fluxtrain.train.run.read_machine", "fluxtrain.train.session.Emitter"]
+    "place",
+    [
+        pytest.param("fluxtrain.train.run.read_machine", marks=SOAK),
+        "fluxtrain.train.session.Emitter",
+    ],
 )
 def test_a_run_that_wrote_nothing_when_it_was_interrupted_leaves_no_folder(
     tmp_path: Path, place: str
@@ -198,7 +206,14 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize("by", CODES)
+@pytest.mark.parametrize(
+    "by",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=SOAK),
+        pytest.param(signal.SIGHUP, marks=SOAK),
+    ],
+)
 def test_a_run_that_is_stopped_before_its_configuration_is_written_leaves_no_folder(
     tmp_path: Path, by: signal.Signals
 ) -> None:
@@ -226,7 +241,7 @@ def test_a_folder_of_the_user_keeps_the_log_of_a_run_without_a_configuration(
     ("place", "by"),
     [
         ("fluxtrain.train.run.read_machine", signal.SIGHUP),
-        ("fluxtrain.train.session.Emitter", signal.SIGTERM),
+        pytest.param("fluxtrain.train.session.Emitter", signal.SIGTERM, marks=SOAK),
     ],
 )
 def test_a_run_that_is_terminated_before_it_wrote_anything_leaves_no_folder(

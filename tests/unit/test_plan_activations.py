@@ -158,7 +158,7 @@ def test_a_wish_for_the_host_sends_all_of_them(wish: dict[str, str]) -> None:
         assert plan.layout.activations == "host"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.floats(4, 16), st.floats(0, 4), st.sampled_from([8, 32]), st.booleans())
 @example(5.0, 1.0, 32, True)
 def test_more_of_the_device_is_never_slower_on_a_bus_that_binds(

@@ -209,7 +209,7 @@ def rank(placement: Placement) -> tuple[int, ...]:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(even_models(), rooms, requests)
 def test_max_is_the_last_resort(facts: ModelFacts, room: Capacity, wish: RunRequest) -> None:
     wish = replace(wish, chunk_rows="auto")  # so that both questions leave the same reserve
@@ -222,7 +222,7 @@ def test_max_is_the_last_resort(facts: ModelFacts, room: Capacity, wish: RunRequ
                 place(facts, room, replace(wish, offload="weights", batch_rows=rows))
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(even_models(), rooms, requests)
 def test_what_is_left_on_the_device_would_not_hold_one_more(
     facts: ModelFacts, room: Capacity, wish: RunRequest

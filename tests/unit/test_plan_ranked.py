@@ -114,7 +114,7 @@ def test_a_wish_for_an_offload_is_kept() -> None:
 gib = st.floats(2, 40)
 
 
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(gib, st.floats(4, 64), st.floats(0, 1))
 def test_no_stop_is_over_its_limit_the_budget_or_the_host(
     device_gib: float, host_gib: float, share: float
@@ -127,7 +127,7 @@ def test_no_stop_is_over_its_limit_the_budget_or_the_host(
     assert chosen.need.host_bytes <= host_gib * GIB * HOST_SHARE
 
 
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(gib, st.floats(0, 40), st.floats(4, 64), st.floats(0, 40))
 def test_more_memory_never_predicts_a_slower_step(
     device_gib: float, more_device: float, host_gib: float, more_host: float
@@ -139,7 +139,7 @@ def test_more_memory_never_predicts_a_slower_step(
     assert after.at(1.0).cost.step_s <= before[0].chosen.cost.step_s
 
 
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(gib, st.floats(1, 10), st.sampled_from(["matmul_per_s", "adamw_per_s", "h2d_bytes_per_s",
                                                "d2h_bytes_per_s"]))  # fmt: skip
 def test_a_faster_machine_never_makes_the_fastest_plan_slower(
@@ -152,7 +152,7 @@ def test_a_faster_machine_never_makes_the_fastest_plan_slower(
     assert faster.at(1.0).cost.step_s <= found.at(1.0).cost.step_s * (1 + 1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(gib, st.floats(0, 1), st.floats(0, 1))
 def test_turning_the_dial_up_never_slows_down(device_gib: float, one: float, other: float) -> None:
     found = dial(device_gib)

@@ -138,7 +138,7 @@ def layout(plan: Placement) -> Layout:
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(
     st.floats(3, 20), st.floats(0, 8), st.sampled_from([1, 4, 8]), st.floats(6, 30), st.booleans(),
     st.booleans(),
@@ -166,7 +166,7 @@ def test_more_memory_is_never_slower_and_the_budget_is_kept(
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(st.floats(3, 20), st.floats(0, 1), st.floats(0, 1))
 def test_turning_the_dial_up_is_never_slower_and_takes_its_limit_at_most(
     device_gib: float, one: float, other: float
