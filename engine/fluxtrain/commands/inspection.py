@@ -70,6 +70,7 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
         fitting_share=rows.fit.share,
         cut_samples=rows.fit.cut,
         left_out_samples=rows.fit.left_out,
+        samples_fit=rows.fit.counts,
         max_positions=positions,
         sampled_documents=tokens.documents,
         sampled_share=seen.share,

@@ -156,6 +156,7 @@ def _answer(
     choices: tuple[ChoiceMade, ...],
 ) -> PlanAnswer:
     placement = forecast.placement
+    fit = first.fit(config.data.row_tokens) if first else None
     return PlanAnswer(
         model=model,
         method=method,
@@ -164,7 +165,8 @@ def _answer(
         accumulation=config.train.accumulation,
         sequence_length=config.data.row_tokens,
         notes=tuple(first.told(config.data.row_tokens)) if first else (),
-        fitting_share=first.fit(config.data.row_tokens).share if first else None,
+        fitting_share=fit.share if fit else None,
+        samples=fit.counts if fit else None,
         device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.capacity.has_gpu),
         device_budget_bytes=placement.budget_bytes,
         need=asdict(placement.need),

@@ -138,6 +138,18 @@ def _checked_head(path: Path) -> bytes:
                 head = source.read(1 << 20)
         if not head:
             raise BadInput(f"{path} is empty: there is nothing to train on")
+    _refuse_other_kinds(path, head)
+    head = head.removeprefix(codecs.BOM_UTF8)
+    if b"\n" not in head and head.count(b"\r") > 1 and not head.startswith(_BINARY):
+        raise BadInput(
+            f"{path} ends its lines with a carriage return alone, as old Mac files do: convert it "
+            r"with `tr '\r' '\n'`"
+        )
+    return head
+
+
+def _refuse_other_kinds(path: Path, head: bytes) -> None:
+    """Raise BadInput with the cure for what is no text in UTF-8, and no table that is read."""
     for mark, advice in _UNREADABLE.items():
         if head.startswith(mark):
             raise BadInput(f"{path} is {advice}")
@@ -149,13 +161,6 @@ def _checked_head(path: Path) -> bytes:
         raise BadInput(f"{path} is UTF-16: {_TO_UTF8.format('UTF-16')}")
     if (order := _order_of_utf16(head)) and not head.startswith(_ARROW_STREAM):
         raise BadInput(f"{path} is UTF-16 without a mark: {_TO_UTF8.format(order)}")
-    head = head.removeprefix(codecs.BOM_UTF8)
-    if b"\n" not in head and head.count(b"\r") > 1 and not head.startswith(_BINARY):
-        raise BadInput(
-            f"{path} ends its lines with a carriage return alone, as old Mac files do: convert it "
-            r"with `tr '\r' '\n'`"
-        )
-    return head
 
 
 def _order_of_utf16(head: bytes) -> str | None:

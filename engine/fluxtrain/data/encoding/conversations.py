@@ -13,7 +13,7 @@ from fluxtrain.data.encoding.texts import TextEncoder
 from fluxtrain.data.encoding.tokenizer import Tokenizer, TokenKinds
 from fluxtrain.data.rendering.answers import Rendering, renderings
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
-from fluxtrain.data.rendering.left_out import left_out
+from fluxtrain.data.rendering.left_out import left_out, lost_answer
 from fluxtrain.data.row import Row
 
 
@@ -69,7 +69,12 @@ class ConversationEncoder:
         if not any(one.answers for one in found):
             notes.refuse(row, _nothing_learnt(row))
             return []
-        notes.leaves_out(row, left_out(row, [one.text for one in found]))
+        texts = [one.text for one in found]
+        if (lost := lost_answer(row, texts)) is not None:
+            notes.refuse(row, _lost(lost))
+            return []
+        notes.leaves_out(row, left_out(row, texts))
+        notes.dated += self._template.prints_date(row.tools)
         return found
 
     def _learnt(self, ids: list[int], first: int, last: int) -> _Learnt:
@@ -153,6 +158,13 @@ def _nothing_learnt(row: Row) -> RowRefused:
     return RowRefused(
         f"no message has the role assistant (roles: {roles}), so there is nothing to learn: the "
         "loss is on the assistant's words"
+    )
+
+
+def _lost(name: str) -> RowRefused:
+    return RowRefused(
+        f"the chat template leaves out {name} that would be learnt: set data.chat_template to one "
+        "that writes it, or remove the row"
     )
 
 

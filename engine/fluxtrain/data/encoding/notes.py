@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from fluxtrain.data.rendering.chat_template import DATE
 from fluxtrain.data.row import Row
 from fluxtrain.errors import BadInput
 
@@ -37,6 +38,7 @@ class Notes:
     added_ends: int = 0  # answers behind which the template puts no end
     endless: int = 0  # texts whose end cannot be learnt, as the tokenizer has none
     doubled: int = 0  # texts that begin or end with a special token that the tokenizer adds
+    dated: int = 0  # conversations in which a fixed date stands for today's
     refused: int = 0  # rows without a sample
     refusals: list[str] = field(default_factory=list)  # of the first REFUSED_SHOWN, with place
 
@@ -61,6 +63,7 @@ class Notes:
             "added_ends": self.added_ends,
             "endless": self.endless,
             "doubled": self.doubled,
+            "dated": self.dated,
             "refused": self.refused,
             "refusals": list(self.refusals),
         }
@@ -75,6 +78,7 @@ class Notes:
             added_ends=kept["added_ends"],
             endless=kept["endless"],
             doubled=kept["doubled"],
+            dated=kept["dated"],
             refused=kept["refused"],
             refusals=list(kept["refusals"]),
         )
@@ -100,6 +104,11 @@ class Notes:
             told.append(
                 f"{self.doubled:,} texts hold the special token themselves that the tokenizer adds "
                 "around a text: it stands there once"
+            )
+        if self.dated:
+            told.append(
+                f"the chat template prints today's date: {self.dated:,} conversations have "
+                f"{DATE:%-d %B %Y} in its place, so that they are the same on every day"
             )
         if self.refused:
             told.append(f"{_rows(self.refused)} are left out (first: {self.refusals[0]})")

@@ -69,28 +69,29 @@ def _with_words(row: Row, template: ChatTemplate) -> list[Message]:
 def _by_tags(
     messages: list[Message], learnt: list[int], row: Row, template: ChatTemplate
 ) -> list[Rendering]:
+    """Take the marked words of the whole, or those of an answer's own turn where they differ."""
     text, spans = template.render_tagged(messages, row.tools)
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(learnt) < len(answers):
-        spans = _of_messages(spans, messages, learnt, row, template)
-    spans = [(start, end) for start, end in spans if end > start]
-    return [Rendering(text=text, answers=[Answer(start=a, end=b) for a, b in spans])]
-
-
-def _of_messages(
-    spans: list[tuple[int, int]],
-    messages: list[Message],
-    learnt: list[int],
-    row: Row,
-    template: ChatTemplate,
-) -> list[tuple[int, int]]:
-    """Keep the spans of the messages to learn: those that come with them in a longer rendering."""
-    kept: list[tuple[int, int]] = []
+    whole, apart = Rendering(text=text), list[Rendering]()
     for index in learnt:
-        first = len(template.render_tagged(messages[:index], row.tools)[1]) if index else 0
-        last = len(template.render_tagged(messages[: index + 1], row.tools)[1])
-        kept += spans[first:last]
-    return kept
+        first = len(_tagged(messages[:index], row, template)[1])
+        own_text, own = _tagged(messages[: index + 1], row, template)
+        here = spans[first : len(own)]
+        own = own[first:]
+        if [text[a:b] for a, b in here] == [own_text[a:b] for a, b in own]:
+            whole.answers += _answers(here)
+        else:
+            apart.insert(0, Rendering(text=own_text, answers=_answers(own)))
+    return [whole, *apart] if whole.answers else apart
+
+
+def _tagged(
+    messages: list[Message], row: Row, template: ChatTemplate
+) -> tuple[str, list[tuple[int, int]]]:
+    return template.render_tagged(messages, row.tools) if messages else ("", [])
+
+
+def _answers(spans: list[tuple[int, int]]) -> list[Answer]:
+    return [Answer(start=start, end=end) for start, end in spans if end > start]
 
 
 def _by_prefixes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,12 @@ _PROBE_KEY, _PROBE_VALUE = "probe_key", "probe_value"
 # Mistral's templates want tool calls to have ids of nine letters.
 _PROBE_CALL = {"type": "function", "id": "probe0001"}
 _PROBE_USER: Message = {"role": "user", "content": "question"}
+
+
+# Stands for today's date, or data would become other tokens tomorrow, and a run could not go on.
+# It is the one that Llama's templates print where they are not told the date.
+DATE = datetime(2024, 7, 26)
+_TODAY = "strftime_now"
 
 
 class TemplateRefused(BadInput):
@@ -56,7 +63,7 @@ class ChatTemplate:
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False,
-                add_generation_prompt=opened,
+                add_generation_prompt=opened, **self._date(tools),
             )  # fmt: skip
         except Exception as error:  # a template may fail in any way on content it does not expect
             raise TemplateRefused(_words_of(error)) from error
@@ -76,6 +83,7 @@ class ChatTemplate:
                 chat_template=self._text(tools),
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
+                **self._date(tools),
             )
         except Exception as error:  # as in `render`
             raise TemplateRefused(_words_of(error)) from error
@@ -84,6 +92,13 @@ class ChatTemplate:
     def tags_answers(self, tools: Sequence[Tool] = ()) -> bool:
         """Return whether the template itself marks the assistant's words."""
         return _GENERATION_TAG.search(self._text(tools)) is not None
+
+    def prints_date(self, tools: Sequence[Tool] = ()) -> bool:
+        """Return whether the template writes the day of the rendering."""
+        return _TODAY in self._text(tools)
+
+    def _date(self, tools: Sequence[Tool]) -> dict[str, Any]:
+        return {_TODAY: DATE.strftime} if self.prints_date(tools) else {}
 
     @cached_property
     def opening(self) -> str:
