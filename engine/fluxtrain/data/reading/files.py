@@ -49,8 +49,9 @@ def files_of(path: str, key: str = "data.path") -> Found:
             files, left_out = _once([match for match in matches if not match.is_dir()])
             if not files:
                 raise BadInput(f"{key} {path} matches no file: check the pattern")
-            odd = tuple(path for path in left_out if not path.is_file())
-            return Found(files=tuple(files), left_out=odd)
+            odd = {os.path.realpath(path): path for path in reversed(left_out)}
+            kept = [path for real, path in odd.items() if not os.path.isfile(real)]
+            return Found(files=tuple(files), left_out=tuple(sorted(kept)))
     except OSError as error:
         where = error.filename or path
         raise BadInput(f"{key} {where:.200} cannot be read: {error.strerror}") from error
@@ -113,7 +114,7 @@ def _once(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     rest: list[Path] = []
     for path in paths:
         real = os.path.realpath(path)
-        (files if path.is_file() and real not in seen else rest).append(path)
+        (files if os.path.isfile(real) and real not in seen else rest).append(path)
         seen.add(real)
     return files, rest
 
