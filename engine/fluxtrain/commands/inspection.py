@@ -186,6 +186,6 @@ def _extent(found: InspectionAnswer) -> str:
         return f"{found.sampled_documents:,} documents, {found.sampled_tokens:,} tokens"
     return (
         f"about {count_text(found.estimated_documents)} documents and "
-        f"{count_text(found.estimated_tokens)} tokens, estimated from the first "
+        f"{count_text(found.estimated_tokens)} tokens, estimated from "
         f"{found.sampled_documents:,} ({found.sampled_share:.1%} of the data)"
     )

@@ -68,7 +68,7 @@ def stop_at(
         return f"{told}: the saved generation_config.json names both"
     return (
         f"{told}: an adapter is run with the base's settings, so pass eos_token_id="
-        f"{settings.eos_token_id} to generate; its generation_config.json and a merged model have it"
+        f"{settings.eos_token_id} to generate; its generation_config.json and merged models have it"
     )
 
 

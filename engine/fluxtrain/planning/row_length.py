@@ -49,7 +49,7 @@ class FirstSamples:
         told = [*self.notes.sentences(), *self.fit(row_tokens).sentences()]
         if self.share >= 1:
             return told
-        return [f"of the first {self.notes.rows:,} rows: {line}" for line in told]
+        return [f"of {self.notes.rows:,} rows that were looked at: {line}" for line in told]
 
 
 def first_samples(config: RunConfig) -> FirstSamples:

@@ -10,7 +10,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from fluxtrain.data.containers.lines import Line, lines
 from fluxtrain.data.containers.record import (
@@ -92,7 +92,8 @@ def json_lines(source: Source) -> Iterator[Record | Problem]:
         if isinstance(line, Problem):
             yield line
         elif line.text.strip():
-            yield _of_line(parser, line, Origin(source.name, line.number))
+            unit: Literal["line", "byte"] = "byte" if source.jumped else "line"
+            yield _of_line(parser, line, Origin(source.name, line.number, unit))
 
 
 def json_values(source: Source) -> Iterator[Record | Problem]:

@@ -67,6 +67,7 @@ class Source:
         self.name = name or str(path)
         self.compression = compression_of(path)
         self.at = 0  # bytes that were taken, unpacked
+        self.jumped = False  # lines are numbered by the bytes before them
         self.rows_share: float | None = None  # of the rows, where the file knows how many it has
         self._raw = opened_raw(path)
         self._size_bytes = path.stat().st_size
@@ -95,6 +96,16 @@ class Source:
     def read(self, most_bytes: int) -> bytes:
         """Return the next bytes; b"" at the end."""
         return self._taken(lambda: self.file.read(most_bytes))
+
+    def jump(self, offset: int) -> None:
+        """Go on with the first line that begins behind `offset`; for files that are not packed.
+
+        Lines are numbered by the bytes before them from here on.
+        """
+        self.file.seek(offset)
+        self.at, self.jumped = offset, True
+        while (skipped := self.readline(1 << 20)) and not skipped.endswith(b"\n"):
+            pass
 
     @property
     def share(self) -> float:

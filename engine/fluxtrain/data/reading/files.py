@@ -60,10 +60,11 @@ def files_of(path: str, key: str = "data.path") -> Found:
 
 def _of_folder(folder: Path, key: str) -> Found:
     visible = _visible(folder)
-    named = [path for path in visible if suffix_of(path) in SUFFIXES and not is_about_data(path)]
-    files, _ = _once([path for path in named if not _is_private(path.relative_to(folder))])
-    taken = set(files)
-    left_out = [path for path in visible if path not in taken]
+    data = [path for path in visible if suffix_of(path) in SUFFIXES and not is_about_data(path)]
+    files, _ = _once([path for path in data if not _is_private(path.relative_to(folder))])
+    taken, named = set(files), set(data)
+    told = [path for path in visible if path in named or not _is_private(path.relative_to(folder))]
+    left_out = [path for path in told if path not in taken]
     if not files:
         kinds = ", ".join(sorted({path.suffix or path.name for path in left_out})[:8])
         raise BadInput(
