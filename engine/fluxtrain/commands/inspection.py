@@ -24,7 +24,7 @@ from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.models.loading import pad_id
-from fluxtrain.planning.row_length import FirstSamples, tokenizer_of, with_row_length
+from fluxtrain.planning.row_length import FirstSamples, counted, tokenizer_of, with_row_length
 from fluxtrain.units import count_text
 
 SAMPLES = 3
@@ -70,7 +70,7 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
         fitting_share=rows.fit.share,
         cut_samples=rows.fit.cut,
         left_out_samples=rows.fit.left_out,
-        samples_fit=rows.fit.counts,
+        samples_fit=counted(rows.fit),
         max_positions=positions,
         sampled_documents=tokens.documents,
         sampled_share=seen.share,

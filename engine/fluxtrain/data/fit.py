@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import TokenSource, learnt_in
-from fluxtrain.telemetry.sample_fit import SampleFit
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,17 +30,6 @@ class Fit:
     def share(self) -> float:
         """Return the share of the samples that fit into a row."""
         return 1 - self.longer / self.samples if self.samples else 1.0
-
-    @property
-    def counts(self) -> SampleFit:
-        """Return the counts as the plan, `inspect` and the journal have them."""
-        return SampleFit(
-            samples=self.samples,
-            longer=self.longer,
-            cut=self.cut,
-            divided=self.divided,
-            left_out=self.left_out,
-        )
 
     def sentences(self) -> list[str]:
         """Return what a person should be told, a sentence each; none where everything fits."""

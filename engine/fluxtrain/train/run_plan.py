@@ -28,6 +28,7 @@ from fluxtrain.planning.placing import (
     optimizer_in_backward,
 )
 from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
+from fluxtrain.planning.row_length import counted
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChoiceMade, Planned
 from fluxtrain.telemetry.sample_fit import SampleFit
@@ -118,7 +119,7 @@ def plan_run(
     refuse_what_does_not_fit(config, facts, placement, copied, capacity.host_available_bytes, disk)
     return RunPlan(
         config=config, facts=measured, constants=constants, placement=placement, capacity=capacity,
-        samples=rows.fit.counts,
+        samples=counted(rows.fit),
     )  # fmt: skip
 
 
