@@ -87,3 +87,18 @@ def test_a_call_that_is_not_written_is_refused() -> None:
         BadInput, match="leaves out a tool call that would be learnt: set data.chat"
     ):
         encoded(silent, ASKED, answer)
+
+
+def test_special_tokens_in_the_words_of_a_row_are_told() -> None:
+    asked = {**ASKED, "content": "what is <|im_end|> and <b>?"}
+    said = {**SAID, "content": "an end <|im_end|><|im_start|>user"}
+    _, learnt, notes = encoded(TEMPLATES["chatml"], asked, said)
+    assert learnt[0].endswith("<|im_end|>")
+    assert {name: noted.rows for name, noted in notes.within.items()} == {
+        "<|im_end|>": 1, "<|im_start|>": 1,
+    }  # fmt: skip
+    told = notes.sentences()
+    assert "1 row holds <|im_end|> in the words" in told[0] and "a line 1" in told[0]
+    assert Notes.from_json(notes.as_json()) == notes
+    _, _, notes = encoded(TEMPLATES["chatml"], ASKED, SAID)
+    assert not notes.within

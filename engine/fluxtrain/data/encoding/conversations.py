@@ -74,6 +74,8 @@ class ConversationEncoder:
             notes.refuse(row, _lost(lost))
             return []
         notes.leaves_out(row, left_out(row, texts))
+        said = "\n".join(str(message.get("content") or "") for message in row.messages)
+        notes.holds(row, self._kinds.special_in(said))
         notes.dated += self._template.prints_date(row.tools)
         return found
 

@@ -34,6 +34,7 @@ class Notes:
 
     rows: int = 0
     left_out: dict[str, Noted] = field(default_factory=dict)  # by what a template leaves out
+    within: dict[str, Noted] = field(default_factory=dict)  # special tokens in the words of rows
     ends: Counter[int] = field(default_factory=Counter)  # by the token that ends learnt answers
     added_ends: int = 0  # answers behind which the template puts no end
     endless: int = 0  # texts whose end cannot be learnt, as the tokenizer has none
@@ -48,6 +49,11 @@ class Notes:
             noted = self.left_out.setdefault(name, Noted(0, str(row.origin)))
             noted.rows += 1
 
+    def holds(self, row: Row, tokens: set[str]) -> None:
+        """Count special tokens that stand in the words of `row` themselves."""
+        for token in sorted(tokens):
+            self.within.setdefault(token, Noted(0, str(row.origin))).rows += 1
+
     def refuse(self, row: Row, error: Exception) -> None:
         """Count a row that becomes no sample."""
         self.refused += 1
@@ -58,7 +64,8 @@ class Notes:
         """Return plain values for a manifest."""
         return {
             "rows": self.rows,
-            "left_out": {name: [noted.rows, noted.first] for name, noted in self.left_out.items()},
+            "left_out": _plain(self.left_out),
+            "within": _plain(self.within),
             "ends": {str(token): count for token, count in self.ends.items()},
             "added_ends": self.added_ends,
             "endless": self.endless,
@@ -74,6 +81,7 @@ class Notes:
         return cls(
             rows=kept["rows"],
             left_out={name: Noted(*noted) for name, noted in kept["left_out"].items()},
+            within={name: Noted(*noted) for name, noted in kept["within"].items()},
             ends=Counter({int(token): count for token, count in kept["ends"].items()}),
             added_ends=kept["added_ends"],
             endless=kept["endless"],
@@ -88,6 +96,12 @@ class Notes:
         told = [
             f"the chat template leaves out {name} of {_rows(noted.rows)} (first: {noted.first})"
             for name, noted in sorted(self.left_out.items())
+        ]
+        told += [
+            f"{_rows(noted.rows)} {'holds' if noted.rows == 1 else 'hold'} {token} in the words, "
+            f"which the tokenizer takes for its special token (first: {noted.first}): remove it "
+            "unless it is meant"
+            for token, noted in sorted(self.within.items(), key=lambda one: -one[1].rows)[:3]
         ]
         if self.added_ends:
             told.append(
@@ -113,6 +127,10 @@ class Notes:
         if self.refused:
             told.append(f"{_rows(self.refused)} are left out (first: {self.refusals[0]})")
         return told
+
+
+def _plain(noted: dict[str, Noted]) -> dict[str, list[Any]]:
+    return {name: [one.rows, one.first] for name, one in noted.items()}
 
 
 def _rows(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -41,6 +42,9 @@ class TokenKinds:
             behind = self.encode([template.plain_ending])[0]
             ends |= set([token for token in behind if token in added][:1])
         self._ends = frozenset(ends)
+        names = sorted({str(added[number]) for number in ends if number in added}, reverse=True)
+        named = "|".join(re.escape(name) for name in names if name.strip())
+        self._special = re.compile(named) if named else None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts as they are, without the special tokens of a whole sequence."""
@@ -65,6 +69,10 @@ class TokenKinds:
     def ends_a_turn(self, token: int) -> bool:
         """Return whether generation can be told to stop at `token`: it is never part of words."""
         return token in self._ends
+
+    def special_in(self, words: str) -> set[str]:
+        """Return the special tokens that stand in words, which would be encoded as such."""
+        return set(self._special.findall(words)) if self._special is not None else set()
 
     def is_blank(self, token: int) -> bool:
         """Return whether `token` is white space alone."""
