@@ -51,7 +51,8 @@ class ConversationEncoder:
                     self._learnt(cut.ids, first, last)
                     for first, last in zip(cut.places[::2], cut.places[1::2], strict=True)
                 ]
-                samples += self._samples(row, cut.ids, learnt, notes)
+                worded = [one for one in learnt if one is not None]
+                samples += self._samples(row, cut.ids, worded, notes)
             if found and not samples:
                 notes.refuse(row, RowRefused("the chat template renders nothing of it to learn"))
             yield from samples
@@ -70,23 +71,28 @@ class ConversationEncoder:
             notes.refuse(row, _nothing_learnt(row))
             return []
         texts = [one.text for one in found]
-        if (lost := lost_answer(row, texts)) is not None:
+        said = [one.text[a.start : a.end] for one in found for a in one.answers]
+        if (lost := lost_answer(row, said)) is not None:
             notes.refuse(row, _lost(lost))
             return []
         notes.leaves_out(row, left_out(row, texts))
-        said = "\n".join(str(message.get("content") or "") for message in row.messages)
-        notes.holds(row, self._kinds.special_in(said))
+        words = "\n".join(str(message.get("content") or "") for message in row.messages)
+        notes.holds(row, self._kinds.special_in(words))
         notes.dated += self._template.prints_date(row.tools)
         return found
 
-    def _learnt(self, ids: list[int], first: int, last: int) -> _Learnt:
+    def _learnt(self, ids: list[int], first: int, last: int) -> _Learnt | None:
         """Find the token that ends the answer between `first` and `last`, or directly behind it."""
         kinds, tail = self._kinds, last
         while tail > first and (kinds.ends_a_turn(ids[tail - 1]) or kinds.is_blank(ids[tail - 1])):
             tail -= 1
-        for at in range(tail, last):
-            if kinds.ends_a_turn(ids[at]):
-                return _Learnt(first, at + 1, ids[at])
+        # a call has marks of its own in front of the end of the turn
+        ends = [at for at in range(tail, last) if kinds.ends_a_turn(ids[at])]
+        at = next((at for at in ends if ids[at] == kinds.usual_end), ends[0] if ends else None)
+        if tail == first and at is not None:
+            return None  # an end alone, which some templates mark behind the last answer
+        if at is not None:
+            return _Learnt(first, at + 1, ids[at])
         behind = last
         while behind < len(ids) and kinds.is_blank(ids[behind]):
             behind += 1

@@ -38,9 +38,11 @@ class TokenKinds:
         added = tokenizer.added_tokens_decoder
         ends = {number for number, token in added.items() if getattr(token, "special", False)}
         ends |= set(tokenizer.all_special_ids)
+        self.usual_end: int | None = None  # what the template puts behind an answer of words
         if template is not None:
             behind = self.encode([template.plain_ending])[0]
             ends |= set([token for token in behind if token in added][:1])
+            self.usual_end = next((token for token in behind if token in ends), None)
         self._ends = frozenset(ends)
         names = sorted({str(added[number]) for number in ends if number in added}, reverse=True)
         named = "|".join(re.escape(name) for name in names if name.strip())

@@ -51,19 +51,21 @@ def renderings(row: Row, template: ChatTemplate) -> list[Rendering]:
 
 
 def _with_words(row: Row, template: ChatTemplate) -> list[Message]:
-    """Return the messages as the template takes them: some add a tool call's content to a text."""
+    """Return the messages as the template takes them: some print the None of a call's content, or
+    add it to a text."""
     messages = template.prepared(row.messages)
-    wordless = [message for message in messages if message.get("content", "") is None]
-    if not wordless:
+    if all(message.get("content", "") is not None for message in messages):
         return messages
-    try:
-        template.render(messages, row.tools)
-    except TemplateRefused:
-        return [
-            {**message, "content": ""} if message.get("content", "") is None else message
-            for message in messages
-        ]
-    return messages
+    if template.blank is None:
+        try:
+            template.render(messages, row.tools)
+            return messages
+        except TemplateRefused:
+            pass
+    return [
+        {**message, "content": ""} if message.get("content", "") is None else message
+        for message in messages
+    ]
 
 
 def _by_tags(

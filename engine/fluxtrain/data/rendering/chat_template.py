@@ -16,6 +16,7 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE_KEY, _PROBE_VALUE = "probe_key", "probe_value"
 # Mistral's templates want tool calls to have ids of nine letters.
 _PROBE_CALL = {"type": "function", "id": "probe0001"}
+_NONE = re.compile(r"\b(?:None|null)\b")
 _PROBE_USER: Message = {"role": "user", "content": "question"}
 
 
@@ -140,6 +141,18 @@ class ChatTemplate:
             return "object"  # in a syntax of its own, or not at all
         return "object" if forms["string"] is None else "string"
 
+    @cached_property
+    def blank(self) -> str | None:
+        """What stands for the words of an answer that only calls a tool: None, or an empty text
+        where the template would fail on None or print it."""
+        nothing: Any = {} if self.arguments == "object" else "{}"
+        made = [self._called_with(content, nothing) for content in (None, "")]
+        if made[0] is None or (
+            made[1] is not None and len(_NONE.findall(made[0])) > len(_NONE.findall(made[1]))
+        ):
+            return ""
+        return None
+
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the arguments of their tool calls in the template's form."""
         if not any(message.get("tool_calls") for message in messages):
@@ -161,14 +174,16 @@ class ChatTemplate:
         return {**call, "function": {**function, "arguments": text}}
 
     def _called(self, arguments: Any) -> str | None:
+        made = self._called_with(None, arguments)
+        return made if made is not None else self._called_with("", arguments)
+
+    def _called_with(self, content: str | None, arguments: Any) -> str | None:
         call = {**_PROBE_CALL, "function": {"name": "probe_tool", "arguments": arguments}}
-        for content in (None, ""):
-            answer: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
-            try:
-                return self.render([_PROBE_USER, answer])
-            except TemplateRefused:
-                continue
-        return None
+        answer: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        try:
+            return self.render([_PROBE_USER, answer])
+        except TemplateRefused:
+            return None
 
     def _text(self, tools: Sequence[Tool]) -> str:
         return self._tokenizer.get_chat_template(None, list(tools) or None)
