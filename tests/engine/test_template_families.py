@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fluxtrain.data.encoding.conversations import OPENING
 from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.row import Message, Origin, Row, Tool, weights_of
 from fluxtrain.errors import BadInput
@@ -88,3 +89,21 @@ def test_a_call_and_what_follows_it_are_learnt(name: str) -> None:
 def test_a_call_that_a_family_cannot_write_is_refused(name: str) -> None:
     with pytest.raises(BadInput, match="leaves out a tool call that would be learnt"):
         told(name, CALLED, TOOLS)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6"])
+def test_an_opening_answer_that_a_family_refuses_alone_is_seen_and_told(name: str) -> None:
+    template = (FOLDER / f"{name}.jinja").read_text()
+    specials: list[Any] = sorted(set(SPECIALS.findall(template)))
+    tokenizer = Letters(eos_token="</s>", bos_token="<s>", additional_special_tokens=specials)
+    tokenizer.chat_template = template
+    messages = ({"role": "assistant", "content": "greeting words"}, *ASKED)
+    encoder = Encoder(tokenizer)
+    row = Row(origin=Origin("a", 1), messages=messages, weights=weights_of(messages))
+    samples = [sample for sample, _ in encoder.samples([row])]
+    parts = "".join(part for sample in samples for part in learnt(sample, tokenizer))
+    assert "first answer" in parts and "second answer" in parts and "greeting" not in parts
+    assert "greeting words" in tokenizer.decode(samples[0].ids.tolist())
+    assert encoder.notes.left_out[OPENING].rows == 1
+    with pytest.raises(BadInput, match="refuses this: No user query"):
+        told(name, messages[:1])

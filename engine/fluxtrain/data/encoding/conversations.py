@@ -16,6 +16,8 @@ from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.data.rendering.left_out import left_out, lost_answer
 from fluxtrain.data.row import Row
 
+OPENING = "an opening answer from what is learnt"
+
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
@@ -72,10 +74,14 @@ class ConversationEncoder:
             return []
         texts = [one.text for one in found]
         said = [one.text[a.start : a.end] for one in found for a in one.answers]
-        if (lost := lost_answer(row, said)) is not None:
+        opens = any(one.opening_unlearnt for one in found)
+        if (lost := lost_answer(row, said, opens)) is not None:
             notes.refuse(row, _lost(lost))
             return []
-        notes.leaves_out(row, left_out(row, texts))
+        missing = left_out(row, texts)
+        if opens:
+            missing.add(OPENING)
+        notes.leaves_out(row, missing)
         words = "\n".join(str(message.get("content") or "") for message in row.messages)
         notes.holds(row, self._kinds.special_in(words))
         notes.dated += self._template.prints_date(row.tools)

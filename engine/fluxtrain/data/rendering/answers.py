@@ -30,6 +30,7 @@ class Rendering:
 
     text: str
     answers: list[Answer] = field(default_factory=list)
+    opening_unlearnt: bool = False  # the template refuses an opening answer by itself
 
 
 def renderings(row: Row, template: ChatTemplate) -> list[Rendering]:
@@ -75,8 +76,16 @@ def _by_tags(
     text, spans = template.render_tagged(messages, row.tools)
     whole, apart = Rendering(text=text), list[Rendering]()
     for index in learnt:
-        first = len(_tagged(messages[:index], row, template)[1])
-        own_text, own = _tagged(messages[: index + 1], row, template)
+        try:
+            first = len(_tagged(messages[:index], row, template)[1])
+            own_text, own = _tagged(messages[: index + 1], row, template)
+        except TemplateRefused:
+            roles = [message["role"] for message in messages]
+            if len(spans) != roles.count("assistant"):
+                raise
+            at = roles[:index].count("assistant")  # a span for each answer
+            whole.answers += _answers(spans[at : at + 1])
+            continue
         here = spans[first : len(own)]
         own = own[first:]
         if [text[a:b] for a, b in here] == [own_text[a:b] for a, b in own]:
@@ -101,7 +110,13 @@ def _by_prefixes(
 ) -> list[Rendering]:
     made: list[Rendering] = []
     for index in reversed(learnt):
-        text = template.render(messages[: index + 1], row.tools)
+        try:
+            text = template.render(messages[: index + 1], row.tools)
+        except TemplateRefused:
+            if not made or any(message["role"] == "user" for message in messages[:index]):
+                raise
+            made[0].opening_unlearnt = True  # it is only seen, in front of the others
+            break
         shared = next((found for found in made if found.text.startswith(text)), None)
         if shared is None:
             shared = Rendering(text=_with_the_rest(text, messages, index, row, template, made))

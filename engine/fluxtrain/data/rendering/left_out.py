@@ -38,14 +38,17 @@ def left_out(row: Row, texts: list[str]) -> set[str]:
     return missing
 
 
-def lost_answer(row: Row, texts: list[str]) -> str | None:
+def lost_answer(row: Row, texts: list[str], after_question: bool = False) -> str | None:
     """Name what of an answer to learn is in none of `texts`; None where all its words are.
 
-    Its reasoning may be left out, and arguments may be written in another way.
+    Its reasoning may be left out, and arguments may be written in another way. `after_question`:
+    answers before the first question are not looked for.
     """
+    asked = not after_question
     seen = _Seen("\n".join(texts))
     for message, weight in zip(row.messages, row.weights, strict=True):
-        if message["role"] != "assistant" or not weight:
+        asked |= message["role"] == "user"
+        if message["role"] != "assistant" or not weight or not asked:
             continue
         for name, words in _parts(message):
             if name in (_OF_ROLES["assistant"], _CALL) and not seen.holds(words):
