@@ -24,6 +24,8 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     "alpaca.json": ("alpaca", []),
     "sharegpt.jsonl": ("sharegpt", []),
     "messages.jsonl": ("messages", []),
+    "turns.jsonl": ("messages", []),
+    "pairs.jsonl": ("messages", []),
     "tools.jsonl": ("messages", []),
     "columns.jsonl": ("completion", ["data.columns={prompt: question, completion: answer}"]),
 }

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.commands.preview import preview
@@ -105,6 +105,32 @@ def test_a_run_trains_adapters_alone_and_saves_them_in_pefts_format(
     base = load_config(config).model.path
     assert (made["base_model_name_or_path"], made["r"], made["lora_alpha"]) == (base, 4, 8)
     assert (model / "chat_template.jinja").exists() and (model / "tokenizer.json").exists()
+
+
+def test_the_learnt_end_of_an_adapter_run_is_told_and_kept_beside_the_adapter(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    said = {"user": "and two?", "assistant": "it is four"}
+    talk = {"messages": [{"role": role, "content": words} for role, words in said.items()]}
+    data = tmp_path / "talks.jsonl"
+    data.write_text((json.dumps(talk) + "\n") * 40)
+    config = run_config(data__path=str(data), data__held_out=0.0, train__steps=2)
+    events = run(config, tmp_path / "run", *settings({"name": "lora"}))
+    [warning] = [e.text for e in events if isinstance(e, ev.LogWritten) and "answers end" in e.text]
+    assert "pass eos_token_id=[2, 0] to generate" in warning
+    model = tmp_path / "run" / "model"
+    kept = GenerationConfig.from_pretrained(model)
+    assert kept.eos_token_id == [2, 0]
+    base = AutoModelForCausalLM.from_pretrained(load_config(config).model.path)
+    adapted = PeftModel.from_pretrained(base, model)
+
+    def always(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -1e9).index_fill(-1, torch.tensor([2]), 0.0)  # <|im_end|>
+
+    asked = {"input_ids": torch.tensor([[5, 6]]), "logits_processor": [always], "max_new_tokens": 8}
+    for options, made in (({}, 8), ({"eos_token_id": [2, 0]}, 1), ({"generation_config": kept}, 1)):
+        found = adapted.generate(**asked, **options)
+        assert found.shape[1] - 2 == made
 
 
 def test_the_saved_adapter_gives_pefts_own_model_the_trained_loss(

@@ -115,7 +115,7 @@ def test_the_share_that_is_cut_and_the_estimate_are_told(known: WizardView) -> N
     shown = data_page(known, 80).plain
     assert "25% of the documents are longer than a row" in shown
     assert "about 13 rows of 128, 90% full" in shown
-    assert "about 16 documents, 1.60 k tokens: from the first 4" in shown
+    assert "about 16 documents, 1.60 k tokens: by 4 of them" in shown
 
 
 @given(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.data_files import contents, lines, rows, write
 
 said = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
+answered = said.filter(lambda words: bool(words.strip()))
 scalars = st.booleans() | st.integers(-99, 99) | said
 arguments = st.dictionaries(st.sampled_from(["city", "unit", "days"]), scalars, max_size=3)
 calls = st.lists(
@@ -28,14 +29,15 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(0, 4))):
         role = draw(st.sampled_from(["user", "assistant", "tool"]))
-        turn: dict[str, Any] = {"role": role, "content": draw(said)}
+        words = draw(answered if role == "assistant" else said)
+        turn: dict[str, Any] = {"role": role, "content": words}
         if role == "assistant" and draw(st.booleans()):
             normal = [{"type": "function", "function": call} for call in draw(calls)]
             turn |= {"content": None, "tool_calls": normal}
         turns.append(turn)
     if draw(st.booleans()):
         turns.insert(0, {"role": "system", "content": draw(said)})
-    return [*turns, {"role": "assistant", "content": draw(said)}]
+    return [*turns, {"role": "assistant", "content": draw(answered)}]
 
 
 weighing = st.lists(st.booleans(), min_size=6, max_size=6)

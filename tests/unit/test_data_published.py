@@ -37,6 +37,14 @@ READ: dict[str, tuple[dict[str, Any], str, set[str]]] = {
         {"text": "x", "id": "1", "dump": "d", "url": "u", "language_score": 0.9, "token_count": 3},
         "text", {"id", "dump", "url", "language_score", "token_count"}),
     "the pile": ({"text": "x", "meta": {"pile_set_name": "p"}}, "text", {"meta"}),
+    "capybara": (
+        {"source": "s", "conversation": [{"input": "how", "output": "so"}]}, "messages",
+        {"source"}),
+    "lima": ({"conversations": ["how", "so"], "source": "s"}, "messages", {"source"}),
+    "wildchat": ({"conversation": TURNS, "turn": 1, "turns": 1}, "messages", {"turn", "turns"}),
+    "belle": ({"conversations": [["how", "so"]], "id": 3}, "messages", {"id"}),
+    "sequence of the datasets library": (
+        {"conversations": {"from": ["human", "gpt"], "value": ["how", "so"]}}, "sharegpt", set()),
     "openai": ({"messages": TURNS, "parallel_tool_calls": False}, "messages",
                {"parallel_tool_calls"}),
 }  # fmt: skip
@@ -54,8 +62,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
               "has the key `labels`"),
     "smoltalk2": ({"messages": TURNS, "chat_template_kwargs": {"enable_thinking": False}},
                   "has the key `chat_template_kwargs`"),
-    "capybara": ({"conversation": [{"input": "how", "output": "so"}]}, "has no `role`"),
-    "lima": ({"conversations": ["how", "so"], "source": "s"}, "has no keys that are known"),
+    "orca": ({"system_prompt": "s", "question": "how", "response": "so"},
+             "{instruction: question, output: response, system: system_prompt}"),
+    "flan": ({"inputs": "how", "targets": "so"}, "{prompt: inputs, completion: targets}"),
+    "kto": ({"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}],
+             "kto_tag": False}, "is a preference row (kto_tag)"),
     "squad": ({"id": "1", "title": "t", "context": "c", "question": "q", "answers": {"text": []}},
               "has no keys that are known"),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from fluxtrain.client.answer import Answer
+from fluxtrain.telemetry.sample_fit import SampleFit
 
 
 class TextPiece(msgspec.Struct, frozen=True):
@@ -71,6 +72,7 @@ class InspectionAnswer(Answer, frozen=True, kw_only=True):
     fitting_share: float  # of the sampled samples: no longer than a row
     cut_samples: int  # of these: conversations of which only the beginning is learnt
     left_out_samples: int  # of these: nothing to learn is within a row
+    samples_fit: SampleFit | None = None  # these counts, as plan and the run tell them
     max_positions: int | None  # of the model; None where its configuration does not say
     sampled_documents: int
     sampled_share: float

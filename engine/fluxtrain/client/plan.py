@@ -8,6 +8,7 @@ import msgspec
 
 from fluxtrain.client.answer import Answer
 from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.telemetry.sample_fit import SampleFit
 from fluxtrain.units import bytes_text, count_text
 
 
@@ -128,6 +129,7 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
     sequence_length: int
     notes: tuple[str, ...]  # sentences: what of the data is cut, left out or not shown to the model
     fitting_share: float | None  # of the first samples: no longer than a row; None: not looked at
+    samples: SampleFit | None = None  # of the first samples; None: not looked at
     device_bytes: int
     device_budget_bytes: int | None
     need: dict[str, int]

@@ -24,7 +24,7 @@ from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.models.loading import pad_id
-from fluxtrain.planning.row_length import FirstSamples, tokenizer_of, with_row_length
+from fluxtrain.planning.row_length import FirstSamples, counted, tokenizer_of, with_row_length
 from fluxtrain.units import count_text
 
 SAMPLES = 3
@@ -70,6 +70,7 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
         fitting_share=rows.fit.share,
         cut_samples=rows.fit.cut,
         left_out_samples=rows.fit.left_out,
+        samples_fit=counted(rows.fit),
         max_positions=positions,
         sampled_documents=tokens.documents,
         sampled_share=seen.share,
@@ -185,6 +186,6 @@ def _extent(found: InspectionAnswer) -> str:
         return f"{found.sampled_documents:,} documents, {found.sampled_tokens:,} tokens"
     return (
         f"about {count_text(found.estimated_documents)} documents and "
-        f"{count_text(found.estimated_tokens)} tokens, estimated from the first "
+        f"{count_text(found.estimated_tokens)} tokens, estimated from "
         f"{found.sampled_documents:,} ({found.sampled_share:.1%} of the data)"
     )

@@ -49,7 +49,7 @@ from fluxtrain.planning.placing import (
     optimizer_in_backward,
 )
 from fluxtrain.planning.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
-from fluxtrain.planning.row_length import FirstSamples, first_samples, with_row_length
+from fluxtrain.planning.row_length import FirstSamples, counted, first_samples, with_row_length
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.inputs import DEMO, read_as
@@ -156,6 +156,7 @@ def _answer(
     choices: tuple[ChoiceMade, ...],
 ) -> PlanAnswer:
     placement = forecast.placement
+    fit = first.fit(config.data.row_tokens) if first else None
     return PlanAnswer(
         model=model,
         method=method,
@@ -164,7 +165,8 @@ def _answer(
         accumulation=config.train.accumulation,
         sequence_length=config.data.row_tokens,
         notes=tuple(first.told(config.data.row_tokens)) if first else (),
-        fitting_share=first.fit(config.data.row_tokens).share if first else None,
+        fitting_share=fit.share if fit else None,
+        samples=counted(fit) if fit else None,
         device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.capacity.has_gpu),
         device_budget_bytes=placement.budget_bytes,
         need=asdict(placement.need),

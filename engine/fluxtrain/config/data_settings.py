@@ -75,7 +75,8 @@ class DataSettings(Section):
     sequence_length: Annotated[int, Field(ge=2)] | Auto = Field(
         default="auto",
         description="tokens in one packed row; documents in a row do not see each other; auto "
-        "is the shortest power of two that 99 % of the first samples fit into, within the model's "
+        "is the shortest power of two that 99 % of the samples looked at (512 rows, of long .jsonl "
+        "files from everywhere, else the first ones) fit into, within the model's "
         "positions, and at most 4096 for conversations and 2048 for texts",
     )
     held_out: float = Field(

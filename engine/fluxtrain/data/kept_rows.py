@@ -32,7 +32,7 @@ def kept_packing(folder: Path, settings: object) -> Packing | None:
                 predicted_count=told["predicted_count"],
                 fit=Fit(**told["fit"]),
             )
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
 
 

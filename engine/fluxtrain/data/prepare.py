@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -208,7 +208,8 @@ def _rows(source: DataSource, limits: ModelLimits, found: _Encoded) -> tuple[Pac
     ):
         packed = packing or pack_rows(tokens, span, source.sequence_length, limits.packs)
         if found.kept and packing is None:
-            keep_packing(found.kept, one, packed)
+            with suppress(OSError):  # the next run packs again: a full disk, or one only read
+                keep_packing(found.kept, one, packed)
         made.append(
             PackedRows(tokens, span, source.sequence_length, limits.pad_id, limits.packs, packed)
         )

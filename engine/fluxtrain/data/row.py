@@ -31,8 +31,9 @@ class Origin:
     """Where a row came from; its text form begins error messages."""
 
     file: str  # the path or the hub name
-    number: int  # from 1
-    unit: Literal["line", "row"] = "line"  # row: of an array or of a table with columns
+    number: int  # from 1; a byte counts from 0
+    # row: of an array or of a table with columns; byte: of a line whose number is not known
+    unit: Literal["line", "row", "byte"] = "line"
 
     def __str__(self) -> str:
         return f"{self.file} {self.unit} {self.number}"

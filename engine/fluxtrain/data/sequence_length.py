@@ -41,8 +41,9 @@ def choose_row_length(
         tokens, few = tokens // 2, True
     tokens = max(2, min(tokens, int(lengths.sum())))
     fit = float((lengths <= tokens).mean())
-    of = f"of the first {len(lengths):,}" if share < 1 else f"of {len(lengths):,}"
-    why = f"{fit:.1%} {of} samples fit, the longest has {int(lengths.max()):,} tokens"
+    seen = " that were looked at" if share < 1 else ""
+    longest = int(lengths.max())
+    why = f"{fit:.1%} of {len(lengths):,} samples{seen} fit, the longest has {longest:,} tokens"
     if fit == 1.0:
         why += ", so none is cut or left out"
     if few:

@@ -66,7 +66,10 @@ def stop_at(
         settings.pad_token_id = before[0]
     if whole:
         return f"{told}: the saved generation_config.json names both"
-    return f"{told}: an adapter has no settings of its own, so pass eos_token_id={missing} as well"
+    return (
+        f"{told}: an adapter is run with the base's settings, so pass eos_token_id="
+        f"{settings.eos_token_id} to generate; its generation_config.json and merged models have it"
+    )
 
 
 def stops_of(settings: Any) -> list[int]:

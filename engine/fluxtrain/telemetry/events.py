@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from fluxtrain.telemetry.sample_fit import SampleFit
+
 SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 0
 SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
@@ -102,9 +104,7 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     device_budget_bytes: int | None
     host_bytes: int | None  # predicted peak
     choices: tuple[ChoiceMade, ...] = ()
-    blocks_without_recompute: int = (
-        0  # blocks that keep their activations instead of computing them again
-    )
+    blocks_without_recompute: int = 0  # they keep their activations
     device_groups: int = 0  # parts of the model that live on the device with their states
     device_first: str = "embedding"  # which are placed first: embedding (forward order), blocks
     step_s: float | None = None  # predicted, as the next three; None where rates are not known
@@ -114,6 +114,7 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     placement: tuple[PlacedAlike, ...] = ()  # the whole table, equal rows together
     binds: str = ""  # the resource that takes the most of a step, in words
     constants: str = ""  # source of the rates that the time is computed from
+    samples: SampleFit | None = None  # of all the data that is trained on
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):

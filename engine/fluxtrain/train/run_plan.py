@@ -28,8 +28,10 @@ from fluxtrain.planning.placing import (
     optimizer_in_backward,
 )
 from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
+from fluxtrain.planning.row_length import counted
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChoiceMade, Planned
+from fluxtrain.telemetry.sample_fit import SampleFit
 from fluxtrain.train.run_files import write_plan_file
 from fluxtrain.wrapping.engine import Engine
 
@@ -43,6 +45,7 @@ class RunPlan:
     constants: Constants
     placement: Placement
     capacity: Capacity
+    samples: SampleFit  # how many of the data that is trained on fit
 
     def write(
         self, run_dir: RunDir, engine: Engine, steps: int, choices: Sequence[ChoiceMade]
@@ -70,6 +73,7 @@ class RunPlan:
             disk_bytes=forecast.disk_bytes,
             binds=time.binds if time else "",
             constants=forecast.because,
+            samples=self.samples,
         )
         write_plan_file(run_dir, planned, placement, time, self.constants)
         return planned
@@ -114,8 +118,9 @@ def plan_run(
     capacity = capacity_of(machine, device)
     refuse_what_does_not_fit(config, facts, placement, copied, capacity.host_available_bytes, disk)
     return RunPlan(
-        config=config, facts=measured, constants=constants, placement=placement, capacity=capacity
-    )
+        config=config, facts=measured, constants=constants, placement=placement, capacity=capacity,
+        samples=counted(rows.fit),
+    )  # fmt: skip
 
 
 def _calibrated(

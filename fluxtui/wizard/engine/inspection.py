@@ -20,7 +20,7 @@ def extent(found: InspectionAnswer) -> str:
         return f"{counted(documents, 'document')}, {count_text(found.sampled_tokens)} tokens"
     return (
         f"about {count_text(found.estimated_documents)} documents, "
-        f"{count_text(found.estimated_tokens)} tokens: from the first {documents:,}"
+        f"{count_text(found.estimated_tokens)} tokens: by {documents:,} of them"
     )
 
 

@@ -6,6 +6,7 @@ their arguments. These nulls are dropped, or templates would print them.
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from typing import Any
 from fluxtrain.data.containers.record import Record
 from fluxtrain.data.containers.streams import INSTALL, Source
 from fluxtrain.data.row import Origin
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, NoSpace
 
-BATCH_ROWS = 256
+BATCH_ROWS = 16  # of long texts 256 would take gigabytes, and short ones are as fast
 ARROW_FILE = b"ARROW1"
 
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
@@ -35,7 +36,17 @@ def columnar_rows(source: Source, kind: str) -> Iterator[Record]:
                 for values in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
                     yield Record(Origin(source.name, number, "row"), without_nulls(values))
+    except KeyError as error:
+        raise BadInput(
+            f"{source.name} has a map with the same key twice behind row {number}: write it again "
+            "with one of the two"
+        ) from error
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(
+                f"no space left to unpack {source.name} in {tempfile.gettempdir()}: make room, "
+                "unpack it yourself, or set TMPDIR to another folder"
+            ) from error
         raise BadInput(
             f"{source.name} cannot be read as {kind} behind row {number}: "
             f"{str(error).splitlines()[0]}; write it again"

@@ -10,10 +10,17 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from fluxtrain.data.containers.lines import Line, lines
-from fluxtrain.data.containers.record import Problem, Record, kind_of
+from fluxtrain.data.containers.record import (
+    DEPTH_LIMIT,
+    Problem,
+    Record,
+    doubled_of,
+    is_too_deep,
+    kind_of,
+)
 from fluxtrain.data.containers.streams import Source
 from fluxtrain.data.row import Origin
 from fluxtrain.errors import BadInput
@@ -25,6 +32,12 @@ WINDOW_BYTES = 1 << 20
 _BLANKS = " \t\r\n"
 _BLANK_RUN = re.compile(r"[ \t\r\n]*")
 _TOKEN_CHARACTERS = 16  # an error so close to the window's end may be one of the window
+
+
+_WRITTEN_AS: dict[type, str] = {
+    list: ', such as {"messages": [...]}',
+    str: ', such as {"text": ...}',
+}
 
 
 class _Parser:
@@ -42,12 +55,17 @@ class _Parser:
     def record(self, value: Any, text: str, origin: Origin) -> Record | Problem:
         """Return the row that was decoded last, from `text`."""
         if not isinstance(value, dict):
-            return Problem(origin, f" is {kind_of(value)}, and each row must be a JSON object")
+            such = _WRITTEN_AS.get(type(value), "")
+            return Problem(
+                origin, f" is {kind_of(value)}, and each row must be a JSON object{such}"
+            )
         if self._doubled is not None:
             return Problem(
                 origin,
                 f" has the key {self._doubled!r} twice in one object: remove one of the two",
             )
+        if text.count("{") + text.count("[") > DEPTH_LIMIT and is_too_deep(value):
+            return Problem(origin, ": its JSON is nested too deeply")
         if "\\ud" in text or "\\uD" in text:
             try:
                 json.dumps(value, ensure_ascii=False).encode()
@@ -63,8 +81,7 @@ class _Parser:
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) < len(pairs):
-            names = [name for name, _ in pairs]
-            self._doubled = next(name for name in names if names.count(name) > 1)
+            self._doubled = doubled_of(pairs)
         return made
 
 
@@ -75,7 +92,8 @@ def json_lines(source: Source) -> Iterator[Record | Problem]:
         if isinstance(line, Problem):
             yield line
         elif line.text.strip():
-            yield _of_line(parser, line, Origin(source.name, line.number))
+            unit: Literal["line", "byte"] = "byte" if source.jumped else "line"
+            yield _of_line(parser, line, Origin(source.name, line.number, unit))
 
 
 def json_values(source: Source) -> Iterator[Record | Problem]:

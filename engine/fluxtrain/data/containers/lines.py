@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from fluxtrain.data.containers.record import Problem
 from fluxtrain.data.containers.streams import Source
@@ -18,15 +19,16 @@ LINE_LIMIT_BYTES = 64 << 20
 class Line:
     """A decoded line with its end."""
 
-    number: int  # from 1
+    number: int  # from 1, or the bytes before it
     text: str
 
 
 def lines(source: Source) -> Iterator[Line | Problem]:
     """Yield every line; one that is no UTF-8, holds a NUL or is too long is a `Problem`."""
-    number, offset = 1, 0
+    number, offset = (source.at if source.jumped else 1), source.at
+    unit: Literal["line", "byte"] = "byte" if source.jumped else "line"
     while raw := source.readline(LINE_LIMIT_BYTES + 1):
-        origin = Origin(source.name, number)
+        origin = Origin(source.name, number, unit)
         too_long = len(raw) > LINE_LIMIT_BYTES
         if (nul := raw.find(b"\0")) >= 0:
             yield Problem(
@@ -39,8 +41,8 @@ def lines(source: Source) -> Iterator[Line | Problem]:
             raw = source.readline(1 << 20)
         if nul < 0 and not too_long:
             yield _decoded(raw, origin, offset)
-        number += 1
         offset = source.at
+        number = offset if source.jumped else number + 1
 
 
 def text_lines(source: Source) -> Iterator[Line]:
@@ -67,4 +69,7 @@ def _decoded(raw: bytes, origin: Origin, offset: int) -> Line | Problem:
             f" is not UTF-8: byte 0x{raw[error.start]:02x} at offset {offset + error.start} of "
             "the file; convert it, for example with `iconv -f LATIN1 -t UTF-8`",
         )
-    return Line(origin.number, text.removeprefix("\ufeff") if origin.number == 1 else text)
+    return Line(
+        origin.number,
+        text.removeprefix("\ufeff") if (origin.number, origin.unit) == (1, "line") else text,
+    )

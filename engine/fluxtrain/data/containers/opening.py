@@ -42,8 +42,10 @@ _ABOUT_FILES = frozenset(
 _HEAD_BYTES = 64 << 10
 _PARQUET = b"PAR1"
 _ARROW_STREAM = b"\xff\xff\xff\xff"
+_BINARY = (_PARQUET, ARROW_FILE, _ARROW_STREAM)
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _TO_UTF8 = "convert it with `iconv -f {} -t UTF-8`"
+_PICKLE = "a pickle, which may hold any program: write its rows as .jsonl or .parquet"
 _UNREADABLE = {
     b"PK\x03\x04": "a zip file (or a spreadsheet): unpack it, or export it as .csv",
     b"%PDF": "a PDF: export its text as .txt",
@@ -52,6 +54,16 @@ _UNREADABLE = {
     b"7z\xbc\xaf": "a 7z file: unpack it first",
     b"SQLite format 3": "a database: export its rows as .jsonl or .csv",
     b"version https://git-lfs": "a pointer of Git LFS, not the data: run `git lfs pull`",
+    b"/annex/objects/": "a pointer of git-annex, not the data: run `git annex get`",
+    b"\x89PNG": "a picture: data is text",
+    b"\xff\xd8\xff": "a picture: data is text",
+    b"\x93NUMPY": "an array of NumPy: write its texts as .jsonl or .parquet",
+    b"\x80\x02": _PICKLE,
+    b"\x80\x03": _PICKLE,
+    b"\x80\x04": _PICKLE,
+    b"\x80\x05": _PICKLE,
+    b"\x1f\x8b": "packed twice: unpack it once",
+    b"(\xb5/\xfd": "packed twice: unpack it once",
 }
 
 
@@ -126,20 +138,37 @@ def _checked_head(path: Path) -> bytes:
                 head = source.read(1 << 20)
         if not head:
             raise BadInput(f"{path} is empty: there is nothing to train on")
+    _refuse_other_kinds(path, head)
+    head = head.removeprefix(codecs.BOM_UTF8)
+    if b"\n" not in head and head.count(b"\r") > 1 and not head.startswith(_BINARY):
+        raise BadInput(
+            f"{path} ends its lines with a carriage return alone, as old Mac files do: convert it "
+            r"with `tr '\r' '\n'`"
+        )
+    return head
+
+
+def _refuse_other_kinds(path: Path, head: bytes) -> None:
+    """Raise BadInput with the cure for what is no text in UTF-8, and no table that is read."""
     for mark, advice in _UNREADABLE.items():
         if head.startswith(mark):
             raise BadInput(f"{path} is {advice}")
+    if head[257:262] == b"ustar":
+        raise BadInput(f"{path} is a tar archive: unpack it, and name the folder")
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         raise BadInput(f"{path} is UTF-32: {_TO_UTF8.format('UTF-32')}")
     if head.startswith(_UTF16_MARKS):
         raise BadInput(f"{path} is UTF-16: {_TO_UTF8.format('UTF-16')}")
     if (order := _order_of_utf16(head)) and not head.startswith(_ARROW_STREAM):
         raise BadInput(f"{path} is UTF-16 without a mark: {_TO_UTF8.format(order)}")
-    return head.removeprefix(codecs.BOM_UTF8)
 
 
 def _order_of_utf16(head: bytes) -> str | None:
     """Name the encoding if every second byte is 0 and hardly any other, as of Latin letters."""
+    if len(head) > 3 and head[0] in b'{["' and head[1] == 0:
+        return "UTF-16LE"
+    if len(head) > 3 and head[0] == 0 and head[1] in b'{["':
+        return "UTF-16BE"
     sample = head[:512]
     even, odd = sample[::2].count(0), sample[1::2].count(0)
     half = len(sample) // 2

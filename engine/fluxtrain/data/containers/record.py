@@ -7,6 +7,8 @@ from typing import Any
 
 from fluxtrain.data.row import Origin
 
+DEPTH_LIMIT = 200  # objects and lists within each other
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -43,6 +45,29 @@ def kind_of(value: Any) -> str:
     if isinstance(value, bytes):
         return "binary"
     return names.get(type(value), "a number")
+
+
+def is_too_deep(value: Any) -> bool:
+    """Tell whether objects and lists lie in each other deeper than `DEPTH_LIMIT`."""
+    level = [value]
+    for _ in range(DEPTH_LIMIT + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
+
+
+def doubled_of(pairs: list[tuple[str, Any]]) -> str:
+    """Return the first key that stands twice among those of one object."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise ValueError("no key stands twice")
 
 
 def keys_of(values: dict[str, Any]) -> str:

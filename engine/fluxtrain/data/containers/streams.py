@@ -28,6 +28,8 @@ SUFFIXES: dict[str, Compression] = {
 
 _GZIP = b"\x1f\x8b"
 _ZSTANDARD = b"(\xb5/\xfd"
+_SKIPPABLE = b"*M\x18"  # behind a byte of 0x50 to 0x5f: pzstd begins with such a frame
+_WINDOW_BYTES = 1 << 31  # `zstd --long=31`, as archives of text are packed
 _PACKED_AT_ONCE_BYTES = {"gzip": 16 << 10, "zstandard": 4 << 10}  # at most 16 and 170 MiB unpacked
 _BUFFER_BYTES = 256 << 10
 
@@ -35,10 +37,14 @@ _BUFFER_BYTES = 256 << 10
 def compression_of(path: Path) -> Compression | None:
     """Tell from the first bytes how a file is packed, whatever its name says."""
     with opened_raw(path) as file:
-        head = file.read(4)
+        try:
+            head = file.read(4)
+        except OSError as error:
+            raise BadInput(f"{path} cannot be read: {error.strerror}") from error
     if head.startswith(_GZIP):
         return "gzip"
-    return "zstandard" if head == _ZSTANDARD else None
+    skippable = len(head) == 4 and head[0] >> 4 == 5 and head.endswith(_SKIPPABLE)
+    return "zstandard" if head == _ZSTANDARD or skippable else None
 
 
 def opened_raw(path: Path) -> BinaryIO:
@@ -61,6 +67,7 @@ class Source:
         self.name = name or str(path)
         self.compression = compression_of(path)
         self.at = 0  # bytes that were taken, unpacked
+        self.jumped = False  # lines are numbered by the bytes before them
         self.rows_share: float | None = None  # of the rows, where the file knows how many it has
         self._raw = opened_raw(path)
         self._size_bytes = path.stat().st_size
@@ -89,6 +96,16 @@ class Source:
     def read(self, most_bytes: int) -> bytes:
         """Return the next bytes; b"" at the end."""
         return self._taken(lambda: self.file.read(most_bytes))
+
+    def jump(self, offset: int) -> None:
+        """Go on with the first line that begins behind `offset`; for files that are not packed.
+
+        Lines are numbered by the bytes before them from here on.
+        """
+        self.file.seek(offset)
+        self.at, self.jumped = offset, True
+        while (skipped := self.readline(1 << 20)) and not skipped.endswith(b"\n"):
+            pass
 
     @property
     def share(self) -> float:
@@ -155,7 +172,7 @@ class _Unpacked(io.RawIOBase):
     def _new_frame(self) -> Any:
         if self._compression == "gzip":
             return zlib.decompressobj(wbits=31)
-        return zstandard().ZstdDecompressor().decompressobj()
+        return zstandard().ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
 
     def _made_of(self, packed: bytes) -> bytes:
         parts: list[bytes] = []

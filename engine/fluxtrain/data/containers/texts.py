@@ -15,13 +15,19 @@ SEPARATOR = "<|endoftext|>"  # alone on a line of a text file it ends a document
 
 def texts(source: Source) -> Iterator[Row]:
     """Yield the documents of a plain text file, the long ones in pieces."""
-    for section in _sections(text_lines(source), SEPARATOR):
+    # the ends of lines are the file's, as everywhere where files are opened as text
+    ended = (replace(line, text=_with_newline(line.text)) for line in text_lines(source))
+    for section in _sections(ended, SEPARATOR):
         yield Row(
             origin=Origin(source.name, section.line),
             text=section.text,
             begins=section.begins,
             ends=section.ends,
         )
+
+
+def _with_newline(line: str) -> str:
+    return line[:-2] + "\n" if line.endswith("\r\n") else line
 
 
 def pieces_of(row: Row) -> Iterator[Row]:

@@ -13,8 +13,10 @@ from fluxtrain.data.encoding.texts import TextEncoder
 from fluxtrain.data.encoding.tokenizer import Tokenizer, TokenKinds
 from fluxtrain.data.rendering.answers import Rendering, renderings
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
-from fluxtrain.data.rendering.left_out import left_out
+from fluxtrain.data.rendering.left_out import left_out, lost_answer
 from fluxtrain.data.row import Row
+
+OPENING = "an opening answer from what is learnt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class ConversationEncoder:
                     self._learnt(cut.ids, first, last)
                     for first, last in zip(cut.places[::2], cut.places[1::2], strict=True)
                 ]
-                samples += self._samples(row, cut.ids, learnt, notes)
+                worded = [one for one in learnt if one is not None]
+                samples += self._samples(row, cut.ids, worded, notes)
             if found and not samples:
                 notes.refuse(row, RowRefused("the chat template renders nothing of it to learn"))
             yield from samples
@@ -69,17 +72,33 @@ class ConversationEncoder:
         if not any(one.answers for one in found):
             notes.refuse(row, _nothing_learnt(row))
             return []
-        notes.leaves_out(row, left_out(row, [one.text for one in found]))
+        texts = [one.text for one in found]
+        said = [one.text[a.start : a.end] for one in found for a in one.answers]
+        opens = any(one.opening_unlearnt for one in found)
+        if (lost := lost_answer(row, said, opens)) is not None:
+            notes.refuse(row, _lost(lost))
+            return []
+        missing = left_out(row, texts)
+        if opens:
+            missing.add(OPENING)
+        notes.leaves_out(row, missing)
+        words = "\n".join(str(message.get("content") or "") for message in row.messages)
+        notes.holds(row, self._kinds.special_in(words))
+        notes.dated += self._template.prints_date(row.tools)
         return found
 
-    def _learnt(self, ids: list[int], first: int, last: int) -> _Learnt:
+    def _learnt(self, ids: list[int], first: int, last: int) -> _Learnt | None:
         """Find the token that ends the answer between `first` and `last`, or directly behind it."""
         kinds, tail = self._kinds, last
         while tail > first and (kinds.ends_a_turn(ids[tail - 1]) or kinds.is_blank(ids[tail - 1])):
             tail -= 1
-        for at in range(tail, last):
-            if kinds.ends_a_turn(ids[at]):
-                return _Learnt(first, at + 1, ids[at])
+        # a call has marks of its own in front of the end of the turn
+        ends = [at for at in range(tail, last) if kinds.ends_a_turn(ids[at])]
+        at = next((at for at in ends if ids[at] == kinds.usual_end), ends[0] if ends else None)
+        if tail == first and at is not None:
+            return None  # an end alone, which some templates mark behind the last answer
+        if at is not None:
+            return _Learnt(first, at + 1, ids[at])
         behind = last
         while behind < len(ids) and kinds.is_blank(ids[behind]):
             behind += 1
@@ -153,6 +172,13 @@ def _nothing_learnt(row: Row) -> RowRefused:
     return RowRefused(
         f"no message has the role assistant (roles: {roles}), so there is nothing to learn: the "
         "loss is on the assistant's words"
+    )
+
+
+def _lost(name: str) -> RowRefused:
+    return RowRefused(
+        f"the chat template leaves out {name} that would be learnt: set data.chat_template to one "
+        "that writes it, or remove the row"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -37,10 +38,15 @@ class TokenKinds:
         added = tokenizer.added_tokens_decoder
         ends = {number for number, token in added.items() if getattr(token, "special", False)}
         ends |= set(tokenizer.all_special_ids)
+        self.usual_end: int | None = None  # what the template puts behind an answer of words
         if template is not None:
             behind = self.encode([template.plain_ending])[0]
             ends |= set([token for token in behind if token in added][:1])
+            self.usual_end = next((token for token in behind if token in ends), None)
         self._ends = frozenset(ends)
+        names = sorted({str(added[number]) for number in ends if number in added}, reverse=True)
+        named = "|".join(re.escape(name) for name in names if name.strip())
+        self._special = re.compile(named) if named else None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts as they are, without the special tokens of a whole sequence."""
@@ -65,6 +71,10 @@ class TokenKinds:
     def ends_a_turn(self, token: int) -> bool:
         """Return whether generation can be told to stop at `token`: it is never part of words."""
         return token in self._ends
+
+    def special_in(self, words: str) -> set[str]:
+        """Return the special tokens that stand in words, which would be encoded as such."""
+        return set(self._special.findall(words)) if self._special is not None else set()
 
     def is_blank(self, token: int) -> bool:
         """Return whether `token` is white space alone."""

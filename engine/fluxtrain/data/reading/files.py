@@ -37,25 +37,34 @@ class Found:
 def files_of(path: str, key: str = "data.path") -> Found:
     """Return the files that a path, a folder or a glob means, in the order of their names.
 
-    Raises BadInput if there are none, or if a folder holds files for training and for evaluation.
+    Links are followed, and a file that several of them reach is taken once. Raises BadInput if
+    there are none, or if a folder holds files for training and for evaluation.
     """
     named = Path(os.path.expanduser(path))
-    if named.is_dir():
-        return _of_folder(named, key)
-    if not named.exists() and glob.has_magic(path):
-        matches = sorted(Path(match) for match in glob.glob(str(named), recursive=True))
-        files = tuple(match for match in matches if match.is_file())
-        if not files:
-            raise BadInput(f"{key} {path} matches no file: check the pattern")
-        return Found(files=files)
+    try:
+        if named.is_dir():
+            return _of_folder(named, key)
+        if not named.exists() and glob.has_magic(path):
+            matches = sorted(Path(match) for match in glob.glob(str(named), recursive=True))
+            files, left_out = _once([match for match in matches if not match.is_dir()])
+            if not files:
+                raise BadInput(f"{key} {path} matches no file: check the pattern")
+            odd = {os.path.realpath(path): path for path in reversed(left_out)}
+            kept = [path for real, path in odd.items() if not os.path.isfile(real)]
+            return Found(files=tuple(files), left_out=tuple(sorted(kept)))
+    except OSError as error:
+        where = error.filename or path
+        raise BadInput(f"{key} {where:.200} cannot be read: {error.strerror}") from error
     return Found(files=(named,))
 
 
 def _of_folder(folder: Path, key: str) -> Found:
-    every = sorted(path for path in folder.rglob("*") if path.is_file())
-    visible = [path for path in every if not _is_hidden(path.relative_to(folder))]
-    files = [path for path in visible if suffix_of(path) in SUFFIXES and not is_about_data(path)]
-    left_out = [path for path in visible if path not in set(files)]
+    visible = _visible(folder)
+    data = [path for path in visible if suffix_of(path) in SUFFIXES and not is_about_data(path)]
+    files, _ = _once([path for path in data if not _is_private(path.relative_to(folder))])
+    taken, named = set(files), set(data)
+    told = [path for path in visible if path in named or not _is_private(path.relative_to(folder))]
+    left_out = [path for path in told if path not in taken]
     if not files:
         kinds = ", ".join(sorted({path.suffix or path.name for path in left_out})[:8])
         raise BadInput(
@@ -84,5 +93,36 @@ def _names(path: Path, folder: Path, words: Sequence[str]) -> bool:
     return any(word in pieces for pieces in named for word in words)
 
 
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in relative.parts)
+def _visible(folder: Path) -> list[Path]:
+    """Return all that is not a folder, at any depth, but for names that begin with a dot."""
+    found: list[Path] = []
+    seen: set[str] = set()  # folders, so that links to one above end
+    for here, inner, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:
+            inner.clear()
+            continue
+        seen.add(real)
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        found += [Path(here, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _once(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Divide paths into files, each once, and the rest: links that lead nowhere, pipes, repeats."""
+    seen: set[str] = set()
+    files: list[Path] = []
+    rest: list[Path] = []
+    for path in paths:
+        real = os.path.realpath(path)
+        (files if os.path.isfile(real) and real not in seen else rest).append(path)
+        seen.add(real)
+    return files, rest
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _is_private(relative: Path) -> bool:
+    return any(part.startswith("_") for part in relative.parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Protocol
 from fluxtrain.data.containers.lines import LINE_LIMIT_BYTES
 from fluxtrain.data.containers.opening import Opened, container_of, records
 from fluxtrain.data.containers.record import Problem, Record, keys_of
-from fluxtrain.data.containers.streams import Source
+from fluxtrain.data.containers.streams import Source, compression_of
 from fluxtrain.data.containers.texts import texts
 from fluxtrain.data.row import Row
 from fluxtrain.data.shapes.convert import KeyRules, Recognised, recognised, renamed
@@ -56,13 +57,16 @@ class Part:
     size_bytes: int
     weight: float = 1.0  # how often an epoch draws each row
     rules: KeyRules = field(default_factory=KeyRules)
+    open_at: Callable[[int], Items] | None = None  # behind so many bytes, where that is cheap
     has_end: bool = True  # False: how much it holds is not known before it was read
 
 
 class _FileItems:
-    def __init__(self, path: Path, opened: Opened) -> None:
+    def __init__(self, path: Path, opened: Opened, offset: int = 0) -> None:
         self._source = Source(path)
         self._opened = opened
+        if offset:
+            self._source.jump(offset)
 
     def __enter__(self) -> _FileItems:
         return self
@@ -97,12 +101,18 @@ def file_part(path: Path, rules: KeyRules, weight: float = 1.0) -> Part:
         size_bytes=path.stat().st_size,
         weight=weight,
         rules=rules,
+        open_at=partial(_FileItems, path, opened) if _can_jump(path, opened) else None,
     )
     if opened.container != "text":
         return with_shape(part)
     if rules.shape == "auto":
         _refuse_rows_named_as_text(path)
     return part
+
+
+def _can_jump(path: Path, opened: Opened) -> bool:
+    """Rows of JSON end with a line, so reading may begin in the middle; of packed files not."""
+    return opened.container == "json lines" and compression_of(path) is None
 
 
 def _refuse_rows_named_as_text(path: Path) -> None:

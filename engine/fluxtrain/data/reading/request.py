@@ -12,6 +12,7 @@ from fluxtrain.data.shapes.convert import KeyRules
 from fluxtrain.errors import BadInput
 
 DEMO = "demo"
+MOST_WEIGHT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +69,15 @@ def _entry(one: Any, rules: KeyRules) -> Entry:
         shape=one.get("format") or rules.shape,
         columns=dict(one["columns"]) if one.get("columns") else rules.columns,
     )
+    weight = float(one.get("weight", 1.0))
+    if not 0 < weight <= MOST_WEIGHT:  # NaN is neither
+        raise BadInput(
+            f"data.path gives {one['path']} the weight {weight:g}, and it is above 0 and at most "
+            f"{MOST_WEIGHT}"
+        )
     return Entry(
         path=one["path"],
-        weight=float(one.get("weight") or 1.0),
+        weight=weight,
         configuration=one.get("configuration"),
         split=one.get("split"),
         rules=own,

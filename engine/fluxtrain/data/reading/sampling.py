@@ -6,16 +6,20 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.repeats import RepeatSearch
 from fluxtrain.data.reading.report import Report
 from fluxtrain.data.row import Row
+from fluxtrain.errors import BadInput
 
 DOCUMENTS = 512
 CHARACTERS = 2 << 20
 LEAST_DOCUMENTS = 4  # of each file, where there are many
 READ_ON_S = 3.0
+LONG_BYTES = 8 << 20  # of a file; the rows that are taken are 2 MiB at most
+PLACES = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +46,46 @@ def sampled(corpus: Corpus, apart: Corpus | None = None, whole: bool = False) ->
 def first_rows(corpus: Corpus) -> tuple[list[Row], float]:
     """Return the first rows of every file, and their share of the documents of an epoch.
 
-    Raises BadInput as `sampled`.
+    Of long files that can be read from anywhere, rows of `PLACES` further places are taken as well,
+    as many files are sorted. Raises BadInput as `sampled`.
     """
     rows: list[Row] = []
     drawn = 0.0  # rows that an epoch draws, estimated
     most = max(LEAST_DOCUMENTS, DOCUMENTS // len(corpus.parts))
+    most_characters = CHARACTERS // len(corpus.parts)
     for part in corpus.parts:
         alone = replace(corpus, parts=(replace(part, weight=1.0),))
-        first, share = _first(Reading(alone), most, CHARACTERS // len(corpus.parts))
+        if part.open_at is not None and part.size_bytes >= LONG_BYTES:
+            first, share = _across(alone, most, most_characters)
+        else:
+            first, share = _first(Reading(alone), most, most_characters)
         rows += first
         drawn += len(first) * part.weight / (share or 1.0)
     share = 1.0 if math.isclose(drawn, len(rows)) else len(rows) / max(drawn, 1.0)
     return rows, share
+
+
+def _across(corpus: Corpus, most: int, most_characters: int) -> tuple[list[Row], float]:
+    """Return rows from the beginning and from places at equal distances, and their share."""
+    [part] = corpus.parts
+    rows: list[Row] = []
+    read = reached = 0.0
+    places = PLACES + 1
+    for place in range(places):
+        offset = part.size_bytes * place // places
+        if part.open_at is None or offset < reached * part.size_bytes:
+            continue  # long rows reach beyond the next place
+        here = replace(corpus, parts=(replace(part, open=partial(part.open_at, offset)),))
+        reading = Reading(here)
+        try:
+            found, reached = _first(reading, -(-most // places), most_characters // places)
+        except BadInput:
+            if not place or reading.report.rows or reading.report.bad:
+                raise
+            break  # no row begins behind this place
+        rows += found
+        read += reached - offset / part.size_bytes
+    return rows, read
 
 
 def _first(reading: Reading, most: int, most_characters: int) -> tuple[list[Row], float]:

@@ -30,6 +30,7 @@ class Rendering:
 
     text: str
     answers: list[Answer] = field(default_factory=list)
+    opening_unlearnt: bool = False  # the template refuses an opening answer by itself
 
 
 def renderings(row: Row, template: ChatTemplate) -> list[Rendering]:
@@ -51,46 +52,57 @@ def renderings(row: Row, template: ChatTemplate) -> list[Rendering]:
 
 
 def _with_words(row: Row, template: ChatTemplate) -> list[Message]:
-    """Return the messages as the template takes them: some add a tool call's content to a text."""
+    """Return the messages as the template takes them: some print the None of a call's content, or
+    add it to a text."""
     messages = template.prepared(row.messages)
-    wordless = [message for message in messages if message.get("content", "") is None]
-    if not wordless:
+    if all(message.get("content", "") is not None for message in messages):
         return messages
-    try:
-        template.render(messages, row.tools)
-    except TemplateRefused:
-        return [
-            {**message, "content": ""} if message.get("content", "") is None else message
-            for message in messages
-        ]
-    return messages
+    if template.blank is None:
+        try:
+            template.render(messages, row.tools)
+            return messages
+        except TemplateRefused:
+            pass
+    return [
+        {**message, "content": ""} if message.get("content", "") is None else message
+        for message in messages
+    ]
 
 
 def _by_tags(
     messages: list[Message], learnt: list[int], row: Row, template: ChatTemplate
 ) -> list[Rendering]:
+    """Take the marked words of the whole, or those of an answer's own turn where they differ."""
     text, spans = template.render_tagged(messages, row.tools)
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(learnt) < len(answers):
-        spans = _of_messages(spans, messages, learnt, row, template)
-    spans = [(start, end) for start, end in spans if end > start]
-    return [Rendering(text=text, answers=[Answer(start=a, end=b) for a, b in spans])]
-
-
-def _of_messages(
-    spans: list[tuple[int, int]],
-    messages: list[Message],
-    learnt: list[int],
-    row: Row,
-    template: ChatTemplate,
-) -> list[tuple[int, int]]:
-    """Keep the spans of the messages to learn: those that come with them in a longer rendering."""
-    kept: list[tuple[int, int]] = []
+    whole, apart = Rendering(text=text), list[Rendering]()
     for index in learnt:
-        first = len(template.render_tagged(messages[:index], row.tools)[1]) if index else 0
-        last = len(template.render_tagged(messages[: index + 1], row.tools)[1])
-        kept += spans[first:last]
-    return kept
+        try:
+            first = len(_tagged(messages[:index], row, template)[1])
+            own_text, own = _tagged(messages[: index + 1], row, template)
+        except TemplateRefused:
+            roles = [message["role"] for message in messages]
+            if len(spans) != roles.count("assistant"):
+                raise
+            at = roles[:index].count("assistant")  # a span for each answer
+            whole.answers += _answers(spans[at : at + 1])
+            continue
+        here = spans[first : len(own)]
+        own = own[first:]
+        if [text[a:b] for a, b in here] == [own_text[a:b] for a, b in own]:
+            whole.answers += _answers(here)
+        else:
+            apart.insert(0, Rendering(text=own_text, answers=_answers(own)))
+    return [whole, *apart] if whole.answers else apart
+
+
+def _tagged(
+    messages: list[Message], row: Row, template: ChatTemplate
+) -> tuple[str, list[tuple[int, int]]]:
+    return template.render_tagged(messages, row.tools) if messages else ("", [])
+
+
+def _answers(spans: list[tuple[int, int]]) -> list[Answer]:
+    return [Answer(start=start, end=end) for start, end in spans if end > start]
 
 
 def _by_prefixes(
@@ -98,7 +110,13 @@ def _by_prefixes(
 ) -> list[Rendering]:
     made: list[Rendering] = []
     for index in reversed(learnt):
-        text = template.render(messages[: index + 1], row.tools)
+        try:
+            text = template.render(messages[: index + 1], row.tools)
+        except TemplateRefused:
+            if not made or any(message["role"] == "user" for message in messages[:index]):
+                raise
+            made[0].opening_unlearnt = True  # it is only seen, in front of the others
+            break
         shared = next((found for found in made if found.text.startswith(text)), None)
         if shared is None:
             shared = Rendering(text=_with_the_rest(text, messages, index, row, template, made))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,14 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE_KEY, _PROBE_VALUE = "probe_key", "probe_value"
 # Mistral's templates want tool calls to have ids of nine letters.
 _PROBE_CALL = {"type": "function", "id": "probe0001"}
+_NONE = re.compile(r"\b(?:None|null)\b")
 _PROBE_USER: Message = {"role": "user", "content": "question"}
+
+
+# Stands for today's date, or data would become other tokens tomorrow, and a run could not go on.
+# It is the one that Llama's templates print where they are not told the date.
+DATE = datetime(2024, 7, 26)
+_TODAY = "strftime_now"
 
 
 class TemplateRefused(BadInput):
@@ -56,7 +64,7 @@ class ChatTemplate:
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False,
-                add_generation_prompt=opened,
+                add_generation_prompt=opened, **self._date(tools),
             )  # fmt: skip
         except Exception as error:  # a template may fail in any way on content it does not expect
             raise TemplateRefused(_words_of(error)) from error
@@ -76,6 +84,7 @@ class ChatTemplate:
                 chat_template=self._text(tools),
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
+                **self._date(tools),
             )
         except Exception as error:  # as in `render`
             raise TemplateRefused(_words_of(error)) from error
@@ -84,6 +93,13 @@ class ChatTemplate:
     def tags_answers(self, tools: Sequence[Tool] = ()) -> bool:
         """Return whether the template itself marks the assistant's words."""
         return _GENERATION_TAG.search(self._text(tools)) is not None
+
+    def prints_date(self, tools: Sequence[Tool] = ()) -> bool:
+        """Return whether the template writes the day of the rendering."""
+        return _TODAY in self._text(tools)
+
+    def _date(self, tools: Sequence[Tool]) -> dict[str, Any]:
+        return {_TODAY: DATE.strftime} if self.prints_date(tools) else {}
 
     @cached_property
     def opening(self) -> str:
@@ -125,6 +141,18 @@ class ChatTemplate:
             return "object"  # in a syntax of its own, or not at all
         return "object" if forms["string"] is None else "string"
 
+    @cached_property
+    def blank(self) -> str | None:
+        """What stands for the words of an answer that only calls a tool: None, or an empty text
+        where the template would fail on None or print it."""
+        nothing: Any = {} if self.arguments == "object" else "{}"
+        made = [self._called_with(content, nothing) for content in (None, "")]
+        if made[0] is None or (
+            made[1] is not None and len(_NONE.findall(made[0])) > len(_NONE.findall(made[1]))
+        ):
+            return ""
+        return None
+
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the arguments of their tool calls in the template's form."""
         if not any(message.get("tool_calls") for message in messages):
@@ -146,14 +174,16 @@ class ChatTemplate:
         return {**call, "function": {**function, "arguments": text}}
 
     def _called(self, arguments: Any) -> str | None:
+        made = self._called_with(None, arguments)
+        return made if made is not None else self._called_with("", arguments)
+
+    def _called_with(self, content: str | None, arguments: Any) -> str | None:
         call = {**_PROBE_CALL, "function": {"name": "probe_tool", "arguments": arguments}}
-        for content in (None, ""):
-            answer: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
-            try:
-                return self.render([_PROBE_USER, answer])
-            except TemplateRefused:
-                continue
-        return None
+        answer: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        try:
+            return self.render([_PROBE_USER, answer])
+        except TemplateRefused:
+            return None
 
     def _text(self, tools: Sequence[Tool]) -> str:
         return self._tokenizer.get_chat_template(None, list(tools) or None)

@@ -9,6 +9,7 @@ from typing import Any
 from fluxtrain.data.row import Message, Row
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_CALL = "a tool call"
 _OF_ROLES = {
     "system": "a system message",
     "developer": "a developer message",
@@ -35,6 +36,24 @@ def left_out(row: Row, texts: list[str]) -> set[str]:
     if any(not seen.holds(_name_of(tool)) for tool in row.tools):
         missing.add("`tools`")
     return missing
+
+
+def lost_answer(row: Row, texts: list[str], after_question: bool = False) -> str | None:
+    """Name what of an answer to learn is in none of `texts`; None where all its words are.
+
+    Its reasoning may be left out, and arguments may be written in another way. `after_question`:
+    answers before the first question are not looked for.
+    """
+    asked = not after_question
+    seen = _Seen("\n".join(texts))
+    for message, weight in zip(row.messages, row.weights, strict=True):
+        asked |= message["role"] == "user"
+        if message["role"] != "assistant" or not weight or not asked:
+            continue
+        for name, words in _parts(message):
+            if name in (_OF_ROLES["assistant"], _CALL) and not seen.holds(words):
+                return name
+    return None
 
 
 class _Seen:
@@ -67,7 +86,7 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
         if message.get(key):
             yield f"`{key}` of a message", str(message[key])
     for call in message.get("tool_calls") or ():
-        yield "a tool call", _name_of(call)
+        yield _CALL, _name_of(call)
         if isinstance(call.get("function"), dict):
             for leaf in _strings(call["function"].get("arguments")):
                 yield "arguments of a tool call", leaf

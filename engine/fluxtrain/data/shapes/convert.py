@@ -10,7 +10,6 @@ from fluxtrain.data.containers.record import Record, keys_of, kind_of
 from fluxtrain.data.row import Message, Row, weights_of
 from fluxtrain.data.shapes.keys import (
     COLUMNS,
-    CONTENT,
     CONVERSATIONS,
     MESSAGE_COLUMNS,
     TITLES,
@@ -18,11 +17,19 @@ from fluxtrain.data.shapes.keys import (
     Found,
     Shape,
     preference_of,
+    says_something,
     shapes_of,
 )
 from fluxtrain.data.shapes.messages import Turns, conversation
-from fluxtrain.data.shapes.refused import RowRefused, filled_string, list_of, string_of
-from fluxtrain.data.shapes.tools import tools_of
+from fluxtrain.data.shapes.refused import (
+    RowRefused,
+    filled_string,
+    is_missing,
+    list_of,
+    string_of,
+)
+from fluxtrain.data.shapes.tools import tools_of, without_padding
+from fluxtrain.data.shapes.turns import Way, messages_of, rows_of_columns, way_of
 from fluxtrain.errors import BadInput
 
 Count = Callable[[str], object]  # told of every key that is left out
@@ -53,10 +60,20 @@ def recognised(record: Record, mapping: KeyRules) -> Recognised | None:
     """
     values = renamed(record.values, mapping)
     if (compared := preference_of(values)) is not None and mapping.shape == "auto":
+        cure = (
+            "keep one answer (data.columns: {prompt: prompt, completion: chosen}) and name the "
+            "others in data.ignore to train on it alone"
+            if "chosen" in compared
+            else "keep the rows of good answers alone, and name the mark in data.ignore"
+        )
         raise BadInput(
             f"{record.origin} is a preference row ({compared}): training on compared answers is "
-            "not built yet; keep one answer (data.columns: {prompt: prompt, completion: chosen}) "
-            "and name the others in data.ignore to train on it alone"
+            f"not built yet; {cure}"
+        )
+    if _is_turned(values):
+        raise BadInput(
+            f"{record.origin} holds a whole table column by column, as pandas writes it: write one "
+            'row an object, with df.to_json(path, orient="records", lines=True)'
         )
     found = shapes_of(values, mapping.columns.get("role"))
     if mapping.shape != "auto":
@@ -81,13 +98,22 @@ def renamed(values: dict[str, Any], mapping: KeyRules) -> dict[str, Any]:
     ours = {theirs: name for name, theirs in mapping.columns.items() if name not in MESSAGE_COLUMNS}
     made: dict[str, Any] = {}
     for key, value in values.items():
-        if value is None or key in mapping.ignore:
+        if is_missing(value) or key in mapping.ignore:
             continue
-        if key in ours:
-            made[ours[key]] = value
-        elif key not in mapping.columns:
-            made[key] = value
+        name = ours.get(key, key)
+        if key not in ours and key in mapping.columns:
+            continue
+        of_lists = isinstance(value, dict) and name in (*CONVERSATIONS, "tools")
+        made[name] = rows_of_columns(value) if of_lists else value
     return made
+
+
+def _is_turned(values: Mapping[str, Any]) -> bool:
+    """Tell a table of columns: objects that all have the numbers of the rows as keys."""
+    columns = list(values.values())
+    if len(columns) < 2 or not all(isinstance(column, dict) and column for column in columns):
+        return False
+    return all(column.keys() == columns[0].keys() and "0" in column for column in columns)
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -106,6 +132,7 @@ class Converter:
     def __init__(self, shape: Shape, mapping: KeyRules, count: Count) -> None:
         self.shape = shape
         self._mapping = mapping
+        self._way: Way | None = None  # how the first conversation writes its turns
         self._count = count
         role, content = ("from", "value") if shape == "sharegpt" else ("role", "content")
         self._turns = Turns(
@@ -135,14 +162,21 @@ class Converter:
 
     def _account_for(self, record: Record, values: dict[str, Any], row: Row) -> None:
         """Count every key that is left out; refuse those that say something."""
-        for key in record.values:
-            if key in self._mapping.ignore and record.values[key] is not None:
-                self._count(key)
+        columns = self._mapping.columns
+        for key, value in record.values.items():
+            if key in self._mapping.ignore:
+                if value is not None:
+                    self._count(key)
+            elif key in columns and key not in columns.values() and not is_missing(value):
+                raise RowRefused(
+                    f" has the key `{key}`, and data.columns reads `{columns[key]}` in its place: "
+                    f"name `{key}` in data.ignore to leave it out"
+                )
         used = _used(self.shape, values)
         for key, value in values.items():
             if key in used:
                 continue
-            if key in CONTENT and value not in ("", [], {}, False) and not _repeats(value, row):
+            if says_something(key, value) and not _repeats(value, row):
                 raise RowRefused(
                     f" has the key `{key}`, which is not read in {TITLES[self.shape]}: name it in "
                     "data.ignore to leave it out, or set data.format or data.columns to use it"
@@ -182,7 +216,14 @@ class Converter:
                 f" is of another shape ({TITLES[other]}) than the file's first row "
                 f"({TITLES[self.shape]}): put each shape into a file of its own"
             )
+        way = way_of(turns, self._turns.role)
+        if way is not None:
+            self._way = self._way or way[0]
+            if way[0] == self._way:
+                turns = messages_of(turns, self._turns.role, self._turns.content)
         messages, weights = conversation(turns, self._turns, self._counted, key)
+        tools = _tools(values)
+        messages = without_padding(messages, tools)
         system = string_of(values.get("system", ""), "system")
         if system.strip() and messages[0] != {"role": "system", "content": system}:
             if messages[0]["role"] in ("system", "developer"):
@@ -192,7 +233,7 @@ class Converter:
                 )
             messages = ({"role": "system", "content": system}, *messages)
             weights = (0.0, *weights)
-        return Row(origin=record.origin, messages=messages, weights=weights, tools=_tools(values))
+        return Row(origin=record.origin, messages=messages, weights=weights, tools=tools)
 
     def _alpaca(self, record: Record, values: dict[str, Any]) -> Row:
         self._needs(values, "instruction", "output")
@@ -243,7 +284,7 @@ class Converter:
         seen: tuple[Message, ...] = ()
         if prompt:
             # The prompt alone need not hold an answer, so it is checked with one behind it.
-            closing = {self._turns.role: "assistant", self._turns.content: ""}
+            closing = {self._turns.role: "assistant", self._turns.content: "."}
             seen, _ = conversation([*prompt, closing], self._turns, self._counted, "prompt")
             seen = seen[:-1]
         return Row(

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from fluxtrain.data.containers.record import kind_of
+from fluxtrain.data.shapes.turns import parsed_turns, way_of
+
 Shape = Literal["text", "messages", "sharegpt", "alpaca", "completion"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 
@@ -58,11 +61,26 @@ CONTENT = frozenset(
     | {"chat_template_kwargs", "enable_thinking", "weight", "weights", "loss_weight", "train"}
     | {"mask", "loss_mask", "input_ids", "attention_mask", "token_ids"}
     | {"prefix", "suffix", "few_shot", "content", "body", "passage", "solution"}
+    | {"kto_tag", "training", "train_detail"}
 )
+# Of these, 0 and false say something too: that a row is not to be learnt, or is a bad one.
+_MARKS = frozenset(
+    {"label", "labels", "reward", "weight", "weights", "loss_weight", "train", "training", "mask"}
+    | {"loss_mask", "enable_thinking", "kto_tag"}
+)
+_LEARNT = frozenset({"weight", "loss_weight", "train", "training"})  # 1 says what holds anyway
 
 # Other names under which the columns of a prompt and its answer are published.
-_PROMPTS = ("question", "query", "prompt", "input", "instruction", "source", "problem")
-_ANSWERS = ("answer", "response", "output", "completion", "target", "solution", "chosen")
+_PROMPTS = (
+    *("question", "query", "prompt", "input", "inputs", "instruction", "source", "problem"),
+    *("user", "human"),
+)
+_ANSWERS = (
+    *("answer", "response", "output", "outputs", "completion", "target", "targets", "solution"),
+    *("chosen", "assistant", "gpt"),
+)
+_WRAPPERS = ("data", "rows", "examples", "instances", "items", "records", "dataset", "train")
+_SYSTEMS = ("system_prompt", "system_message", "system")
 _TEXTS = (
     "text",
     "content",
@@ -91,11 +109,11 @@ def shapes_of(values: Mapping[str, Any], role: str | None = None) -> list[Found]
     """
     found: list[Found] = []
     for key in CONVERSATIONS:
-        shape = _conversation(values.get(key), role)
-        if shape is not None:
-            turn = f"`{role}`" if role else "`role` and `content`"
-            turn = turn if shape == "messages" else "`from` and `value`"
-            found.append(Found(shape, f"`{key}` with {turn}"))
+        if values.get(key) == []:
+            found.append(Found("messages", f"`{key}`, which is empty"))
+        elif (way := way_of(parsed_turns(values.get(key)), role)) is not None:
+            shape: Shape = "sharegpt" if way[0] == "sharegpt" else "messages"
+            found.append(Found(shape, f"`{key}` with {way[1]}"))
     if "instruction" in values and "output" in values:
         found.append(Found("alpaca", "`instruction` and `output`"))
     if "prompt" in values and "completion" in values:
@@ -106,17 +124,31 @@ def shapes_of(values: Mapping[str, Any], role: str | None = None) -> list[Found]
     return found
 
 
+def says_something(key: str, value: Any, content: frozenset[str] = CONTENT) -> bool:
+    """Tell whether a key says something to the model, or about what is learnt, by this value."""
+    if key not in content or (isinstance(value, str | list | dict) and not value):
+        return False
+    if isinstance(value, bool | int | float):
+        if key in _LEARNT and value == 1:
+            return False
+        # `turns: 4` counts them; `images: false` says that there are none
+        return key in _MARKS or not (value is False or key in CONVERSATIONS)
+    return True
+
+
 def preference_of(values: Mapping[str, Any]) -> str | None:
     """Name the keys of a row that compares answers; None if it does not."""
     if "chosen" in values and "rejected" in values:
         return "prompt, chosen, rejected" if "prompt" in values else "chosen, rejected"
     if "completion" in values and isinstance(values.get("label"), bool):
         return "completion, label"
+    if isinstance(values.get("kto_tag"), bool):
+        return "kto_tag"
     return None
 
 
 def advice_for(values: Mapping[str, Any]) -> str:
-    """Suggest the setting that makes a row with other names readable."""
+    """Suggest what makes a row readable whose keys show no shape."""
     prompt = _named(values, _PROMPTS)
     answer = _named(values, _ANSWERS)
     if "instruction" in values and answer is not None:
@@ -125,23 +157,15 @@ def advice_for(values: Mapping[str, Any]) -> str:
             f"if `{answer}` answers `instruction`, set data.columns: {{output: {answer}{further}}}"
         )
     if prompt is not None and answer is not None:
+        system = _named(values, _SYSTEMS)
+        ours = "prompt: {}, completion: {}" if system is None else "instruction: {}, output: {}"
+        further = "" if system in (None, "system") else f", system: {system}"
         return (
             f"if `{answer}` answers `{prompt}`, set data.columns: "
-            f"{{prompt: {prompt}, completion: {answer}}}"
+            f"{{{ours.format(prompt, answer)}{further}}}"
         )
-    turns = next((key for key, value in values.items() if _is_list_of_objects(value)), None)
-    if turns is not None:
-        inner = list(parsed_turns(values[turns])[0])[:4]
-        if turns in CONVERSATIONS:
-            return (
-                f"message 1 of `{turns}` has no `role` (its keys: {', '.join(inner)}): each needs "
-                "`role` and `content`; if they have other names, set data.columns: "
-                "{role: ..., content: ...}"
-            )
-        return (
-            f"if `{turns}` holds messages (their keys: {', '.join(inner)}), set data.columns: "
-            f"{{messages: {turns}, role: ..., content: ...}}"
-        )
+    if (told := _of_lists(values) or _of_kinds(values)) is not None:
+        return told
     text = _named(values, _TEXTS)
     if text is not None:
         return f"if `{text}` is the whole text to learn, set data.columns: {{text: {text}}}"
@@ -151,34 +175,49 @@ def advice_for(values: Mapping[str, Any]) -> str:
     )
 
 
+def _of_lists(values: Mapping[str, Any]) -> str | None:
+    """Suggest how a key with a list of objects is read, if there is one."""
+    for key, value in values.items():
+        turns = parsed_turns(value)
+        first = turns[0] if turns else None
+        if not isinstance(first, dict):
+            continue
+        inner = ", ".join(list(first)[:4])
+        if key in CONVERSATIONS:
+            return (
+                f"message 1 of `{key}` has no `role` (its keys: {inner}): each needs `role` and "
+                "`content`; if they have other names, set data.columns: {role: ..., content: ...}"
+            )
+        if key in _WRAPPERS and (found := shapes_of(first)):
+            return (
+                f"the rows seem to be within `{key}` ({found[0].named}): make a file of that list "
+                f"alone, for example with `jq -c '.{key}[]'` and the name .jsonl"
+            )
+        return (
+            f"if `{key}` holds messages (their keys: {inner}), set data.columns: "
+            f"{{messages: {key}, role: ..., content: ...}}"
+        )
+    return None
+
+
+def _of_kinds(values: Mapping[str, Any]) -> str | None:
+    """Name a known key whose value is of a kind that it cannot be."""
+    for key in (*CONVERSATIONS, "text"):
+        value = values.get(key)
+        if value is None or (key == "text" and isinstance(value, str)):
+            continue
+        if key == "text":
+            return f"`text` is {kind_of(value)}, and it must be a string"
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            return (
+                f"`{key}` is a string that is no JSON, as pandas and datasets write lists into "
+                "tables: write the rows as .jsonl or .parquet"
+            )
+        return f"`{key}` is {kind_of(value)}, and it must be a list of messages"
+    return None
+
+
 def _named(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """Return the key of a string that has one of these names, however it is capitalised."""
     there = {key.lower(): key for key, value in values.items() if isinstance(value, str)}
     return next((there[name] for name in names if name in there), None)
-
-
-def parsed_turns(value: Any) -> list[Any]:
-    """Return a list that columnar files and tables may hold as JSON text; [] if it is none."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        import json
-
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return []
-    return list(value) if isinstance(value, list) else []
-
-
-def _conversation(value: Any, role: str | None) -> Shape | None:
-    turns = parsed_turns(value)
-    first = turns[0] if turns else None
-    if not isinstance(first, dict):
-        return "messages" if value == [] else None
-    if (role or "role") in first:
-        return "messages"
-    return "sharegpt" if "from" in first else None
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    turns = parsed_turns(value)
-    return bool(turns) and isinstance(turns[0], dict)

@@ -8,7 +8,8 @@ from typing import Any
 
 from fluxtrain.data.containers.record import keys_of, kind_of
 from fluxtrain.data.row import ROLES, Message
-from fluxtrain.data.shapes.refused import RowRefused, string_of
+from fluxtrain.data.shapes.keys import says_something
+from fluxtrain.data.shapes.refused import RowRefused, is_missing, string_of
 from fluxtrain.data.shapes.tools import calls_of
 
 CALLS = "calls of tools"  # a role whose content is the calls themselves
@@ -31,7 +32,8 @@ _USED = frozenset({"tool_calls", "tool_call_id", "name", "function_call", *REASO
 _CONTENT = frozenset(
     {"role", "content", "from", "value", "text", "parts", "prefix", "tools", "documents"}
     | {"image", "images", "audio", "video", "videos", "refusal", "thought", "attachments", "input"}
-    | {"output", "prompt", "response", "loss_weight", "mask", "training", "weights"}
+    | {"output", "prompt", "response", "instruction", "loss_weight", "mask", "training", "weights"}
+    | {"train_detail", "kto_tag"}
 )
 
 
@@ -69,6 +71,12 @@ def conversation(
             f": no message has the role assistant (roles: {roles}), so there is nothing to learn: "
             "the loss is on the assistant's words"
         )
+    for number, (message, weight) in enumerate(zip(messages, weights, strict=True), start=1):
+        if weight and _is_wordless(message):
+            raise RowRefused(
+                f", message {number}: `{written.content}` is blank, so nothing but an end would be "
+                "learnt of it: fill it, give it weight 0, or remove the row"
+            )
     if not any(weights):
         raise RowRefused(
             ": every message of the assistant has weight 0, so there is nothing to learn: "
@@ -82,29 +90,31 @@ def _message(turn: Any, written: Turns, count: Callable[[str], object]) -> Messa
         raise RowRefused(
             f' is {kind_of(turn)}: write {{"{written.role}": ..., "{written.content}": ...}}'
         )
-    turn = {key: value for key, value in turn.items() if value is not None}
+    turn = {key: value for key, value in turn.items() if not is_missing(value)}
     role = _role(turn, written)
     _account_for(turn, written, count)
     content = turn.get(written.content)
+    made: Message = {"role": "assistant" if role == CALLS else role, "content": None}
+    named = {key: turn[key] for key in ("tool_calls", "function_call") if turn.get(key)}
     if role == CALLS:
-        return {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": calls_of(content, written.content),
-        }
-    made: Message = {"role": role, "content": None}
-    calls = turn.get("tool_calls") or turn.get("function_call")
-    if calls:
-        if role != "assistant":
+        named[written.content] = content
+    if len(named) > 1:
+        raise RowRefused(f" has calls in {' and '.join(f'`{key}`' for key in named)}: keep one")
+    for name, calls in named.items():
+        if made["role"] != "assistant":
             raise RowRefused(f": the {role} has `tool_calls`, and only the assistant calls tools")
-        name = "tool_calls" if turn.get("tool_calls") else "function_call"
         made["tool_calls"] = calls_of(calls, name)
-    if content is not None or not calls:
+    if role != CALLS and (content is not None or not named):
         made["content"] = _text(content, written.content, turn)
     for key in ("name", "tool_call_id", *REASONING):
         if key in turn:
             made[key] = string_of(turn[key], key)
     return made
+
+
+def _is_wordless(message: Message) -> bool:
+    said = [message.get("content"), *(message.get(key) for key in REASONING)]
+    return not message.get("tool_calls") and not any(words and words.strip() for words in said)
 
 
 def _role(turn: Mapping[str, Any], written: Turns) -> str:
@@ -130,8 +140,7 @@ def _account_for(turn: Mapping[str, Any], written: Turns, count: Callable[[str],
     for key, value in turn.items():
         if key in (written.role, written.content) or key in _USED:
             continue
-        says = key in _CONTENT and value not in ("", [], {}, False)
-        if says and key not in written.ignore:
+        if says_something(key, value, _CONTENT) and key not in written.ignore:
             raise RowRefused(
                 f" has the key `{key}`, which is not read beside `{written.content}`: put its "
                 f"words into `{written.content}`, or name it in data.ignore"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fluxtrain.data.containers.record import keys_of, kind_of
-from fluxtrain.data.row import Tool
-from fluxtrain.data.shapes.refused import RowRefused, from_json, list_of
+from fluxtrain.data.row import Message, Tool
+from fluxtrain.data.shapes.refused import RowRefused, check_plain, from_json, list_of
+
+_NULL_VALUES = ("default", "const", "example")  # of a schema may be null
 
 
 def tools_of(value: Any, name: str = "tools") -> tuple[Tool, ...]:
@@ -34,6 +36,47 @@ def calls_of(value: Any, where: str) -> list[dict[str, Any]]:
     return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
+def without_padding(messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[Message, ...]:
+    """Drop nulls among the arguments of calls that the called tool does not know: columns of other
+    rows, which a table has padded in."""
+    known = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools}
+    return tuple(
+        {**message, "tool_calls": [_unpadded(call, known) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    )
+
+
+def _unpadded(call: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    declared = known.get(function["name"])
+    if declared is None:
+        return call
+    given = function["arguments"].items()
+    kept = {key: value for key, value in given if value is not None or key in declared}
+    return {**call, "function": {**function, "arguments": kept}}
+
+
+def _properties(function: dict[str, Any]) -> Any:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return properties if isinstance(properties, dict) else None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop null keys of a schema at every depth, but for values that it gives as null itself."""
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_nulls(inner)
+        for key, inner in value.items()
+        if inner is not None or key in _NULL_VALUES
+    }
+
+
 def _tool(tool: Any, where: str) -> Tool:
     if isinstance(tool, str):
         tool = from_json(tool, where)
@@ -49,11 +92,14 @@ def _tool(tool: Any, where: str) -> Tool:
     function = tool["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowRefused(f": `{where}.function` must be an object with a name")
-    function = dict(function)
+    function = {key: value for key, value in function.items() if value is not None}
+    tool = {key: value for key, value in tool.items() if value is not None}
     if "input_schema" in function and "parameters" not in function:
         function["parameters"] = function.pop("input_schema")
     if isinstance(function.get("parameters"), str):
         function["parameters"] = from_json(function["parameters"], f"{where}.function.parameters")
+    function = _without_nulls(function)
+    check_plain(function, f"{where}.function")
     return {**tool, "type": "function", "function": function}
 
 
@@ -93,4 +139,5 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
         raise RowRefused(
             f": `{name}` is {kind_of(found)}, and it must be an object, or one as JSON in a string"
         )
+    check_plain(found, name)
     return found

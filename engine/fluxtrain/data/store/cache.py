@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from fluxtrain.data.encoding.tokenizer import Tokenizer
-from fluxtrain.data.store.shard_files import Damaged, write_whole
-from fluxtrain.data.store.shards import StoredTokens
-from fluxtrain.errors import NoSpace
+from fluxtrain.data.store.shard_files import Damaged, read_json, write_json
+from fluxtrain.data.store.shards import StoredTokens, can_go_on
+from fluxtrain.errors import BadInput, NoSpace
 
-RECIPE = 1  # raise it when the same data would become other tokens
+RECIPE = 2  # raise it when the same data would become other tokens
 ENDS = 1 << 16  # bytes of a file's beginning and end that its key looks at
 UNUSED_S = 30 * 24 * 3600.0
 _COMPLETE = "complete.json"
+_SETTINGS = ("add_bos_token", "add_eos_token", "split_special_tokens", "legacy")  # of a tokenizer
 
 
 class Entry:
@@ -42,30 +42,45 @@ class Entry:
 
         The entry stays locked against removal from now on.
         """
-        if self._held is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._held = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(self._held, fcntl.LOCK_SH)
+        self._hold()
         try:
-            told = list(json.loads((self.folder / _COMPLETE).read_bytes())["told"])
+            told = _told(self.folder)
             found = [StoredTokens(self.folder / name) for name in names]
-        except (Damaged, OSError, ValueError, KeyError):
-            fcntl.flock(self._held, fcntl.LOCK_UN)
+        except Damaged:
+            self._let_go()
             return None
-        os.utime(self.folder / _COMPLETE)
+        with suppress(OSError):  # a folder of somebody else, or one that is only read
+            os.utime(self.folder / _COMPLETE)
         return found, told
+
+    def _hold(self) -> None:
+        """Lock the entry against removal; one that cannot be written needs no lock."""
+        if self._held is None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._held = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                if not (self.folder / _COMPLETE).is_file():
+                    raise _unwritable(self.folder, error) from error
+                return
+        fcntl.flock(self._held, fcntl.LOCK_SH)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            os.close(self._held)  # whoever removes the entry takes the file with it
+            self._held = None
 
     def is_whole(self, names: Sequence[str]) -> bool:
         """Return whether another process built the entry meanwhile; called while it is held."""
         try:
-            json.loads((self.folder / _COMPLETE).read_bytes())
+            _told(self.folder)
             return all(StoredTokens(self.folder / name).count for name in names)
-        except (Damaged, OSError, ValueError):
+        except Damaged:
             return False
 
     def complete(self, told: list[str]) -> None:
         """Note that the entry is whole."""
-        write_whole(self.folder / _COMPLETE, json.dumps({"told": told}).encode())
+        write_json(self.folder / _COMPLETE, {"told": told})
 
     @contextmanager
     def building(self, waits: Callable[[], None]) -> Iterator[None]:
@@ -73,7 +88,11 @@ class Entry:
 
         What a killed writer left is kept, but for files that are not whole. Raises NoSpace.
         """
-        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed as unused
+            descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,13 +102,10 @@ class Entry:
             for left in self.folder.rglob(".*"):
                 left.unlink(missing_ok=True)
             yield
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(error, NoSpace):
-                raise NoSpace(
-                    f"no space left for the tokens of the data in {self.folder.parent}: make room, "
-                    "or name another folder in data.token_cache"
-                ) from error
+        except NoSpace:
             raise
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
         finally:
             os.close(descriptor)
 
@@ -99,6 +115,30 @@ class Entry:
             (self.folder / _COMPLETE).unlink()
             for name in (*names, "rows"):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in names:
+            if (self.folder / name).is_dir() and not can_go_on(self.folder / name):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+def _told(folder: Path) -> list[str]:
+    """Return the sentences of a whole entry. Raises Damaged where it is none."""
+    told = read_json(folder / _COMPLETE).get("told")
+    if not isinstance(told, list) or not all(isinstance(line, str) for line in told):
+        raise Damaged(f"{folder / _COMPLETE} is of something else")
+    return told
+
+
+def _unwritable(folder: Path, error: OSError) -> Exception:
+    """Return the error for a cache that cannot be written."""
+    cure = "name another folder in data.token_cache, or set it to off"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return NoSpace(
+            f"no space left for the tokens of the data in {folder.parent} ({error.strerror}): make "
+            f"room, or {cure}"
+        )
+    return BadInput(
+        f"the tokens of the data cannot be kept in {folder.parent} ({error.strerror}): {cure}"
+    )
 
 
 def cache_folder(wished: str) -> Path:
@@ -113,18 +153,17 @@ def forget_unused(folder: Path, now_s: float | None = None) -> None:
     """Remove entries that nobody used for a month and nobody holds."""
     limit = (time.time() if now_s is None else now_s) - UNUSED_S
     for entry in folder.glob("*/used"):
-        complete = entry.with_name(_COMPLETE)
-        newest = complete if complete.exists() else entry
-        if newest.stat().st_mtime > limit:
-            continue
-        descriptor = os.open(entry, os.O_RDWR)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(entry.parent, ignore_errors=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # another process removes it too, or it is somebody else's
+            complete = entry.with_name(_COMPLETE)
+            newest = complete if complete.exists() else entry
+            if newest.stat().st_mtime > limit:
+                continue
+            descriptor = os.open(entry, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def key_of(files: Sequence[Path], settings: Any, tokenizer: Tokenizer) -> str:
@@ -146,6 +185,7 @@ def _tokenizer_key(tokenizer: Any) -> bytes:
     vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
     facts = (
         type(tokenizer).__name__, tokenizer.special_tokens_map, tokenizer.chat_template,
+        *(getattr(tokenizer, name, None) for name in _SETTINGS),
         sorted((number, str(token)) for number, token in tokenizer.added_tokens_decoder.items()),
     )  # fmt: skip
     return blake2b(repr((vocabulary, facts)).encode(), digest_size=16).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from pathlib import Path
@@ -29,21 +30,42 @@ def write_whole(path: Path, data: bytes) -> None:
     made.replace(path)
 
 
-def write_numbers(path: Path, numbers: npt.NDArray[Any]) -> None:
-    """Write an array behind the checksums of its blocks."""
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object behind its checksum."""
+    data = json.dumps(value).encode()
+    write_whole(path, f"{zlib.crc32(data):08x}\n".encode() + data)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what `write_json` wrote. Raises Damaged where the file is missing or not whole."""
+    try:
+        guard, _, data = path.read_bytes().partition(b"\n")
+        if int(guard, 16) != zlib.crc32(data):
+            raise Damaged(f"{path} is damaged")
+        value = json.loads(data)
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise Damaged(f"{path} is of something else")
+    return value
+
+
+def write_numbers(path: Path, numbers: npt.NDArray[Any]) -> int:
+    """Write an array behind the checksums of its blocks; return the checksum of these."""
     data = np.ascontiguousarray(numbers).tobytes()
     sums = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
     head = np.asarray([len(data), len(sums)], dtype="<u8").tobytes()
     listed = np.asarray(sums, dtype="<u4").tobytes()
-    guard = np.asarray([zlib.crc32(head + listed)], dtype="<u4").tobytes()
-    write_whole(path, head + guard + listed + data)
+    guard = zlib.crc32(head + listed)
+    write_whole(path, head + guard.to_bytes(4, "little") + listed + data)
+    return guard
 
 
 class Numbers:
     """An array of `write_numbers`, mapped into memory."""
 
-    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
-        """Raises Damaged where the file is not whole."""
+    def __init__(self, path: Path, dtype: npt.DTypeLike, guard: int | None = None) -> None:
+        """Raises Damaged where the file is not whole, or not the one whose `guard` was returned."""
         self._path = path
         self._dtype = np.dtype(dtype)
         try:
@@ -55,9 +77,11 @@ class Numbers:
         if not size or begin + size != len(mapped):
             raise Damaged(f"{path} is cut off or damaged")
         listed = mapped[20:begin]
-        guard = int(mapped[16:20].view("<u4")[0])
-        if zlib.crc32(mapped[:16].tobytes() + listed.tobytes()) != guard:
+        found = int(mapped[16:20].view("<u4")[0])
+        if zlib.crc32(mapped[:16].tobytes() + listed.tobytes()) != found:
             raise Damaged(f"{path} is damaged")
+        if guard not in (None, found) or size % self._dtype.itemsize:
+            raise Damaged(f"{path} belongs to other data")
         self._sums = np.frombuffer(listed.tobytes(), dtype="<u4")
         self._data = mapped[begin:]
         self._verified = np.zeros(blocks, dtype=np.bool_)

@@ -6,21 +6,27 @@ Memory holds one shard while it is written, and 24 bytes a sample while it is re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.encoding.notes import Notes
 from fluxtrain.data.encoding.samples import Ids, Marks, Sample
 from fluxtrain.data.row import Row
-from fluxtrain.data.store.shard_files import Damaged, Numbers, write_numbers, write_whole
+from fluxtrain.data.store.shard_files import (
+    Damaged,
+    Numbers,
+    read_json,
+    write_json,
+    write_numbers,
+)
 from fluxtrain.data.store.tokens import Ints, Keys, content_key
 
 SHARD_TOKENS = 1 << 24
@@ -70,15 +76,15 @@ class ShardWriter:
             stem = self._folder / f"{len(manifest['shards']):05d}"
             ids = np.concatenate([sample.ids for sample, _ in samples])
             marked = any(sample.marks is not None for sample, _ in samples)
-            write_numbers(stem.with_suffix(".ids"), ids.astype(manifest["dtype"]))
+            guards = {"ids": write_numbers(stem.with_suffix(".ids"), ids.astype(manifest["dtype"]))}
             if marked:
-                write_numbers(stem.with_suffix(".marks"), _marks_of(samples))
-            write_numbers(stem.with_suffix(".index"), self._index())
+                guards["marks"] = write_numbers(stem.with_suffix(".marks"), _marks_of(samples))
+            guards["index"] = write_numbers(stem.with_suffix(".index"), self._index())
             shard = {"samples": len(samples), "tokens": len(ids), "largest": int(ids.max()),
-                     "marks": marked, "digest": _digest(samples)}  # fmt: skip
+                     "marks": marked, "digest": _digest(samples), "guards": guards}  # fmt: skip
             manifest["shards"].append(shard)
         manifest["notes"] = notes.as_json()
-        write_whole(self._folder / MANIFEST, json.dumps(manifest).encode())
+        write_json(self._folder / MANIFEST, manifest)
         self._samples, self._tokens = [], 0
 
     def _index(self) -> np.ndarray[Any, Any]:
@@ -101,21 +107,35 @@ class StoredTokens:
     """The tokens that a `ShardWriter` wrote."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises Damaged where a file is missing, cut off or changed."""
+        """Raises Damaged where a file is missing, cut off, changed, or of other data."""
         manifest = _manifest(folder)
-        if manifest is None or not manifest["shards"]:
+        if manifest is None or not manifest.get("shards"):
             raise Damaged(f"{folder} has no whole shard")
+        try:
+            self._open(folder, manifest)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            if isinstance(error, Damaged):
+                raise
+            raise Damaged(f"{folder} is of another version: {error!r}") from error
+
+    def _open(self, folder: Path, manifest: dict[str, Any]) -> None:
         shards: list[dict[str, Any]] = manifest["shards"]
         stems = [folder / f"{number:05d}" for number in range(len(shards))]
         self.notes = Notes.from_json(manifest["notes"])
         self._folder = folder
         self._shards, self._files = shards, manifest["files"]
-        self._ids = [Numbers(stem.with_suffix(".ids"), manifest["dtype"]) for stem in stems]
+
+        def opened(number: int, kind: str, dtype: npt.DTypeLike) -> Numbers:
+            path = stems[number].with_suffix(f".{kind}")
+            return Numbers(path, dtype, shards[number]["guards"][kind])
+
+        numbers = range(len(shards))
+        self._ids = [opened(number, "ids", manifest["dtype"]) for number in numbers]
         self._marks = [
-            Numbers(stem.with_suffix(".marks"), np.bool_) if shard["marks"] else None
-            for stem, shard in zip(stems, shards, strict=True)
+            opened(number, "marks", np.bool_) if shards[number]["marks"] else None
+            for number in numbers
         ]
-        self._indexes = [Numbers(stem.with_suffix(".index"), _INDEX) for stem in stems]
+        self._indexes = [opened(number, "index", _INDEX) for number in numbers]
         for shard, ids in zip(shards, self._ids, strict=True):
             if len(ids) != shard["tokens"]:
                 raise Damaged(f"{folder} holds a shard of another length than its manifest says")
@@ -180,7 +200,8 @@ class StoredTokens:
         try:
             yield
         except Damaged as error:
-            (self._folder / MANIFEST).unlink(missing_ok=True)
+            with suppress(OSError):  # of a folder that is only read
+                (self._folder / MANIFEST).unlink(missing_ok=True)
             raise Damaged(
                 f"{error}: these tokens were given up; start again, or resume, and they are made "
                 "anew"
@@ -197,9 +218,21 @@ class StoredTokens:
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
     try:
-        return dict(json.loads((folder / MANIFEST).read_bytes()))
-    except (OSError, ValueError):
+        return read_json(folder / MANIFEST)
+    except Damaged:
         return None
+
+
+def can_go_on(folder: Path) -> bool:
+    """Tell whether a writer may go on in a folder: its shards are whole, or it has none yet."""
+    manifest = _manifest(folder)
+    if manifest is None or not manifest.get("shards"):
+        return not (folder / MANIFEST).exists()
+    try:
+        StoredTokens(folder)
+    except Damaged:
+        return False
+    return True
 
 
 def _marks_of(samples: list[tuple[Sample, int]]) -> Marks:

@@ -1,0 +1,163 @@
+"""A cache that is damaged, foreign, only read or full: never other tokens, and the cure."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from fluxtrain.data.encoding.encode import Encoder
+from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
+from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.store import cache, shards
+from fluxtrain.data.store.shard_files import Damaged
+from fluxtrain.errors import BadInput, NoSpace
+from tests.engine.mask_grounds import TEMPLATES, tokenizer_of
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 2048)
+    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 2048)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tokenizer_of("byte-level", TEMPLATES["chatml"])
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(f'{{"text": "the river runs past an old mill {i}"}}\n'
+                            for i in range(400)))  # fmt: skip
+    return path
+
+
+def prepared(data: Path, folder: object, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    source = DataSource(
+        request=read_request({"path": str(data)}), sequence_length=64, held_out=0.1,
+        token_cache=str(folder),
+    )  # fmt: skip
+    return prepare(source, tokenizer, ModelLimits(embedding_rows=600))
+
+
+def digest(found: PreparedData) -> str:
+    for rows in (found.trained, found.held_out):
+        rows.take(np.arange(len(rows)))  # every block is read and verified
+    return f"{found.trained.fingerprint()} {found.held_out.fingerprint()}"
+
+
+def harmed(content: bytes, how: str, draw: random.Random) -> bytes:
+    at = draw.randrange(len(content))
+    return {
+        "cut": content[:at],
+        "flipped": content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :],
+        "list": b"[]",
+        "object": b"{}",
+        "zeros": bytes(len(content)),
+        "noise": draw.randbytes(len(content)),
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "list", "object", "zeros", "noise", "missing"])
+def test_a_harmed_file_never_gives_other_tokens(
+    how: str, data: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    folder, draw = tmp_path / "cache", random.Random(how)
+    expected = digest(prepared(data, folder, tokenizer))
+    whole = tmp_path / "whole"
+    shutil.copytree(folder, whole)
+    names = [path.relative_to(whole) for path in whole.rglob("*") if path.stat().st_size]
+    for name in (one for one in names if (whole / one).is_file()):
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+        path = folder / name
+        if how == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(harmed(path.read_bytes(), how, draw))
+        try:
+            found = digest(prepared(data, folder, tokenizer))
+        except Damaged as told:  # found where it is read: the next start makes it anew
+            assert "start again" in str(told)
+            found = digest(prepared(data, folder, tokenizer))
+        assert found == expected, name
+
+
+def test_files_of_other_data_are_not_taken(
+    data: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(data.read_text().replace("river", "rover"))
+    expected = digest(prepared(data, tmp_path / "one", tokenizer))
+    prepared(other, tmp_path / "two", tokenizer)
+    [mine], [foreign] = ([*(tmp_path / name).iterdir()] for name in ("one", "two"))
+    shutil.copy(foreign / "trained" / "00000.ids", mine / "trained" / "00000.ids")
+    assert digest(prepared(data, tmp_path / "one", tokenizer)) == expected
+
+
+def test_a_cache_that_is_only_read_serves_what_it_has(
+    data: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = digest(prepared(data, tmp_path / "cache", tokenizer))
+    opened = os.open
+
+    def read_only(path: object, flags: int, *mode: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(30, "Read-only file system", str(path))
+        return opened(path, flags, *mode)  # type: ignore[arg-type]
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(cache.os, "open", read_only)
+    monkeypatch.setattr(cache.os, "utime", refused)
+    monkeypatch.setattr("fluxtrain.data.store.shard_files.write_whole", refused)
+    monkeypatch.setattr(Encoder, "batches", refused)
+    assert digest(prepared(data, tmp_path / "cache", tokenizer)) == expected
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"Read-only file system\): name another folder in data.tok"):
+        prepared(data, tmp_path / "empty", tokenizer)
+
+
+def test_a_folder_that_cannot_be_is_refused(data: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for folder in (data, data / "within", "/proc/none"):
+        with pytest.raises(BadInput, match="cannot be kept in .*: name another folder"):
+            prepared(data, folder, tokenizer)
+
+
+def test_a_full_disk_is_said_and_what_is_whole_is_used_later(
+    data: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        with pytest.raises(NoSpace, match="no space left for the tokens .* set it to off"):
+            prepared(data, tmp_path / "cache", tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    expected = digest(prepared(data, tmp_path / "whole", tokenizer))
+    assert digest(prepared(data, tmp_path / "cache", tokenizer)) == expected
+
+
+def test_an_entry_that_is_removed_meanwhile_is_made_again(
+    data: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = digest(prepared(data, tmp_path / "whole", tokenizer))
+    folder, removed = tmp_path / "cache", list[Path]()
+
+    def removes(of: Path) -> None:
+        if not removed:
+            removed.extend(of.iterdir())
+            shutil.rmtree(of)
+
+    monkeypatch.setattr("fluxtrain.data.prepare.forget_unused", removes)
+    assert digest(prepared(data, folder, tokenizer)) == expected
+    assert removed
