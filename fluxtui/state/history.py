@@ -113,7 +113,6 @@ class Curve(msgspec.Struct, frozen=True):
     open: Bucket | None = None
     average: float = 0.0  # the uncorrected moving average
     weight: float = 0.0
-    best: tuple[int, float] | None = None  # (step, value), the lowest
 
     def with_value(self, step: int, value: float) -> Curve:
         """The curve with one more step; a value that is not finite is left out."""
@@ -123,12 +122,11 @@ class Curve(msgspec.Struct, frozen=True):
         average = keep * self.average + (1 - keep) * value
         weight = keep * self.weight + (1 - keep)
         smooth = average / weight
-        best = self.best if self.best and self.best[1] <= value else (step, value)
         if self.open is None:
             bucket = Bucket(step, step, 1, value, value, value, smooth)
         else:
             bucket = self.open.with_value(step, value, smooth)
-        grown = replace(self, open=bucket, average=average, weight=weight, best=best)
+        grown = replace(self, open=bucket, average=average, weight=weight)
         return grown._closed_up() if bucket.count >= self.stride else grown
 
     def _closed_up(self) -> Curve:
@@ -150,13 +148,11 @@ class Curve(msgspec.Struct, frozen=True):
         if not self.buckets or self.buckets[-1].last <= step:
             return self
         kept = tuple(bucket for bucket in self.buckets if bucket.last <= step)
-        lowest = min(kept, key=lambda bucket: bucket.low, default=None)
         weight = 1.0 if kept else 0.0
         return replace(
             self,
             closed=kept, tail=(), open=None, weight=weight,
             average=kept[-1].smooth if kept else 0.0,
-            best=(lowest.last, lowest.low) if lowest else None,
         )  # fmt: skip
 
     @property

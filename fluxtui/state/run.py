@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -108,6 +109,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         for event in batch:
             state = state.after(event)
         return state
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step of the lowest evaluation loss, and the loss; never of the training loss."""
+        told = self.evaluation
+        if told is not None and told.best_step is not None and told.best_loss is not None:
+            return told.best_step, told.best_loss
+        known = [pair for pair in self.evaluations if math.isfinite(pair[1])]  # of older runs
+        return min(known, key=lambda pair: pair[1], default=None)
 
     @property
     def moves_are_a_sample(self) -> bool:
@@ -254,8 +264,17 @@ def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
 
 def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState:
     points = state.evaluations.appended((event.step, event.loss))
-    text = f"step {event.step}: held-out loss {event.loss:.4f} in {duration_text(event.seconds)}"
+    best = ", the best so far" if event.best_step == event.step else ""
+    took = duration_text(event.seconds)
+    text = f"step {event.step}: held-out loss {event.loss:.4f} in {took}{best}"
     state = replace(state, evaluation=event, evaluations=points)
+    return _logged(state, event, "info", "evaluation", text)
+
+
+def _after_early_stop(state: RunState, event: ev.StoppedEarly) -> RunState:
+    text = f"stopped early after step {event.step}: {event.stale} evaluations did not improve"
+    if event.best_loss is not None:
+        text += f"; the best was {event.best_loss:.4f} at step {event.best_step}"
     return _logged(state, event, "info", "evaluation", text)
 
 
@@ -365,6 +384,7 @@ _FOLDS: dict[type[Any], Callable[[RunState, Any], RunState]] = {
     ev.LogWritten: _after_log,
     ev.CommandAnswered: _after_command,
     ev.PlanChecked: lambda state, event: replace(state, checked=event),
+    ev.StoppedEarly: _after_early_stop,
     ev.Failed: _after_failed,
     ev.Done: _after_done,
 }

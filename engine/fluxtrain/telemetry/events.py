@@ -35,7 +35,8 @@ __all__ = [  # what is imported above, too
     "CheckpointWritten", "ChoiceMade", "CommandAnswered", "Compared", "Done", "EvaluationFinished",
     "Event", "Failed", "Gauge", "Heartbeat", "Hello", "LogWritten", "MeasuringChange",
     "MemorySampled", "Move", "MovesMade", "PhaseChanged", "PlacedAlike", "PlanChecked", "Planned",
-    "ResidencySampled", "RunPhase", "SampleGenerated", "StepFinished", "TrafficSampled",
+    "ResidencySampled", "RunPhase", "SampleGenerated", "StepFinished", "StoppedEarly",
+    "TrafficSampled",
 ]  # fmt: skip
 
 
@@ -243,6 +244,21 @@ class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation"):
     seconds: float
     unit: str = "tokens"  # of the objective: tokens, pairs, elements
     metrics: dict[str, float] = msgspec.field(default_factory=dict)  # means by name, `loss` too
+    best_step: int | None = None  # of the lowest loss so far, this one with it
+    best_loss: float | None = None
+    stale: int = 0  # evaluations since the last that counted as an improvement
+    patience: int | None = None  # training ends when `stale` reaches it
+
+
+class StoppedEarly(Event, frozen=True, kw_only=True, tag="stopped_early"):
+    """Training ended before its last step because evaluations no longer improved."""
+
+    step: int
+    total_steps: int
+    stale: int  # evaluations in a row without an improvement
+    threshold: float  # the smallest improvement that counts
+    best_step: int | None
+    best_loss: float | None
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
@@ -312,6 +328,9 @@ class Done(Event, frozen=True, kw_only=True, tag="done"):
     evaluation_loss: float | None
     model_path: str | None
     resume_with: str | None = None  # the command that goes on
+    model_step: int | None = None  # the step whose weights the saved model has
+    best_step: int | None = None  # of the lowest evaluation loss
+    best_loss: float | None = None
 
 
 AnyEvent = (
@@ -319,4 +338,5 @@ AnyEvent = (
     | ResidencySampled | MovesMade | Heartbeat | EvaluationFinished | CheckpointWritten
     | SampleGenerated | AdviceGiven | AdviceWithdrawn | ChangeApplied | ChangeRefused
     | MeasuringChange | ChangeMeasured | LogWritten | CommandAnswered | PlanChecked | Failed | Done
+    | StoppedEarly
 )  # fmt: skip

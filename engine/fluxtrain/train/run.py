@@ -36,6 +36,8 @@ from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.planning.row_length import with_row_length
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
+from fluxtrain.train.early_stopping import EarlyStopping
+from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
 from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as, told_of
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
@@ -115,6 +117,7 @@ class Run:
         self._method = method_of(config)
         self._objective = self._method.objective()
         rows = _known_rows(config, checkpoint)
+        refuse_without_evaluations(config.train, len(inputs.data.held_out))
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
         kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
         self._plan = self._planned_for(machine, device.value, rows)
@@ -207,10 +210,11 @@ class Run:
         return CheckpointWriter(
             session.run_dir.checkpoints,
             cadence,
-            config.train.keep_checkpoints,
+            config.train.checkpoints_kept,
             session.announcer,
             fingerprint(config, self.model, self.batch_rows, self._inputs.loaded.base_key),
             optimizer,
+            needs_best=config.train.final_model == "best",
         )
 
     def announce(self, hello: Hello) -> None:
@@ -233,14 +237,18 @@ class Run:
     def finish(self) -> None:
         """Save the trained model, and show a sample of it."""
         session, loaded = self._session, self._inputs.loaded
+        wanted = self._config.train.final_model
         session.announcer.phase("saving", "the trained model")
+        session.model_step = choose_final_weights(
+            wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
+        )
         self._method.save(loaded, self._config.method, session.run_dir.model)
         session.model_path = str(session.run_dir.model)
         if self._inputs.prompt:
             text = sample_text(loaded.model, loaded.tokenizer, self._inputs.prompt)
             session.announcer.emit(
                 SampleGenerated(
-                    step=session.state.step,
+                    step=session.model_step,
                     prompt=self._inputs.prompt,
                     text=text.removeprefix(self._inputs.prompt),
                 )
@@ -302,6 +310,8 @@ class Run:
                 last_step=self._session.state.step,
             ),
             learning_rate_at=rate,
+            early_stopping=EarlyStopping.of(self._config.train),
+            keeps_best=self._config.train.final_model == "best",
         )
 
 

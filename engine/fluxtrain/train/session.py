@@ -67,6 +67,7 @@ class Session:
         self.timeline = TimelineThread(run_dir.timeline, self.announcer.warn)
         self.state = RunState()
         self.model_path: str | None = None
+        self.model_step: int | None = None  # whose weights are saved
         self.measured: dict[str, Any] = {}
         self._afterwards, self._began = self.signals.words, False
         self.configured()
@@ -179,7 +180,10 @@ class Session:
             "first_loss": self.state.first_loss,
             "loss": self.state.last_loss,
             "evaluation_loss": self.state.evaluation_loss,
+            "best_evaluation_loss": self.state.best_loss,
+            "best_step": self.state.best_step,
             "model": self.model_path,
+            "model_step": self.model_step,
             **self.measured,
         }
         if not interrupted:
@@ -218,6 +222,9 @@ class Session:
             loss=self.state.last_loss,
             evaluation_loss=self.state.evaluation_loss,
             model_path=self.model_path,
+            model_step=self.model_step,
+            best_step=self.state.best_step,
+            best_loss=self.state.best_loss,
             resume_with=self.resume_command if code and self.run_dir.run.exists() else None,
         )
 
