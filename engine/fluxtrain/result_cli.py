@@ -76,8 +76,8 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     """Talk with a model in the terminal, or answer the prompts of a file in batches."""
     with ImmediateInterrupts():
         from fluxtrain.commands import generation
+        from fluxtrain.decoding.sampling import Sampling
         from fluxtrain.inference.request import ModelRequest
-        from fluxtrain.inference.sampling import Sampling
 
     request = generation.GenerationRequest(
         model=ModelRequest(

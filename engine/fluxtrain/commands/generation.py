@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.client.generation import Event, Expected, Ready, encoded
+from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
+from fluxtrain.decoding.sampling import Sampling
+from fluxtrain.decoding.writing import Written
 from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.inference.opened import open_model
-from fluxtrain.inference.prompts import Prompt, Prompting, read_prompts
 from fluxtrain.inference.request import ModelRequest
-from fluxtrain.inference.sampling import Sampling
 from fluxtrain.inference.serving import Stopping, serve
 from fluxtrain.inference.session import Batches, Session
-from fluxtrain.inference.writing import Written
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.units import duration_text
 

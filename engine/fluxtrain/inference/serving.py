@@ -10,9 +10,9 @@ from dataclasses import replace
 import msgspec
 
 from fluxtrain.client.generation import Ask, Event, Refused, Stop, Text, read_request
+from fluxtrain.decoding.prompts import Prompt
+from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.prompts import Prompt
-from fluxtrain.inference.sampling import Sampling
 from fluxtrain.inference.session import Session, answered
 
 Send = Callable[[Event], None]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fluxtrain.client.generation import Answered, Expected, Ready
+from fluxtrain.decoding.prompts import Prompt, Prompting
+from fluxtrain.decoding.sampling import Sampling, stops
+from fluxtrain.decoding.writing import Written, room_for, write
 from fluxtrain.errors import BadInput
 from fluxtrain.inference.measuring import Measured, measure, rows_that_fit
 from fluxtrain.inference.opened import OpenedModel
-from fluxtrain.inference.prompts import Prompt, Prompting
-from fluxtrain.inference.sampling import Sampling, stops
-from fluxtrain.inference.writing import Written, room_for, write
 
 
 @dataclass(frozen=True, kw_only=True)

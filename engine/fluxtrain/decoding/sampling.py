@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.opened import OpenedModel
 from fluxtrain.models.generation import stops_of
 from fluxtrain.models.loading import pad_id
 
@@ -39,14 +39,14 @@ class Sampling:
             raise BadInput(f"seed is {self.seed}: use 0 to 2**63 - 1")
 
 
-def stops(opened: OpenedModel) -> list[int]:
+def stops(opened: DecodedModel) -> list[int]:
     """Return the tokens that end an answer: of the generation settings, else of the tokenizer."""
     found = stops_of(opened.model.generation_config)
     end = opened.tokenizer.eos_token_id
     return found or ([int(end)] if isinstance(end, int) else [])
 
 
-def settings_for(opened: OpenedModel, sampling: Sampling, most: int) -> GenerationConfig:
+def settings_for(opened: DecodedModel, sampling: Sampling, most: int) -> GenerationConfig:
     """Return the model's generation settings with what is asked for, for `most` new tokens."""
     settings: Any = copy.deepcopy(opened.model.generation_config)
     if settings is None:

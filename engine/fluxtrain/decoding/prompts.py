@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
+from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.opened import OpenedModel
 
 Conversation = list[dict[str, Any]]
 _KEYS = "a JSON string, or an object with `prompt` or `messages`"
@@ -40,7 +40,7 @@ class Prompt:
 class Prompting:
     """Makes tokens of prompts, as the model was taught them."""
 
-    def __init__(self, opened: OpenedModel, *, plain: bool = False, system: str = "") -> None:
+    def __init__(self, opened: DecodedModel, *, plain: bool = False, system: str = "") -> None:
         """plain: continue text as it is, without the chat template. system: begins conversations.
 
         Raises BadInput where `system` is given and there is no template.
@@ -76,7 +76,7 @@ class Prompting:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def template_of(opened: OpenedModel) -> ChatTemplate | None:
+def template_of(opened: DecodedModel) -> ChatTemplate | None:
     """Return the model's chat template; None where it has none."""
     try:
         return ChatTemplate(opened.tokenizer)
@@ -84,18 +84,18 @@ def template_of(opened: OpenedModel) -> ChatTemplate | None:
         return None
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
     """Read prompts from a file: `.jsonl` and `.ndjson` hold one JSON value a line, any other file
-    one prompt a line. Empty lines are passed over.
+    one prompt a line. Empty lines are passed over. `named`: the option or setting that names it.
 
     Raises BadInput where there is no file or no prompt, naming the line that cannot be used.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError as error:
-        raise BadInput(f"{path} does not exist: check --prompts") from error
+        raise BadInput(f"{path} does not exist: check {named}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read ({error}): --prompts takes a text file") from error
+        raise BadInput(f"{path} cannot be read ({error}): {named} takes a text file") from error
     is_json = path.suffix in (".jsonl", ".ndjson")
     found = [
         _parsed(line, f"{path} line {number}")

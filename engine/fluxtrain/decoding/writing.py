@@ -17,10 +17,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from fluxtrain.client.generation import Ended
+from fluxtrain.decoding.model import DecodedModel
+from fluxtrain.decoding.sampling import Sampling, settings_for, stops
+from fluxtrain.decoding.streaming import TextStream, text_of
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.opened import OpenedModel
-from fluxtrain.inference.sampling import Sampling, settings_for, stops
-from fluxtrain.inference.streaming import TextStream, text_of
 from fluxtrain.models.loading import pad_id
 from fluxtrain.models.quiet import quiet_transformers
 
@@ -37,7 +37,7 @@ class Written:
 
 
 def write(
-    opened: OpenedModel,
+    opened: DecodedModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     heard: Callable[[str], None] | None = None,
@@ -86,7 +86,7 @@ def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
             raise BadInput("the prompt is empty: write something to answer or to continue")
 
 
-def room_for(opened: OpenedModel, prompt_tokens: int, wanted: int) -> int:
+def room_for(opened: DecodedModel, prompt_tokens: int, wanted: int) -> int:
     """Return how many tokens an answer may have behind a prompt.
 
     Raises BadInput where the prompt fills the model's positions.
@@ -117,7 +117,7 @@ def _batch(
 
 
 def _written(
-    opened: OpenedModel,
+    opened: DecodedModel,
     row: list[int],
     prompt_tokens: int,
     otherwise: Ended,
