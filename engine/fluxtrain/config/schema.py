@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from fluxtrain.client.plan import Setting
 from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.errors import explain
+from fluxtrain.config.sample_settings import SampleSettings
 from fluxtrain.config.section import Section
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.errors import BadInput
@@ -228,6 +229,7 @@ class RunConfig(Section):
     data: DataSettings = Field(default_factory=DataSettings)
     method: MethodSettings = Field(default_factory=MethodSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
+    samples: SampleSettings = Field(default_factory=SampleSettings)
     placement: PlacementRequest = Field(default_factory=PlacementRequest)
 
     @model_validator(mode="after")

@@ -207,7 +207,11 @@ def _checkpoint(event: Event) -> str:
 
 def _sample(event: Event) -> str:
     assert isinstance(event, SampleGenerated)
-    return f"sample: {' '.join(f'{event.prompt}|{event.text}'.split())}"
+    words = " ".join(f"{event.prompt}|{event.text}".split())
+    if event.seconds is None:
+        return f"sample: {words}"
+    took = f" in {duration_text(event.seconds)}" if event.number == event.count else ""
+    return f"sample {event.number} of {event.count} at step {event.step}{took}: {words}"
 
 
 def _advice(event: Event) -> str:

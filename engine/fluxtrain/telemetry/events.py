@@ -271,11 +271,16 @@ class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
 
 
 class SampleGenerated(Event, frozen=True, kw_only=True, tag="sample"):
-    """The model's continuation of a prompt."""
+    """The model's answer to a prompt, or its continuation of it; engine.log has long ones whole."""
 
     step: int
     prompt: str
     text: str
+    number: int = 1  # of `count` prompts that were answered after this step
+    count: int = 1
+    tokens: int | None = None  # of the answer
+    ended: str = ""  # why the answer ended: end, length, context
+    seconds: float | None = None  # for all `count`
 
 
 class LogWritten(Event, frozen=True, kw_only=True, tag="log"):

@@ -27,6 +27,7 @@ from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.evaluate import evaluate, evaluation_event
 from fluxtrain.train.queued_step import Computed, QueuedStep
 from fluxtrain.train.requests import Requests
+from fluxtrain.train.samples import Samples
 from fluxtrain.wrapping.engine import engine_of
 
 
@@ -40,6 +41,7 @@ class LoopSettings:
     learning_rate_at: Callable[[int], float]  # of step 0, 1, ...
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     keeps_best: bool = False  # a checkpoint follows each evaluation that is the best so far
+    samples: Samples | None = None
 
 
 class TrainingLoop(Generic[B]):
@@ -92,6 +94,8 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase("training")
         if self.state.step > 0 and self._evaluations.is_due(self.state.step):
             self.evaluate()  # a stop cut it short before the checkpoint was written
+        if self.state.step == 0:
+            self._sample(evaluated=True)
         try:
             while self._goes_on():
                 self._attend_requests()
@@ -259,12 +263,35 @@ class TrainingLoop(Generic[B]):
     def _between_steps(self) -> None:
         evaluates = self._evaluations.is_due(self._step_number)
         saves = self._checkpoints.is_due(self._step_number)
-        if evaluates or saves:
+        samples = self._samples_are_due(evaluated=evaluates)
+        if evaluates or saves or samples:
             self._report_queued()
         if evaluates:
             self.evaluate()
         if saves or (evaluates and self._evaluation_asks_for_checkpoint()):
             self._checkpoint()
+        if samples:
+            self._sample(evaluated=evaluates)
+
+    def _samples_are_due(self, *, evaluated: bool) -> bool:
+        samples, total = self._settings.samples, self._settings.total_steps
+        return samples is not None and samples.is_due(self._step_number, total, evaluated=evaluated)
+
+    def _sample(self, *, evaluated: bool) -> None:
+        """Answer the prompts of the run with the weights as they are now."""
+        samples = self._settings.samples
+        if samples is None or not self._samples_are_due(evaluated=evaluated):
+            return
+        started_s = time.perf_counter()
+        self._disturbed()
+        self._announcer.phase("evaluating", "samples")
+        self._engine.flush()
+        with self._recorder.as_one("samples"):
+            samples.write(self.state.step, self._stopping)
+        self._engine.take_stalls()
+        if evaluated:
+            self._evaluations.also_took(time.perf_counter() - started_s)
+        self._announcer.phase("training")
 
     def _evaluation_asks_for_checkpoint(self) -> bool:
         """Return whether the evaluation of this step was the best, or ended the training."""

@@ -42,6 +42,7 @@ from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as, told_of
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
+from fluxtrain.train.samples import Samples, TrainedModel, prompts_of
 from fluxtrain.train.session import Session
 
 EVALUATION_SHARE = 0.1  # of the time, at most, for evaluations whose interval is automatic
@@ -72,6 +73,7 @@ def train(
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
         session.announcer.phase("loading")
+        prompts_of(config.samples)  # a file that is missing is said before anything is loaded
         config, chosen = with_row_length(config)
         if not (configured := target.resumes and target.run_dir.run.exists()):
             write_run_file(target.run_dir, config, machine)
@@ -312,7 +314,18 @@ class Run:
             learning_rate_at=rate,
             early_stopping=EarlyStopping.of(self._config.train),
             keeps_best=self._config.train.final_model == "best",
+            samples=self._samples(),
         )
+
+    def _samples(self) -> Samples | None:
+        """Return what answers the run's prompts; None: it has none."""
+        settings = self._config.samples
+        prompts = prompts_of(settings)
+        if not prompts:
+            return None
+        model = TrainedModel(loaded=self._inputs.loaded, device=self.engine.device.torch_device)
+        talks = self._inputs.talks
+        return Samples(settings, prompts, model, self._session.announcer, talks=talks)
 
 
 def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
