@@ -16,6 +16,7 @@ from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import bytes_text, duration_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History
+from fluxtui.state.samples import Rounds, until, with_sample
 from fluxtui.words import counted
 
 Sample = TypeVar("Sample", bound=ev.Event)
@@ -67,6 +68,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: ev.EvaluationFinished | None = None
     checkpoint: ev.CheckpointWritten | None = None
     sample: ev.SampleGenerated | None = None
+    samples: Rounds = ()
     failed: ev.Failed | None = None
     done: ev.Done | None = None
     answer: ev.CommandAnswered | None = None
@@ -158,6 +160,7 @@ def _rewound(state: RunState, step: int) -> RunState:
         learning_rate=state.learning_rate.until(step),
         tokens=state.tokens.until(step),
         evaluations=evaluations,
+        samples=until(state.samples, step),
         evaluation=evaluation if evaluation and evaluation.step <= step else None,
     )
 
@@ -288,7 +291,8 @@ def _after_checkpoint(state: RunState, event: ev.CheckpointWritten) -> RunState:
 
 def _after_sample(state: RunState, event: ev.SampleGenerated) -> RunState:
     text = f"step {event.step}: {event.prompt}{event.text}".replace("\n", " ")
-    return _logged(replace(state, sample=event), event, "info", "sample", text)
+    state = replace(state, sample=event, samples=with_sample(state.samples, event))
+    return _logged(state, event, "info", "sample", text)
 
 
 def _after_advice(state: RunState, event: ev.AdviceGiven) -> RunState:

@@ -284,8 +284,8 @@ def _whose_weights(event: Done) -> str:
         return ""
     best = f"evaluation, {event.best_loss:.4f}"
     if event.model_step == event.best_step:
-        last = " and the last" if event.model_step == event.step else ""
-        return f" (step {event.model_step}, the best {best}{last})"
+        last = "the last, and " if event.model_step == event.step else ""
+        return f" (step {event.model_step}, {last}the best {best})"
     return (
         f" (step {event.model_step}, the last; the best {best}, was at step {event.best_step}: "
         "train.final_model=best saves that one)"
