@@ -8,7 +8,7 @@ from fluxtrain.units import duration_text
 from fluxtui.panels.panel import Panel, key_of
 from fluxtui.state.samples import Round, round_at
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, cut, dropped_to_fit, fitted, wrapped
+from fluxtui.widgets.spans import Line, cut, dropped_to_fit, fitted, width_of, wrapped
 from fluxtui.words import counted
 
 ENDS = {"length": " …", "context": " …"}  # an answer that was cut off goes on
@@ -81,7 +81,8 @@ def _cut_off(lines: list[Line], rows: int, width: int) -> list[Line]:
     kept = lines[:rows]
     if rows > 1:
         text = kept[-1][1][0].removesuffix(" …")
-        kept[-1] = (("  ", "text"), (cut(text, max(1, width - 4)) + " …", "text"))
+        fits = width_of(((text, ""),)) <= width - 4
+        kept[-1] = (("  ", "text"), (text + " …" if fits else cut(text, width - 2), "text"))
     return kept
 
 
