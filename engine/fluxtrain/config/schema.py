@@ -19,6 +19,7 @@ from fluxtrain.config.errors import explain
 from fluxtrain.config.sample_settings import SampleSettings
 from fluxtrain.config.section import Section
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
+from fluxtrain.config.tracker_settings import TrackerSettings
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.request import Auto, PlacementRequest, Positive
 from fluxtrain.plan.states import OptimizerName, PackedFormat
@@ -230,6 +231,7 @@ class RunConfig(Section):
     method: MethodSettings = Field(default_factory=MethodSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
     samples: SampleSettings = Field(default_factory=SampleSettings)
+    trackers: TrackerSettings = Field(default_factory=TrackerSettings)
     placement: PlacementRequest = Field(default_factory=PlacementRequest)
 
     @model_validator(mode="after")

@@ -35,6 +35,7 @@ from fluxtrain.planning.placing import card_capability, choose_device, dtype_cho
 from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.planning.row_length import with_row_length
+from fluxtrain.reporting.trackers.opening import refuse_missing_trackers
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
@@ -73,7 +74,8 @@ def train(
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
         session.announcer.phase("loading")
-        prompts_of(config.samples)  # a file that is missing is said before anything is loaded
+        prompts_of(config.samples)  # what is missing is said before anything is loaded
+        refuse_missing_trackers(config.trackers)
         config, chosen = with_row_length(config)
         if not (configured := target.resumes and target.run_dir.run.exists()):
             write_run_file(target.run_dir, config, machine)
@@ -93,6 +95,7 @@ def train(
         if configured:  # only now: a refused resume changes nothing of the run
             write_run_file(target.run_dir, config, machine)
         session.begin_training()
+        session.track(config)
         run.loop.run()
         session.signals.deferred = False
         run.finish()
