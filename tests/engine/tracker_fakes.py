@@ -55,7 +55,11 @@ def wandb(told: Told) -> ModuleType:
         assert all(len(row) == len(columns) for row in data)
         return tuple(tuple(row) for row in data)
 
+    def setup(settings: Settings | None = None) -> None:
+        assert settings is not None and settings.silent
+
     module.init, module.Table, module.Settings = init, table, Settings
+    module.setup = setup
     return module
 
 

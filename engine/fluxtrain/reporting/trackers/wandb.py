@@ -19,6 +19,7 @@ class WeightsAndBiases:
         name = run.known_id or uuid4().hex[:12]
         self._wandb: Any = wandb
         settings = wandb.Settings(console="off", silent=True)
+        wandb.setup(settings=settings)  # before init, which would ask for a key on the terminal
         self._run: Any = wandb.init(
             project=run.project,
             name=run.name,
