@@ -377,13 +377,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
+    from fluxtrain.commands.paths import refuse_missing_paths
     from fluxtrain.config.schema import demo_config, load_config
 
     if demo and path is not None:
         raise BadInput(f"--demo and {path} were both given: leave one out")
-    if demo:
-        return demo_config(overrides)
-    return load_config(path, overrides) if path is not None else None
+    if not demo and path is None:
+        return None
+    chosen = demo_config(overrides) if path is None else load_config(path, overrides)
+    refuse_missing_paths(chosen)
+    return chosen
 
 
 def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]) -> RunConfig:

@@ -7,7 +7,6 @@ holds a second copy of the whole model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.models.copies import Copied, copied_by_loading
 from fluxtrain.models.isolation import keeps_documents_apart
 from fluxtrain.models.left_out import further_blocks
-from fluxtrain.models.model_files import ModelFiles, base_key, check_model_folder
+from fluxtrain.models.model_files import ModelFiles, base_key, check_model_folder, is_local
 from fluxtrain.models.precision import (
     DTYPES,
     Capability,
@@ -43,7 +42,6 @@ from fluxtrain.models.precision import (
 from fluxtrain.models.quiet import quiet_transformers
 
 DEMO = "demo"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +181,7 @@ def model_folder(source: ModelSource, with_weights: bool = True) -> Path:
 
 def refuse_missing_folder(path: str) -> None:
     """Raise BadInput for a name that is no folder here and cannot be a hub id."""
-    if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
+    if is_local(path):
         raise BadInput(f"{Path(path).expanduser()} does not exist: check model.path")
 
 
