@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.main import get_command
 
-from fluxtrain import result_cli
+from fluxtrain import init_cli, result_cli
 from fluxtrain.commands import options
 from fluxtrain.commands.options import (
     Config,
@@ -217,6 +217,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
         say(exporting.page(found))
 
 
+init_cli.register(app, EXIT_CODES)
 result_cli.register(app, EXIT_CODES)
 
 
