@@ -115,3 +115,21 @@ Offload = Annotated[str, typer.Option("--offload", help="auto, none, weights or 
 Budget = Annotated[
     float | None, typer.Option("--budget-gib", help="device memory that may be used, in GiB")
 ]
+Prompts = Annotated[
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="answer each line, or .jsonl, in batches"),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="of an answer, at most")]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", help="0: the most likely token; left out: as the model says"),
+]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="choose among tokens of so much probability")
+]
+DrawSeed = Annotated[int | None, typer.Option("--seed", help="draw the same tokens each time")]
+SystemWords = Annotated[str, typer.Option("--system", help="begin conversations with this")]
+Plain = Annotated[bool, typer.Option("--plain", help="continue text, without the chat template")]
+JsonLines = Annotated[
+    bool, typer.Option("--json", help="read and write a JSON object a line, for programs")
+]
