@@ -85,7 +85,13 @@ def _run_around(folder: Path) -> dict[str, Any]:
 
 def _refuse_missing(named: str, path: Path) -> None:
     """Raise BadInput for what is no hub id, or names something within a folder that is here."""
-    refuse_missing_folder(named)
+    try:
+        refuse_missing_folder(named)
+    except BadInput as error:
+        raise BadInput(
+            f"{named} does not exist: name a run (`fluxtrain runs` lists them), the folder of a "
+            "model or an adapter, or a model of the hub"
+        ) from error
     parent = path.parent
     if parent != Path() and parent.is_dir():
         beside = sorted(one.name for one in parent.iterdir() if one.is_dir())[:3]

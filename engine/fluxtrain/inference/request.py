@@ -28,6 +28,8 @@ class ModelRequest:
 
     def check_values(self) -> None:
         """Raise BadInput for a value that is not known."""
+        if not self.named.strip():
+            raise BadInput("MODEL is empty: name a run, a folder or a model of the hub")
         for option, given, known in (
             ("--dtype", self.dtype, ("auto", *SHORT_NAMES, *DTYPES)),
             ("--packed", self.packed, (None, *PACKED_FORMATS)),
