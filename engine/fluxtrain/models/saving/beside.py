@@ -127,16 +127,23 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, beside: B
         tokenizer.save_pretrained(folder)
     template: Any = getattr(tokenizer, "chat_template", None)
     chosen = template if template != beside.template and isinstance(template, str) else None
-    settings = _read_json(folder / TOKENIZER)
-    if settings is not None:
-        made = tokenizer_in_both(settings)
-        if chosen is not None and "chat_template" in made:
-            made["chat_template"] = chosen
-        if made != settings:
-            _write_json(folder / TOKENIZER, made)
+    spell_tokenizer(folder, chosen)
     if chosen is not None:
         (folder / TEMPLATE).write_text(chosen, encoding="utf-8")
         (folder / OLD_TEMPLATE).unlink(missing_ok=True)
+
+
+def spell_tokenizer(folder: Path, template: str | None = None) -> None:
+    """Write a folder's tokenizer_config.json in both spellings, with another template where one is
+    in it and another was chosen; leave the file where nothing changes."""
+    settings = _read_json(folder / TOKENIZER)
+    if settings is None:
+        return
+    made = tokenizer_in_both(settings)
+    if template is not None and "chat_template" in made:
+        made["chat_template"] = template
+    if made != settings:
+        _write_json(folder / TOKENIZER, made)
 
 
 def _is_carried(path: Path) -> bool:

@@ -18,6 +18,7 @@ _NEOX = ("gpt_neox", "gpt_neox_japanese")  # with names of their own for base an
 _LOCAL_BASE = ("gemma3", "gemma3_text", "gemma3n_text", "t5gemma2")  # of sliding attention
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")  # keys of version 4 at the top
+_RENAMED = {"qwen3_moe": {"num_experts": "num_local_experts"}}  # of kinds: the older name first
 _CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 _OF_LOADING = ("is_local", "local_files_only")  # how the tokenizer was loaded, not what it is
 
@@ -51,12 +52,16 @@ def tokenizer_in_both(config: Mapping[str, Any]) -> Config:
 
 
 def _part_in_both(part: Mapping[str, Any], known: Mapping[str, Any]) -> Config:
-    made = dict(part)
+    made, kind = dict(part), str(part.get("model_type", ""))
+    for older, newer in _RENAMED.get(kind, {}).items():
+        if newer in part:
+            made.setdefault(older, part[newer])
     parameters = known.get("rope_parameters") or part.get("rope_parameters")
     if not isinstance(parameters, Mapping) or not parameters:
         return made
-    for name, value in _rope_of_4(parameters, str(part.get("model_type", ""))).items():
-        made.setdefault(name, value)
+    for name, value in _rope_of_4(parameters, kind).items():
+        if made.get(name) is None or (name != "rope_scaling" and made[name] != value):
+            made[name] = value
     if "rope_parameters" not in made and not _is_nested(parameters):
         made["rope_parameters"] = dict(parameters)
     return made

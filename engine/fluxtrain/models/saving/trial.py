@@ -47,8 +47,9 @@ def _tried(doing: str, loaded: LoadedModel, act: Callable[[], object]) -> None:
     except Exception as error:  # whatever the library makes of files that it does not like
         words = " ".join(str(error).split())[:300] or type(error).__name__
         raise BadInput(
-            f"the trained model could not be saved: what stands beside the weights of "
-            f"{loaded.name} cannot be {doing} ({words}): repair it in the model's folder; nothing is trained yet"
+            "the trained model could not be saved: what stands beside the weights of "
+            f"{loaded.name} cannot be {doing} ({words}): repair it in the model's folder; nothing "
+            "is trained yet"
         ) from error
 
 
