@@ -103,7 +103,7 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(
     assert found.data.startswith("held out of ") and found.base is not None
     base = tmp_path / "llama-float32"
     beside = plain_with_adapter(base, tmp_path / "run" / "model", torch.float32, storage)
-    data = tmp_path / "sentences.txt"
+    data = Path(json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["path"])
     expected = plainly(beside, base, data, 32, 1)
     assert evaluated(tmp_path / "run", data, sequence_length=32, rows=1).loss == pytest.approx(
         expected, rel=1e-6
