@@ -18,7 +18,7 @@ from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.inference import evaluation
 from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.plan import states
 from fluxtrain.telemetry import events as ev
 from tests.engine.test_lora_run import run, settings

@@ -12,7 +12,7 @@ from torch import nn
 
 from fluxtrain.errors import BadInput
 from fluxtrain.inference.measuring import measure, rows_that_fit
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.opening.opened import OpenedModel
 from fluxtrain.inference.prompts import Prompt, Prompting
 from fluxtrain.inference.sampling import Sampling
 from fluxtrain.inference.session import Batches, Session

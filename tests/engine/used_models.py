@@ -12,8 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fluxtrain.exporting.trained_base import dequantised
-from fluxtrain.inference.opened import OpenedModel, open_model
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.opened import OpenedModel, open_model
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.grouping import group_parameters

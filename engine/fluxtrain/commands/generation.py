@@ -13,9 +13,9 @@ from typing import Any
 
 from fluxtrain.client.generation import Event, Expected, Ready, encoded
 from fluxtrain.errors import BadInput, Interrupted
-from fluxtrain.inference.opened import open_model
+from fluxtrain.inference.opening.opened import open_model
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.inference.prompts import Prompt, Prompting, read_prompts
-from fluxtrain.inference.request import ModelRequest
 from fluxtrain.inference.sampling import Sampling
 from fluxtrain.inference.serving import Stopping, serve
 from fluxtrain.inference.session import Batches, Session

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fluxtrain.client.generation import Answered, Expected, Ready
 from fluxtrain.errors import BadInput
 from fluxtrain.inference.measuring import Measured, measure, rows_that_fit
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.opening.opened import OpenedModel
 from fluxtrain.inference.prompts import Prompt, Prompting
 from fluxtrain.inference.sampling import Sampling, stops
 from fluxtrain.inference.writing import Written, room_for, write

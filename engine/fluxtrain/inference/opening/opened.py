@@ -15,9 +15,9 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.exporting.check.logits import with_adapter
 from fluxtrain.exporting.request import ChosenBase, ExportRequest, chosen_base
 from fluxtrain.exporting.source import AdapterSource
-from fluxtrain.inference.finding import Found, find_model
-from fluxtrain.inference.placed import place_for_use
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.finding import Found, find_model
+from fluxtrain.inference.opening.placed import place_for_use
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
 from fluxtrain.models.quiet import quiet_transformers
