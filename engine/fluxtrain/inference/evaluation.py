@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -17,9 +18,9 @@ from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepar
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.inference.finding import Found, find_model
-from fluxtrain.inference.opened import OpenedModel, open_model
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.finding import Found, find_model
+from fluxtrain.inference.opening.opened import OpenedModel, open_model
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.planning.row_length import samples_of, with_row_length
 from fluxtrain.train.evaluate import evaluate
@@ -29,6 +30,9 @@ Tell = Callable[[str], None]
 
 BATCH_TOKENS = 16_384  # a batch of so many keeps a GPU busy while a block is copied
 MOST_ROWS = 64
+# In fp32. So many are computed whole, and the loss by the model's own function: the same bits as
+# without FluxTrain. More are fused with the loss, a chunk at a time.
+WHOLE_LOGITS_BYTES = 256 << 20
 _LARGEST_EXPONENT = 709.0  # of a float
 
 
@@ -104,7 +108,9 @@ def _evaluated(
         )
     count = request.rows or _batch_rows(rows)
     started_s = perf_counter()
-    with opened.engine.evaluating():
+    logits_bytes = 4 * count * rows.sequence_length * opened.loaded.embedding_rows
+    fused = logits_bytes > WHOLE_LOGITS_BYTES
+    with opened.engine.evaluating() if fused else nullcontext():
         result = evaluate(CausalLM(), opened.model, _told(rows, count, tell))
     assert result is not None, "there are rows"
     if not math.isfinite(result.loss):

@@ -8,7 +8,7 @@ holds a second copy of the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -40,6 +40,7 @@ from fluxtrain.models.precision import (
     with_odd_tensors,
 )
 from fluxtrain.models.quiet import quiet_transformers
+from fluxtrain.models.saving.beside import Beside, read_beside
 
 DEMO = "demo"
 
@@ -72,6 +73,7 @@ class LoadedModel:
     merged_bytes: int = 0  # bytes of weights merged from several tensors
     weight_files: tuple[Path, ...] = ()  # none of fresh weights
     base_key: str = ""  # of its weight files (`model_files.base_key`); empty for fresh weights
+    beside: Beside = field(default_factory=Beside)  # what its folder holds beside weights
 
 
 def load_model(
@@ -109,7 +111,12 @@ def load_model(
     choice = with_left_out(choice, left_out)
     check_finite(model, str(folder), packed_elements)
     loaded = _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
-    return replace(loaded, weight_files=files.weights, base_key=base_key(files.weights))
+    return replace(
+        loaded,
+        weight_files=files.weights,
+        base_key=base_key(files.weights),
+        beside=read_beside(folder, tokenizer),
+    )
 
 
 def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:

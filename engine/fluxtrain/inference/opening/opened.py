@@ -15,13 +15,14 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.exporting.check.logits import with_adapter
 from fluxtrain.exporting.request import ChosenBase, ExportRequest, chosen_base
 from fluxtrain.exporting.source import AdapterSource
-from fluxtrain.inference.finding import Found, find_model
-from fluxtrain.inference.placed import place_for_use
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.finding import Found, find_model
+from fluxtrain.inference.opening.placed import place_for_use
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.plan.states import LEAST_PACKED, StorageFormat
+from fluxtrain.plan import states
+from fluxtrain.plan.states import StorageFormat
 from fluxtrain.wrapping.engine import Engine
 from fluxtrain.wrapping.target import compute_device
 
@@ -127,7 +128,7 @@ def _beside_adapter(
             trust_remote_code=request.trust_remote_code,
             capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
         ),
-        packed_elements=LEAST_PACKED if packs else None,
+        packed_elements=states.LEAST_PACKED if packs else None,
     )
     adapted: Any = with_adapter(loaded.model, source.folder, source)
     model = adapted.get_base_model()

@@ -22,7 +22,7 @@ from fluxtrain.wrapping.target import free_capacity
 from fluxtrain.wrapping.wrap import Keeping, wrap_placed
 
 if TYPE_CHECKING:
-    from fluxtrain.inference.request import ModelRequest
+    from fluxtrain.inference.opening.request import ModelRequest
 
 
 def place_for_use(
