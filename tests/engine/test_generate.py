@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.inference.measuring import measure, rows_that_fit
 from fluxtrain.inference.opening.opened import OpenedModel
 from fluxtrain.inference.prompts import Prompt, Prompting
@@ -240,3 +240,26 @@ def test_a_single_answer_is_told_as_it_comes_and_can_be_stopped(model_folder: Fo
         (cut,) = write(model, PROMPTS[:1], GREEDY, stopped=stopped)
     assert cut.ended == "stopped"
     assert cut.tokens == whole.tokens[: len(cut.tokens)] and 0 < len(cut.tokens) < 12
+
+
+def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
+    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the weights are read")
+
+    import msgspec
+
+    from fluxtrain.hardware.machine import read_machine
+
+    monkeypatch.setattr("fluxtrain.models.loading._weights", never)
+    small = msgspec.structs.replace(read_machine(), memory_available_bytes=100_000)
+    monkeypatch.setattr("fluxtrain.inference.opening.placed.read_machine", lambda: small)
+    folder = model_folder("llama")
+    with pytest.raises(DoesNotFit, match="cannot be used here: .* 305 KiB"), opened(folder):
+        pass
+    with (
+        pytest.raises(DoesNotFit, match="in another dtype than its files' makes copies of 7"),
+        opened(folder, dtype="bf16"),
+    ):
+        pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fluxtrain.exporting.check.logits import with_adapter
 from fluxtrain.exporting.request import ChosenBase, ExportRequest, chosen_base
 from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.inference.opening.finding import Found, find_model
-from fluxtrain.inference.opening.placed import place_for_use
+from fluxtrain.inference.opening.placed import place_for_use, refuse_before_loading
 from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
@@ -69,7 +70,8 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
     with ExitStack() as until_placed:
         if found.adapter is None:
             tell(f"reading {found.path}")
-            loaded, base = load_model(_source(request, found, device)), None
+            fits = partial(refuse_before_loading, request, device, "plain", found.path)
+            loaded, base = load_model(_source(request, found, device), fits), None
         else:
             base = until_placed.enter_context(_base_of(request, found.adapter))
             tell(f"reading {base.name} and the adapter {found.path}")
@@ -128,6 +130,7 @@ def _beside_adapter(
             trust_remote_code=request.trust_remote_code,
             capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
         ),
+        partial(refuse_before_loading, request, device, base.storage, base.name),
         packed_elements=states.LEAST_PACKED if packs else None,
     )
     adapted: Any = with_adapter(loaded.model, source.folder, source)
