@@ -253,11 +253,16 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
     from fluxtrain.hardware.machine import read_machine
 
     monkeypatch.setattr("fluxtrain.models.loading._weights", never)
-    small = msgspec.structs.replace(read_machine(), memory_available_bytes=100_000)
-    monkeypatch.setattr("fluxtrain.inference.opening.placed.read_machine", lambda: small)
+
+    def free(size: int) -> None:
+        small = msgspec.structs.replace(read_machine(), memory_available_bytes=size)
+        monkeypatch.setattr("fluxtrain.inference.opening.placed.read_machine", lambda: small)
+
+    free(100_000)
     folder = model_folder("llama")
     with pytest.raises(DoesNotFit, match="cannot be used here: .* 305 KiB"), opened(folder):
         pass
+    free(50_000)
     with (
         pytest.raises(DoesNotFit, match="in another dtype than its files' makes copies of 7"),
         opened(folder, dtype="bf16"),
