@@ -78,6 +78,7 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
             loaded = _beside_adapter(request, base, found.adapter, device)
         storage: StorageFormat = base.storage if base else "plain"
         loaded.model.train(False)
+        _leave_router_losses_out(loaded.model)
         for parameter in loaded.model.parameters():
             # Trainable ones are never packed with the frozen weights.
             parameter.requires_grad_(parameter.requires_grad and storage != "plain")
@@ -142,6 +143,14 @@ def _beside_adapter(
     if settings is not None:
         model.generation_config = settings
     return replace(loaded, model=model)
+
+
+def _leave_router_losses_out(model: PreTrainedModel) -> None:
+    """Switch the loss that balances experts off: it is of training, and transformers fails to
+    compute it beside a cache."""
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
 
 
 def generation_settings(folder: Path) -> GenerationConfig | None:
