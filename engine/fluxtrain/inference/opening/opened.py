@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fluxtrain.exporting.check.logits import with_adapter
 from fluxtrain.exporting.request import ChosenBase, ExportRequest, chosen_base
 from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.inference.opening.finding import Found, find_model
-from fluxtrain.inference.opening.placed import place_for_use
+from fluxtrain.inference.opening.placed import place_for_use, refuse_before_loading
 from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
@@ -69,13 +70,15 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
     with ExitStack() as until_placed:
         if found.adapter is None:
             tell(f"reading {found.path}")
-            loaded, base = load_model(_source(request, found, device)), None
+            fits = partial(refuse_before_loading, request, device, "plain", found.path)
+            loaded, base = load_model(_source(request, found, device), fits), None
         else:
             base = until_placed.enter_context(_base_of(request, found.adapter))
             tell(f"reading {base.name} and the adapter {found.path}")
             loaded = _beside_adapter(request, base, found.adapter, device)
         storage: StorageFormat = base.storage if base else "plain"
         loaded.model.train(False)
+        _leave_router_losses_out(loaded.model)
         for parameter in loaded.model.parameters():
             # Trainable ones are never packed with the frozen weights.
             parameter.requires_grad_(parameter.requires_grad and storage != "plain")
@@ -128,6 +131,7 @@ def _beside_adapter(
             trust_remote_code=request.trust_remote_code,
             capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
         ),
+        partial(refuse_before_loading, request, device, base.storage, base.name),
         packed_elements=states.LEAST_PACKED if packs else None,
     )
     adapted: Any = with_adapter(loaded.model, source.folder, source)
@@ -139,6 +143,14 @@ def _beside_adapter(
     if settings is not None:
         model.generation_config = settings
     return replace(loaded, model=model)
+
+
+def _leave_router_losses_out(model: PreTrainedModel) -> None:
+    """Switch the loss that balances experts off: it is of training, and transformers fails to
+    compute it beside a cache."""
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
 
 
 def generation_settings(folder: Path) -> GenerationConfig | None:
