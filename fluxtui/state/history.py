@@ -9,7 +9,12 @@ from typing import Generic, TypeGuard, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from fluxtrain.telemetry.events import Event
+
 Item = TypeVar("Item")
+Sample = TypeVar("Sample", bound=Event)
+SAMPLES_APART_S = 0.45  # a live pipe brings ten a second; charts keep two
+DISORDER_S = 2.0  # events by pipe and by journal may arrive out of order
 
 
 class History(Generic[Item]):
@@ -56,6 +61,19 @@ class History(Generic[Item]):
     @property
     def newest(self) -> Item | None:
         return self._items[self._end - 1] if self._end > self._start else None
+
+
+def spaced(history: History[Sample], event: Sample) -> History[Sample]:
+    """The history with a sample that is far enough from the one before it.
+
+    A clock that was set back begins a new one: no axis of times could show both.
+    """
+    newest = history.newest
+    if newest is not None and event.wall_s < newest.wall_s - DISORDER_S:
+        return History[Sample](history.limit).appended(event)
+    if newest is not None and 0 <= event.wall_s - newest.wall_s < SAMPLES_APART_S:
+        return history
+    return history.appended(event)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from msgspec import field
@@ -15,18 +15,15 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import bytes_text, duration_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
-from fluxtui.state.history import Curve, History
+from fluxtui.state.history import Curve, History, spaced
 from fluxtui.state.samples import Rounds, until, with_sample
 from fluxtui.words import counted
 
-Sample = TypeVar("Sample", bound=ev.Event)
 Level = Literal["debug", "info", "warning", "error"]
 LOG_LIMIT = 2000
 MOVES_LIMIT = 512
 RATES_LIMIT = 1200
-SAMPLES_APART_S = 0.45  # a live pipe brings ten a second; charts keep two
 STEPS_LIMIT = 256
-DISORDER_S = 2.0  # events by pipe and by journal may arrive out of order
 LATEST_WALL_S = 1e11  # the year 5138: a clock beyond it is broken
 
 
@@ -235,25 +232,12 @@ def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
     )
 
 
-def _sampled(history: History[Sample], event: Sample) -> History[Sample]:
-    """The history with a sample that is far enough from the one before it.
-
-    A clock that was set back begins a new one: no axis of times could show both.
-    """
-    newest = history.newest
-    if newest is not None and event.wall_s < newest.wall_s - DISORDER_S:
-        return History[Sample](history.limit).appended(event)
-    if newest is not None and 0 <= event.wall_s - newest.wall_s < SAMPLES_APART_S:
-        return history
-    return history.appended(event)
-
-
 def _after_memory(state: RunState, event: ev.MemorySampled) -> RunState:
-    return replace(state, memory=event, memories=_sampled(state.memories, event))
+    return replace(state, memory=event, memories=spaced(state.memories, event))
 
 
 def _after_traffic(state: RunState, event: ev.TrafficSampled) -> RunState:
-    return replace(state, traffic=event, traffics=_sampled(state.traffics, event))
+    return replace(state, traffic=event, traffics=spaced(state.traffics, event))
 
 
 def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
