@@ -31,7 +31,7 @@ from fluxtrain.commands.options import (
 from fluxtrain.errors import EXIT_FINISHED, BadInput, FluxTrainError, NoSpace
 from fluxtrain.hardware import allocator, openmp
 from fluxtrain.interrupts import ImmediateInterrupts
-from fluxtrain.output import complain, print_json, say, silent, tell
+from fluxtrain.output import complain, leave, print_json, say, silent, tell
 from fluxtrain.rundir.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:
@@ -373,8 +373,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = EXIT_FINISHED if ended is None else tell(typer.Exit(ended), debug=False)
     except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code
         code = tell(error, debug="--debug" in given)
-    sys.stdout.flush()
-    sys.exit(code)
+    leave(code)
 
 
 def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -298,3 +300,19 @@ def test_tensorboards_own_reader_finds_the_run_and_its_resume(
     assert "samples/1/text_summary" in found.Tags()["tensors"]
     names = json.loads((tmp_path / "run" / "trackers" / "tensorboard.json").read_text())
     assert names["id"].endswith("tensorboard")
+
+
+def test_a_process_does_not_wait_for_a_tracker_that_hangs_in_its_last_words() -> None:
+    code = (
+        "import atexit, sys, threading, time\n"
+        "from fluxtrain.output import leave\n"
+        "from fluxtrain.reporting.trackers.feed import THREAD\n"
+        "atexit.register(time.sleep, 100)\n"
+        "threading.Thread(target=time.sleep, args=(100,), name=THREAD + 'x', daemon=True).start()\n"
+        "print('told')\n"
+        "leave(5)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (5, "told\n")

@@ -26,6 +26,7 @@ from fluxtrain.units import count_text, duration_text
 QUEUE_LIMIT = 4096  # events; at a step a second, more than an hour
 MOST_FAILURES = 3  # in a row, until a tracker is given up
 FOLDER = "trackers"
+THREAD = "tracker-"  # begins the names of the threads, which `output.leave` looks for
 
 
 class TrackerFeed:
@@ -43,14 +44,14 @@ class TrackerFeed:
         self.name = name
         self._make, self._run, self._warn = make, run, warn
         self._events: queue.Queue[Event | None] = queue.Queue(limit)
-        self._failed_run = False
+        self._failed_run, self._ended_s = False, 0.0
         self._memory: dict[str, float] = {}
         self._samples: list[tuple[str, str]] = []
         self._failures = 0
         self._given_up = False
         self.dropped = 0  # events that found the queue full
         self.lost = 0  # that the tracker raised for
-        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{THREAD}{name}", daemon=True)
         self._thread.start()
 
     def put(self, event: Event) -> None:
@@ -72,7 +73,7 @@ class TrackerFeed:
 
     def end(self, *, failed: bool) -> None:
         """Ask the tracker to end its run once it has what is queued."""
-        self._failed_run = failed
+        self._failed_run, self._ended_s = failed, time.monotonic()
         while True:
             try:
                 self._events.put_nowait(None)
@@ -84,16 +85,17 @@ class TrackerFeed:
 
     def wait(self, until_s: float) -> None:
         """Wait for the end until a time of `time.monotonic`; say what did not arrive."""
-        started_s = time.monotonic()
-        self._thread.join(max(0.0, until_s - started_s))
+        self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
+            waited = duration_text(time.monotonic() - self._ended_s)
+            left = max(0, self._events.qsize() - 1)  # without the end
             self._warn(
-                f"{self.name} did not end within {duration_text(time.monotonic() - started_s)}: "
-                f"about {self._events.qsize()} reports did not reach it"
+                f"{self.name} did not end within {waited}: about {left} reports did not reach it"
             )
         missing = self.dropped + self.lost
         if missing:
             self._warn(f"{missing} reports are missing in {self.name}: the journal has them all")
+        self._warn = lambda _: None  # the run is told of nothing any more
 
     # -- in the thread -----------------------------------------------------------------------------
 
