@@ -96,7 +96,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
         prompts=prompts, rows=rows, system=system, plain=plain,
     )  # fmt: skip
     if json:
-        generation.answer_in_json(request, silent)
+        generation.answer_in_json(request)
     elif prompts is not None:
         generation.answer_prompts(request, complain, say)
     else:
