@@ -22,6 +22,7 @@ from fluxtrain.client.generation import (
     Ask,
     Event,
     Expected,
+    Progress,
     Ready,
     Refused,
     Stop,
@@ -175,7 +176,8 @@ def test_the_prompts_of_a_file_are_answered_in_their_order(
     assert out == "".join(f"> {w}\n{t}\n\n" for w, t in zip(words, texts, strict=True))
     assert "3 prompts in 3 batches of 1: a pass over the model takes" in err and "at most" in err
     code, out, _ = command(*arguments, "--json")
-    ready, expected, *answers = map(read_event, out.splitlines())
+    events = [read_event(line) for line in out.splitlines()]
+    ready, expected, *answers = (one for one in events if not isinstance(one, Progress))
     assert isinstance(ready, Ready) and ready.has_template and ready.context == 128
     assert isinstance(expected, Expected) and (expected.prompts, expected.batches) == (3, 3)
     assert [one.text for one in answers if isinstance(one, Answered)] == texts
@@ -248,8 +250,13 @@ def test_asks_are_answered_as_lines_and_what_is_wrong_is_refused(
     ]  # fmt: skip
     code, out, _ = command("generate", folder, *GREEDY, "--json", typed="".join(lines))
     events = [read_event(line) for line in out.splitlines()]
-    ready = events[0]
-    assert code == 0 and isinstance(ready, Ready) and ready.pass_s > 0
+    ready = next(one for one in events if not isinstance(one, Progress))
+    assert (
+        code == 0
+        and isinstance(events[0], Progress)
+        and isinstance(ready, Ready)
+        and ready.pass_s > 0
+    )
     whole, short = (one for one in events if isinstance(one, Answered))
     assert (whole.id, whole.text, whole.tokens) == ("a", expected_text(folder, [turn]), 6)
     assert (short.id, short.text, short.ended) == ("b", expected_text(folder, [turn], 2), "length")
@@ -282,6 +289,18 @@ def test_a_stop_is_heard_while_an_answer_is_written(model_folder: Folder) -> Non
     first, second = (event for event in events if isinstance(event, Answered))
     assert (first.ended, first.id) == ("stopped", "a") and first.tokens < 100
     assert (second.ended, second.tokens) == ("length", 3)
+
+
+def test_a_stop_reaches_an_ask_that_waits_and_none_that_comes_later(model_folder: Folder) -> None:
+    events: list[Event] = []
+    asks = [Ask(id=name, prompt="the fox", max_new_tokens=50) for name in "abc"]
+    lines = [encoded(one) for one in (asks[0], asks[1], Stop(), asks[2])]
+    with opened(model_folder("qwen3")) as model:
+        session = Session.of(model, Prompting(model), Sampling(temperature=0))
+        serve(session, lines, events.append, Stopping())
+    ended = {one.id: (one.ended, one.tokens) for one in events if isinstance(one, Answered)}
+    assert ended["a"][0] == ended["b"][0] == "stopped"
+    assert ended["b"][1] < 50 and ended["c"] == ("length", 50)
 
 
 async def test_a_program_talks_with_a_model_without_torch(model_folder: Folder) -> None:

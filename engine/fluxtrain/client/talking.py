@@ -19,7 +19,7 @@ _LINE_LIMIT_BYTES = 1 << 24
 
 
 class Talk:
-    """One model that answers until it is closed. Its first event is `Ready`."""
+    """One model that answers until it is closed. Its first event but progress is `Ready`."""
 
     def __init__(self, process: asyncio.subprocess.Process, said: Callable[[str], None]) -> None:
         self._process = process

@@ -101,6 +101,8 @@ class Batches:
     def answers(self, stopped: Callable[[], bool]) -> Iterator[Answered]:
         """Yield an answer for each prompt, in their order, batch by batch."""
         for first in range(0, len(self._prompts), self.rows):
+            if stopped():
+                return
             batch = self._prompts[first : first + self.rows]
             sampling = self._session.sampling
             if sampling.seed is not None:
@@ -108,8 +110,6 @@ class Batches:
             found = write(self._session.opened, batch, sampling, stopped=stopped)
             for number, written in enumerate(found, first + 1):
                 yield answered(str(number), written)
-            if stopped():
-                return
 
 
 def answered(name: str, written: Written) -> Answered:
