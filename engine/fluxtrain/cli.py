@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.main import get_command
 
+from fluxtrain import init_cli, result_cli
 from fluxtrain.commands import options
 from fluxtrain.commands.options import (
     Config,
@@ -26,11 +27,12 @@ from fluxtrain.commands.options import (
     Steps,
     Whole,
     folder_of,
+    overrides_of,
 )
 from fluxtrain.errors import EXIT_FINISHED, BadInput, FluxTrainError, NoSpace
 from fluxtrain.hardware import allocator, openmp
 from fluxtrain.interrupts import ImmediateInterrupts
-from fluxtrain.output import complain, print_json, say, silent, tell
+from fluxtrain.output import complain, leave, print_json, say, silent, tell
 from fluxtrain.rundir.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 
     if trace is not None:
         check_trace_path(trace)
-    overrides = _overrides(sets, steps, device)
+    overrides = overrides_of(sets, steps, device)
     chosen = _chosen_config(config, demo, overrides)
     if chosen is None and resume is None and run_dir is None:
         raise BadInput("nothing to train: name a CONFIG.yaml, or use --demo")
@@ -126,7 +128,7 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     debug: Debug = False,
 ) -> None:
     """Show what a run would do and need, how long it takes, and why."""
-    chosen = _named_config("plan", config, demo, _overrides(sets, steps, device))
+    chosen = _named_config("plan", config, demo, overrides_of(sets, steps, device))
     with ImmediateInterrupts():
         from fluxtrain.commands.preview import preview, table
         from fluxtrain.plan.machine_file import read_machine_file
@@ -150,7 +152,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
-    chosen = _named_config("inspect", config, demo, _overrides(sets, None, None))
+    chosen = _named_config("inspect", config, demo, overrides_of(sets, None, None))
     with ImmediateInterrupts():
         from fluxtrain.commands import inspection
 
@@ -171,7 +173,7 @@ def dry_run(
     debug: Debug = False,
 ) -> None:
     """Train three real steps, show predicted against measured, and leave nothing behind."""
-    chosen = _named_config("try", config, demo, _overrides(sets, None, device))
+    chosen = _named_config("try", config, demo, overrides_of(sets, None, device))
     with ImmediateInterrupts():
         from fluxtrain.commands import dry_run as trial
 
@@ -214,6 +216,10 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
         print_json(found)
     else:
         say(exporting.page(found))
+
+
+init_cli.register(app, EXIT_CODES)
+result_cli.register(app, EXIT_CODES)
 
 
 @app.command()
@@ -369,18 +375,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = EXIT_FINISHED if ended is None else tell(typer.Exit(ended), debug=False)
     except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code
         code = tell(error, debug="--debug" in given)
-    sys.stdout.flush()
-    sys.exit(code)
+    leave(code)
 
 
 def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
+    from fluxtrain.commands.paths import refuse_missing_paths
     from fluxtrain.config.schema import demo_config, load_config
 
     if demo and path is not None:
         raise BadInput(f"--demo and {path} were both given: leave one out")
-    if demo:
-        return demo_config(overrides)
-    return load_config(path, overrides) if path is not None else None
+    if not demo and path is None:
+        return None
+    chosen = demo_config(overrides) if path is None else load_config(path, overrides)
+    refuse_missing_paths(chosen)
+    return chosen
 
 
 def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]) -> RunConfig:
@@ -389,12 +397,3 @@ def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]
     if chosen is None:
         raise BadInput(f"nothing to {verb}: name a CONFIG.yaml, or use --demo")
     return chosen
-
-
-def _overrides(sets: list[str] | None, steps: int | None, device: str | None) -> list[str]:
-    overrides = list(sets or [])
-    if steps is not None:
-        overrides.append(f"train.steps={steps}")
-    if device is not None:
-        overrides.append(f"placement.device={device}")
-    return overrides

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json as json_module
 import os
 import sys
+import threading
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interrupted, NoSpace
+
+TRACKER_THREADS = "tracker-"  # how their names begin
 
 
 def tell(error: BaseException, *, debug: bool) -> int:
@@ -37,6 +40,17 @@ def tell(error: BaseException, *, debug: bool) -> int:
     for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):
         complain(note)
     return EXIT_BUG
+
+
+def leave(code: int) -> NoReturn:
+    """End the process. Where a tracker hangs, its library's own last words are not waited for:
+    they would wait for it, too."""
+    sys.stdout.flush()
+    hung = any(thread.name.startswith(TRACKER_THREADS) for thread in threading.enumerate())
+    if hung:
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _one_line(text: str) -> str:

@@ -19,6 +19,7 @@ from fluxtui.panels import (
     readout,
     recent_steps,
     residency,
+    samples,
     stalls,
     step,
 )
@@ -31,6 +32,6 @@ PANELS: dict[str, Panel] = {
         progress.PANEL, memory.PANEL, residency.PANEL, loss.PANEL, bus.PANEL, machine.PANEL,
         moves.PANEL, step.PANEL, log.PANEL, advice.PANEL, memory_history.PANEL, categories.PANEL,
         block.PANEL, rates.PANEL, readout.PANEL, stalls.PANEL, recent_steps.PANEL, lanes.PANEL,
-        GRAD_NORM, LEARNING_RATE,
+        samples.PANEL, GRAD_NORM, LEARNING_RATE,
     )
 }  # fmt: skip

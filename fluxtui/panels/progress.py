@@ -109,8 +109,9 @@ def _how(view: View, width: int) -> Line:
         pair("lr", power_text(step.learning_rate if step else None)),
         pair("epoch", f"{step.epoch:.2f}" if step else UNKNOWN),
     ]
-    if state.loss.best is not None:
-        parts.append((*pair("best", number_text(state.loss.best[1])), _at(state.loss.best[0])))
+    if state.best is not None:
+        step_of_best, lowest = state.best
+        parts.append((*pair("best eval", number_text(lowest), "evaluation"), _at(step_of_best)))
     return dropped_to_fit(parts, width, gap="   " if width > 100 else "  ")
 
 

@@ -168,14 +168,25 @@ def transfer(width: int, height: int) -> Arrangement:
     return places
 
 
-def loss(width: int, height: int) -> Arrangement:
-    """The loss with its readout when low, else with two small charts below."""
+def loss(width: int, height: int, *, samples: bool = False) -> Arrangement:
+    """The loss with its readout when low, else with two small charts below.
+
+    With `samples`, the answers to prompts stand beside the loss, or below it where it is narrow.
+    """
     low = 9 if height >= SMALL_CHARTS_FROM_ROWS else 0
     chart = height - READOUT_ROWS - low
     places = {
         "loss": Place(Rect(0, 0, width, chart), "box"),
         "readout": Place(Rect(0, chart, width, READOUT_ROWS), "box"),
     }
+    if samples and width >= BOXED[0]:
+        left = width * 58 // 100
+        places["loss"] = Place(Rect(0, 0, left, chart), "box")
+        places["samples"] = Place(Rect(left, 0, width - left, chart), "box")
+    elif samples:
+        rows = max(4, chart * 2 // 5)
+        places["loss"] = Place(Rect(0, 0, width, chart - rows), "box")
+        places["samples"] = Place(Rect(0, chart - rows, width, rows), "box")
     if low:
         half = width // 2
         places["grad_norm"] = Place(Rect(0, height - low, half, low), "box")

@@ -11,9 +11,10 @@ from fluxtui.actions.trainer_commands import apply_advice, send
 from fluxtui.panels.trials import headline
 from fluxtui.screens import arrangement
 from fluxtui.screens.arrangement import Arrangement
-from fluxtui.screens.panel_screen import PanelScreen
+from fluxtui.screens.panel_screen import PanelGrid, PanelScreen
 from fluxtui.state.changes import ranked
 from fluxtui.state.view import View
+from fluxtui.themes import Palette
 from fluxtui.widgets.spans import Line
 
 if TYPE_CHECKING:
@@ -98,15 +99,25 @@ class TransferScreen(PanelScreen):
 
 
 class LossScreen(CurveScreen):
-    """Screen 4: the loss, what is under the crosshair, gradient norm and learning rate."""
+    """Screen 4: the loss, what is under the crosshair, samples, gradient norm, learning rate."""
 
     NAME = "loss"
     BINDINGS: ClassVar[list[BindingType]] = screen_bindings("loss")
     MAIN = "loss"
-    SHOWN = ("loss", "readout", "grad_norm", "learning_rate")
+    SHOWN = ("loss", "samples", "readout", "grad_norm", "learning_rate")
+
+    _samples = False  # whether the run has answered prompts so far
 
     def places(self, width: int, height: int) -> Arrangement:
-        return arrangement.loss(width, height)
+        return arrangement.loss(width, height, samples=self._samples)
+
+    def draw_body(self, view: View, palette: Palette) -> None:
+        """Make room for samples once there are some."""
+        if bool(view.state.samples) != self._samples:
+            self._samples = not self._samples
+            self.query_one(PanelGrid).children[0].refresh(layout=True)
+            self.call_after_refresh(self.draw)
+        super().draw_body(view, palette)
 
     def action_crosshair(self, by: int) -> None:
         """Move the crosshair by hundredths of the shown curve; 0 hides it."""

@@ -9,7 +9,12 @@ from typing import Generic, TypeGuard, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from fluxtrain.telemetry.events import Event
+
 Item = TypeVar("Item")
+Sample = TypeVar("Sample", bound=Event)
+SAMPLES_APART_S = 0.45  # a live pipe brings ten a second; charts keep two
+DISORDER_S = 2.0  # events by pipe and by journal may arrive out of order
 
 
 class History(Generic[Item]):
@@ -56,6 +61,19 @@ class History(Generic[Item]):
     @property
     def newest(self) -> Item | None:
         return self._items[self._end - 1] if self._end > self._start else None
+
+
+def spaced(history: History[Sample], event: Sample) -> History[Sample]:
+    """The history with a sample that is far enough from the one before it.
+
+    A clock that was set back begins a new one: no axis of times could show both.
+    """
+    newest = history.newest
+    if newest is not None and event.wall_s < newest.wall_s - DISORDER_S:
+        return History[Sample](history.limit).appended(event)
+    if newest is not None and 0 <= event.wall_s - newest.wall_s < SAMPLES_APART_S:
+        return history
+    return history.appended(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +131,6 @@ class Curve(msgspec.Struct, frozen=True):
     open: Bucket | None = None
     average: float = 0.0  # the uncorrected moving average
     weight: float = 0.0
-    best: tuple[int, float] | None = None  # (step, value), the lowest
 
     def with_value(self, step: int, value: float) -> Curve:
         """The curve with one more step; a value that is not finite is left out."""
@@ -123,12 +140,11 @@ class Curve(msgspec.Struct, frozen=True):
         average = keep * self.average + (1 - keep) * value
         weight = keep * self.weight + (1 - keep)
         smooth = average / weight
-        best = self.best if self.best and self.best[1] <= value else (step, value)
         if self.open is None:
             bucket = Bucket(step, step, 1, value, value, value, smooth)
         else:
             bucket = self.open.with_value(step, value, smooth)
-        grown = replace(self, open=bucket, average=average, weight=weight, best=best)
+        grown = replace(self, open=bucket, average=average, weight=weight)
         return grown._closed_up() if bucket.count >= self.stride else grown
 
     def _closed_up(self) -> Curve:
@@ -150,13 +166,11 @@ class Curve(msgspec.Struct, frozen=True):
         if not self.buckets or self.buckets[-1].last <= step:
             return self
         kept = tuple(bucket for bucket in self.buckets if bucket.last <= step)
-        lowest = min(kept, key=lambda bucket: bucket.low, default=None)
         weight = 1.0 if kept else 0.0
         return replace(
             self,
             closed=kept, tail=(), open=None, weight=weight,
             average=kept[-1].smooth if kept else 0.0,
-            best=(lowest.last, lowest.low) if lowest else None,
         )  # fmt: skip
 
     @property

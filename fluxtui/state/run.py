@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from msgspec import field
@@ -14,17 +15,15 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import bytes_text, duration_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
-from fluxtui.state.history import Curve, History
+from fluxtui.state.history import Curve, History, spaced
+from fluxtui.state.samples import Rounds, until, with_sample
 from fluxtui.words import counted
 
-Sample = TypeVar("Sample", bound=ev.Event)
 Level = Literal["debug", "info", "warning", "error"]
 LOG_LIMIT = 2000
 MOVES_LIMIT = 512
 RATES_LIMIT = 1200
-SAMPLES_APART_S = 0.45  # a live pipe brings ten a second; charts keep two
 STEPS_LIMIT = 256
-DISORDER_S = 2.0  # events by pipe and by journal may arrive out of order
 LATEST_WALL_S = 1e11  # the year 5138: a clock beyond it is broken
 
 
@@ -66,6 +65,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: ev.EvaluationFinished | None = None
     checkpoint: ev.CheckpointWritten | None = None
     sample: ev.SampleGenerated | None = None
+    samples: Rounds = ()
     failed: ev.Failed | None = None
     done: ev.Done | None = None
     answer: ev.CommandAnswered | None = None
@@ -110,6 +110,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return state
 
     @property
+    def best(self) -> tuple[int, float] | None:
+        """The step of the lowest evaluation loss, and the loss; never of the training loss."""
+        told = self.evaluation
+        if told is not None and told.best_step is not None and told.best_loss is not None:
+            return told.best_step, told.best_loss
+        known = [pair for pair in self.evaluations if math.isfinite(pair[1])]  # of older runs
+        return min(known, key=lambda pair: pair[1], default=None)
+
+    @property
     def moves_are_a_sample(self) -> bool:
         """Return whether more moves were made than told."""
         return self.made is not None and self.made.total > self.moves_told
@@ -148,6 +157,7 @@ def _rewound(state: RunState, step: int) -> RunState:
         learning_rate=state.learning_rate.until(step),
         tokens=state.tokens.until(step),
         evaluations=evaluations,
+        samples=until(state.samples, step),
         evaluation=evaluation if evaluation and evaluation.step <= step else None,
     )
 
@@ -222,25 +232,12 @@ def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
     )
 
 
-def _sampled(history: History[Sample], event: Sample) -> History[Sample]:
-    """The history with a sample that is far enough from the one before it.
-
-    A clock that was set back begins a new one: no axis of times could show both.
-    """
-    newest = history.newest
-    if newest is not None and event.wall_s < newest.wall_s - DISORDER_S:
-        return History[Sample](history.limit).appended(event)
-    if newest is not None and 0 <= event.wall_s - newest.wall_s < SAMPLES_APART_S:
-        return history
-    return history.appended(event)
-
-
 def _after_memory(state: RunState, event: ev.MemorySampled) -> RunState:
-    return replace(state, memory=event, memories=_sampled(state.memories, event))
+    return replace(state, memory=event, memories=spaced(state.memories, event))
 
 
 def _after_traffic(state: RunState, event: ev.TrafficSampled) -> RunState:
-    return replace(state, traffic=event, traffics=_sampled(state.traffics, event))
+    return replace(state, traffic=event, traffics=spaced(state.traffics, event))
 
 
 def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
@@ -254,8 +251,17 @@ def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
 
 def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState:
     points = state.evaluations.appended((event.step, event.loss))
-    text = f"step {event.step}: held-out loss {event.loss:.4f} in {duration_text(event.seconds)}"
+    best = ", the best so far" if event.best_step == event.step else ""
+    took = duration_text(event.seconds)
+    text = f"step {event.step}: held-out loss {event.loss:.4f} in {took}{best}"
     state = replace(state, evaluation=event, evaluations=points)
+    return _logged(state, event, "info", "evaluation", text)
+
+
+def _after_early_stop(state: RunState, event: ev.StoppedEarly) -> RunState:
+    text = f"stopped early after step {event.step}: {event.stale} evaluations did not improve"
+    if event.best_loss is not None:
+        text += f"; the best was {event.best_loss:.4f} at step {event.best_step}"
     return _logged(state, event, "info", "evaluation", text)
 
 
@@ -269,7 +275,8 @@ def _after_checkpoint(state: RunState, event: ev.CheckpointWritten) -> RunState:
 
 def _after_sample(state: RunState, event: ev.SampleGenerated) -> RunState:
     text = f"step {event.step}: {event.prompt}{event.text}".replace("\n", " ")
-    return _logged(replace(state, sample=event), event, "info", "sample", text)
+    state = replace(state, sample=event, samples=with_sample(state.samples, event))
+    return _logged(state, event, "info", "sample", text)
 
 
 def _after_advice(state: RunState, event: ev.AdviceGiven) -> RunState:
@@ -365,6 +372,7 @@ _FOLDS: dict[type[Any], Callable[[RunState, Any], RunState]] = {
     ev.LogWritten: _after_log,
     ev.CommandAnswered: _after_command,
     ev.PlanChecked: lambda state, event: replace(state, checked=event),
+    ev.StoppedEarly: _after_early_stop,
     ev.Failed: _after_failed,
     ev.Done: _after_done,
 }

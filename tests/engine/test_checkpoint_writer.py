@@ -77,7 +77,9 @@ class Kept:
 FINGERPRINT = {"model": "Tiny", "train.eps": 1e-8, "train.betas": [0.9, 0.999]}
 
 
-def writer(root: Path, fingerprint: dict[str, Any] | None = None) -> tuple[Any, Kept]:
+def writer(
+    root: Path, fingerprint: dict[str, Any] | None = None, *, needs_best: bool = False
+) -> tuple[Any, Kept]:
     kept: Any = Kept()
     made = CheckpointWriter(
         root,
@@ -86,6 +88,7 @@ def writer(root: Path, fingerprint: dict[str, Any] | None = None) -> tuple[Any, 
         Announcer(kept, lambda _: None),
         FINGERPRINT if fingerprint is None else fingerprint,
         EngineAdamW(kept, [torch.nn.Parameter(torch.zeros(1))]),
+        needs_best=needs_best,
     )
     return made, kept
 
@@ -230,6 +233,40 @@ def test_an_older_checkpoint_makes_room_for_the_next_and_that_is_said(
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000015", "step-00000010"]
     said = [event.text for event in kept.events if isinstance(event, ev.LogWritten)]
     assert len(said) == 1 and "step-00000005 was removed" in said[0]
+
+
+@pytest.mark.parametrize("needs_best", [False, True])
+def test_the_best_checkpoint_gives_way_last_and_never_where_it_is_to_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_best: bool
+) -> None:
+    made, _ = writer(tmp_path, needs_best=needs_best)
+    for step in (5, 10):
+        made.write(state_of_best(step, 5), FakeEngine(step), FakeData())
+    free(monkeypatch, tmp_path, 2)  # nothing is left, and the best is the older one
+    if needs_best:
+        with pytest.raises(NoSpace):
+            made.write(state_of_best(15, 5), FakeEngine(15), FakeData())
+        assert made.best(state_of_best(10, 5)).step == 5
+    else:
+        made.write(state_of_best(15, 5), FakeEngine(15), FakeData())
+        assert made.best(state_of_best(15, 5)) is None
+        assert made.best(state_of_best(15, 15)).step == 15
+
+
+def test_the_best_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    made, _ = writer(tmp_path)
+    for step in (5, 10, 15, 20):
+        made.write(state_of_best(step, min(step, 10)), FakeEngine(step), FakeData())
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000010"]
+    engine: Any = FakeEngine(99)
+    made.load_weights(made.best(state_of_best(20, 10)), engine)
+    assert torch.equal(engine.shards["a"]["w"], FakeEngine(10).shards["a"]["w"])
+
+
+def state_of_best(step: int, best_step: int) -> RunState:
+    state = state_at(step)
+    state.best_step, state.best_loss = best_step, 1.0
+    return state
 
 
 def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(

@@ -75,20 +75,18 @@ def test_the_moving_average_of_a_constant_is_the_constant_from_the_first_step() 
 def test_a_loss_that_is_not_finite_is_left_out_of_the_curve() -> None:
     curve = Curve().with_value(1, 3.0).with_value(2, math.nan).with_value(3, math.inf)
     assert [bucket.last for bucket in curve.buckets] == [1]
-    assert curve.best == (1, 3.0)
 
 
-def test_cutting_a_curve_forgets_the_later_steps_and_their_best() -> None:
+def test_cutting_a_curve_forgets_the_later_steps() -> None:
     curve = Curve()
     for step in range(1, 101):
         curve = curve.with_value(step, 10.0 - step * 0.05)
     cut = curve.until(40)
     assert cut.buckets[-1].last == 40
-    assert cut.best is not None and cut.best[0] == 40
     assert cut.smooth == pytest.approx(cut.buckets[-1].smooth)
     assert curve.until(100) is curve
 
 
 def test_cutting_a_curve_to_nothing_gives_an_empty_curve() -> None:
     cut = Curve().with_value(1, 1.0).until(0)
-    assert cut.buckets == () and cut.smooth is None and cut.best is None
+    assert cut.buckets == () and cut.smooth is None

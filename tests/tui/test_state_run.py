@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import fields
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -52,6 +53,21 @@ def test_the_state_holds_the_newest_of_each_kind(made: ModuleType) -> None:
     assert [step for step, _ in state.evaluations] == [40, 80]
     assert len(state.steps) == 80 and len(state.advice) == 1
     assert state.planned is not None and state.residency is not None
+
+
+def test_the_best_is_of_the_evaluations_and_never_of_the_training_loss(made: ModuleType) -> None:
+    def told(step: int, loss: float, **best: Any) -> ev.EvaluationFinished:
+        return ev.EvaluationFinished(step=step, loss=loss, count=9, seconds=1.0, **best)
+
+    state = RunState().after_all(made.training(30))
+    assert state.step is not None and state.best is None
+    older = state.after(told(30, 3.0)).after(told(40, math.nan)).after(told(50, 3.5))
+    assert older.best == (30, 3.0)
+    newer = older.after(told(60, 3.2, best_step=12, best_loss=2.9))  # out of a longer past
+    assert newer.best == (12, 2.9)
+    ended = newer.after(ev.StoppedEarly(step=60, total_steps=90, stale=3, threshold=0.0,
+                                        best_step=12, best_loss=2.9))  # fmt: skip
+    assert "stopped early after step 60" in ended.log.newest.text  # type: ignore[union-attr]
 
 
 def test_choices_of_an_older_run_have_the_names_of_the_configuration(made: ModuleType) -> None:

@@ -160,14 +160,20 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
 
 
-def prune(root: Path, keep: int, step: int) -> None:
+def prune(root: Path, keep: int, step: int, best_step: int | None = None) -> None:
     """Remove all but the `keep` newest checkpoints up to `step`.
 
-    Later ones stay, because a run that continued from an earlier checkpoint would lose them.
+    The one of `best_step` takes the place of the oldest of them, where two or more are kept. Later
+    ones stay, because a run that continued from an earlier checkpoint would lose them.
     """
     past = [path for path in list_checkpoints(root) if path.name <= step_folder(root, step).name]
-    for path in past[keep:]:
-        remove(path)
+    kept = past[:keep]
+    if best_step is not None and keep > 1:
+        best = step_folder(root, best_step)
+        kept = kept if best in kept or best not in past else [*past[: keep - 1], best]
+    for path in past:
+        if path not in kept:
+            remove(path)
 
 
 def remove(path: Path) -> None:

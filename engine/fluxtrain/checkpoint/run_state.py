@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +21,10 @@ class RunState:
     evaluation_loss: float | None = None
     evaluated_step: int | None = None
     trained_s: float = 0.0  # over all processes of the run
+    best_loss: float | None = None  # the lowest held-out loss so far, and the step it was after
+    best_step: int | None = None
+    improved_loss: float | None = None  # the last one that counted as an improvement
+    stale_evaluations: int = 0  # since then
 
     def step_done(self, loss: float, tokens: int, seconds: float) -> None:
         """Count one more optimizer step."""
@@ -30,9 +35,20 @@ class RunState:
         if self.first_loss is None:
             self.first_loss = loss
 
-    def evaluated(self, loss: float) -> None:
-        """Note the held-out loss at this step."""
+    def evaluated(self, loss: float, threshold: float = 0.0) -> None:
+        """Note the held-out loss at this step.
+
+        It is an improvement where it lies more than `threshold` below the last one that was. A loss
+        that is not finite is neither an improvement nor the best.
+        """
         self.evaluation_loss, self.evaluated_step = loss, self.step
+        self.stale_evaluations += 1
+        if not math.isfinite(loss):
+            return
+        if self.improved_loss is None or loss < self.improved_loss - threshold:
+            self.improved_loss, self.stale_evaluations = loss, 0
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss, self.best_step = loss, self.step
 
     @property
     def last_loss(self) -> float | None:

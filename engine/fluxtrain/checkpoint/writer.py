@@ -20,6 +20,7 @@ from fluxtrain.checkpoint.checkpoint import (
     prune,
     read_checkpoint,
     remove,
+    step_folder,
     write_checkpoint,
 )
 from fluxtrain.checkpoint.randomness import random_state, restore_random_state
@@ -69,10 +70,12 @@ class CheckpointWriter:
         announcer: Announcer,
         fingerprint: dict[str, Any],
         optimizer: Optimizer,
+        *,
+        needs_best: bool = False,
     ) -> None:
         self._root = root
         self._cadence = cadence
-        self._keep = keep
+        self._keep, self._needs_best = keep, needs_best
         self._announcer = announcer
         self._fingerprint = fingerprint
         self._optimizer = optimizer
@@ -92,7 +95,7 @@ class CheckpointWriter:
         if self.last is not None and self.last.step == state.step:
             return self.last
         started_s = time.monotonic()
-        self._make_room(engine.shard_bytes() + TRAINER_BYTES)
+        self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
         content = {
             "run": state.to_json(),
             "random": random_state(),
@@ -108,7 +111,7 @@ class CheckpointWriter:
         seconds = time.monotonic() - started_s
         self._cadence.done(state.step, seconds)
         self.written_bytes += self.last.bytes
-        prune(self._root, self._keep, state.step)
+        prune(self._root, self._keep, state.step, state.best_step)
         self._announcer.emit(
             CheckpointWritten(
                 step=state.step,
@@ -128,18 +131,34 @@ class CheckpointWriter:
         content = trainer_content(checkpoint)
         _refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
         data.load_state_dict(content["data"])
-        for name, tensors in load_shard_tensors(checkpoint):
-            if not self._optimizer.load_state_shard(name, tensors):
-                engine.load_state_shard(name, tensors)
+        self.load_weights(checkpoint, engine)
         engine.chunk_rows = content["chunk_rows"]
         if engine.loss_scale is not None:
             engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         restore_random_state(content["random"])
         self._tell_of_threads(content["threads"])
         self.last = checkpoint
-        self.read_bytes += checkpoint.bytes
         self._cadence.done(checkpoint.step, 0.0)
         return RunState.from_json(content["run"])
+
+    def best(self, state: RunState) -> Checkpoint | None:
+        """Return the checkpoint of the best evaluation; None where there is none.
+
+        Raises Damaged.
+        """
+        if state.best_step is None:
+            return None
+        if self.last is not None and self.last.step == state.best_step:
+            return self.last
+        folder = step_folder(self._root, state.best_step)
+        return read_checkpoint(folder) if folder.is_dir() else None
+
+    def load_weights(self, checkpoint: Checkpoint, engine: Engine) -> None:
+        """Load weights and states alone, as nothing is trained afterwards."""
+        for name, tensors in load_shard_tensors(checkpoint):
+            if not self._optimizer.load_state_shard(name, tensors):
+                engine.load_state_shard(name, tensors)
+        self.read_bytes += checkpoint.bytes
 
     def _tell_of_threads(self, before: int) -> None:
         """Warn where a sum is shared by another number of threads than before, and so rounded
@@ -156,15 +175,20 @@ class CheckpointWriter:
         yield from engine.state_shards()
         yield from self._optimizer.state_shards()
 
-    def _make_room(self, needed_bytes: int) -> None:
+    def _make_room(self, needed_bytes: int, best_step: int | None) -> None:
         """Remove older checkpoints if a new one does not fit beside them; nothing is written yet.
 
-        The newest one always stays. Raises NoSpace if the new one still does not fit.
+        The newest one always stays, and the best one where it is needed. Raises NoSpace if the new
+        one still does not fit.
         """
         free = free_bytes(self._root)
         if free is None or free >= needed_bytes:
             return
-        older = list_checkpoints(self._root)[1:]
+        best = step_folder(self._root, best_step) if best_step is not None else None
+        found = list_checkpoints(self._root)[1:]
+        older = [path for path in found if path != best]
+        if best in found and not self._needs_best:
+            older = [best, *older]  # goes last
         for path in reversed(older):
             remove(path)
             free = free_bytes(self._root)

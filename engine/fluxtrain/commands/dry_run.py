@@ -172,8 +172,10 @@ def _shortened(config: RunConfig) -> RunConfig:
     """Return the configuration with three steps and nothing between them."""
     raw = config.model_dump(mode="json")
     raw["train"] |= {
-        "steps": STEPS, "warmup_steps": STEPS, "evaluate_every": "end", "checkpoint_every": "end"
+        "steps": STEPS, "warmup_steps": STEPS, "evaluate_every": "end", "checkpoint_every": "end",
+        "final_model": "last", "early_stopping_patience": None,
     }  # fmt: skip
+    raw["samples"]["prompts"], raw["trackers"]["report_to"] = [], []
     return validate(raw, "the dry run")
 
 

@@ -49,6 +49,11 @@ class Cadence:
         overdue = self.period_s is not None and since_s >= self.period_s
         return overdue or step - self.last_step >= self.auto_steps
 
+    def also_took(self, cost_s: float) -> None:
+        """What was done last took so much longer."""
+        self._cost_s += cost_s
+        self._last_s = self.clock()
+
     def done(self, step: int, cost_s: float) -> None:
         """It was done after `step` and took `cost_s`."""
         self.last_step, self._cost_s, self._last_s = step, cost_s, self.clock()

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fluxtrain.config.aliases import ALIASES, NOT_NEEDED, said_of
+
 _CURES = {
     "train.steps": "leave it out to train for train.epochs",
     "train.max_grad_norm": "use null to switch clipping off",
@@ -16,6 +18,7 @@ _CURES = {
     "train.betas": "as in [0.9, 0.999]",
     "placement.budget_gib": "leave it out to use all memory",
 }
+LISTED = 12  # settings of a section that an error names, at most
 _SHORT = Repr()  # aliases in YAML make values that are too large to print
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
 
@@ -23,13 +26,16 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
 def explain(error: ValidationError, keys: list[str]) -> str:
     """Every mistake of `error`, joined by "; ". `keys` are the dotted keys that exist."""
     messages: dict[str, str] = {}
+    listed: set[str] = set()
     items = sorted(error.errors(include_url=False), key=_preference)
     words = {_dotted(item["loc"], keys): _words(item) for item in items}  # a Literal is the last
     for item in items:
         key = _dotted(item["loc"], keys)
         if key not in messages:
             beside = "" if item["type"] == "literal_error" else words[key]
-            messages[key] = _message(key, item, keys, beside)
+            unknown = item["type"] in ("extra_forbidden", "unexpected_keyword_argument")
+            told = unknown_key(key, keys, listed) if unknown else _message(key, item, keys, beside)
+            messages[key] = told
     return "; ".join(messages.values())
 
 
@@ -39,8 +45,6 @@ def _words(item: Any) -> str:
 
 
 def _message(key: str, item: Any, keys: list[str], words: str) -> str:
-    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return unknown_key(key, keys)
     if item["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
         return f"{key} must be a mapping of settings, as in `{_example(key, keys)}`"
     text = str(item["msg"]).removeprefix("Value error, ")
@@ -62,25 +66,55 @@ def _with_short_bound(text: str, context: dict[str, Any]) -> str:
     return f"{text.rpartition(' ')[0]} {bounds[0]:g}"
 
 
-def unknown_key(key: str, keys: list[str]) -> str:
-    """Refuse `key`, with the nearest known key and the list to choose from."""
-    section, _, name = key.rpartition(".")
+def unknown_key(key: str, keys: list[str], listed: set[str] | None = None) -> str:
+    """Refuse `key` with the setting that was meant: by another program's name for it, or by the
+    nearest spelling; else with the settings to choose from, unless these are `listed` already."""
+    section, peer = key.rpartition(".")[0], _peers_name(key)
+    if peer in NOT_NEEDED:
+        return f"unknown key {key}: {NOT_NEEDED[peer]}"
+    near = _nearest(key, keys)
+    if near:
+        said = said_of(peer) if ALIASES.get(peer) == near else ""
+        return f"unknown key {key}, did you mean {near}?{f' ({said})' if said else ''}"
     within = [known for known in keys if known.startswith(f"{section}.")] if section else []
-    near = (
-        get_close_matches(key, within, n=1, cutoff=0.5)
-        or [known for known in keys if known.rpartition(".")[2] == name]
-        or get_close_matches(key, _sections(keys) + keys, n=1, cutoff=0.5)
-        or [
-            k
-            for n in get_close_matches(name, _names(keys), n=1)
-            for k in keys
-            if k.endswith(f".{n}")
-        ]
-    )
-    meant = f", did you mean {near[0]}?" if near else ";"
-    listed = ", ".join(known.rpartition(".")[2] for known in within) or ", ".join(_sections(keys))
     owner = f"settings of {section}" if within else "sections"
-    return f"unknown key {key}{meant} {owner}: {listed}"
+    if listed is not None and owner in listed:
+        return f"unknown key {key}"
+    if listed is not None:
+        listed.add(owner)
+    names = [known.rpartition(".")[2] for known in within] or _sections(keys)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    told = ", ".join(names[:LISTED]) + more
+    return f"unknown key {key}; {owner}: {told} (all: `fluxtrain schema`)"
+
+
+def _peers_name(key: str) -> str:
+    """Return the last part of a key, written as other programs write theirs."""
+    return key.rpartition(".")[2].strip().lower().replace("-", "_")
+
+
+def _nearest(key: str, keys: list[str]) -> str | None:
+    """Return the setting or the section that was probably meant by `key`."""
+    section, peer = key.rpartition(".")[0], _peers_name(key)
+    within = [known for known in keys if known.startswith(f"{section}.")] if section else []
+    same = [known for known in keys if known.rpartition(".")[2] == peer]
+    whole = ALIASES.get(key.lower())
+    tries: list[list[str]] = [
+        [whole] if whole in keys else [],
+        [known for known in same if known.startswith("train.")] or same[:1],
+        [ALIASES[peer]] if ALIASES.get(peer) in keys else [],
+        _near(peer, within, 0.6),
+        [] if within else get_close_matches(key, _sections(keys), n=1, cutoff=0.6),
+        _near(peer, keys, 0.7),
+        [ALIASES[name] for name in get_close_matches(peer, ALIASES, n=1, cutoff=0.8)],
+    ]
+    return next((found[0] for found in tries if found), None)
+
+
+def _near(name: str, keys: list[str], cutoff: float) -> list[str]:
+    """Return the key whose last part is nearest to `name`."""
+    by_name = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    return [by_name[found] for found in get_close_matches(name, by_name, n=1, cutoff=cutoff)]
 
 
 def _dotted(location: tuple[int | str, ...], keys: list[str]) -> str:
@@ -105,7 +139,3 @@ def _example(key: str, keys: list[str]) -> str:
 
 def _sections(keys: list[str]) -> list[str]:
     return list(dict.fromkeys(known.partition(".")[0] for known in keys))
-
-
-def _names(keys: list[str]) -> list[str]:
-    return [known.rpartition(".")[2] for known in keys]

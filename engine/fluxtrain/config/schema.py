@@ -16,8 +16,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from fluxtrain.client.plan import Setting
 from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.errors import explain
+from fluxtrain.config.sample_settings import SampleSettings
 from fluxtrain.config.section import Section
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
+from fluxtrain.config.tracker_settings import TrackerSettings
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.request import Auto, PlacementRequest, Positive
 from fluxtrain.plan.states import OptimizerName, PackedFormat
@@ -173,8 +175,30 @@ class TrainSettings(Section):
         "whichever comes first, and at most 5 % of the time",
     )
     keep_checkpoints: Positive = Field(
-        default=2, description="how many of the newest checkpoints are kept"
+        default=2,
+        description="how many checkpoints are kept: the newest, and from 2 on the one with the "
+        "best evaluation among them",
     )
+    final_model: Literal["last", "best"] = Field(
+        default="last",
+        description="which weights `model/` holds at the end: those of the last step, or of the "
+        "best evaluation, for which each better one is followed by a checkpoint",
+    )
+    early_stopping_patience: Positive | None = Field(
+        default=None,
+        description="training ends after this many evaluations without an improvement; left out, "
+        "it goes on to its last step",
+    )
+    early_stopping_threshold: Rate = Field(
+        default=0.0,
+        description="how far an evaluation loss must fall below the last one that counted to be "
+        "an improvement for early_stopping_patience",
+    )
+
+    @property
+    def checkpoints_kept(self) -> int:
+        """How many checkpoints stay at most, where the best one must."""
+        return max(self.keep_checkpoints, 2 if self.final_model == "best" else 1)
 
     @property
     def optimizer_in_backward(self) -> bool:
@@ -206,6 +230,8 @@ class RunConfig(Section):
     data: DataSettings = Field(default_factory=DataSettings)
     method: MethodSettings = Field(default_factory=MethodSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
+    samples: SampleSettings = Field(default_factory=SampleSettings)
+    trackers: TrackerSettings = Field(default_factory=TrackerSettings)
     placement: PlacementRequest = Field(default_factory=PlacementRequest)
 
     @model_validator(mode="after")
@@ -215,6 +241,27 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.warmup_steps = {warmup} is more than train.steps = {steps}: "
                 "shorten the warm-up or train longer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_for_what_needs_them(self) -> RunConfig:
+        train = self.train
+        if train.early_stopping_patience is not None:
+            needs = "train.early_stopping_patience counts evaluations"
+        elif train.final_model == "best":
+            needs = "train.final_model = best compares evaluations"
+        else:
+            return self
+        if self.data.held_out == 0 and self.data.held_out_path is None:
+            raise ValueError(
+                f"{needs}, and data.held_out = 0 leaves nothing to evaluate on: set data.held_out "
+                "to a share such as 0.02, or name data.held_out_path"
+            )
+        if train.evaluate_every == "end":
+            raise ValueError(
+                f"{needs}, and train.evaluate_every = end makes only one, after the last step: "
+                "set it to a number of steps, or leave it out"
             )
         return self
 

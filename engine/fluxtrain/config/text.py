@@ -27,7 +27,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise BadInput(
             f"{path}: no such file; `fluxtrain train --demo` needs none, and "
-            "`fluxtrain plan --demo --json` prints one to start from, under `config`"
+            "`fluxtrain init` writes one to start from"
         ) from None
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text (byte {error.start}): is it YAML?") from None

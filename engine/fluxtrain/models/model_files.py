@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,8 @@ SAMPLES = 64  # of each weight file, for its key
 SAMPLE_BYTES = 1 << 16
 MOST_LAYERS = 4096  # four times as many as the deepest models have
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub repository
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -55,6 +58,17 @@ class ModelFiles:
     weight_bytes: int
     dtype: str | None  # what most parameters are stored in, as torch names it
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)  # none of pickled weights
+
+
+def is_local(path: str) -> bool:
+    """Return whether a model's path can only be one of this machine, and no name on a hub.
+
+    It is where it looks like a path or a file of weights, or begins in a folder that is here.
+    """
+    if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
+        return True
+    first, slash, _ = path.partition("/")
+    return path.lower().endswith(_WEIGHT_SUFFIXES) or (bool(slash) and Path(first).is_dir())
 
 
 def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFiles:

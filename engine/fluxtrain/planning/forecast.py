@@ -137,7 +137,7 @@ def forecast_of(
         placement=placement,
         passes=config.train.accumulation,
         clips=not request.optimizer_in_backward,
-        keep_checkpoints=config.train.keep_checkpoints,
+        keep_checkpoints=config.train.checkpoints_kept,
         saved_bytes=method_of(config).saved_bytes(facts),
         constants=constants,
     )

@@ -57,7 +57,7 @@ def refuse_what_does_not_fit(
     files = disk_need(
         facts,
         model_bytes=method_of(config).saved_bytes(facts),
-        kept=config.train.keep_checkpoints,
+        kept=config.train.checkpoints_kept,
         written=checkpoints_written(config, steps),
         steps=steps,
     )
@@ -139,11 +139,12 @@ def disk_room(folder: Path) -> DiskCapacity:
 def checkpoints_written(config: RunConfig, steps: int) -> int:
     """Count the checkpoints that a run of `steps` steps writes at most by its schedule."""
     every = config.train.checkpoint_every
-    if every == "end":
+    any_step = config.train.final_model == "best" or every == "auto"
+    if every == "end" and not any_step:
         return 1
     if not steps:
         return EVERY_CHECKPOINT
-    return steps if every == "auto" else -(-steps // every)
+    return steps if any_step or isinstance(every, str) else -(-steps // every)
 
 
 def _size_bytes(folder: Path) -> int:

@@ -21,18 +21,27 @@ class Announcer:
     def __init__(self, emitter: Emitter, show: Callable[[Event], None]) -> None:
         self._emitter = emitter
         self._show = show
+        self._listeners: list[Callable[[Event], None]] = []
         self._phase: RunPhase = "starting"
         self._step = 0
+
+    def also_tell(self, listener: Callable[[Event], None]) -> None:
+        """Give all events from now on to `listener` too, which must neither block nor raise."""
+        self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
         """Write a lifecycle event. Raises NoSpace once when the journal's disk is full."""
         if isinstance(event, StepFinished):
             self._step = event.step
         self._show(event)
+        for listener in self._listeners:
+            listener(event)
         self._emitter.emit(event)
 
     def gauge(self, event: Event) -> None:
         """Write a sample; never shown on the console, never raises for a full disk."""
+        for listener in self._listeners:
+            listener(event)
         self._emitter.emit(event)
 
     def phase(self, phase: RunPhase, detail: str = "") -> None:

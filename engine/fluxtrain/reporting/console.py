@@ -24,6 +24,7 @@ from fluxtrain.telemetry.events import (
     Planned,
     SampleGenerated,
     StepFinished,
+    StoppedEarly,
 )
 from fluxtrain.telemetry.frames import encode_frame
 from fluxtrain.telemetry.printable import printable_lines
@@ -169,6 +170,32 @@ def _evaluation(event: Event) -> str:
     return (
         f"evaluation at step {event.step}: loss {event.loss:.4f}{further} over "
         f"{count_text(event.count)} {event.unit} in {duration_text(event.seconds)}"
+        f"{_beside_the_best(event)}"
+    )
+
+
+def _beside_the_best(event: EvaluationFinished) -> str:
+    """Compare an evaluation with the best one; "" for the first."""
+    if event.best_step is None or event.best_loss is None:
+        return ""
+    if event.best_step == event.step:
+        text = ", the best so far"
+    else:
+        text = f"; the best is {event.best_loss:.4f} at step {event.best_step}"
+    if event.patience is not None and event.stale:
+        text += f"; {event.stale} of {event.patience} evaluations without an improvement"
+    return text
+
+
+def _stopped_early(event: Event) -> str:
+    assert isinstance(event, StoppedEarly)
+    than = f" by more than {event.threshold:g}" if event.threshold else ""
+    best = "" if event.best_loss is None else (
+        f"; the best was {event.best_loss:.4f} at step {event.best_step}"
+    )  # fmt: skip
+    return (
+        f"stopped early after step {event.step} of {event.total_steps}: {event.stale} evaluations "
+        f"did not improve{than}{best}"
     )
 
 
@@ -180,7 +207,11 @@ def _checkpoint(event: Event) -> str:
 
 def _sample(event: Event) -> str:
     assert isinstance(event, SampleGenerated)
-    return f"sample: {' '.join(f'{event.prompt}|{event.text}'.split())}"
+    words = " ".join(f"{event.prompt}|{event.text}".split())
+    if event.seconds is None:
+        return f"sample: {words}"
+    took = f" in {duration_text(event.seconds)}" if event.number == event.count else ""
+    return f"sample {event.number} of {event.count} at step {event.step}{took}: {words}"
 
 
 def _advice(event: Event) -> str:
@@ -241,10 +272,24 @@ def _done(event: Event) -> str:
         f"{ended} {when} in {duration_text(event.seconds)}: loss {loss}, evaluation loss {held_out}"
     )
     if event.model_path:
-        text += f"\nmodel: {event.model_path}"
+        text += f"\nmodel: {event.model_path}{_whose_weights(event)}"
     if event.resume_with:
         text += f"\nto go on: {typed_line(event.resume_with)}"
     return text
+
+
+def _whose_weights(event: Done) -> str:
+    """Say which step the saved model is of, where it is not plain that it is the best one."""
+    if event.model_step is None or event.best_step is None or event.best_loss is None:
+        return ""
+    best = f"evaluation, {event.best_loss:.4f}"
+    if event.model_step == event.best_step:
+        last = "the last, and " if event.model_step == event.step else ""
+        return f" (step {event.model_step}, {last}the best {best})"
+    return (
+        f" (step {event.model_step}, the last; the best {best}, was at step {event.best_step}: "
+        "train.final_model=best saves that one)"
+    )
 
 
 _LINES: dict[type[Event], Callable[[Event], str | None]] = {
@@ -252,6 +297,7 @@ _LINES: dict[type[Event], Callable[[Event], str | None]] = {
     Planned: _planned,
     PhaseChanged: _phase,
     StepFinished: _step,
+    StoppedEarly: _stopped_early,
     EvaluationFinished: _evaluation,
     CheckpointWritten: _checkpoint,
     SampleGenerated: _sample,

@@ -11,37 +11,34 @@ from typing import Literal
 
 import msgspec
 
+from fluxtrain.telemetry.change_events import (
+    AdviceGiven,
+    AdviceWithdrawn,
+    ChangeApplied,
+    ChangeMeasured,
+    ChangeRefused,
+    MeasuringChange,
+)
+from fluxtrain.telemetry.event import (
+    FRAME_LIMIT_BYTES,
+    SCHEMA,
+    SCHEMA_MAJOR,
+    SCHEMA_MINOR,
+    Event,
+    Gauge,
+    RunPhase,
+)
 from fluxtrain.telemetry.sample_fit import SampleFit
 
-SCHEMA_MAJOR = 1
-SCHEMA_MINOR = 0
-SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
-FRAME_LIMIT_BYTES = 4096  # PIPE_BUF on Linux: a larger write to a pipe can tear
-
-RunPhase = Literal[
-    "starting",
-    "loading",
-    "training",
-    "paused",
-    "evaluating",
-    "saving",
-    "stopping",
-    "finished",
-    "failed",
-]
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """What every frame carries; the emitter fills these four."""
-
-    seq: int = 0
-    t_s: float = 0.0  # time.monotonic() of the trainer
-    wall_s: float = 0.0  # Unix time
-    dropped: int = 0  # live frames dropped so far because the reader was slow
-
-
-class Gauge(Event, frozen=True, kw_only=True):
-    """A sample: the latest wins, and it may be dropped (and counted) when the reader is slow."""
+__all__ = [  # what is imported above, too
+    "FRAME_LIMIT_BYTES", "SCHEMA", "SCHEMA_MAJOR", "SCHEMA_MINOR", "AdviceGiven",
+    "AdviceWithdrawn", "AnyEvent", "BlockRun", "ChangeApplied", "ChangeMeasured", "ChangeRefused",
+    "CheckpointWritten", "ChoiceMade", "CommandAnswered", "Compared", "Done", "EvaluationFinished",
+    "Event", "Failed", "Gauge", "Heartbeat", "Hello", "LogWritten", "MeasuringChange",
+    "MemorySampled", "Move", "MovesMade", "PhaseChanged", "PlacedAlike", "PlanChecked", "Planned",
+    "ResidencySampled", "RunPhase", "SampleGenerated", "StepFinished", "StoppedEarly",
+    "TrafficSampled",
+]  # fmt: skip
 
 
 class Hello(Event, frozen=True, kw_only=True, tag="hello"):
@@ -246,7 +243,22 @@ class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation"):
     count: int
     seconds: float
     unit: str = "tokens"  # of the objective: tokens, pairs, elements
-    metrics: dict[str, float] = {}  # every mean by its name, `loss` among them
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)  # means by name, `loss` too
+    best_step: int | None = None  # of the lowest loss so far, this one with it
+    best_loss: float | None = None
+    stale: int = 0  # evaluations since the last that counted as an improvement
+    patience: int | None = None  # training ends when `stale` reaches it
+
+
+class StoppedEarly(Event, frozen=True, kw_only=True, tag="stopped_early"):
+    """Training ended before its last step because evaluations no longer improved."""
+
+    step: int
+    total_steps: int
+    stale: int  # evaluations in a row without an improvement
+    threshold: float  # the smallest improvement that counts
+    best_step: int | None
+    best_loss: float | None
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
@@ -259,85 +271,16 @@ class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
 
 
 class SampleGenerated(Event, frozen=True, kw_only=True, tag="sample"):
-    """The model's continuation of a prompt."""
+    """The model's answer to a prompt, or its continuation of it; engine.log has long ones whole."""
 
     step: int
     prompt: str
     text: str
-
-
-class AdviceGiven(Event, frozen=True, kw_only=True, tag="advice"):
-    """A setting that would make this run better."""
-
-    text: str  # with the measured cause
-    gain: str = ""  # predicted, with unit
-    how: str = ""  # the setting to change
-    id: str = ""  # its subject; newer advice with the same id replaces it
-    apply: dict[str, int] = {}  # arguments of the `apply` command; empty: for the next run
-    gain_share: float | None = None  # predicted, of the step's time
-
-
-class AdviceWithdrawn(Event, frozen=True, kw_only=True, tag="advice_withdrawn"):
-    """The cause of earlier advice no longer holds."""
-
-    id: str
-
-
-class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
-    """The running training was changed between two steps."""
-
-    step: int  # the last one before the change
-    name: str  # prefetch, resident_blocks, device_groups, chunk_rows
-    before: int
-    after: int
-    why: Literal["asked", "advice", "undo", "wrong", "memory"]  # wrong: its gain was too small
-    advice: str = ""  # the id, of advice
-    predicted_gain: float | None = None  # share of the step's time
-    same_bits: bool = True  # losses go on bit for bit as without the change
-    device_bytes: int | None = None  # predicted peak of the run, of its layouts so far
-    host_bytes: int | None = None  # the same
-    step_s: float | None = None  # predicted as it is now, as the next two
-    tokens_per_s: float | None = None
-    binds: str = ""
-
-
-class ChangeRefused(Event, frozen=True, kw_only=True, tag="change_refused"):
-    """A change that was asked for could not be made; nothing changed."""
-
-    step: int
-    name: str
-    value: int
-    because: str
-    advice: str = ""
-
-
-class MeasuringChange(Gauge, frozen=True, kw_only=True, tag="measuring"):
-    """The progress of the measurement of the newest change."""
-
-    name: str
-    counted: int  # steady steps since the change
-    wanted: int
-
-
-class ChangeMeasured(Event, frozen=True, kw_only=True, tag="change_measured"):
-    """The measured gain of a change: medians of steady steps before and after it.
-
-    wrong: advice that gave less than half of the promised gain, and is undone. unknown: too few
-    steady steps on one side.
-    """
-
-    step: int
-    name: str
-    before: int
-    after: int
-    verdict: Literal["kept", "wrong", "measured", "unknown"]
-    measured_gain: float | None  # share of the step's time; below 0 it cost
-    predicted_gain: float | None = None
-    advice: str = ""
-    before_s: float | None = None  # median step
-    after_s: float | None = None
-    steps_before: int = 0
-    steps_after: int = 0
+    number: int = 1  # of `count` prompts that were answered after this step
+    count: int = 1
+    tokens: int | None = None  # of the answer
+    ended: str = ""  # why the answer ended: end, length, context
+    seconds: float | None = None  # for all `count`
 
 
 class LogWritten(Event, frozen=True, kw_only=True, tag="log"):
@@ -353,7 +296,7 @@ class CommandAnswered(Event, frozen=True, kw_only=True, tag="command"):
     command: str
     ok: bool
     message: str
-    arguments: dict[str, int | str] = {}
+    arguments: dict[str, int | str] = msgspec.field(default_factory=dict)
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,6 +333,9 @@ class Done(Event, frozen=True, kw_only=True, tag="done"):
     evaluation_loss: float | None
     model_path: str | None
     resume_with: str | None = None  # the command that goes on
+    model_step: int | None = None  # the step whose weights the saved model has
+    best_step: int | None = None  # of the lowest evaluation loss
+    best_loss: float | None = None
 
 
 AnyEvent = (
@@ -397,4 +343,5 @@ AnyEvent = (
     | ResidencySampled | MovesMade | Heartbeat | EvaluationFinished | CheckpointWritten
     | SampleGenerated | AdviceGiven | AdviceWithdrawn | ChangeApplied | ChangeRefused
     | MeasuringChange | ChangeMeasured | LogWritten | CommandAnswered | PlanChecked | Failed | Done
+    | StoppedEarly
 )  # fmt: skip

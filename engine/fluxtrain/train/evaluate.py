@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from fluxtrain.checkpoint.randomness import randomness_of
+from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.methods.objective import B, Objective
+from fluxtrain.telemetry.events import EvaluationFinished
 
 SEED = 0  # for what an evaluation draws (noise, timesteps), so that all draw the same
 
@@ -27,6 +29,24 @@ class Evaluation:
     def loss(self) -> float:
         """Return the mean loss."""
         return self.metrics["loss"]
+
+
+def evaluation_event(
+    result: Evaluation, state: RunState, unit: str, patience: int | None
+) -> EvaluationFinished:
+    """Make the event of an evaluation that `state` has counted."""
+    return EvaluationFinished(
+        step=state.step,
+        loss=result.loss,
+        metrics=dict(result.metrics),
+        count=result.count,
+        unit=unit,
+        seconds=result.seconds,
+        best_step=state.best_step,
+        best_loss=state.best_loss,
+        stale=state.stale_evaluations,
+        patience=patience,
+    )
 
 
 def evaluate(

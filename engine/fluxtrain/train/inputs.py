@@ -33,6 +33,7 @@ class Inputs:
     loaded: LoadedModel
     data: PreparedData
     prompt: str  # the sample at the end continues it
+    talks: bool = False  # the first row of the data is a conversation
     choices: tuple[ChoiceMade, ...] = ()  # what was chosen for the data
 
 
@@ -82,7 +83,8 @@ def load_inputs(
         ),
         tell,
     )
-    return Inputs(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
+    prompt, talks = _prompt(config.data.path, data)
+    return Inputs(loaded=loaded, data=data, prompt=prompt, talks=talks)
 
 
 def told_of(inputs: Inputs, whole: bool) -> list[str]:
@@ -108,12 +110,14 @@ def read_as(corpus: Corpus) -> ChoiceMade:
     return ChoiceMade(name="data.format", value=", ".join(shapes), because=because)
 
 
-def _prompt(path: object, data: PreparedData) -> str:
-    """Return the first words of the data, which the model should know how to continue."""
+def _prompt(path: object, data: PreparedData) -> tuple[str, bool]:
+    """Return the first words of the data, which the model should know how to continue, and whether
+    they are a user's in a conversation."""
     if path == DEMO:
-        return PROMPT
+        return PROMPT, False
     first = next(iter(Reading(data.corpus)))
     if first.messages:
-        return str(next((m["content"] for m in first.messages if m["role"] == "user"), ""))
+        words = next((m["content"] for m in first.messages if m["role"] == "user"), "")
+        return str(words), True
     words = first.text.strip()[:PROMPT_CHARACTERS]
-    return words.rpartition(" ")[0] or words
+    return words.rpartition(" ")[0] or words, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic
 
 import torch
@@ -21,11 +21,13 @@ from fluxtrain.methods.objective import B, Task
 from fluxtrain.methods.optimizer import Optimizer
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.progress import Progress
-from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
+from fluxtrain.telemetry.events import RunPhase, StepFinished
 from fluxtrain.trace.step_clock import StepClock
-from fluxtrain.train.evaluate import evaluate
+from fluxtrain.train.early_stopping import EarlyStopping
+from fluxtrain.train.evaluate import evaluate, evaluation_event
 from fluxtrain.train.queued_step import Computed, QueuedStep
 from fluxtrain.train.requests import Requests
+from fluxtrain.train.samples import Samples
 from fluxtrain.wrapping.engine import engine_of
 
 
@@ -37,6 +39,9 @@ class LoopSettings:
     max_grad_norm: float | None
     evaluations: Cadence
     learning_rate_at: Callable[[int], float]  # of step 0, 1, ...
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    keeps_best: bool = False  # a checkpoint follows each evaluation that is the best so far
+    samples: Samples | None = None
 
 
 class TrainingLoop(Generic[B]):
@@ -76,7 +81,8 @@ class TrainingLoop(Generic[B]):
         self.steps_s: list[float] = []  # of this process
 
     def run(self) -> None:
-        """Train to the last step, including its checkpoint and evaluation.
+        """Train to the last step, or to where evaluations stop to improve, including its
+        checkpoint and evaluation.
 
         Raises:
             Interrupted: a stop was requested; the checkpoint is written.
@@ -88,8 +94,10 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase("training")
         if self.state.step > 0 and self._evaluations.is_due(self.state.step):
             self.evaluate()  # a stop cut it short before the checkpoint was written
+        if self.state.step == 0:
+            self._sample(evaluated=True)
         try:
-            while self._step_number < self._settings.total_steps:
+            while self._goes_on():
                 self._attend_requests()
                 started_s = time.perf_counter()  # a pause is no part of a step
                 self._recorder.begin_step(self._step_number + 1)
@@ -103,7 +111,14 @@ class TrainingLoop(Generic[B]):
         self._changes.finish(self.state.step)
         self._engine.flush()
         self._recorder.end_step()
+        if self.state.step < self._settings.total_steps:
+            stopping = self._settings.early_stopping
+            self._announcer.emit(stopping.event(self.state, self._settings.total_steps))
         self._stop_if_asked()
+
+    def _goes_on(self) -> bool:
+        more = self._step_number < self._settings.total_steps
+        return more and not self._settings.early_stopping.is_reached(self.state)
 
     @property
     def _step_number(self) -> int:
@@ -122,17 +137,10 @@ class TrainingLoop(Generic[B]):
             result = evaluate(self._objective, self._model, self._held_out(), self._stopping)
         self._engine.take_stalls()  # the stalls of the evaluation are not the next step's
         if result is not None:
-            self.state.evaluated(result.loss)
-            self._announcer.emit(
-                EvaluationFinished(
-                    step=self.state.step,
-                    loss=result.loss,
-                    metrics=dict(result.metrics),
-                    count=result.count,
-                    unit=self._objective.unit,
-                    seconds=result.seconds,
-                )
-            )
+            stopping = self._settings.early_stopping
+            self.state.evaluated(result.loss, stopping.threshold)
+            unit, patience = self._objective.unit, stopping.patience
+            self._announcer.emit(evaluation_event(result, self.state, unit, patience))
         self._evaluations.done(self.state.step, time.perf_counter() - started_s)
         self._announcer.phase("training")
 
@@ -255,12 +263,41 @@ class TrainingLoop(Generic[B]):
     def _between_steps(self) -> None:
         evaluates = self._evaluations.is_due(self._step_number)
         saves = self._checkpoints.is_due(self._step_number)
-        if evaluates or saves:
+        samples = self._samples_are_due(evaluated=evaluates)
+        if evaluates or saves or samples:
             self._report_queued()
         if evaluates:
             self.evaluate()
-        if saves:
+        if saves or (evaluates and self._evaluation_asks_for_checkpoint()):
             self._checkpoint()
+        if samples:
+            self._sample(evaluated=evaluates)
+
+    def _samples_are_due(self, *, evaluated: bool) -> bool:
+        samples, total = self._settings.samples, self._settings.total_steps
+        return samples is not None and samples.is_due(self._step_number, total, evaluated=evaluated)
+
+    def _sample(self, *, evaluated: bool) -> None:
+        """Answer the prompts of the run with the weights as they are now."""
+        samples = self._settings.samples
+        if samples is None or not self._samples_are_due(evaluated=evaluated):
+            return
+        started_s = time.perf_counter()
+        self._disturbed()
+        self._announcer.phase("evaluating", "samples")
+        self._engine.flush()
+        with self._recorder.as_one("samples"):
+            samples.write(self.state.step, self._stopping)
+        self._engine.take_stalls()
+        if evaluated:
+            self._evaluations.also_took(time.perf_counter() - started_s)
+        self._announcer.phase("training")
+
+    def _evaluation_asks_for_checkpoint(self) -> bool:
+        """Return whether the evaluation of this step was the best, or ended the training."""
+        is_best = self.state.best_step == self.state.step
+        ended = self._settings.early_stopping.is_reached(self.state)
+        return ended or (is_best and self._settings.keeps_best)
 
     def _checkpoint(self, then: RunPhase = "training") -> None:
         self._disturbed()

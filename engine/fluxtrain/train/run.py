@@ -35,11 +35,15 @@ from fluxtrain.planning.placing import card_capability, choose_device, dtype_cho
 from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.planning.row_length import with_row_length
+from fluxtrain.reporting.trackers.opening import refuse_missing_trackers
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
+from fluxtrain.train.early_stopping import EarlyStopping
+from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
 from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as, told_of
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
+from fluxtrain.train.samples import Samples, TrainedModel, prompts_of
 from fluxtrain.train.session import Session
 
 EVALUATION_SHARE = 0.1  # of the time, at most, for evaluations whose interval is automatic
@@ -71,6 +75,8 @@ def train(
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
         session.announcer.phase("loading")
+        prompts_of(config.samples)  # what is missing is said before anything is loaded
+        refuse_missing_trackers(config.trackers)
         config, chosen = with_row_length(config)
         if not (configured := target.resumes and target.run_dir.run.exists()):
             write_run_file(target.run_dir, config, machine)
@@ -84,12 +90,14 @@ def train(
         inputs = replace(inputs, choices=chosen)
         for line in told_of(inputs, whole=config.method.name == "full"):
             session.announcer.warn(line)
+        method_of(config).try_saving(inputs.loaded)
         method_of(config).prepare(inputs.loaded.model, config)
         run = made(config, inputs, session, checkpoint, machine, device)
         run.announce(hello)
         if configured:  # only now: a refused resume changes nothing of the run
             write_run_file(target.run_dir, config, machine)
         session.begin_training()
+        session.track(config)
         run.loop.run()
         session.signals.deferred = False
         run.finish()
@@ -116,6 +124,7 @@ class Run:
         self._method = method_of(config)
         self._objective = self._method.objective()
         rows = _known_rows(config, checkpoint)
+        refuse_without_evaluations(config.train, len(inputs.data.held_out))
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
         kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
         self._plan = self._planned_for(machine, device.value, rows)
@@ -208,10 +217,11 @@ class Run:
         return CheckpointWriter(
             session.run_dir.checkpoints,
             cadence,
-            config.train.keep_checkpoints,
+            config.train.checkpoints_kept,
             session.announcer,
             fingerprint(config, self.model, self.batch_rows, self._inputs.loaded.base_key),
             optimizer,
+            needs_best=config.train.final_model == "best",
         )
 
     def announce(self, hello: Hello) -> None:
@@ -234,14 +244,18 @@ class Run:
     def finish(self) -> None:
         """Save the trained model, and show a sample of it."""
         session, loaded = self._session, self._inputs.loaded
+        wanted = self._config.train.final_model
         session.announcer.phase("saving", "the trained model")
+        session.model_step = choose_final_weights(
+            wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
+        )
         self._method.save(loaded, self._config.method, session.run_dir.model)
         session.model_path = str(session.run_dir.model)
         if self._inputs.prompt:
             text = sample_text(loaded.model, loaded.tokenizer, self._inputs.prompt)
             session.announcer.emit(
                 SampleGenerated(
-                    step=session.state.step,
+                    step=session.model_step,
                     prompt=self._inputs.prompt,
                     text=text.removeprefix(self._inputs.prompt),
                 )
@@ -303,7 +317,20 @@ class Run:
                 last_step=self._session.state.step,
             ),
             learning_rate_at=rate,
+            early_stopping=EarlyStopping.of(self._config.train),
+            keeps_best=self._config.train.final_model == "best",
+            samples=self._samples(),
         )
+
+    def _samples(self) -> Samples | None:
+        """Return what answers the run's prompts; None: it has none."""
+        settings = self._config.samples
+        prompts = prompts_of(settings)
+        if not prompts:
+            return None
+        model = TrainedModel(loaded=self._inputs.loaded, device=self.engine.device.torch_device)
+        talks = self._inputs.talks
+        return Samples(settings, prompts, model, self._session.announcer, talks=talks)
 
 
 def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_BUG,
@@ -24,6 +25,7 @@ from fluxtrain.reporting.console import JsonConsole, PlainConsole, to_standard_o
 from fluxtrain.reporting.failures import as_told
 from fluxtrain.reporting.gauges import GaugeThread
 from fluxtrain.reporting.run_log import RunLog
+from fluxtrain.reporting.trackers.opening import Trackers
 from fluxtrain.rundir.control import ControlServer
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
@@ -66,7 +68,9 @@ class Session:
         )
         self.timeline = TimelineThread(run_dir.timeline, self.announcer.warn)
         self.state = RunState()
+        self._trackers: Trackers | None = None
         self.model_path: str | None = None
+        self.model_step: int | None = None  # whose weights are saved
         self.measured: dict[str, Any] = {}
         self._afterwards, self._began = self.signals.words, False
         self.configured()
@@ -85,6 +89,9 @@ class Session:
         try:
             self.gauges.close()
             self.timeline.close()
+            if self._trackers is not None:
+                stopped = error is None or isinstance(as_told(error), Interrupted)
+                self._trackers.close(failed=not stopped)
             self._record_end(error)
         finally:
             self._control.close()
@@ -97,6 +104,14 @@ class Session:
         """Start to answer commands and to report gauges; called after the first event."""
         self._control.start()
         self.gauges.start()
+
+    def track(self, config: RunConfig) -> None:
+        """Report the run to the trackers of its configuration from now on."""
+        if config.trackers.report_to:
+            self._trackers = Trackers(
+                config, self.run_dir.path, self.state.step, self.announcer.warn
+            )
+            self.announcer.also_tell(self._trackers.put)
 
     def configured(self) -> None:
         """Note what the run directory holds, for the message of a stop before the first step.
@@ -179,7 +194,10 @@ class Session:
             "first_loss": self.state.first_loss,
             "loss": self.state.last_loss,
             "evaluation_loss": self.state.evaluation_loss,
+            "best_evaluation_loss": self.state.best_loss,
+            "best_step": self.state.best_step,
             "model": self.model_path,
+            "model_step": self.model_step,
             **self.measured,
         }
         if not interrupted:
@@ -218,6 +236,9 @@ class Session:
             loss=self.state.last_loss,
             evaluation_loss=self.state.evaluation_loss,
             model_path=self.model_path,
+            model_step=self.model_step,
+            best_step=self.state.best_step,
+            best_loss=self.state.best_loss,
             resume_with=self.resume_command if code and self.run_dir.run.exists() else None,
         )
 

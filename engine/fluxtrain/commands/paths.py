@@ -1,0 +1,76 @@
+"""Refuse paths that are not there, as soon as a configuration is read: before a hub is asked, and
+before anything is imported that takes seconds. Standard library only."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+from fluxtrain.config.data_settings import DataEntry, DataPath
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.errors import BadInput
+from fluxtrain.models.model_files import is_local
+
+DEMO = "demo"
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
+
+
+def refuse_missing_paths(config: RunConfig) -> None:
+    """Raise BadInput that names every path of `config` that does not exist, with the nearest."""
+    missing = list(_missing(config))
+    if missing:
+        raise BadInput("; ".join(missing))
+
+
+def _missing(config: RunConfig) -> Iterator[str]:
+    model = config.model.path
+    if model != DEMO and is_local(model) and not _exists(model):
+        yield _told(model, "model.path")
+    for key, path in (
+        ("data.path", config.data.path),
+        ("data.held_out_path", config.data.held_out_path),
+    ):
+        for address in _addresses(path):
+            if address == DEMO or _ADDRESS.match(address):
+                continue
+            if not _exists(address) and not glob.has_magic(address):
+                yield _told(address, key)
+    if isinstance(config.samples.prompts, str) and not _exists(config.samples.prompts):
+        yield _told(config.samples.prompts, "samples.prompts")
+
+
+def _addresses(path: DataPath | None) -> Iterator[str]:
+    for one in (path,) if isinstance(path, str) else path or ():
+        yield one.path if isinstance(one, DataEntry) else one
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # a name too long, a null byte, an unknown user
+        return False
+
+
+def _told(path: str, key: str) -> str:
+    """Say that a path is missing, where it was looked for, and which one is near."""
+    near = _nearest(path)
+    here = "" if os.path.isabs(os.path.expanduser(path)) else f" in {os.getcwd()}"
+    meant = f", or did you mean {near}?" if near else ""
+    return f"{path} does not exist{here}: check {key}{meant}"
+
+
+def _nearest(path: str) -> str | None:
+    """Return the path whose last existing folder has an entry of nearly the missing name."""
+    try:
+        whole = Path(path).expanduser()
+        parent = next(folder for folder in whole.parents if folder.is_dir())
+        wanted = whole.relative_to(parent).parts[0]
+        names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    except (OSError, ValueError, RuntimeError, StopIteration):
+        return None
+    near = get_close_matches(wanted, names, n=1, cutoff=0.7)
+    return str(parent / near[0] / Path(*whole.relative_to(parent).parts[1:])) if near else None

@@ -1,0 +1,62 @@
+"""Choose the weights that a run saves at its end: those of its last step, or of its best one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from fluxtrain.checkpoint.checkpoint import Damaged
+from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.checkpoint.writer import CheckpointWriter
+from fluxtrain.config.schema import TrainSettings
+from fluxtrain.errors import BadInput
+
+if TYPE_CHECKING:
+    from fluxtrain.wrapping.engine import Engine
+
+
+def refuse_without_evaluations(settings: TrainSettings, held_out_rows: int) -> None:
+    """Raise BadInput where settings compare evaluations and the data has no row to evaluate on."""
+    if held_out_rows:
+        return
+    compares = {
+        "train.early_stopping_patience": settings.early_stopping_patience is not None,
+        "train.final_model = best": settings.final_model == "best",
+    }
+    for name, is_set in compares.items():
+        if is_set:
+            raise BadInput(
+                f"{name} compares evaluations, and no row of the data is held out to evaluate on: "
+                "raise data.held_out, name data.held_out_path, or leave this setting out"
+            )
+
+
+def choose_final_weights(
+    wanted: Literal["last", "best"],
+    state: RunState,
+    checkpoints: CheckpointWriter,
+    engine: Engine,
+    warn: Callable[[str], None],
+) -> int:
+    """Load the weights of the best evaluation where these are wanted; return the step they are of.
+
+    The run has made its last step: its checkpoint is written. The last weights stay, with a warning
+    that says why, where the best checkpoint is gone or damaged.
+    """
+    if wanted == "last" or state.best_step in (None, state.step):
+        return state.step
+    try:
+        found = checkpoints.best(state)
+    except Damaged as damage:
+        found, why = None, str(damage)
+    else:
+        why = "its checkpoint is not there"
+    if found is None:
+        warn(
+            f"the best evaluation was {state.best_loss:.4f} at step {state.best_step}, and {why}: "
+            f"the model is saved with the weights of step {state.step}, the last"
+        )
+        return state.step
+    checkpoints.load_weights(found, engine)
+    engine.flush()
+    return found.step

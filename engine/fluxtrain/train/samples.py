@@ -1,0 +1,165 @@
+"""Answer fixed prompts between two steps, so that nothing of the training changes by it.
+
+Generation runs through the wrapped model without gradients. Random states and training mode are
+restored, so losses are the same bits with samples and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fluxtrain.checkpoint.randomness import randomness_of
+from fluxtrain.config.sample_settings import SampleSettings
+from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
+from fluxtrain.decoding.sampling import Sampling
+from fluxtrain.decoding.writing import Written, room_for, write
+from fluxtrain.errors import BadInput
+from fluxtrain.models.loading import LoadedModel
+from fluxtrain.reporting.announce import Announcer
+from fluxtrain.telemetry.events import SampleGenerated
+
+SEED = 0
+_SETTING = "samples.prompts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model of a run, for decoding."""
+
+    loaded: LoadedModel
+    device: torch.device
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the wrapped model."""
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return its tokenizer."""
+        return self.loaded.tokenizer
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.loaded.name
+
+
+def prompts_of(settings: SampleSettings) -> list[Prompt]:
+    """Return the prompts of the settings, from their file where they name one.
+
+    Raises BadInput where the file is missing or has no prompts. No model is needed.
+    """
+    if isinstance(settings.prompts, str):
+        return read_prompts(Path(settings.prompts), _SETTING)
+    return [
+        Prompt(text=text, where=f"prompt {number} of {_SETTING}")
+        for number, text in enumerate(settings.prompts, 1)
+    ]
+
+
+class Samples:
+    """Answers the same prompts whenever it is asked, and reports each answer as an event."""
+
+    def __init__(
+        self,
+        settings: SampleSettings,
+        prompts: Sequence[Prompt],
+        model: TrainedModel,
+        announcer: Announcer,
+        *,
+        talks: bool,
+    ) -> None:
+        """talks: the model learns conversations, so `auto` prompts are a user's words.
+
+        Raises BadInput for a prompt that the model cannot take.
+        """
+        self._settings, self._model, self._announcer = settings, model, announcer
+        self._prompts = list(prompts)
+        plain = settings.form == "text" or (settings.form == "auto" and not talks)
+        has_talks = any(prompt.messages is not None for prompt in prompts)
+        prompting = Prompting(model, plain=plain and not has_talks)
+        if settings.form == "chat" and not prompting.talks:
+            raise BadInput(
+                f"samples.form is chat, and {model.name} has no chat template: set "
+                "data.chat_template, or samples.form=text"
+            )
+        self._tokens = [prompting.tokens(prompt) for prompt in self._prompts]
+        for tokens in self._tokens:
+            room_for(model, len(tokens), settings.max_new_tokens)
+        self._rows = len(self._prompts)  # answered at once; halved when memory runs out
+
+    def is_due(self, step: int, total_steps: int, *, evaluated: bool) -> bool:
+        """Return whether prompts are answered after `step`: after the last one, too."""
+        if not self._prompts:
+            return False
+        if self._settings.every == "evaluation":
+            return evaluated
+        return step >= total_steps or step % self._settings.every == 0
+
+    def write(self, step: int, stopped: Callable[[], bool]) -> None:
+        """Answer all prompts with the weights after `step`, and report them.
+
+        Pending updates must be flushed before. Does nothing where `stopped` came in between. What
+        goes wrong ends the samples, with a warning, and not the training.
+        """
+        try:
+            written = self._answers(stopped)
+        except Exception as error:  # noqa: BLE001 - models bring code of their own to generate
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            self._announcer.warn(f"no more samples are made, the training goes on: {first}")
+            self._prompts = []
+            return
+        if stopped():
+            return
+        seconds = sum(answer.seconds for answer in written[:: self._rows])  # of each batch
+        for number, (prompt, answer) in enumerate(zip(self._prompts, written, strict=True), 1):
+            self._announcer.emit(
+                SampleGenerated(
+                    step=step,
+                    prompt=prompt.words,
+                    text=answer.text,
+                    number=number,
+                    count=len(self._prompts),
+                    tokens=len(answer.tokens),
+                    ended=answer.ended,
+                    seconds=seconds,
+                )
+            )
+
+    def _answers(self, stopped: Callable[[], bool]) -> list[Written]:
+        """Write answers, half as many at once each time device memory runs out."""
+        while True:
+            try:
+                return self._in_batches(stopped)
+            except torch.OutOfMemoryError:
+                if self._rows == 1:
+                    raise
+            self._rows = -(-self._rows // 2)
+
+    def _in_batches(self, stopped: Callable[[], bool]) -> list[Written]:
+        settings, model = self._settings, self._model.model
+        sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, seed=SEED
+        )
+        was_training = model.training
+        model.train(False)
+        try:
+            with randomness_of(SEED):
+                return [
+                    answer
+                    for first in range(0, len(self._tokens), self._rows)
+                    for answer in write(
+                        self._model,
+                        self._tokens[first : first + self._rows],
+                        sampling,
+                        stopped=stopped,
+                    )
+                ]
+        finally:
+            model.train(was_training)

@@ -1,0 +1,96 @@
+"""What the model answers to the prompts of the run; with a crosshair, what it answered there."""
+
+from __future__ import annotations
+
+from fluxtrain.telemetry.events import SampleGenerated
+from fluxtrain.telemetry.printable import printable
+from fluxtrain.units import duration_text
+from fluxtui.panels.panel import Panel, key_of
+from fluxtui.state.samples import Round, round_at
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line, cut, dropped_to_fit, fitted, width_of, wrapped
+from fluxtui.words import counted
+
+ENDS = {"length": " …", "context": " …"}  # an answer that was cut off goes on
+
+
+def heading(view: View, width: int) -> Line:
+    """Return the step of the answers, and what they took."""
+    found = round_at(view.state.samples, view.chart.crosshair)
+    if found is None:
+        return ()
+    when = "before the first step" if found.step == 0 else f"after step {found.step}"
+    role = "warn" if view.chart.crosshair is not None else "text"
+    parts: list[Line] = [((when, role),)]
+    if found.seconds is not None:
+        took = f"{counted(found.count, 'prompt')} in {duration_text(found.seconds)}"
+        parts.append(((took, "dim"),))
+    return dropped_to_fit(parts, width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """Give each prompt a line and its answer the lines that are left; say which have no room."""
+    found = round_at(view.state.samples, view.chart.crosshair)
+    if found is None:
+        nothing: list[Line] = [((" no prompts: set samples.prompts", "dim"),)]
+        return nothing[:height]
+    room, shown = _fitting(found, height)
+    wanted = [_answer(answer, width) for answer in found.answers[:shown]]
+    lines: list[Line] = []
+    for part, rows in zip(wanted, _shares([len(part) for part in wanted], room), strict=True):
+        lines += part if len(part) <= rows else _cut_off(part, rows, width)
+    hidden = len(found.answers) - shown
+    if hidden:
+        more = f"{counted(hidden, 'more prompt')}: {key_of(view, 'maximise')} shows all"
+        lines.append(((cut(f" {more}", width), "dim"),))
+    return [fitted(line, width) for line in lines[:height]]
+
+
+def _fitting(found: Round, height: int) -> tuple[int, int]:
+    """Return the lines that answers have, and how many answers those are: two lines each at least,
+    the prompt's among them."""
+    count = len(found.answers)
+    if 2 * count <= height:
+        return height, count
+    room = max(2, height - 1)  # a line says how many are hidden
+    return room, max(1, room // 2)
+
+
+def _shares(wanted: list[int], room: int) -> list[int]:
+    """Divide `room` lines: no answer gets more than it wants, and the rest goes to the others."""
+    given = [0] * len(wanted)
+    while room > 0 and given != wanted:
+        for number, most in enumerate(wanted):
+            if given[number] < most and room > 0:
+                given[number] += 1
+                room -= 1
+    return given
+
+
+def _answer(answer: SampleGenerated, width: int) -> list[Line]:
+    """Return the prompt's line and the answer's."""
+    prompt = " ".join(printable(answer.prompt).split())
+    words = " ".join(printable(answer.text).split()) + ENDS.get(answer.ended, "")
+    parts = wrapped(words, max(8, width - 2)) or [""]
+    head: Line = (("› ", "accent"), (cut(prompt, max(1, width - 2)), "dim"))
+    return [head, *((("  ", "text"), (part, "text")) for part in parts)]
+
+
+def _cut_off(lines: list[Line], rows: int, width: int) -> list[Line]:
+    """Return the first `rows` lines; the last of them says that there is more."""
+    kept = lines[:rows]
+    if rows > 1:
+        text = kept[-1][1][0].removesuffix(" …")
+        fits = width_of(((text, ""),)) <= width - 4
+        kept[-1] = (("  ", "text"), (text + " …" if fits else cut(text, width - 2), "text"))
+    return kept
+
+
+PANEL = Panel(
+    "samples",
+    "Samples",
+    body,
+    heading,
+    about="answers to samples.prompts; at the crosshair those of then",
+    shows=lambda view: (view.state.samples, view.chart),
+)
