@@ -372,13 +372,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
-    from fluxtrain.config.schema import demo_config, load_config
+    from fluxtrain.config.schema import config_of, demo_config, load_config
 
     if demo and path is not None:
         raise BadInput(f"--demo and {path} were both given: leave one out")
     if demo:
         return demo_config(overrides)
-    return load_config(path, overrides) if path is not None else None
+    return load_config(path, overrides) if path is not None else config_of(overrides)
 
 
 def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]) -> RunConfig:

@@ -70,13 +70,18 @@ KEY_TEXTS = {
 RUN_SCREENS = ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "settings")
 PAGES = tuple(
     f"wizard.{page}"
-    for page in ("start", "model", "data", "method", "hardware", "strategy", "preview", "launch")
-)
+    for page in (
+        "start", "model", "data", "method", "training", "hardware", "strategy", "preview", "launch",
+    )
+)  # fmt: skip
 EVERYWHERE = ("suspend",)  # before dialogs and fields too
 IN_WIZARD_TOO = ("help", "palette", *EVERYWHERE)
 LISTS = ("log", "plan", "runs", "settings")
 STRATEGY = ("wizard.strategy",)
 METHOD = ("wizard.method",)
+TRAINING = ("wizard.training",)
+WITH_PATHS = ("wizard.start", "wizard.model", "wizard.data", *TRAINING)
+AT_THE_END = ("wizard.preview", "wizard.launch")
 CHARTS = ("dashboard", "loss")
 PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
 
@@ -201,7 +206,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("wizard_read_as", "ctrl+r", "shape", "Read the data in the next shape", "Wizard",
            "read_as", PAGES[2:3]),
     Action("wizard_again", "r", "again", "Ask the engine, or measure, once more", "Wizard",
-           "again", PAGES[3:7]),
+           "again", (*METHOD, "wizard.hardware", *STRATEGY, "wizard.preview")),
     Action("wizard_method_before", "left,h", "method", "The method to the left", "Wizard",
            "method(-1)", METHOD),
     Action("wizard_method_after", "right,l", "method", "The method to the right", "Wizard",
@@ -216,6 +221,16 @@ ACTIONS: tuple[Action, ...] = (
            "cycle('variant')", METHOD),
     Action("wizard_base", "b", "base", "The next packing of the frozen weights", "Wizard",
            "cycle('base_format')", METHOD),
+    Action("wizard_value_before", "left,h", "change", "The usual value before", "Wizard",
+           "turn_value(-1)", TRAINING),
+    Action("wizard_value_after", "right,l", "change", "The next usual value", "Wizard",
+           "turn_value(1)", TRAINING),
+    Action("wizard_edit", "e,space", "type", "Type the value; a digit begins it too", "Wizard",
+           "edit", TRAINING),
+    Action("wizard_default", "backspace,delete", "default", "Leave the value to the trainer again",
+           "Wizard", "default", TRAINING),
+    Action("wizard_complete", "tab", "complete", "Complete the path; again: the next name",
+           "Wizard", "complete", WITH_PATHS),
     Action("wizard_faster", "left,h", "dial", "A plan that is faster and takes more", "Wizard",
            "dial(-1)", STRATEGY),
     Action("wizard_smaller", "right,l", "dial", "A plan that takes less", "Wizard", "dial(1)",
@@ -231,11 +246,11 @@ ACTIONS: tuple[Action, ...] = (
     Action("wizard_why", "w", "why", "All reasons, or that of the selected choice", "Wizard",
            "why", STRATEGY),
     Action("wizard_try", "t", "dry run", "Try three steps of it", "Wizard", "wish('try')",
-           PAGES[6:]),
+           AT_THE_END),
     Action("wizard_yaml", "y", "YAML", "Copy the configuration file", "Wizard",
-           "wish('copy yaml')", PAGES[6:]),
+           "wish('copy yaml')", AT_THE_END),
     Action("wizard_command", "m", "command", "Copy the command that does the same", "Wizard",
-           "wish('copy command')", PAGES[6:]),
+           "wish('copy command')", AT_THE_END),
 )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ from fluxtui.wizard.steps.method_step import MethodStep
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import DrawnStep, Step
 from fluxtui.wizard.steps.strategy_step import StrategyStep
+from fluxtui.wizard.steps.training_step import TrainingStep
 from fluxtui.wizard.steps.widgets import Drawn
 
 
@@ -98,6 +99,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
                 yield SourceStep(questions.MODEL, found_page)
                 yield SourceStep(questions.DATA, data_page)
                 yield MethodStep()
+                yield TrainingStep()
                 yield DrawnStep("hardware", hardware_page)
                 yield StrategyStep()
                 yield DrawnStep("preview", preview_page)

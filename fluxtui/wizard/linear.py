@@ -40,9 +40,17 @@ from fluxtui.wizard.answers.launching import (
     Outcome,
     command_text,
     engine_arguments,
+    place_of,
     prepare,
+    run_folder_problem,
 )
 from fluxtui.wizard.answers.question import AdapterQuestion, Field, Option, SourceQuestion
+from fluxtui.wizard.answers.training import (
+    TRAINING_QUESTIONS,
+    TrainingQuestion,
+    changes_of,
+    read_answer,
+)
 from fluxtui.wizard.checks.answer_checks import Check, checked
 from fluxtui.wizard.checks.known_runs import (
     known_runs,
@@ -51,11 +59,12 @@ from fluxtui.wizard.checks.known_runs import (
     runs_to_resume,
     runs_to_watch,
 )
-from fluxtui.wizard.dialogue import Ask, Dialogue, GoBack, Leave, Say
+from fluxtui.wizard.dialogue import Ask, Dialogue, GoBack, Leave, Say, completing
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.background import with_method
 from fluxtui.wizard.engine.ranked import dial_settings
 from fluxtui.wizard.pages.preview import config_text
+from fluxtui.wizard.pages.training import value_and_reason
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 T = TypeVar("T", bound=Answer)
@@ -88,6 +97,7 @@ class LinearWizard(Dialogue):
             "model": lambda: self._source(questions.MODEL),
             "data": self._data,
             "method": self._method,
+            "training": self._training,
             "hardware": self._hardware,
             "strategy": self._strategy,
             "preview": self._preview,
@@ -203,6 +213,39 @@ class LinearWizard(Dialogue):
         else:
             self._number(field, question.name)
 
+    def _training(self) -> None:
+        """Tell every setting with its reason, and change those that are named by their number."""
+        while True:
+            self._plan()
+            self._say("How shall it train?")
+            self._tell(linear_lines.training_lines(self.view))
+            last = len(TRAINING_QUESTIONS)
+            text = self._read(f"1 to {last} changes one, Enter goes on: ")
+            if not text:
+                return
+            if text.isdecimal() and 1 <= int(text) <= last:
+                self._setting(TRAINING_QUESTIONS[int(text) - 1])
+            else:
+                self._say(f"error: {text!r} is no number from 1 to {last}")
+
+    def _setting(self, question: TrainingQuestion) -> None:
+        """One setting of the training."""
+        value, _ = value_and_reason(self.view, question)
+        kind = "folder" if question.kind == "folder" else "text"
+        with completing(kind):
+            text = self._read(f"{question.name}, auto for {question.default} [{value}]: ")
+        if not text:
+            return
+        try:
+            read = read_answer(question, text)
+            problem = run_folder_problem(text) if kind == "folder" and read else ""
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        if problem:
+            self._say(f"error: {problem}")
+            return
+        self._answer(**changes_of(question, read))
+
     def _hardware(self) -> None:
         fresh: list[str] = []
         while True:
@@ -237,7 +280,6 @@ class LinearWizard(Dialogue):
         for name, title in (
             ("batch_rows", "rows of one batch"),
             ("chunk_rows", "rows computed at once"),
-            ("steps", "optimizer steps"),
         ):
             self._number(name, title)
         self._say("What lives in host memory?")
@@ -256,7 +298,7 @@ class LinearWizard(Dialogue):
         if plan is None:
             self._say(f"error: {self.view.plan.refusal}")
             raise GoBack
-        self._know(free_disk_bytes=free_bytes(self.view.root))
+        self._know(free_disk_bytes=free_bytes(place_of(self.view.answers, self.view.root)))
         self._tell(linear_lines.preview_lines(self.view, plan))
         while True:
             wish = self._read("Enter to go on, d for a dry run of three steps, y for the YAML: ")
@@ -291,7 +333,9 @@ class LinearWizard(Dialogue):
         present = getattr(self.view.answers, field.name)
         if field.kind != "list":
             hint = present or f"such as {field.hint}"
-            self._answer(**{field.name: self._read(f"{field.title} [{hint}]: ") or present})
+            with completing(field.kind):
+                said = self._read(f"{field.title} [{hint}]: ")
+            self._answer(**{field.name: said or present})
             return
         options = self._listed(field.name)
         if not options:
