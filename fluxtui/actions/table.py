@@ -66,6 +66,7 @@ KEY_TEXTS = {
     "colon": ":", "comma": ",", "full_stop": ".", "ctrl+p": "^p", "ctrl+r": "^r", "enter": "enter",
     "left": "←", "right": "→", "shift+left": "⇧←", "shift+right": "⇧→", "escape": "esc",
     "up": "↑", "down": "↓", "pageup": "pgup", "pagedown": "pgdn",
+    "backspace": "bksp",
 }  # fmt: skip
 RUN_SCREENS = ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "settings")
 PAGES = tuple(

@@ -31,7 +31,7 @@ HINTS: dict[StepName, tuple[Hint, ...]] = {
     ),
     "training": (
         NEXT, CHOOSE, (("wizard_value_before", "wizard_value_after"), "change"),
-        (("wizard_edit",), "type"), (("wizard_default",), "default"), BACK, HELP,
+        (("wizard_edit",), "type"), (("wizard_default",), "auto"), BACK, HELP,
     ),
     "hardware": (NEXT, (("wizard_again",), "measure again"), SCROLL, BACK, HELP),
     "strategy": (

@@ -154,7 +154,7 @@ def test_a_plan_that_is_refused_leads_back(folder: Path) -> None:
 
 
 def test_why_tells_every_reason(folder: Path) -> None:
-    person = Person(folder, ["", "", "", "", "", "w"])
+    person = Person(folder, ["", "", "", "", "w"])
     assert isinstance(person.wizard(Answers(step="strategy")).run(), Launch)
     assert "train.batch_rows is 8: 1,024 tokens make a step" in person.said
 

@@ -122,7 +122,7 @@ async def test_the_plan_shows_every_choice_with_its_reason(folder: Path, opened:
 async def test_the_wizard_stays_alive_while_the_engine_plans(folder: Path, opened: Opened) -> None:
     (folder / "hold").touch()
     async with opened(folder) as wizard:
-        for step in ("model", "data", "method", "hardware", "strategy"):
+        for step in ("model", "data", "method", "training", "hardware", "strategy"):
             await wizard.press("enter")
             await wizard.until(lambda step=step: wizard.step == step)
         await wizard.until(lambda: "The engine reads the model" in wizard.text())
@@ -143,7 +143,7 @@ async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(
     (folder / "plan.json").unlink()
     async with opened(folder, Answers(step="method")) as wizard:
         await wizard.until(lambda: "NOT KNOWN" in wizard.text())
-        await wizard.press("enter", "enter")
+        await wizard.press("enter", "enter", "enter")
         await wizard.until(lambda: "80 GiB" in wizard.text())
         await wizard.press("enter")
         assert wizard.step == "strategy"

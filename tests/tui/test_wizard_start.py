@@ -146,7 +146,7 @@ async def test_a_configuration_is_opened_and_its_other_settings_are_kept(
         await wizard.until(lambda: wizard.step == "strategy")
         answers = wizard.screen.answers
         assert (answers.steps, answers.sequence_length, answers.base["train"]["seed"]) == (9, 64, 3)
-        await wizard.press("s", "backspace", "7", "enter", *["escape"] * 5)
+        await wizard.press("s", "backspace", "7", "enter", *["escape"] * 6)
         assert wizard.step == "start"
         await wizard.press("enter")
         await wizard.until(lambda: wizard.step == "strategy")

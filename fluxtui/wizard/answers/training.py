@@ -144,7 +144,7 @@ def answer_text(question: TrainingQuestion, value: Value) -> str:
     """A value as it is shown, and as it can be typed; the default where there is none."""
     if value is None or value == "":
         return question.default
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 
 def read_answer(question: TrainingQuestion, text: str) -> Value:

@@ -64,6 +64,7 @@ def summary_rows(view: WizardView) -> list[tuple[str, str]]:
     """The answers in words."""
     answers, plan = view.answers, view.plan.value
     steps = answers.steps if plan is None else plan.steps
+    rate, _ = value_and_reason(view, question_of("learning_rate"))
     offload: str = answers.offload
     if plan is not None and plan.layout.offload != offload:
         offload = f"{plan.layout.offload} ({offload})"
@@ -73,8 +74,7 @@ def summary_rows(view: WizardView) -> list[tuple[str, str]]:
         ("method", answers.method),
         ("strategy", answers.dial),
         ("offload", offload),
-        ("steps", "auto" if steps is None else f"{steps:,}"),
-        ("rate", value_and_reason(view, question_of("learning_rate"))[0]),
+        ("training", f"{'auto' if steps is None else f'{steps:,}'} steps, learning rate {rate}"),
     ]
 
 

@@ -24,8 +24,9 @@ REASON_LINES = 3  # kept free, so that the page does not jump under the cursor
 AS_SET = "as set"
 
 
-def training_page(view: WizardView, width: int, cursor: int = 0) -> Content:
-    """A line a question, and below them the reason of the one at `cursor`."""
+def training_page(view: WizardView, width: int, cursor: int = 0, problem: str = "") -> Content:
+    """A line a question, and below them the reason of the one at `cursor`, or a `problem` with what
+    was typed for it."""
     keys = view.key("wizard_value_before", "wizard_value_after")
     hint = f"{keys} change, {view.key('wizard_edit')} types one"
     lines = [drawing.heading("How shall it train?", hint, width)]
@@ -38,10 +39,13 @@ def training_page(view: WizardView, width: int, cursor: int = 0) -> Content:
         lines.append(_row(view, question, head, width, here=index == cursor))
     chosen = TRAINING_QUESTIONS[cursor]
     _, because = value_and_reason(view, chosen)
-    told = drawing.in_lines(f"{chosen.name}: {because}", max(10, width - 2))[:REASON_LINES]
-    told += [""] * (REASON_LINES - len(told))
-    return Content("\n").join([*lines, *([] if view.short else [Content("")]),
-                               *(Content(f"  {line}") for line in told)])  # fmt: skip
+    told = drawing.paragraph(f"{chosen.name}: {because}", width - 2)
+    if problem:
+        told = drawing.problem(problem, width)
+    indent = Content("" if problem else "  ")
+    drawn = [indent + line for line in told.split("\n")][:REASON_LINES]
+    drawn += [Content("")] * (REASON_LINES - len(drawn))
+    return Content("\n").join([*lines, *([] if view.short else [Content("")]), *drawn])
 
 
 def value_and_reason(view: WizardView, question: TrainingQuestion) -> tuple[str, str]:

@@ -48,9 +48,12 @@ class TrainingStep(Step, can_focus=True):
     def __init__(self) -> None:
         super().__init__("training")
         self._cursor = 0
+        self._problem = ""  # with what was typed last
 
     def compose(self) -> ComposeResult:
-        yield PathEntry(folders_only=True, id="training-input")
+        box = PathEntry(folders_only=True, id="training-input")
+        box.select_on_focus = False  # what is typed on the page goes on in the field
+        yield box
         yield Drawn(self._draw)
 
     def take_focus(self) -> None:
@@ -122,6 +125,12 @@ class TrainingStep(Step, can_focus=True):
         elif hit:
             self.action_walk(hit[-1] - self._cursor)
 
+    @on(Input.Changed, "#training-input")
+    def _typed(self) -> None:
+        if self._problem:
+            self._problem = ""
+            self.show(self.view)
+
     @on(Input.Submitted, "#training-input")
     def _given(self, event: Input.Submitted) -> None:
         event.stop()
@@ -132,7 +141,8 @@ class TrainingStep(Step, can_focus=True):
         except (ValueError, OSError) as error:
             problem, value = str(error), None
         if problem:
-            self.notify(problem, title=question.name, severity="error")
+            self._problem = problem
+            self.show(self.view)
             return
         self._close()
         self._set(value)
@@ -148,17 +158,17 @@ class TrainingStep(Step, can_focus=True):
         box, question = self._box, self.question
         box.completes = question.kind == "folder"
         box.border_title = f"{question.name}; empty: {question.default}"
-        box.value, box.display = text, True
+        box.value, box.display, self._problem = text, True, ""
         box.focus()
         box.cursor_position = len(text)
 
     def _close(self) -> None:
         if self._box.display:
-            self._box.display = False
+            self._box.display, self._problem = False, ""
             self.focus()
 
     def _draw(self, width: int) -> Content:
-        return training_page(self.view, width, self._cursor)
+        return training_page(self.view, width, self._cursor, self._problem)
 
     def _keep_in_sight(self) -> None:
         drawn = self.query_one(Drawn)
