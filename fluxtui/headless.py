@@ -14,6 +14,7 @@ from types import FrameType
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput
 from fluxtrain.rundir.launch import TRAINER
 from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.rundir.states import state_of_exit
 from fluxtrain.telemetry.events import (
     AnyEvent,
     Done,
@@ -99,7 +100,7 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
 def _alive(run: RunDir) -> bool:
     """Return whether more may come; an unreadable folder does not tell, but its journal does."""
     try:
-        return run.liveness() in ("running", "new")
+        return run.liveness() in ("running", "waiting")
     except OSError:
         return True
 
@@ -147,6 +148,6 @@ def event_line(event: AnyEvent) -> str:
     if isinstance(event, Failed):
         return f"{'refused' if event.refused else 'failed'}: {event.message}"
     if isinstance(event, Done):
-        word = "finished" if event.exit_code == EXIT_FINISHED else "ended"
+        word = state_of_exit(event.exit_code)
         return f"{word} after step {event.step} in {duration_text(event.seconds)}"
     return ""

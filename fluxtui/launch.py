@@ -284,7 +284,7 @@ def farewell(run_dir: Path) -> str:
     run = RunDir(run_dir).summary()
     name = run.run_id if Path(run.path).parent == runs_root() else run.path
     attach = printable(f"{typed('fluxtrain-tui')} --attach {shlex.quote(name)}")
-    if run.state in ("running", "new"):
+    if run.state in ("running", "waiting"):
         return f"{printable(run.run_id)} goes on without the app. See it again:\n  {attach}"
     step = f" after step {run.step}" if run.step else ""
     reason = f": {run.message}" if run.message not in ("", run.state) else ""

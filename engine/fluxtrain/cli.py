@@ -310,7 +310,7 @@ def runs(json: Json = False, debug: Debug = False) -> None:
         progress = f"{run.step or 0}/{run.total_steps or '?'}"
         name = printable(run.run_id)
         why = f": {run.message}" if run.state == "refused" else ""
-        say(f"{name:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}{why}")
+        say(f"{name:40} {run.word():12} step {progress:14} loss {loss:8} {run.model or '-'}{why}")
 
 
 @app.command(epilog=EXIT_CODES)

@@ -99,7 +99,7 @@ class JournalSource:
             return
         if state == "running":
             self._process = "alive"
-        elif state == "new":  # no process has claimed it; ours closed its pipe when it ended
+        elif state == "waiting":  # no process has claimed it; ours closed its pipe when it ended
             ours_ended = self._pipe is not None and self._pipe.closed
             self._process = "dead" if ours_ended else "unknown"
         else:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
+from fluxtrain.rundir.states import state_of_exit
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import bytes_text, duration_text
@@ -336,8 +337,8 @@ def _after_failed(state: RunState, event: ev.Failed) -> RunState:
 
 def _after_done(state: RunState, event: ev.Done) -> RunState:
     text = (
-        f"ended with code {event.exit_code} at step {event.step} "
-        f"after {duration_text(event.seconds)}"
+        f"{state_of_exit(event.exit_code)} after step {event.step} "
+        f"in {duration_text(event.seconds)}, exit code {event.exit_code}"
     )
     level: Level = "info" if event.exit_code == 0 else "warning"
     return _logged(replace(state, done=event), event, level, "done", text)

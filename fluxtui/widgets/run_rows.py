@@ -13,8 +13,8 @@ from fluxtui.state.freshness import SLOWEST_STEP_FACTOR, STEP_FLOOR_S
 from fluxtui.widgets.spans import Line, cut_in_front, fitted, wrapped
 
 STATE_ROLES = {
-    "running": "good", "finished": "text", "failed": "bad", "interrupted": "warn", "dead": "bad",
-    "new": "dim", "refused": "warn",
+    "running": "good", "finished": "text", "failed": "bad", "stopped": "warn", "dead": "bad",
+    "waiting": "dim", "refused": "warn",
 }  # fmt: skip
 OTHER_CELLS = 71
 DETAIL_ROWS = 4
@@ -52,7 +52,7 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
     return fitted(
         (
             (" ▸ " if here else "   ", "accent"),
-            (f"{run.state:<12}", STATE_ROLES[run.state]),
+            (f"{run.word(now_s):<12}", STATE_ROLES[run.state]),
             (name, "strong" if here else "text"),
             (f"{step:>13}", "text"),
             *(((f"  {number_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),

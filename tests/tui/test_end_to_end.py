@@ -132,7 +132,7 @@ def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) 
     third.until("STOPPED")
     third.press("q")
     assert third.ends() == 0
-    assert desk.run_dir().liveness() == "interrupted"
+    assert desk.run_dir().liveness() == "stopped"
     assert list(desk.run_dir().checkpoints.glob("step-*")), "a stopped run has its checkpoint"
 
 

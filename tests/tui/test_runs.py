@@ -154,7 +154,7 @@ def test_a_run_whose_next_step_is_overdue_has_no_time_left() -> None:
     assert left_text(summary(eta_s=9000.0, stepped_s=1000.0, step_s=1.0), 1040.0) == "-"
 
 
-@pytest.mark.parametrize("state", ["finished", "refused", "failed", "interrupted", "dead", "new"])
+@pytest.mark.parametrize("state", ["finished", "refused", "failed", "stopped", "dead", "waiting"])
 def test_a_run_that_does_not_run_has_no_time_left(state: str) -> None:
     assert left_text(summary(state=state, eta_s=100.0), 0.0) == "-"
     assert left_text(summary(eta_s=None), 0.0) == "-"
@@ -181,7 +181,7 @@ def test_the_list_knows_the_newest_steps_estimate(runs: Path, made: ModuleType) 
 
 @pytest.mark.parametrize(
     ("state", "said"),
-    [("running", "attaches"), ("finished", "e makes"), ("dead", ""), ("interrupted", ""),
+    [("running", "attaches"), ("finished", "e makes"), ("dead", ""), ("stopped", ""),
      ("failed", ""), ("refused", "")],
 )  # fmt: skip
 def test_only_a_run_that_is_not_over_is_gone_on_with(state: str, said: str) -> None:

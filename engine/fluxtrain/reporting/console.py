@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from fluxtrain.rundir.states import state_of_exit
 from fluxtrain.telemetry.events import (
     AdviceGiven,
     ChangeApplied,
@@ -235,7 +236,7 @@ def _done(event: Event) -> str:
     assert isinstance(event, Done)
     loss = "-" if event.loss is None else f"{event.loss:.4f}"
     held_out = "-" if event.evaluation_loss is None else f"{event.evaluation_loss:.4f}"
-    ended = "stopped" if event.exit_code else "done"
+    ended = state_of_exit(event.exit_code)
     when = f"after step {event.step}" if event.step else "before the first step"
     text = (
         f"{ended} {when} in {duration_text(event.seconds)}: loss {loss}, evaluation loss {held_out}"
