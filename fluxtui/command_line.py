@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="open it in the wizard")
     add = parser.add_argument
-    attach = "watch a run: its id, its folder, or `last`, which is also the default"
+    attach = "watch a run: its id, its folder, or `last`: the newest that trains (the default)"
     add("--attach", metavar="RUN", nargs="?", const=LAST, help=attach)
     add("--resume", metavar="RUN", help="go on with a run that ended early, named like that")
     add("--demo", action="store_true", help="start the demo at once")

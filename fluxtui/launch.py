@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput, FluxTrainError
-from fluxtrain.rundir.finding import find_run
+from fluxtrain.rundir.finding import LAST, find_run, newest_training
 from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.telemetry.printable import printable, printable_lines
@@ -121,15 +121,19 @@ def _line_by_line(answers: Answers | None, at_once: bool) -> int:
 
 
 def _attach(options: argparse.Namespace) -> int:
-    run_dir = find_run(options.attach)
+    run_dir, said = find_run(options.attach), ""
+    if options.attach == LAST:
+        run_dir, said = newest_training()
     if not has_terminal() or wants_lines():
         from fluxtui.headless import follow_lines
 
         if not wants_lines():
             hint = ssh_hint("fluxtrain-tui --attach")
             print(f"no terminal here: lines instead of the app{hint}", file=sys.stderr, flush=True)
+        if said:
+            print(printable(said), file=sys.stderr, flush=True)
         return follow_lines(run_dir)
-    return show(lambda: _app(options, run_dir))
+    return show(lambda: _app(options, run_dir, said=said))
 
 
 # --- the app --------------------------------------------------------------------------------------
@@ -168,9 +172,10 @@ def _app(
     run_dir: Path | None = None,
     trainer: TrainerProcess | None = None,
     answers: Answers | None = None,
+    said: str = "",
 ) -> FluxApp:
     """Make the app on a run, with the trainer's own pipe if we started it; without a run on the
-    wizard."""
+    wizard. `said` is told first."""
     from fluxtui.app import FluxApp
     from fluxtui.settings import settings_path
     from fluxtui.sources.journal import JournalSource
@@ -190,7 +195,7 @@ def _app(
         settings_file=settings_path(),
         make_wizard=make_wizard,
     )
-    app.trainer = trainer
+    app.trainer, app.told_first = trainer, said
     return app
 
 

@@ -60,6 +60,30 @@ class StopDialog(ModalScreen[bool]):
         self.dismiss(stop)
 
 
+class ResumeDialog(ModalScreen[bool]):
+    """Go on with a run? `y` does, anything else does not."""
+
+    DEFAULT_CSS = DIALOG_CSS.format(name="ResumeDialog", width=72)
+    BINDINGS = [
+        Binding("y", "answer(True)", "Resume", show=False),
+        Binding("n,escape,enter,q,r", "answer(False)", "Leave it", show=False),
+    ]
+
+    def __init__(self, name: str, told: str) -> None:
+        super().__init__()
+        self._run, self._told = name, told
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(f"Resume {printable(self._run)}?\n", markup=False)
+            yield Static(f"{printable(self._told)}\n", markup=False)
+            yield Static("[b]y[/b] resume      [b]n[/b] leave it")
+
+    def action_answer(self, resume: bool) -> None:
+        """Close with the answer."""
+        self.dismiss(resume)
+
+
 class DeleteDialog(ModalScreen[bool]):
     """Delete a run? `y` deletes, anything else does not."""
 

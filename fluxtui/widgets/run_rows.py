@@ -16,6 +16,7 @@ STATE_ROLES = {
     "running": "good", "finished": "text", "failed": "bad", "stopped": "warn", "dead": "bad",
     "waiting": "dim", "refused": "warn",
 }  # fmt: skip
+PAST_ALL = ("paused", "stalled")  # of a running run, what somebody should know
 OTHER_CELLS = 71
 DETAIL_ROWS = 4
 FIXED_CELLS = 60
@@ -27,13 +28,16 @@ AGE_FROM_CELLS = 78  # narrower, the age gives way
 LOSS_FROM_CELLS = 69  # and then the loss; the detail below tells it
 
 
-def columns(width: int) -> Line:
-    """The names of the columns."""
-    loss = f"  {'loss':>8}" if width >= LOSS_FROM_CELLS else ""
-    age = f"  {'age':>7}" if width >= AGE_FROM_CELLS else ""
+def columns(width: int, sorted_by: str | None = None, down: bool = False) -> Line:
+    """The names of the columns; an arrow behind that by which the runs are sorted."""
+    names = {name: name for name in ("state", "run", "step", "loss", "left", "age", "model")}
+    if sorted_by in names:
+        names[sorted_by] += "↓" if down else "↑"
+    loss = f"  {names['loss']:>8}" if width >= LOSS_FROM_CELLS else ""
+    age = f"  {names['age']:>7}" if width >= AGE_FROM_CELLS else ""
     text = (
-        f"   {'state':<12}{'run':<{_name_cells(width)}}{'step':>13}{loss}"
-        f"  {'left':>9}{age}{'  model' if _has_note(width) else ''}"
+        f"   {names['state']:<12}{names['run']:<{_name_cells(width)}}{names['step']:>13}{loss}"
+        f"  {names['left']:>9}{age}{'  ' + names['model'] if _has_note(width) else ''}"
     )
     return fitted(((text, "dim"),), width)
 
@@ -48,11 +52,13 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
     name = set_cell_size(cut_in_front(run.run_id, cells - 1), cells)
     step = UNKNOWN if run.step is None else f"{run.step}/{run.total_steps or UNKNOWN}"
     failed = bool(run.message) and STATE_ROLES[run.state] in ("bad", "warn")
+    word = run.word(now_s)
+    role = "warn" if word in PAST_ALL else STATE_ROLES[run.state]
     note = ((run.message if failed else run.model) or "") if _has_note(width) else ""
     return fitted(
         (
             (" ▸ " if here else "   ", "accent"),
-            (f"{run.word(now_s):<12}", STATE_ROLES[run.state]),
+            (f"{word:<12}", role),
             (name, "strong" if here else "text"),
             (f"{step:>13}", "text"),
             *(((f"  {number_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),

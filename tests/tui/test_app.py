@@ -240,9 +240,7 @@ async def test_the_runs_are_listed_and_enter_attaches(
         screen = app.screen
         assert isinstance(screen, RunsScreen)
         names = [Path(one.path).name for one in screen.runs]
-        for _ in range(names.index("other")):
-            await pilot.press("j")
-        await pilot.press("enter")
+        await pilot.press("g", *["j"] * names.index("other"), "enter")
         await until(pilot, lambda: app.run_dir == other)
         await until(pilot, lambda: app.view.status.kind == "finished")
         assert isinstance(app.screen, PanelScreen)

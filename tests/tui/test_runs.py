@@ -14,7 +14,7 @@ import pytest
 
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
-from fluxtui.screens.dialogs import DeleteDialog
+from fluxtui.screens.dialogs import DeleteDialog, ResumeDialog
 from fluxtui.screens.runs import RunsScreen, cannot_resume
 from fluxtui.sources.removal import check_removable, contents, remove_run, size_bytes
 from fluxtui.state.view import View
@@ -335,6 +335,8 @@ async def test_resume_starts_the_trainer_on_the_runs_own_folder(
         await listed(pilot, app, app_pilot, "ours")
         await listed(pilot, app, app_pilot, "other")
         await pilot.press("r")
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, ResumeDialog))
+        await pilot.press("y")
         await app_pilot.until(pilot, lambda: app.run_dir == runs / "other")
     assert begun[0].exit_code() is None, "it outlives the app"
     assert os.getsid(begun[0].pid) == begun[0].pid
