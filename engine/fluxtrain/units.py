@@ -43,6 +43,17 @@ def count_text(count: float | None) -> str:
     return f"{count:.0f}"
 
 
+def speed_text(gain: float | None) -> str:
+    """What a change did to a step's time, of which `gain` is the share that it saves: faster by
+    6.0%, slower by 3.0%."""
+    if gain is None or not math.isfinite(gain * 100):
+        return UNKNOWN
+    told = f"{abs(gain):.1%}"
+    if told == "0.0%":
+        return "as fast as before"
+    return f"{'faster' if gain > 0 else 'slower'} by {told}"
+
+
 def duration_text(seconds: float | None) -> str:
     """A duration with two units at most: 350 ms, 5.90 s, 2m 06s, 7h 44m, 3d 02h."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:

@@ -32,8 +32,13 @@ class Panel:
     body: Body
     heading: Heading = no_heading
     about: str = ""  # for the help screen
+    title_off_gpu: str = ""  # where it differs, for a run on the processor alone
     pick: Pick | None = None  # what a click does
     shows: Shows | None = None  # an expensive panel is drawn again only if one of these changed
+
+    def title_in(self, view: View) -> str:
+        """Return the title in the words of the machine that runs."""
+        return self.title if view.on_gpu else self.title_off_gpu or self.title
 
 
 def key_of(view: View, action: str) -> str:

@@ -149,7 +149,8 @@ class HelpScreen(ModalScreen[None]):
     @property
     def _lines(self) -> list[Line]:
         width = min(HELP_CELLS, self.size.width * WIDEST_PERCENT // 100) - AROUND_HELP_CELLS
-        return help_lines(cast("AppBase", self.app).actions, self._of, self._panels, width)
+        app = cast("AppBase", self.app)
+        return help_lines(app.actions, self._of, self._panels, width, app.view.on_gpu)
 
 
 def help_lines(
@@ -157,6 +158,7 @@ def help_lines(
     screen: str = "",
     panels: Sequence[str] = tuple(PANELS),
     width: int = 72,
+    on_gpu: bool = True,
 ) -> list[Line]:
     """The keys by group, then the panels and the letters; of all screens without a `screen`."""
     lines: list[Line] = []
@@ -177,9 +179,16 @@ def help_lines(
     if panels:
         lines.append((("Panels", "accent"), ("   tab goes from one to the next", "dim")))
         for name in panels:
-            lines += _beside((f"  {PANELS[name].title:<15} ", "strong"), PANELS[name].about, width)
+            lines += _beside(
+                (f"  {_title(name, on_gpu):<15} ", "strong"), PANELS[name].about, width
+            )
     lines += [BLANK, (("Letters", "accent"),)]
     return [*lines, *(line for part in LETTERS for line in _beside(("  ", "text"), part, width))]
+
+
+def _title(name: str, on_gpu: bool) -> str:
+    panel = PANELS[name]
+    return panel.title if on_gpu else panel.title_off_gpu or panel.title
 
 
 def _beside(head: Span, text: str, width: int) -> list[Line]:

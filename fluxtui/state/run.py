@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from fluxtrain.rundir.states import state_of_exit
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import setting_name
-from fluxtrain.units import bytes_text, duration_text
+from fluxtrain.units import bytes_text, duration_text, speed_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History
 from fluxtui.words import counted
@@ -312,7 +312,8 @@ def _after_refusal(state: RunState, event: ev.ChangeRefused) -> RunState:
 
 
 def _after_measured(state: RunState, event: ev.ChangeMeasured) -> RunState:
-    gain = "too few steps to tell" if event.measured_gain is None else f"{event.measured_gain:+.1%}"
+    found = event.measured_gain
+    gain = "too few steps to tell" if found is None else speed_text(found)
     promised = "" if event.predicted_gain is None else f", {event.predicted_gain:+.1%} predicted"
     text = f"{event.name} {event.before} -> {event.after}: {gain}{promised}"
     state = replace(state, changes=state.changes.verdict(event))

@@ -68,6 +68,14 @@ class View:
         return self.state.done is not None or self.state.failed is not None
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the run trains on a GPU, which then has names for its parts; before it tells,
+        whether this machine has one."""
+        if self.state.hello is not None:
+            return self.state.hello.device != "cpu"
+        return self.machine_sample is None or bool(self.machine_sample.gpus)
+
+    @property
     def status(self) -> Status:
         return status_of(self.state, self.link, self.now_s)
 

@@ -29,7 +29,7 @@ from fluxtrain.telemetry.events import (
 from fluxtrain.telemetry.frames import encode_frame
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.telemetry.typed import typed_line
-from fluxtrain.units import bytes_text, count_text, duration_text
+from fluxtrain.units import bytes_text, count_text, duration_text, speed_text
 
 STEP_LINES_PERIOD_S = 2.0
 
@@ -213,9 +213,10 @@ def _change_measured(event: Event) -> str:
     change = f"{event.name} {event.before} -> {event.after}"
     if event.measured_gain is None:
         return f"{change}: too few steady steps to measure it"
-    promised = "" if event.predicted_gain is None else f" of {event.predicted_gain:+.1%} predicted"
+    promised = "" if event.predicted_gain is None else f", {event.predicted_gain:+.1%} predicted"
+    found = speed_text(event.measured_gain)
     return (
-        f"{change}: {event.measured_gain:+.1%}{promised} ({duration_text(event.before_s)} -> "
+        f"{change}: {found}{promised} ({duration_text(event.before_s)} -> "
         f"{duration_text(event.after_s)} a step, medians of {event.steps_before} and "
         f"{event.steps_after})"
     )
