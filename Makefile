@@ -12,12 +12,12 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 export PYTHON
 
-.PHONY: help run dev native check lint test test-native test-gpu bench-cpu bench-gpu bench-tui soak screenshots wheel clean
+.PHONY: help run dev native check lint test test-native test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak screenshots wheel clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
-		| while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/\1|\2/' \
+		| while IFS='|' read -r name text; do printf '  make %-18s %s\n' "$$name" "$$text"; done
 
 run: $(STAMPS)/native ## open the app (without a terminal: train the demo headless)
 	@if [ -t 0 ] && [ -t 1 ] && [ -n "$$TERM" ] && [ "$$TERM" != dumb ]; then \
@@ -52,6 +52,9 @@ test-native: dev ## the C++ kernels against their scalar reference
 
 test-gpu: dev ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu and not slow" $(TESTS)
+
+test-transformers4: dev $(STAMPS)/transformers4 ## saved models in transformers 4, in an environment of its own
+	FLUXTRAIN_TRANSFORMERS4=$(CURDIR)/$(VENV)/transformers4/bin/python $(PYTEST) tests/transformers4
 
 soak: dev ## the long tests: many kills and resumes, random models, new examples of properties
 	$(PYTEST) -m "slow and not gpu" --timeout 3600 $(TESTS)
@@ -91,3 +94,6 @@ $(STAMPS)/dev: $(STAMPS)/runtime
 
 $(STAMPS)/gpu: $(STAMPS)/runtime
 	@.ci/setup gpu && touch $@
+
+$(STAMPS)/transformers4: $(STAMPS)/runtime
+	@.ci/setup transformers4 && touch $@

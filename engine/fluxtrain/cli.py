@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.main import get_command
 
+from fluxtrain import result_cli
 from fluxtrain.commands import options
 from fluxtrain.commands.options import (
     Config,
@@ -25,6 +26,7 @@ from fluxtrain.commands.options import (
     Steps,
     Whole,
     folder_of,
+    overrides_of,
 )
 from fluxtrain.errors import EXIT_FINISHED, BadInput, FluxTrainError, NoSpace
 from fluxtrain.hardware import allocator, openmp
@@ -78,7 +80,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 
     if trace is not None:
         check_trace_path(trace)
-    overrides = _overrides(sets, steps, device)
+    overrides = overrides_of(sets, steps, device)
     chosen = _chosen_config(config, demo, overrides)
     if chosen is None and resume is None and run_dir is None:
         raise BadInput("nothing to train: name a CONFIG.yaml, or use --demo")
@@ -125,7 +127,7 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     debug: Debug = False,
 ) -> None:
     """Show what a run would do and need, how long it takes, and why."""
-    chosen = _named_config("plan", config, demo, _overrides(sets, steps, device))
+    chosen = _named_config("plan", config, demo, overrides_of(sets, steps, device))
     with ImmediateInterrupts():
         from fluxtrain.commands.preview import preview, table
         from fluxtrain.plan.machine_file import read_machine_file
@@ -149,7 +151,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
-    chosen = _named_config("inspect", config, demo, _overrides(sets, None, None))
+    chosen = _named_config("inspect", config, demo, overrides_of(sets, None, None))
     with ImmediateInterrupts():
         from fluxtrain.commands import inspection
 
@@ -170,7 +172,7 @@ def dry_run(
     debug: Debug = False,
 ) -> None:
     """Train three real steps, show predicted against measured, and leave nothing behind."""
-    chosen = _named_config("try", config, demo, _overrides(sets, None, device))
+    chosen = _named_config("try", config, demo, overrides_of(sets, None, device))
     with ImmediateInterrupts():
         from fluxtrain.commands import dry_run as trial
 
@@ -213,6 +215,9 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
         print_json(found)
     else:
         say(exporting.page(found))
+
+
+result_cli.register(app, EXIT_CODES)
 
 
 @app.command()
@@ -387,12 +392,3 @@ def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]
     if chosen is None:
         raise BadInput(f"nothing to {verb}: name a CONFIG.yaml, or use --demo")
     return chosen
-
-
-def _overrides(sets: list[str] | None, steps: int | None, device: str | None) -> list[str]:
-    overrides = list(sets or [])
-    if steps is not None:
-        overrides.append(f"train.steps={steps}")
-    if device is not None:
-        overrides.append(f"placement.device={device}")
-    return overrides

@@ -15,6 +15,16 @@ def folder_of(text: str) -> Path:
     return Path(text)
 
 
+def overrides_of(sets: list[str] | None, steps: int | None, device: str | None) -> list[str]:
+    """Return what options ask for as overrides of the configuration."""
+    overrides = list(sets or [])
+    if steps is not None:
+        overrides.append(f"train.steps={steps}")
+    if device is not None:
+        overrides.append(f"placement.device={device}")
+    return overrides
+
+
 Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
 Demo = Annotated[bool, typer.Option("--demo", help="a small model on text that every Python has")]
 Sets = Annotated[
@@ -78,4 +88,48 @@ CheckedData = Annotated[
 CheckedRows = Annotated[int, typer.Option("--rows", help="how many rows are compared")]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="run Python code that comes with the base")
+]
+
+# -- of evaluate and generate ----------------------------------------------------------------------
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="a run, `last`, a model's or an adapter's folder, a hub id, or `demo`"
+    ),
+]
+EvaluatedData = Annotated[
+    str | None,
+    typer.Argument(metavar="[DATA]", help="as data.path; left out: what the run held out"),
+]
+DataSets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="data.KEY=VALUE", help="as in data.chat_template=chatml"),
+]
+BatchRows = Annotated[int | None, typer.Option("--rows", help="how many rows a pass takes")]
+RowTokens = Annotated[
+    int | None, typer.Option("--sequence-length", help="tokens of a row, as data.sequence_length")
+]
+UsedDtype = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32")]
+Offload = Annotated[str, typer.Option("--offload", help="auto, none, weights or max")]
+Budget = Annotated[
+    float | None, typer.Option("--budget-gib", help="device memory that may be used, in GiB")
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="answer each line, or .jsonl, in batches"),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="of an answer, at most")]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", help="0: the most likely token; left out: as the model says"),
+]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="choose among tokens of so much probability")
+]
+DrawSeed = Annotated[int | None, typer.Option("--seed", help="draw the same tokens each time")]
+SystemWords = Annotated[str, typer.Option("--system", help="begin conversations with this")]
+Plain = Annotated[bool, typer.Option("--plain", help="continue text, without the chat template")]
+JsonLines = Annotated[
+    bool, typer.Option("--json", help="read and write a JSON object a line, for programs")
 ]

@@ -18,6 +18,8 @@ from fluxtrain.exporting.attached import Attached
 from fluxtrain.exporting.base_files import BaseFiles
 from fluxtrain.exporting.shards import Planned, planned_shards, write_model
 from fluxtrain.exporting.trained_base import TrainedBase
+from fluxtrain.models.saving.beside import spell_tokenizer
+from fluxtrain.models.saving.spelling import model_in_both
 
 SHARD_BYTES = 4_000_000_000
 _OF_TRAINING = ("chat_template.jinja", "generation_config.json")  # better than the base's
@@ -105,6 +107,7 @@ class Merge:
 
         write_model(folder, planned_shards(found, self.shard_bytes), make)
         carry_over(self.base.files.folder, self.adapter, folder)
+        spell_tokenizer(folder)
         _write_config(folder, self.base.files.config, self.stated_dtype, bool(self._untied))
 
     def _dtype_of(self, stored: str) -> torch.dtype:
@@ -182,5 +185,6 @@ def _write_config(folder: Path, config: Mapping[str, Any], dtype: str, untied: b
             part["tie_word_embeddings"] = False
     if untied:
         made["tie_word_embeddings"] = False
+    made = model_in_both(made, {}, dtype)
     text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -22,6 +22,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import LoadedModel
+from fluxtrain.models.saving.beside import write_adapter_files
 from fluxtrain.plan.states import StorageFormat
 
 ADAPTER = "default"  # peft's name of the only adapter
@@ -105,9 +106,8 @@ def save_adapter(loaded: LoadedModel, storage: StorageFormat, folder: Path) -> i
             config.save_pretrained(str(made))
         finally:
             config.inference_mode = False
-        loaded.tokenizer.save_pretrained(made)
-        if model.generation_config is not None:  # with the ends that were learnt, for an export
-            model.generation_config.save_pretrained(made)
+        # with the ends that were learnt, for an export
+        write_adapter_files(made, model, loaded.tokenizer, loaded.beside)
 
     return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)
 

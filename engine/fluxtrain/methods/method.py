@@ -16,8 +16,10 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.methods.adapters import attach_adapters, save_adapter
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import Objective
-from fluxtrain.models.export import save_model
+from fluxtrain.models.export import save_model, try_saving_model
 from fluxtrain.models.loading import LoadedModel
+from fluxtrain.models.saving.beside import write_adapter_files
+from fluxtrain.models.saving.trial import try_saving
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.states import StorageFormat
 
@@ -46,6 +48,12 @@ class Method(Protocol):
     def objective(self) -> Objective[Batch]:
         """Return the objective that the method trains for."""
 
+    def try_saving(self, loaded: LoadedModel) -> None:
+        """Write what will be saved beside the weights to a temporary folder, and read it again.
+
+        Called before anything is trained. Raises BadInput where that fails.
+        """
+
     def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the trained model to `folder`, so that other programs load it.
 
@@ -73,9 +81,14 @@ class FullFineTuning:
         """Return causal language modelling."""
         return CausalLM()
 
+    def try_saving(self, loaded: LoadedModel) -> None:
+        """Try configuration, generation settings and tokenizer."""
+        model, tokenizer = loaded.model, loaded.tokenizer
+        try_saving(loaded, lambda to: try_saving_model(model, tokenizer, to, loaded.beside))
+
     def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the whole model in Hugging Face format."""
-        save_model(loaded.model, loaded.tokenizer, folder)
+        save_model(loaded.model, loaded.tokenizer, folder, loaded.beside)
 
 
 class LoraFineTuning:
@@ -98,6 +111,11 @@ class LoraFineTuning:
     def objective(self) -> Objective[Batch]:
         """Return causal language modelling."""
         return CausalLM()
+
+    def try_saving(self, loaded: LoadedModel) -> None:
+        """Try generation settings and tokenizer."""
+        model, tokenizer = loaded.model, loaded.tokenizer
+        try_saving(loaded, lambda to: write_adapter_files(to, model, tokenizer, loaded.beside))
 
     def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the adapter in peft's format."""

@@ -12,13 +12,15 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.models.quiet import quiet_transformers
+from fluxtrain.models.saving.beside import Beside, write_model_files
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -26,22 +28,48 @@ SHARD_BYTES = 4_000_000_000  # parts that live on a GPU are on the host while th
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    beside: Beside | None = None,
 ) -> int:
     """Write weights (safetensors), configuration, generation settings and tokenizer to `folder`.
 
+    beside: the files of the folder that the model is from, which are carried over.
     Returns the bytes written. Wait for pending updates before the call. A folder of that name from
     an earlier save is replaced once the new one is complete. Raises NoSpace if the disk fills up
     and BadInput if the place cannot be written; both leave the earlier folder.
     """
 
     def write(made: Path) -> None:
-        with quiet_transformers():
-            model.save_pretrained(made, max_shard_size=SHARD_BYTES)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(made)
+        _save_pretrained(model, made, max_shard_size=SHARD_BYTES)
+        write_model_files(made, model, tokenizer, beside or Beside())
 
     return save_folder(write, sum(tensor.nbytes for tensor in _distinct(model)), folder)
+
+
+def try_saving_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, beside: Beside
+) -> None:
+    """Write what `save_model` will, without the weights, to a folder that is there."""
+    _save_pretrained(model, folder, state_dict={})
+    for path in folder.glob("model*.safetensors"):
+        path.unlink()
+    write_model_files(folder, model, tokenizer, beside)
+
+
+def _save_pretrained(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """Save with transformers, which refuses doubtful generation settings: they are written apart,
+    so it gets some that are beyond doubt."""
+    known = getattr(model, "generation_config", None)
+    if known is not None:
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        with quiet_transformers():
+            model.save_pretrained(folder, **options)
+    finally:
+        if known is not None:
+            model.generation_config = known
 
 
 def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -41,6 +41,7 @@ from fluxtrain.models.precision import (
     with_odd_tensors,
 )
 from fluxtrain.models.quiet import quiet_transformers
+from fluxtrain.models.saving.beside import Beside, read_beside
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -74,6 +75,7 @@ class LoadedModel:
     merged_bytes: int = 0  # bytes of weights merged from several tensors
     weight_files: tuple[Path, ...] = ()  # none of fresh weights
     base_key: str = ""  # of its weight files (`model_files.base_key`); empty for fresh weights
+    beside: Beside = field(default_factory=Beside)  # what its folder holds beside weights
 
 
 def load_model(
@@ -106,12 +108,17 @@ def load_model(
     choice = with_odd_tensors(choice, copied.odd_dtypes)
     if fits is not None:
         fits(empty, copied)
-    tokenizer = _tokenizer(folder, source.trust_remote_code)
+    tokenizer = tokenizer_of_folder(folder, source.trust_remote_code)
     model, left_out = _weights(files, chosen, source.trust_remote_code)
     choice = with_left_out(choice, left_out)
     check_finite(model, str(folder), packed_elements)
     loaded = _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
-    return replace(loaded, weight_files=files.weights, base_key=base_key(files.weights))
+    return replace(
+        loaded,
+        weight_files=files.weights,
+        base_key=base_key(files.weights),
+        beside=read_beside(folder, tokenizer),
+    )
 
 
 def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
@@ -123,12 +130,14 @@ def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, Pretra
         from fluxtrain.data.demo import demo_files
         from fluxtrain.models.demo_model import demo_config
 
-        tokenizer = _tokenizer(demo_files().tokenizer, trusted=False)
+        tokenizer = tokenizer_of_folder(demo_files().tokenizer, trusted=False)
         return tokenizer, demo_config(len(tokenizer))
     folder = model_folder(source, with_weights=False)
     if folder == Path(source.path).expanduser():
         check_model_folder(folder, source.trust_remote_code)
-    return _tokenizer(folder, source.trust_remote_code), _shape(folder, source.trust_remote_code)
+    return tokenizer_of_folder(folder, source.trust_remote_code), _shape(
+        folder, source.trust_remote_code
+    )
 
 
 def check_finite(model: nn.Module, name: str, packed_elements: int | None = None) -> None:
@@ -162,7 +171,7 @@ def _demo(source: ModelSource, choice: Precision) -> LoadedModel:
     from fluxtrain.data.demo import demo_files
     from fluxtrain.models.demo_model import demo_model
 
-    tokenizer = _tokenizer(demo_files().tokenizer, trusted=False)
+    tokenizer = tokenizer_of_folder(demo_files().tokenizer, trusted=False)
     model = demo_model(len(tokenizer), source.seed, getattr(torch, choice.dtype))
     return _loaded(model, tokenizer, DEMO, choice)
 
@@ -225,7 +234,8 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
     return Path(folder)
 
 
-def _tokenizer(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
+def tokenizer_of_folder(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder. Raises BadInput where its files are missing or damaged."""
     try:
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trusted, local_files_only=True

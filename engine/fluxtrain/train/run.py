@@ -83,6 +83,7 @@ def train(
         inputs = replace(inputs, choices=chosen)
         for line in told_of(inputs, whole=config.method.name == "full"):
             session.announcer.warn(line)
+        method_of(config).try_saving(inputs.loaded)
         method_of(config).prepare(inputs.loaded.model, config)
         run = made(config, inputs, session, checkpoint, machine, device)
         run.announce(hello)

@@ -1,0 +1,107 @@
+"""What `fluxtrain generate --json` reads and writes: one JSON object a line, told apart by `kind`.
+
+It reads an `ask` or a `stop` a line from standard input, and answers in order. First it writes
+`ready`; then for every ask some `text` and one `answer`, or a `refused`. It leaves when its input
+ends and all is answered. With `--prompts FILE` it reads no input: `ready`, one `expected`, and an
+`answer` for each prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+COMMAND = "generate"
+
+# Why an answer ended: by a token that ends answers, by the most tokens that were asked for, because
+# the model knows no further positions, or because it was stopped.
+Ended = Literal["end", "length", "context", "stopped"]
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ask"):
+    """Ask for an answer. What is left out is as the command line says."""
+
+    id: str = ""
+    messages: tuple[dict[str, Any], ...] | None = None  # a conversation, with role and content
+    prompt: str | None = None  # one user's words; without a chat template, text to continue
+    max_new_tokens: int | None = None
+    temperature: float | None = None  # 0: always the most likely token
+    top_p: float | None = None
+    seed: int | None = None
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stop"):
+    """Stop the answer that is being written."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ready"):
+    """The model is loaded, and a pass over it was measured."""
+
+    COMMAND: ClassVar[str] = COMMAND
+
+    model: str
+    base: str | None  # of an adapter
+    has_template: bool  # without one there are no conversations
+    context: int | None  # tokens of prompt and answer; None: not known
+    ends: tuple[str, ...]  # tokens that end an answer
+    dtype: str
+    device: str
+    placed: str  # where the weights are
+    pass_s: float  # measured: one token of one answer
+    max_new_tokens: int
+
+
+class Expected(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="expected"):
+    """How long the prompts of a file take at most, from a measured pass over one batch."""
+
+    prompts: int
+    batches: int
+    batch_rows: int
+    max_new_tokens: int
+    pass_s: float
+    at_most_s: float
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="text"):
+    """The next characters of an answer."""
+
+    id: str
+    text: str
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="answer"):
+    """A whole answer."""
+
+    id: str  # of the ask; of a prompt in a file, its number from 1
+    text: str
+    ended: Ended
+    tokens: int
+    prompt_tokens: int
+    seconds: float  # of the batch
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="refused"):
+    """An ask that cannot be answered, with the cure; the next one may be."""
+
+    id: str
+    message: str
+
+
+Request = Ask | Stop
+Event = Ready | Expected | Text | Answered | Refused
+
+
+def read_request(line: str | bytes) -> Request:
+    """Read a line of input. Raises msgspec.DecodeError, also for an unknown kind."""
+    return msgspec.json.decode(line, type=Ask | Stop)
+
+
+def read_event(line: str | bytes) -> Event:
+    """Read a line of output. Raises msgspec.DecodeError, also for an unknown kind."""
+    return msgspec.json.decode(line, type=Ready | Expected | Text | Answered | Refused)
+
+
+def encoded(message: Request | Event) -> bytes:
+    """Return a message as a line, with its end."""
+    return msgspec.json.encode(message) + b"\n"

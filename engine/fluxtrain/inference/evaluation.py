@@ -1,0 +1,190 @@
+"""Evaluates a model on data: the mean loss over its tokens, and the perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from fluxtrain.client.evaluation import EvaluationAnswer
+from fluxtrain.config.schema import RunConfig, validate
+from fluxtrain.config.text import apply_overrides
+from fluxtrain.data.batches import Batch, in_order
+from fluxtrain.data.packing import PackedRows
+from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
+from fluxtrain.data.reading.request import DEMO, read_request
+from fluxtrain.data.rendering.named import use_template
+from fluxtrain.errors import BadInput, Diverged
+from fluxtrain.inference.finding import Found, find_model
+from fluxtrain.inference.opened import OpenedModel, open_model
+from fluxtrain.inference.request import ModelRequest
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.planning.row_length import samples_of, with_row_length
+from fluxtrain.train.evaluate import evaluate
+from fluxtrain.units import duration_text
+
+Tell = Callable[[str], None]
+
+BATCH_TOKENS = 16_384  # a batch of so many keeps a GPU busy while a block is copied
+MOST_ROWS = 64
+# In fp32. So many are computed whole, and the loss by the model's own function: the same bits as
+# without FluxTrain. More are fused with the loss, a chunk at a time.
+WHOLE_LOGITS_BYTES = 256 << 20
+_LARGEST_EXPONENT = 709.0  # of a float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """What the command line asks for."""
+
+    model: ModelRequest
+    data: str | None = None  # None: what the run held out
+    rows: int | None = None  # of a batch
+    sequence_length: int | None = None
+    overrides: tuple[str, ...] = ()  # KEY=VALUE of the section `data`
+
+    def check_values(self) -> None:
+        """Raise BadInput for a value that is out of its bounds."""
+        if self.rows is not None and self.rows < 1:
+            raise BadInput(f"--rows is {self.rows}: use at least 1, or leave it out")
+        for override in self.overrides:
+            if not override.startswith("data."):
+                raise BadInput(f"--set {override}: only settings of the data, as data.format=plain")
+
+
+def evaluate_model(request: EvaluationRequest, tell: Tell) -> EvaluationAnswer:
+    """Compute the loss; `tell` is called with the progress.
+
+    Raises BadInput, DoesNotFit, or Diverged where the loss is not finite.
+    """
+    request.check_values()
+    request.model.check_values()
+    found = find_model(request.model.named)
+    config = _config(request, found)
+    _refuse_missing_data(config)
+    opened = open_model(request.model, tell)
+    try:
+        return _evaluated(request, config, opened, tell)
+    finally:
+        opened.close()
+
+
+def _config(request: EvaluationRequest, found: Found) -> RunConfig:
+    """Return the settings of the data: the run's own, with what is asked for."""
+    if request.data is None and found.run is None:
+        raise BadInput(
+            f"{request.model.named} is no run, which knows what it held out: name the data as well"
+        )
+    content: dict[str, Any] = {} if found.run is None else found.run.model_dump(mode="json")
+    data: dict[str, Any] = dict(content.get("data", {}))
+    if request.data is not None:
+        data |= {"path": request.data, "held_out": 0.0, "held_out_path": None}
+        if found.run is None:
+            data |= {"token_cache": "off"}
+    if request.sequence_length is not None:
+        data["sequence_length"] = request.sequence_length
+    content["data"] = data
+    return validate(apply_overrides(content, list(request.overrides)), "the command line")
+
+
+def _refuse_missing_data(config: RunConfig) -> None:
+    """Raise BadInput for data that is not there, before the model is read."""
+    if config.data.path != DEMO:
+        read_request(config.data.model_dump()).corpus()
+
+
+def _evaluated(
+    request: EvaluationRequest, config: RunConfig, opened: OpenedModel, tell: Tell
+) -> EvaluationAnswer:
+    use_template(opened.tokenizer, config.data.chat_template)
+    data = _prepared(config, opened, tell)
+    rows = data.trained if request.data is not None else data.held_out
+    if not len(rows):
+        raise BadInput(
+            f"{opened.name} held nothing of {data.corpus.name} out: name the data to evaluate on"
+        )
+    count = request.rows or _batch_rows(rows)
+    started_s = perf_counter()
+    logits_bytes = 4 * count * rows.sequence_length * opened.loaded.embedding_rows
+    fused = logits_bytes > WHOLE_LOGITS_BYTES
+    with opened.engine.evaluating() if fused else nullcontext():
+        result = evaluate(CausalLM(), opened.model, _told(rows, count, tell))
+    assert result is not None, "there are rows"
+    if not math.isfinite(result.loss):
+        raise Diverged(
+            f"the loss of {opened.name} on {data.corpus.name} is {result.loss}: its numbers are "
+            f"beyond {opened.loaded.precision.dtype}; use --dtype fp32, or an earlier checkpoint"
+        )
+    return EvaluationAnswer(
+        model=opened.name,
+        base=opened.base,
+        data=data.corpus.name if request.data is not None else f"held out of {data.corpus.name}",
+        loss=result.loss,
+        perplexity=math.exp(result.loss) if result.loss < _LARGEST_EXPONENT else None,
+        tokens=result.count,
+        rows=len(rows),
+        sequence_length=rows.sequence_length,
+        batch_rows=count,
+        dtype=opened.loaded.precision.dtype,
+        device=opened.device.type,
+        placed=opened.placed,
+        seconds=perf_counter() - started_s,
+        notes=(*data.told, *data.notes.sentences(), *rows.fit.sentences()),
+    )
+
+
+def _prepared(config: RunConfig, opened: OpenedModel, tell: Tell) -> PreparedData:
+    loaded = opened.loaded
+    return prepare(
+        DataSource(
+            request=read_request(config.data.model_dump()),
+            sequence_length=_row_tokens(config, opened),
+            held_out=config.data.held_out,
+            seed=config.data.seed,
+            token_cache=config.data.token_cache,
+        ),
+        opened.tokenizer,
+        ModelLimits(
+            embedding_rows=loaded.embedding_rows,
+            max_positions=loaded.max_positions,
+            pad_id=loaded.pad_id,
+            packs=loaded.packs,
+        ),
+        tell,
+    )
+
+
+def _row_tokens(config: RunConfig, opened: OpenedModel) -> int:
+    """Choose the length of rows as training does; less where there is less data than a row."""
+    if config.data.sequence_length != "auto":
+        return config.data.sequence_length
+    if config.data.path == DEMO:
+        return with_row_length(config)[0].data.row_tokens
+    first = samples_of(config, opened.tokenizer, opened.loaded.config)
+    chosen = with_row_length(config, first)[0].data.row_tokens
+    count = int(first.tokens.starts[-1])
+    return max(2, min(chosen, count)) if first.share >= 1 else chosen
+
+
+def _batch_rows(rows: PackedRows) -> int:
+    return max(1, min(MOST_ROWS, BATCH_TOKENS // rows.sequence_length, len(rows)))
+
+
+def _told(rows: PackedRows, count: int, tell: Tell) -> Iterator[Batch]:
+    """Yield the batches; say how long all take when the first one is done, and the progress."""
+    batches = -(-len(rows) // count)
+    began_s = told_s = perf_counter()
+    for done, batch in enumerate(in_order(rows, count)):
+        now_s = perf_counter()
+        if done == 1 or (done > 1 and now_s - told_s >= 3.0):
+            each_s = (now_s - began_s) / done
+            tell(
+                f"{done} of {batches} batches of {count} x {rows.sequence_length} tokens, "
+                f"{duration_text(each_s)} each: about {duration_text(each_s * (batches - done))} "
+                "to go"
+            )
+            told_s = now_s
+        yield batch

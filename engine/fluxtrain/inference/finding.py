@@ -1,0 +1,99 @@
+"""Finds the model that a user means, before anything large is read and before any hub is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.checkpoint.recovery import stored_config
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.errors import BadInput
+from fluxtrain.exporting.source import CONFIG, AdapterSource, find_adapter
+from fluxtrain.models.loading import DEMO, refuse_missing_folder
+from fluxtrain.rundir.finding import LAST, find_run
+from fluxtrain.rundir.run_dir import RunDir, list_runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A model: a folder, a hub id or `demo`, or an adapter; and the run that trained it."""
+
+    path: str
+    adapter: AdapterSource | None = None
+    run: RunConfig | None = None
+    run_id: str | None = None
+
+
+def find_model(named: str) -> Found:
+    """Find a model's folder, an adapter, a run's result or a hub id by its name.
+
+    Raises BadInput where a path does not exist, or a run has saved no model.
+    """
+    path = Path(named).expanduser()
+    if named == DEMO:
+        return Found(path=DEMO)
+    if (path / "config.json").is_file() and not RunDir(path).run.is_file():
+        return Found(path=str(path), **_run_around(path))
+    if (path / CONFIG).is_file():
+        return _adapter(str(path), **_run_around(path))
+    if _is_run(named, path):
+        return _of_run(RunDir(find_run(named)))
+    if not path.exists():
+        _refuse_missing(named, path)
+    return Found(path=named)
+
+
+def _is_run(named: str, path: Path) -> bool:
+    if named == LAST or RunDir(path).run.is_file():
+        return True
+    return not path.exists() and any(
+        bool(named) and run.run_id.startswith(named) for run in list_runs()
+    )
+
+
+def _of_run(run_dir: RunDir) -> Found:
+    config = stored_config(run_dir)
+    if config.method.name != "full":
+        return _adapter(str(run_dir.path), run=config, run_id=run_dir.path.name)
+    if not (run_dir.model / "config.json").is_file():
+        state = run_dir.summary().state
+        raise BadInput(
+            f"{run_dir.path} has saved no model (it is {state}): it does when its last step is "
+            f"done; go on with `fluxtrain train --resume {run_dir.path}`"
+        )
+    return Found(path=str(run_dir.model), run=config, run_id=run_dir.path.name)
+
+
+def _adapter(named: str, run: RunConfig | None = None, run_id: str | None = None) -> Found:
+    source = find_adapter(named)
+    if getattr(source.config, "is_prompt_learning", False):
+        raise BadInput(
+            f"{source.folder} holds learnt prompts ({source.config.peft_type}), which are no part "
+            "of the layers: load it with peft"
+        )
+    return Found(path=str(source.folder), adapter=source, run=run or source.run, run_id=run_id)
+
+
+def _run_around(folder: Path) -> dict[str, Any]:
+    """Return the run whose `model` folder this is, where it is one."""
+    parent = RunDir(folder.absolute().parent)
+    if not parent.run.is_file() or parent.model != folder.absolute():
+        return {}
+    return {"run": stored_config(parent), "run_id": parent.path.name}
+
+
+def _refuse_missing(named: str, path: Path) -> None:
+    """Raise BadInput for what is no hub id, or names something within a folder that is here."""
+    try:
+        refuse_missing_folder(named)
+    except BadInput as error:
+        raise BadInput(
+            f"{named} does not exist: name a run (`fluxtrain runs` lists them), the folder of a "
+            "model or an adapter, or a model of the hub"
+        ) from error
+    parent = path.parent
+    if parent != Path() and parent.is_dir():
+        beside = sorted(one.name for one in parent.iterdir() if one.is_dir())[:3]
+        there = f" ({parent} holds {', '.join(beside)})" if beside else ""
+        raise BadInput(f"{path} does not exist: check its name{there}")

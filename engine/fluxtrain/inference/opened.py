@@ -1,0 +1,149 @@
+"""Opens a model for use: its base, its adapter, its tokenizer, streamed through the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.exporting.check.logits import with_adapter
+from fluxtrain.exporting.request import ChosenBase, ExportRequest, chosen_base
+from fluxtrain.exporting.source import AdapterSource
+from fluxtrain.inference.finding import Found, find_model
+from fluxtrain.inference.placed import place_for_use
+from fluxtrain.inference.request import ModelRequest
+from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
+from fluxtrain.models.model_files import TOKENIZER_FILES
+from fluxtrain.models.quiet import quiet_transformers
+from fluxtrain.plan import states
+from fluxtrain.plan.states import StorageFormat
+from fluxtrain.wrapping.engine import Engine
+from fluxtrain.wrapping.target import compute_device
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A wrapped model in evaluation mode, and what belongs to it."""
+
+    model: PreTrainedModel
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    loaded: LoadedModel
+    found: Found
+    name: str
+    base: str | None  # of an adapter
+    storage: StorageFormat  # of the base's large weights
+    placed: str  # where its bytes are, in words
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.engine.device.torch_device
+
+    @property
+    def run(self) -> RunConfig | None:
+        """The run that trained it, where it is one's result."""
+        return self.found.run
+
+    def close(self) -> None:
+        """Stop its threads; it is of no use afterwards."""
+        self.engine.close()
+
+
+def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
+    """Find, load and place a model; `tell` is called with the progress.
+
+    Raises BadInput where something is missing or damaged, DoesNotFit where memory lacks.
+    """
+    request.check_values()
+    found = find_model(request.named)
+    device = compute_device(request.device)
+    with ExitStack() as until_placed:
+        if found.adapter is None:
+            tell(f"reading {found.path}")
+            loaded, base = load_model(_source(request, found, device)), None
+        else:
+            base = until_placed.enter_context(_base_of(request, found.adapter))
+            tell(f"reading {base.name} and the adapter {found.path}")
+            loaded = _beside_adapter(request, base, found.adapter, device)
+        storage: StorageFormat = base.storage if base else "plain"
+        loaded.model.train(False)
+        for parameter in loaded.model.parameters():
+            # Trainable ones are never packed with the frozen weights.
+            parameter.requires_grad_(parameter.requires_grad and storage != "plain")
+        engine, placed = place_for_use(loaded, device, storage, request, tell)
+    return OpenedModel(
+        model=loaded.model,
+        engine=engine,
+        tokenizer=loaded.tokenizer,
+        loaded=loaded,
+        found=found,
+        name=found.run_id or found.path,
+        base=base.name if base else None,
+        storage=storage,
+        placed=placed,
+    )
+
+
+def _source(request: ModelRequest, found: Found, device: torch.device) -> ModelSource:
+    return ModelSource(
+        path=found.path,
+        dtype=request.wished_dtype,
+        trust_remote_code=request.trust_remote_code,
+        capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
+    )
+
+
+def _base_of(request: ModelRequest, source: AdapterSource) -> Any:
+    return chosen_base(
+        ExportRequest(
+            named=request.named,
+            base=request.base,
+            other_base=request.other_base,
+            packed=request.packed,
+            trust_remote_code=request.trust_remote_code,
+        ),
+        source,
+    )
+
+
+def _beside_adapter(
+    request: ModelRequest, base: ChosenBase, source: AdapterSource, device: torch.device
+) -> LoadedModel:
+    """Load a base with the adapter in it, the adapter's tokenizer and generation settings."""
+    wished = request.wished_dtype
+    packs = base.storage != "plain"
+    loaded = load_model(
+        ModelSource(
+            path=str(base.files.folder),
+            dtype=str(base.dtype).removeprefix("torch.") if wished == "auto" else wished,
+            trust_remote_code=request.trust_remote_code,
+            capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
+        ),
+        packed_elements=states.LEAST_PACKED if packs else None,
+    )
+    adapted: Any = with_adapter(loaded.model, source.folder, source)
+    model = adapted.get_base_model()
+    if any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+        tokenizer = tokenizer_of_folder(source.folder, request.trust_remote_code)
+        loaded = replace(loaded, tokenizer=tokenizer)
+    settings = generation_settings(source.folder)
+    if settings is not None:
+        model.generation_config = settings
+    return replace(loaded, model=model)
+
+
+def generation_settings(folder: Path) -> GenerationConfig | None:
+    """Read a folder's generation settings; None where it has none."""
+    if not (folder / "generation_config.json").is_file():
+        return None
+    with quiet_transformers():
+        return GenerationConfig.from_pretrained(folder)

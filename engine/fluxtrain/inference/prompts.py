@@ -1,0 +1,144 @@
+"""Prompts as tokens: conversations through the model's chat template, other text as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
+from fluxtrain.errors import BadInput
+from fluxtrain.inference.opened import OpenedModel
+
+Conversation = list[dict[str, Any]]
+_KEYS = "a JSON string, or an object with `prompt` or `messages`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What is asked: text, or a conversation; and where it stands."""
+
+    text: str | None = None
+    messages: Conversation | None = None
+    where: str = "the prompt"
+
+    @property
+    def words(self) -> str:
+        """What is asked, in the last words of it."""
+        return str(self.messages[-1].get("content") if self.messages else self.text)
+
+    def check(self) -> None:
+        """Raise BadInput where nothing is asked."""
+        if self.messages is not None:
+            _check_messages(self.messages, self.where)
+        elif not (self.text or "").strip():
+            raise BadInput(f"{self.where} is empty: write something to answer or to continue")
+
+
+class Prompting:
+    """Makes tokens of prompts, as the model was taught them."""
+
+    def __init__(self, opened: OpenedModel, *, plain: bool = False, system: str = "") -> None:
+        """plain: continue text as it is, without the chat template. system: begins conversations.
+
+        Raises BadInput where `system` is given and there is no template.
+        """
+        self._tokenizer: Any = opened.tokenizer
+        self._system = system
+        self._template = None if plain else template_of(opened)
+        if system and self._template is None:
+            raise BadInput(f"--system needs a chat template, and {opened.name} {_without(plain)}")
+        self._why = _without(plain)
+
+    @property
+    def talks(self) -> bool:
+        """Are prompts turns of a conversation?"""
+        return self._template is not None
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt. Raises BadInput where it cannot be written."""
+        prompt.check()
+        if prompt.messages is None and self._template is None:
+            return list(self._tokenizer(prompt.text)["input_ids"])
+        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+        if self._template is None:
+            raise BadInput(
+                f"{prompt.where} is a conversation, and the model {self._why}: give `prompt`"
+            )
+        if self._system and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self._system}, *messages]
+        try:
+            text = self._template.render(messages, opened=True)
+        except TemplateRefused as error:
+            raise BadInput(f"{prompt.where}: the model's chat template says: {error}") from error
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def template_of(opened: OpenedModel) -> ChatTemplate | None:
+    """Return the model's chat template; None where it has none."""
+    try:
+        return ChatTemplate(opened.tokenizer)
+    except BadInput:
+        return None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read prompts from a file: `.jsonl` and `.ndjson` hold one JSON value a line, any other file
+    one prompt a line. Empty lines are passed over.
+
+    Raises BadInput where there is no file or no prompt, naming the line that cannot be used.
+    """
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8-sig").splitlines()
+    except FileNotFoundError as error:
+        raise BadInput(f"{path} does not exist: check --prompts") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read ({error}): --prompts takes a text file") from error
+    is_json = path.suffix in (".jsonl", ".ndjson")
+    found = [
+        _parsed(line, f"{path} line {number}")
+        if is_json
+        else Prompt(text=line, where=f"{path} line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise BadInput(f"{path} holds no prompts: write one a line")
+    for prompt in found:
+        prompt.check()
+    return found
+
+
+def _parsed(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{where} is not JSON ({error}): write {_KEYS}") from error
+    if isinstance(value, str):
+        return Prompt(text=value, where=where)
+    if isinstance(value, dict):
+        if isinstance(value.get("messages"), list):
+            return Prompt(messages=value["messages"], where=where)
+        if isinstance(value.get("prompt"), str):
+            return Prompt(text=value["prompt"], where=where)
+    raise BadInput(f"{where} has no prompt: write {_KEYS}")
+
+
+def _check_messages(messages: Sequence[Any], where: str) -> None:
+    if not messages:
+        raise BadInput(f"{where} is a conversation without messages: write at least one")
+    for message in messages:
+        known = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not known or "content" not in message:
+            raise BadInput(
+                f"{where} has the message {json.dumps(message)[:80]}: each needs role and content"
+            )
+    last = messages[-1]
+    if last["role"] == "user" and not str(last["content"] or "").strip():
+        raise BadInput(f"{where} is empty: write something to answer")
+
+
+def _without(plain: bool) -> str:
+    return "is used without one (--plain)" if plain else "has none"

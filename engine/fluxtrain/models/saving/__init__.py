@@ -1,0 +1,1 @@
+"""What stands beside a saved model's weights: configuration, generation settings, tokenizer."""

@@ -1,0 +1,72 @@
+"""Saves a model's files beside its weights and reads them again, before the training begins."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.models.loading import LoadedModel
+from fluxtrain.models.quiet import quiet_transformers
+from fluxtrain.models.saving.beside import CONFIG, GENERATION, Beside
+
+_PROBE = "The quick brown fox, 1 + 2 = 3.\n\tüß 漢字"
+
+
+def try_saving(loaded: LoadedModel, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary folder with all but the weights, and read it as others will.
+
+    Raises BadInput for what cannot be written or read; later, it would be said when the training is
+    done.
+    """
+    trusted = any("auto_map" in (loaded.beside.json(name) or {}) for name in _names(loaded.beside))
+    with tempfile.TemporaryDirectory(prefix="fluxtrain-trial-") as made:
+        folder = Path(made)
+        _tried("written", loaded, lambda: write(folder))
+        if (folder / CONFIG).exists():
+            _tried("read back: its configuration", loaded, lambda: _read_config(folder, trusted))
+        if (folder / GENERATION).exists():
+            _tried(
+                "read back: its generation settings",
+                loaded,
+                lambda: GenerationConfig.from_pretrained(folder),
+            )
+        _tried("read back: its tokenizer", loaded, lambda: _compare(loaded, folder, trusted))
+
+
+def _tried(doing: str, loaded: LoadedModel, act: Callable[[], object]) -> None:
+    try:
+        with quiet_transformers():
+            act()
+    except (FluxTrainError, MemoryError, OSError):
+        raise
+    except Exception as error:  # whatever the library makes of files that it does not like
+        words = " ".join(str(error).split())[:300] or type(error).__name__
+        raise BadInput(
+            "the trained model could not be saved: what stands beside the weights of "
+            f"{loaded.name} cannot be {doing} ({words}): repair it in the model's folder; nothing "
+            "is trained yet"
+        ) from error
+
+
+def _read_config(folder: Path, trusted: bool) -> None:
+    AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+
+
+def _compare(loaded: LoadedModel, folder: Path, trusted: bool) -> None:
+    tokenizer: Any = loaded.tokenizer
+    again: Any = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=trusted, local_files_only=True
+    )
+    if again.chat_template != tokenizer.chat_template:
+        raise ValueError("its chat template is another one")
+    if again(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
+        raise ValueError("it makes other tokens of the same text")
+
+
+def _names(beside: Beside) -> list[str]:
+    return [name for name in beside.files if name.endswith("config.json")]

@@ -1,0 +1,184 @@
+"""What `fluxtrain evaluate` computes is what transformers alone computes, streamed or not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fluxtrain.client.evaluation import EvaluationAnswer
+from fluxtrain.commands.evaluation import page
+from fluxtrain.data.batches import in_order
+from fluxtrain.errors import BadInput, Diverged
+from fluxtrain.inference import evaluation
+from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
+from fluxtrain.inference.request import ModelRequest
+from fluxtrain.plan import states
+from fluxtrain.telemetry import events as ev
+from tests.engine.test_lora_run import run, settings
+from tests.engine.used_models import plain, plain_with_adapter
+
+Folder = Callable[..., Path]
+
+
+def evaluated(named: Path | str, data: Path | str | None, **given: Any) -> EvaluationAnswer:
+    """Evaluate on the CPU, without words."""
+    model = {name: given.pop(name) for name in ("offload", "dtype", "base") if name in given}
+    request = ModelRequest(named=str(named), device="cpu", **model)
+    asked = EvaluationRequest(model=request, data=None if data is None else str(data), **given)
+    return evaluate_model(asked, lambda _: None)
+
+
+def plainly(model: Any, folder: Path, data: Path, tokens: int, rows: int) -> float:
+    """Return the mean loss by the model's own forward on the same rows."""
+    from fluxtrain.config.data_settings import DataSettings
+    from fluxtrain.data.prepare import DataSource, ModelLimits, prepare
+    from fluxtrain.data.reading.request import read_request
+    from fluxtrain.models.loading import ModelSource, load_model
+
+    loaded = load_model(ModelSource(path=str(folder)))
+    request = read_request(DataSettings(path=str(data)).model_dump())
+    source = DataSource(request=request, sequence_length=tokens, held_out=0.0)
+    limits = ModelLimits(
+        embedding_rows=320, max_positions=128, pad_id=loaded.pad_id, packs=loaded.packs
+    )
+    found = prepare(source, loaded.tokenizer, limits).trained
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in in_order(found, rows):
+            total += float(model(**batch.inputs()).loss) * batch.predicted
+            count += batch.predicted
+    return total / count
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    """A file of conversations; their answers alone are learnt."""
+    rows = [
+        {"messages": [
+            {"role": "user", "content": f"what is {n} and two?"},
+            {"role": "assistant", "content": f"it is four and {n} is six"},
+        ]} for n in range(20)
+    ]  # fmt: skip
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("offload", ["max", "none"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_the_loss_is_that_of_transformers_alone_bit_for_bit(
+    family: str, offload: str, model_folder: Folder, talks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder(family)
+    found = evaluated(folder, talks, offload=offload, rows=1, sequence_length=64)
+    assert found.loss == plainly(plain(folder), folder, talks, 64, 1)
+    assert found.perplexity == math.exp(found.loss)
+    assert ("streamed" in found.placed) == (offload == "max")
+    assert 20 * 5 < found.tokens < 20 * 40, "the answers, not the questions"
+    several = evaluated(folder, talks, offload=offload, sequence_length=64)
+    assert several.batch_rows > 1 and several.loss == pytest.approx(found.loss, rel=1e-5)
+    monkeypatch.setattr(evaluation, "WHOLE_LOGITS_BYTES", 0)
+    fused = evaluated(folder, talks, offload=offload, rows=1, sequence_length=64)
+    assert fused.loss == pytest.approx(found.loss, rel=1e-7)
+
+
+@pytest.mark.parametrize("storage", ["plain", "nf4-double"])
+def test_a_run_is_evaluated_as_it_evaluated_itself(
+    storage: Any, run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "LEAST_PACKED", 1024)
+    method = {"name": "lora"} if storage == "plain" else {"name": "qlora", "base": storage}
+    fast = {"train__steps": 3, "train__learning_rate": 0.02, "data__held_out": 0.2}
+    events = run(run_config(**fast), tmp_path / "run", *settings(method))
+    last = [event.loss for event in events if isinstance(event, ev.EvaluationFinished)][-1]
+    found = evaluated(tmp_path / "run", None)
+    assert found.loss == pytest.approx(last, rel=1e-5)
+    assert found.data.startswith("held out of ") and found.base is not None
+    base = tmp_path / "llama-float32"
+    beside = plain_with_adapter(base, tmp_path / "run" / "model", torch.float32, storage)
+    data = tmp_path / "sentences.txt"
+    expected = plainly(beside, base, data, 32, 1)
+    assert evaluated(tmp_path / "run", data, sequence_length=32, rows=1).loss == pytest.approx(
+        expected, rel=1e-6
+    )
+
+
+def test_a_finished_run_of_all_weights_is_evaluated_on_other_data(
+    run_config: Callable[..., Path], tmp_path: Path, talks: Path
+) -> None:
+    run(run_config(train__steps=2, data__held_out=0.2), tmp_path / "run")
+    folder = tmp_path / "run" / "model"
+    found = evaluated(tmp_path / "run", talks, rows=1, sequence_length=64)
+    assert found.loss == plainly(plain(folder), folder, talks, 64, 1)
+    assert found.loss == evaluated(folder, talks, rows=1, sequence_length=64).loss
+    assert f"of {found.model} in float32" in page(found) and found.model == "run"
+
+
+def test_less_data_than_a_row_is_evaluated(model_folder: Folder, tmp_path: Path) -> None:
+    data = tmp_path / "few.jsonl"
+    data.write_text('{"text": "the fox"}\n')
+    found = evaluated(model_folder("llama"), data)
+    assert found.rows == 1 and found.tokens >= 1
+
+
+def test_a_loss_that_is_not_finite_is_no_answer(model_folder: Folder, talks: Path) -> None:
+    folder = model_folder("llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 3e38
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Diverged, match="is (nan|inf)"):
+        evaluated(folder, talks)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"data": None}, "is no run, which knows what it held out: name the data"),
+        ({"data": "/nowhere.jsonl"}, "/nowhere.jsonl does not exist"),
+        ({"rows": 0}, "--rows is 0: use at least 1"),
+        ({"overrides": ("train.steps=1",)}, "--set train.steps=1: only settings of the data"),
+        ({"overrides": ("data.fromat=plain",)}, "data.fromat"),
+        ({"offload": "disk"}, "--offload is 'disk': use one of auto, none, weights, max"),
+        ({"sequence_length": 500}, "data.sequence_length is 500 and the model knows 128"),
+        ({"named": "./nowhere"}, "./nowhere does not exist: name a run"),
+        ({"named": ""}, "MODEL is empty"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_with_the_cure(
+    given: dict[str, Any], words: str, model_folder: Folder, talks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the hub is asked")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", asked)
+    asks = {"named": model_folder("llama"), "data": talks, **given}
+    with pytest.raises(BadInput) as told:
+        evaluated(asks.pop("named"), asks.pop("data"), **asks)
+    assert words in str(told.value)
+
+
+def test_a_folder_that_is_missing_beside_others_is_not_taken_for_a_hub_model(
+    model_folder: Folder, talks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("llama")
+    monkeypatch.chdir(folder.parent.parent)
+    with pytest.raises(BadInput, match=r"nothing does not exist: check its name \(.* holds llama"):
+        evaluated(f"{folder.parent.name}/nothing", talks)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(BadInput, match="has no tokenizer"):
+        evaluated(folder, talks)
+
+
+def test_a_run_without_a_result_says_how_to_go_on(tmp_path: Path, talks: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"config": {}}')
+    with pytest.raises(BadInput, match="has saved no model .*`fluxtrain train --resume"):
+        evaluated(tmp_path / "run", talks)

@@ -1,0 +1,242 @@
+"""What `fluxtrain generate` writes is what transformers alone writes, streamed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fluxtrain.errors import BadInput
+from fluxtrain.inference.measuring import measure, rows_that_fit
+from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.prompts import Prompt, Prompting
+from fluxtrain.inference.sampling import Sampling
+from fluxtrain.inference.session import Batches, Session
+from fluxtrain.inference.streaming import TextStream
+from fluxtrain.inference.writing import write
+from fluxtrain.plan import states
+from tests.engine.adapter_folders import make_adapter
+from tests.engine.test_lora_run import run, settings
+from tests.engine.used_models import greedy, opened, plain, plain_with_adapter
+
+Folder = Callable[..., Path]
+PROMPTS = [[5, 90, 91, 92, 93, 17], [31, 32, 33], list(range(60, 80))]
+GREEDY = Sampling(max_new_tokens=12, temperature=0)
+
+
+def tokens_of(model: OpenedModel, prompts: list[list[int]], sampling: Sampling = GREEDY) -> Any:
+    return [list(written.tokens) for written in write(model, prompts, sampling)]
+
+
+@pytest.mark.parametrize("offload", ["max", "none"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_greedy_answers_are_those_of_transformers_alone(
+    family: str, offload: str, model_folder: Folder
+) -> None:
+    folder = model_folder(family)
+    with opened(folder, offload=offload) as model:
+        assert ("streamed" in model.placed) == (offload == "max")
+        found = tokens_of(model, PROMPTS)
+        alone = tokens_of(model, PROMPTS[:1])
+    assert found == greedy(plain(folder), PROMPTS, 12)
+    assert alone == greedy(plain(folder), PROMPTS[:1], 12)
+    assert all(found)
+
+
+def test_logits_of_a_prompt_and_of_each_token_behind_it_are_equal_bit_for_bit(
+    model_folder: Folder,
+) -> None:
+    folder = model_folder("llama", torch.bfloat16)
+    ids, further = torch.tensor(PROMPTS[:1]), torch.tensor([[7]])
+
+    def logits(model: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            first = model(input_ids=ids, use_cache=True)
+            cache = first.past_key_values
+            return [first.logits, model(input_ids=further, past_key_values=cache).logits]
+
+    with opened(folder, offload="max") as model:
+        ours = logits(model.model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, logits(plain(folder)), strict=True))
+
+
+def test_no_pass_computes_the_prompt_again(model_folder: Folder) -> None:
+    lengths: list[int] = []
+    with opened(model_folder("llama"), offload="max") as model:
+        block: nn.Module = model.model.model.layers[0].self_attn
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: lengths.append(kwargs["hidden_states"].shape[1]),
+            with_kwargs=True,
+        )
+        write(model, PROMPTS[:1], GREEDY)
+    assert lengths == [6, *[1] * 11]
+
+
+def test_an_answer_ends_where_the_generation_settings_say(model_folder: Folder) -> None:
+    folder = model_folder("llama")
+    with opened(folder) as model:
+        whole = tokens_of(model, PROMPTS)
+        third = whole[0][2]
+        model.model.generation_config.eos_token_id = [0, third]
+        cut = write(model, PROMPTS, GREEDY)
+    assert list(cut[0].tokens) == whole[0][: whole[0].index(third)]
+    assert cut[0].ended == "end"
+    for written, full in zip(cut[1:], whole[1:], strict=True):
+        expected = full[: full.index(third)] if third in full else full
+        assert list(written.tokens) == expected
+        assert written.ended == ("end" if third in full else "length")
+
+
+@pytest.mark.parametrize("storage", ["plain", "nf4-double", "int8"])
+def test_base_and_adapter_write_what_they_write_in_peft(
+    storage: Any, run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "LEAST_PACKED", 1024)
+    method = {"name": "lora"} if storage == "plain" else {"name": "qlora", "base": storage}
+    fast = {"train__steps": 3, "train__learning_rate": 0.02}
+    run(run_config(model__dtype="bf16", **fast), tmp_path / "run", *settings(method))
+    adapter = tmp_path / "run" / "model"
+    with opened(tmp_path / "run", offload="max") as model:
+        assert (model.storage, model.base) == (storage, str(tmp_path / "llama-float32"))
+        assert model.loaded.precision.dtype == "bfloat16"
+        found = tokens_of(model, PROMPTS)
+    with opened(adapter) as model:
+        assert tokens_of(model, PROMPTS) == found
+    base = tmp_path / "llama-float32"
+    expected = plain_with_adapter(base, adapter, torch.bfloat16, storage)
+    assert found == greedy(expected, PROMPTS, 12)
+    assert found != greedy(plain(base).to(torch.bfloat16), PROMPTS, 12)
+
+
+def test_an_adapter_of_another_program_is_used_beside_its_base(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    base = model_folder("qwen3")
+    adapter = make_adapter(base, tmp_path / "adapter", use_dora=True)
+    with opened(adapter) as model:
+        found = tokens_of(model, PROMPTS)
+        assert model.tokenizer.chat_template
+    assert found == greedy(plain_with_adapter(base, adapter, torch.float32), PROMPTS, 12)
+
+
+def test_draws_repeat_with_their_seed_and_leave_the_random_state(model_folder: Folder) -> None:
+    with opened(model_folder("llama")) as model:
+        before = torch.get_rng_state()
+        draws = [
+            tokens_of(model, PROMPTS, Sampling(max_new_tokens=12, temperature=1.5, seed=seed))
+            for seed in (3, 3, 4)
+        ]
+        assert torch.equal(before, torch.get_rng_state())
+        near = Sampling(max_new_tokens=12, temperature=1.0, top_p=1e-6, seed=1)
+        assert tokens_of(model, PROMPTS, near) == tokens_of(model, PROMPTS)
+    assert draws[0] == draws[1] != draws[2]
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_written_with_the_models_template(model_folder: Folder) -> None:
+    with opened(model_folder("llama")) as model:
+        messages = [
+            {"role": "user", "content": "what is two and two?"},
+            {"role": "assistant", "content": "it is four"},
+            {"role": "user", "content": "the fox"},
+        ]
+        tokenizer: Any = model.tokenizer
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        prompting = Prompting(model)
+        assert prompting.tokens(Prompt(messages=messages)) == list(expected["input_ids"])
+        one = [{"role": "user", "content": "the fox"}]
+        asked = tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"]
+        assert prompting.tokens(Prompt(text="the fox")) == list(asked)
+        plainly = Prompting(model, plain=True).tokens(Prompt(text="the fox"))
+        assert plainly == tokenizer("the fox")["input_ids"]
+        tokenizer.chat_template = None
+        assert Prompting(model).tokens(Prompt(text="the fox")) == plainly
+        with pytest.raises(BadInput, match="is a conversation, and the model has none"):
+            Prompting(model).tokens(Prompt(messages=one))
+        with pytest.raises(BadInput, match="--system needs a chat template"):
+            Prompting(model, system="be short")
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(
+    model_folder: Folder,
+) -> None:
+    with opened(model_folder("llama")) as model:
+        with pytest.raises(BadInput, match="130 tokens and the model knows 128 .* by 3 tokens"):
+            write(model, [[5] * 130], GREEDY)
+        with pytest.raises(BadInput, match="the prompt is empty"):
+            write(model, [[]], GREEDY)
+        (last,) = write(model, [[5] * 125], GREEDY)
+    assert (len(last.tokens), last.ended) == (3, "context")
+
+
+def test_batches_answer_every_prompt_in_order_and_say_what_they_take(
+    model_folder: Folder,
+) -> None:
+    folder = model_folder("llama")
+    words = ["the quick brown fox", "a model", "what is two and two? it is", "over", "the lazy"]
+    with opened(folder, offload="max") as model:
+        session = Session.of(model, Prompting(model, plain=True), GREEDY)
+        batches = Batches(session, [Prompt(text=text) for text in words], rows=2)
+        expected = batches.expected()
+        answers = list(batches.answers(lambda: False))
+        ids = [model.tokenizer(text)["input_ids"] for text in words]
+    assert (expected.batches, expected.batch_rows, expected.prompts) == (3, 2, 5)
+    assert expected.at_most_s == pytest.approx(expected.pass_s * 3 * 12) and expected.pass_s > 0
+    assert [answer.id for answer in answers] == ["1", "2", "3", "4", "5"]
+    alone = plain(folder)
+    decode = model.tokenizer.decode
+    for first in (0, 2, 4):
+        rows = greedy(alone, ids[first : first + 2], 12)
+        assert [a.text for a in answers[first : first + 2]] == [decode(row) for row in rows]
+
+
+def test_a_batch_takes_fewer_prompts_where_memory_is_short(
+    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(model_folder("llama")) as model:
+        measured = measure(model)
+        assert measured.cache_bytes_per_token == 2 * 2 * 2 * 8 * 4  # K, V; layers; heads; width
+        assert rows_that_fit(model, measured, 20, 12) == 64
+        monkeypatch.setattr("fluxtrain.inference.measuring._free_bytes", lambda _: 1_000_000)
+        few = rows_that_fit(model, measured, 20, 12)
+        assert 1 <= few < 10
+        assert rows_that_fit(model, measured, 20, 100) < few
+        monkeypatch.setattr("fluxtrain.inference.measuring._free_bytes", lambda _: 0)
+        assert rows_that_fit(model, measured, 20, 12) == 1
+
+
+def test_the_pieces_of_a_streamed_answer_are_its_text(tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    text = "naïve — 漢字 and 🦊🦊 foxes  jump\n\tover"
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, pieces.append)
+    tokens = tokenizer(text)["input_ids"]
+    for token in tokens:
+        stream.add(token)
+    assert stream.end() == "".join(pieces) == text
+    assert "�" not in "".join(pieces)
+    assert 10 < len(pieces) < len(tokens)
+
+
+def test_a_single_answer_is_told_as_it_comes_and_can_be_stopped(model_folder: Folder) -> None:
+    pieces: list[str] = []
+    with opened(model_folder("llama"), offload="max") as model:
+        (whole,) = write(model, PROMPTS[:1], GREEDY, heard=pieces.append)
+        assert "".join(pieces) == whole.text
+        asked: list[int] = []
+
+        def stopped() -> bool:
+            asked.append(1)
+            return len(asked) > 4
+
+        (cut,) = write(model, PROMPTS[:1], GREEDY, stopped=stopped)
+    assert cut.ended == "stopped"
+    assert cut.tokens == whole.tokens[: len(cut.tokens)] and 0 < len(cut.tokens) < 12
