@@ -124,6 +124,7 @@ class AppBase(App[None]):
         self._stop_sampling = threading.Event()
         self.machine_signal: Signal[MachineSample] = Signal(self, "machine")
         self.make_wizard = make_wizard
+        self.engine: tuple[str, ...] = ()  # replaces the program that answers, in tests
         self.told_first = ""  # on the screen, once it is there
         self._keeps = True
         self.theme_files: dict[str, ThemeFile] = {}

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Group = Literal["Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Wizard"]
+Group = Literal[
+    "Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Chat", "Wizard"
+]  # fmt: skip
 GROUPS: tuple[Group, ...] = (
-    "Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Wizard",
+    "Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Chat", "Wizard",
 )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ class Action:
         """Return the screens, and the pages of the wizard, where it works."""
         if self.screens:
             return frozenset(self.screens)
-        return frozenset(RUN_SCREENS + (PAGES if self.id in IN_WIZARD_TOO else ()))
+        return frozenset(RUN_SCREENS + ((*PAGES, "chat") if self.id in IN_WIZARD_TOO else ()))
 
     def works_on(self, screen: str) -> bool:
         """Return whether it works on this screen; without a screen, whether it works on any."""
@@ -121,6 +123,10 @@ ACTIONS: tuple[Action, ...] = (
            "select_advice(1)", ("plan",), name="Next advice"),
     Action("new_run", "n", "new", "Set up a new run with the wizard", "Run", "new_run", rank=20,
            name="New run"),
+    Action("chat", "C", "chat", "Talk with the model that a finished run has saved", "Run", "chat",
+           rank=19, name="Chat with the model"),
+    Action("evaluate", "V", "evaluate", "Compute the loss of a finished run's model", "Run",
+           "evaluate", rank=18, name="Evaluate the model"),
     Action("smooth", "e", "ema", "Show or hide the moving average", "Chart", "smooth", CHARTS,
            rank=35, name="Moving average"),
     Action("log_scale", "y", "log", "Logarithmic or linear loss axis", "Chart", "log_scale",
@@ -226,6 +232,24 @@ ACTIONS: tuple[Action, ...] = (
            ("settings",)),
     Action("setting_after", "right,l", "after", "The next value", "Lists", "turn(1)",
            ("settings",)),
+    Action("chat_send", "enter", "ask", "Ask what was typed", "Chat", "send", ("chat",),
+           name="Ask"),
+    Action("chat_stop", "escape", "stop", "Stop the answer; without one leave, press it twice",
+           "Chat", "stop_answer", ("chat",), name="Stop or leave"),
+    Action("chat_cooler", "f2", "colder", "A lower temperature: likelier words", "Chat",
+           "temperature(-1)", ("chat",), name="Lower temperature"),
+    Action("chat_warmer", "f3", "warmer", "A higher temperature: bolder words", "Chat",
+           "temperature(1)", ("chat",), name="Higher temperature"),
+    Action("chat_narrower", "f4", "top-p -", "A lower top-p: fewer of the likeliest words", "Chat",
+           "top_p(-1)", ("chat",), name="Lower top-p"),
+    Action("chat_wider", "f5", "top-p +", "A higher top-p: more words to draw from", "Chat",
+           "top_p(1)", ("chat",), name="Higher top-p"),
+    Action("chat_new", "ctrl+n", "new", "Forget what was said", "Chat", "anew", ("chat",),
+           name="New conversation"),
+    Action("chat_up", "pageup", "back", "Look at what was said before", "Chat", "scroll_said(-1)",
+           ("chat",), name="Scroll back"),
+    Action("chat_down", "pagedown", "on", "Look at what was said after", "Chat", "scroll_said(1)",
+           ("chat",), name="Scroll on"),
     Action("wizard_next", "enter", "next", "Accept the answer and go on; at the end, start it",
            "Wizard", "next", PAGES, name="Next"),
     Action("wizard_back", "escape", "back", "The step before; nothing is lost", "Wizard", "back",

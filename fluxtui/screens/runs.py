@@ -21,6 +21,7 @@ from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.actions.new_run import take_launch
+from fluxtui.actions.results import open_chat, open_evaluation
 from fluxtui.panels.machine import machine_line
 from fluxtui.panels.panel import key_of
 from fluxtui.screens.run_screen import RunScreen
@@ -248,6 +249,16 @@ class RunsScreen(RunScreen):
         self.flux.attach_to(Path(run.path))
         told = "is tried again" if run.state == "refused" else "goes on from its newest checkpoint"
         self.flux.notify(f"{run.run_id} {told}", title="Resumed")
+
+    def action_chat(self) -> None:
+        """Talk with the model that the selected run has saved."""
+        if self.selected is not None:
+            open_chat(self.flux, Path(self.selected.path))
+
+    def action_evaluate(self) -> None:
+        """Compute the loss of the model that the selected run has saved."""
+        if self.selected is not None:
+            open_evaluation(self.flux, Path(self.selected.path))
 
     def action_compare_run(self) -> None:
         """Draw the selected run's curves beside those of the run on screen."""

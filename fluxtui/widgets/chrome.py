@@ -107,12 +107,24 @@ def status_line(view: View, width: int) -> Line:
     return dropped_to_fit(parts, width)
 
 
+def left_behind(view: View) -> str:
+    """Say where a finished run's model is, and what can be done with it."""
+    done = view.state.done
+    if done is None or not done.model_path:
+        return ""
+    chat, evaluate = key_of(view, "chat"), key_of(view, "evaluate")
+    what = "" if view.link.replay else f"; {chat} chats with it, {evaluate} evaluates it"
+    return f"the model is in {done.model_path}{what}"
+
+
 def notice_lines(view: View, width: int) -> list[Line]:
     """Explain a status that needs a sentence; nothing when all is well."""
     status = view.status
     told = status.detail
     if status.kind == "paused" and not told and not why_not(view):
         told = f"{key_of(view, 'pause')} resumes"
+    if status.kind == "finished":
+        told = left_behind(view)
     if not told or status.kind in ("running", "waiting"):
         return []
     mark, role = STATUS_MARKS[status.kind]
