@@ -25,7 +25,7 @@ from fluxtrain.telemetry.events import (
 )
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower
-from fluxtrain.units import duration_text
+from fluxtrain.units import count_text, duration_text, loss_text
 
 POLL_PERIOD_S = 0.5
 _FORWARDED = {
@@ -140,11 +140,11 @@ def event_line(event: AnyEvent) -> str:
     if isinstance(event, StepFinished):
         left = f"  left {duration_text(event.eta_s)}" if event.eta_s else ""
         return (
-            f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  "
-            f"{event.tokens_per_s:,.0f} tokens/s{left}"
+            f"step {event.step}/{event.total_steps}  loss {loss_text(event.loss)}  "
+            f"{count_text(event.tokens_per_s)} tokens/s{left}"
         )
     if isinstance(event, EvaluationFinished):
-        return f"evaluation after step {event.step}: loss {event.loss:.4f}"
+        return f"evaluation after step {event.step}: loss {loss_text(event.loss)}"
     if isinstance(event, Failed):
         return f"{'refused' if event.refused else 'failed'}: {event.message}"
     if isinstance(event, Done):

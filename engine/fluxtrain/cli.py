@@ -33,6 +33,7 @@ from fluxtrain.hardware import allocator, openmp
 from fluxtrain.interrupts import ImmediateInterrupts
 from fluxtrain.output import complain, print_json, say, silent, tell
 from fluxtrain.rundir.standard_streams import open_standard_streams
+from fluxtrain.units import loss_text
 
 if TYPE_CHECKING:
     from fluxtrain.config.schema import RunConfig
@@ -311,7 +312,7 @@ def runs(json: Json = False, debug: Debug = False) -> None:
     if not found:
         say(f"no runs below {printable(str(runs_root()))}")
     for run in found:
-        loss = "-" if run.loss is None else f"{run.loss:.4f}"
+        loss = loss_text(run.loss)
         progress = f"{run.step or 0}/{run.total_steps or '?'}"
         name = printable(run.run_id)
         why = f": {run.message}" if run.state == "refused" else ""

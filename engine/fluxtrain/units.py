@@ -43,6 +43,41 @@ def count_text(count: float | None) -> str:
     return f"{count:.0f}"
 
 
+def loss_text(loss: float | None) -> str:
+    """A loss, everywhere with the same four decimals; a large one with five digits."""
+    if loss is None:
+        return UNKNOWN
+    if not math.isfinite(loss):
+        return str(loss)
+    return f"{loss:.4f}" if abs(loss) < 999.99995 else f"{loss:.5g}"
+
+
+def number_text(value: float | None, digits: int = 4) -> str:
+    """A plain number with `digits` significant digits, "-" when unknown."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
+    return (
+        f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else _fixed(value, digits)
+    )
+
+
+def _fixed(value: float, digits: int) -> str:
+    whole = len(str(int(abs(value))))
+    return f"{value:.{max(0, digits - whole)}f}"
+
+
+def power_text(value: float | None) -> str:
+    """Return a small number in the notation of learning rates: 3.00e-4."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    return f"{mantissa}e{int(power)}" if value else "0"
+
+
 def speed_text(gain: float | None) -> str:
     """What a change did to a step's time, of which `gain` is the share that it saves: faster by
     6.0%, slower by 3.0%."""

@@ -47,11 +47,6 @@ def moved_on_disk(sample: TrafficSampled | None) -> list[str]:
     return [name for name, size_bytes in moved.items() if size_bytes]
 
 
-def uses_disk(sample: TrafficSampled | None) -> bool:
-    """Return whether the run moved any bytes to or from the disk so far."""
-    return bool(moved_on_disk(sample))
-
-
 LABELS = {"h2d": "H2D", "d2h": "D2H", "disk_read": "N R", "disk_written": "N W"}
 OFF_GPU = {"h2d": "in ", "d2h": "out"}  # of the buffers, which are host memory too
 ROLES = {"h2d": "device", "d2h": "host", "disk_read": "disk", "disk_written": "disk"}

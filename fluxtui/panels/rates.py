@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fluxtrain.units import rate_text
-from fluxtui.panels.bus import ROLES, ceiling_of, label_of, rate_of, uses_disk
+from fluxtui.panels.bus import ROLES, ceiling_of, label_of, moved_on_disk, rate_of
 from fluxtui.panels.memory_history import NOTHING
 from fluxtui.panels.panel import Panel, pair
 from fluxtui.plots.timeline import Track, timeline
@@ -21,8 +21,7 @@ def letter_of(view: View, name: str) -> str:
 
 def directions(view: View) -> list[str]:
     """Return the directions to draw."""
-    disk = ["disk_read", "disk_written"] if uses_disk(view.state.traffic) else []
-    return ["h2d", "d2h", *disk]
+    return ["h2d", "d2h", *moved_on_disk(view.state.traffic)]
 
 
 def heading(view: View, width: int) -> Line:

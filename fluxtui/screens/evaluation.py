@@ -13,8 +13,7 @@ from textual.widgets import Static
 from fluxtrain.client.asking import EngineRefused, ask_engine
 from fluxtrain.client.evaluation import EvaluationAnswer
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.units import UNKNOWN, duration_text
-from fluxtui.panels.panel import number_text
+from fluxtrain.units import UNKNOWN, duration_text, loss_text, number_text
 from fluxtui.screens.dialogs import DIALOG_CSS
 
 
@@ -69,7 +68,7 @@ def evaluation_rows(found: EvaluationAnswer) -> list[tuple[str, str]]:
     """Name and value of what was found."""
     perplexity = UNKNOWN if found.perplexity is None else number_text(found.perplexity)
     return [
-        ("loss", f"{number_text(found.loss)} nats a token"),
+        ("loss", f"{loss_text(found.loss)} nats a token"),
         ("perplexity", perplexity),
         ("data", found.data),
         ("tokens", f"{found.tokens:,} in {found.rows:,} rows of {found.sequence_length:,}"),

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from fluxtrain.rundir.states import state_of_exit
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import setting_name
-from fluxtrain.units import bytes_text, duration_text, speed_text
+from fluxtrain.units import bytes_text, duration_text, loss_text, speed_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History
 from fluxtui.words import counted
@@ -255,7 +255,8 @@ def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
 
 def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState:
     points = state.evaluations.appended((event.step, event.loss))
-    text = f"step {event.step}: held-out loss {event.loss:.4f} in {duration_text(event.seconds)}"
+    took = duration_text(event.seconds)
+    text = f"step {event.step}: held-out loss {loss_text(event.loss)} in {took}"
     state = replace(state, evaluation=event, evaluations=points)
     return _logged(state, event, "info", "evaluation", text)
 

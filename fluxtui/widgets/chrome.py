@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fluxtrain.telemetry.events import Hello
-from fluxtrain.units import count_text
-from fluxtui.panels.panel import key_of, number_text, whole_text
+from fluxtrain.units import count_text, loss_text
+from fluxtui.panels.panel import key_of, whole_text
 from fluxtui.panels.progress import fitting_eta
 from fluxtui.panels.trials import why_not
 from fluxtui.state.status import Status
@@ -100,7 +100,7 @@ def status_line(view: View, width: int) -> Line:
     parts: list[Line] = [badge(view.status)]
     if step is not None:
         parts.append(((f"{step.step}/{step.total_steps}", "strong"),))
-        parts.append((("loss ", "dim"), (number_text(step.loss), "strong")))
+        parts.append((("loss ", "dim"), (loss_text(step.loss), "strong")))
         left = fitting_eta(view, width - width_of(joined(parts)) - 2)
         parts.append(left)
     parts.append(((key_of(view, "detach"), "strong"), (" leaves", "dim")))

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.cells import set_cell_size
 
 from fluxtrain.rundir.run_dir import RunSummary
-from fluxtrain.units import UNKNOWN, duration_text
-from fluxtui.panels.panel import number_text, time_left_s, whole_text
+from fluxtrain.units import UNKNOWN, duration_text, loss_text
+from fluxtui.panels.panel import time_left_s, whole_text
 from fluxtui.state.freshness import SLOWEST_STEP_FACTOR, STEP_FLOOR_S
 from fluxtui.widgets.spans import Line, cut_in_front, fitted, wrapped
 
@@ -61,7 +61,7 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
             (f"{word:<12}", role),
             (name, "strong" if here else "text"),
             (f"{step:>13}", "text"),
-            *(((f"  {number_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),
+            *(((f"  {loss_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),
             (f"  {left_text(run, now_s):>9}", "text"),
             *(
                 ((f"  {_age_text(now_s - run.updated_s):>7}", "dim"),)
@@ -76,7 +76,7 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
 
 def run_detail(run: RunSummary, width: int) -> list[Line]:
     """Return details without room in the row: the run's folder, its model and data, its end."""
-    loss = f"loss {number_text(run.loss)}" if width < LOSS_FROM_CELLS and run.loss else ""
+    loss = f"loss {loss_text(run.loss)}" if width < LOSS_FROM_CELLS and run.loss else ""
     facts = " · ".join(filter(None, (run.model, run.method, loss, run.path)))
     told = [(part, "dim") for part in wrapped(facts, max(1, width - 4))]
     told += [(part, STATE_ROLES[run.state]) for part in wrapped(run.message, max(1, width - 4))]

@@ -12,12 +12,13 @@ from msgspec.structs import replace
 
 from fluxtrain.rundir.run_dir import RunSummary
 from fluxtrain.telemetry import events as ev
+from fluxtrain.units import number_text, power_text
 from fluxtui.actions.key_map import app_bindings, own_bindings, screen_bindings
 from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find, footer_actions
 from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import parts_of
-from fluxtui.panels.panel import number_text, power_text, share_text, whole_text
+from fluxtui.panels.panel import share_text, whole_text
 from fluxtui.panels.progress import eta, slow_step_s
 from fluxtui.panels.residency import tiles
 from fluxtui.screens.dialogs import help_lines

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.telemetry.storage import read_json
-from fluxtrain.units import UNKNOWN, duration_text
+from fluxtrain.units import UNKNOWN, duration_text, loss_text
 from fluxtui.home import expanded
 from fluxtui.wizard.answers.answers import DEMO
 from fluxtui.wizard.answers.question import Option
@@ -61,7 +61,7 @@ def run_rows(run: RunSummary) -> tuple[tuple[str, str], ...]:
         ("state", f"{run.state}{f': {run.message}' if run.message else ''}"),
         ("model", run.model or ""),
         ("step", "" if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"),
-        ("loss", "" if run.loss is None else f"{run.loss:.4f}"),
+        ("loss", "" if run.loss is None else loss_text(run.loss)),
     )
     return tuple((name, value) for name, value in rows if value)
 

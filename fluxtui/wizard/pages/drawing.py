@@ -108,22 +108,37 @@ def command(text: str, width: int) -> Content:
 
 
 def command_lines(text: str, width: int) -> list[str]:
-    """The lines of a command; see `command`. A word that has no room in a line is broken too."""
+    """The lines of a command; see `command`. An option stands beside its value where both have
+    room, and a word that has no room in a line is broken too."""
     room = width - len(MORE_FOLLOWS)
     lines = [""]
-    for word in shlex.split(text):
-        quoted = shlex.quote(word)
-        if lines[-1] and cell_len(lines[-1]) + 1 + cell_len(quoted) > room:
+    for part in _parts_of(shlex.split(text), room):
+        if lines[-1] and cell_len(lines[-1]) + 1 + cell_len(part) > room:
             lines[-1] += MORE_FOLLOWS
             lines.append("")
-        lines[-1] += " " if lines[-1] else ""
-        most = max(1, (room - 2) // (5 if "'" in word else 1))  # a quote takes five characters
-        pieces = [word] if cell_len(quoted) <= room else chop_cells(word, most)
-        for piece in pieces[:-1]:
-            lines[-1] += shlex.quote(piece) + MORE_FOLLOWS.strip()
-            lines.append("")
-        lines[-1] += shlex.quote(pieces[-1])
-    return lines
+        lines[-1] += (" " if lines[-1] else "") + part
+    return "\n".join(lines).split("\n")
+
+
+def _parts_of(words: Sequence[str], room: int) -> Iterator[str]:
+    """Words that stay together, quoted for a shell; one that is too long goes on in lines below."""
+    held = ""  # an option that waits for its value
+    for word in words:
+        quoted = shlex.quote(word)
+        if held and cell_len(held) + 1 + cell_len(quoted) <= room:
+            quoted, held = f"{held} {quoted}", ""
+        if held:
+            yield held
+        if word.startswith("--"):
+            held = quoted
+            continue
+        held = ""
+        if cell_len(quoted) > room:
+            most = max(1, (room - 2) // (5 if "'" in word else 1))  # a quote takes five characters
+            quoted = "\\\n".join(map(shlex.quote, chop_cells(word, most)))
+        yield quoted
+    if held:
+        yield held
 
 
 def problem(text: str, width: int) -> Content:

@@ -74,7 +74,7 @@ def summary_rows(view: WizardView) -> list[tuple[str, str]]:
         ("method", answers.method),
         ("strategy", answers.dial),
         ("offload", offload),
-        ("training", f"{'auto' if steps is None else f'{steps:,}'} steps, learning rate {rate}"),
+        ("training", f"{'auto' if steps is None else f'{steps:,}'} steps, rate {rate}"),
     ]
 
 
