@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from textual.app import ComposeResult
@@ -26,6 +27,15 @@ from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, joined, spread, w
 
 DRAWN_AFTER_S = 0.1  # pieces of an answer that come meanwhile are drawn at once
 CHAT_KEYS = tuple(action.id for action in ACTIONS if action.group == "Chat")
+HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("chat_send",), "ask"),
+    (("chat_stop",), "stop"),
+    (("chat_cooler", "chat_warmer"), "temperature"),
+    (("chat_narrower", "chat_wider"), "top-p"),
+    (("chat_new",), "new"),
+    (("help",), "help"),
+    (("chat_up", "chat_down"), "scroll"),
+)
 LEAVES_NEXT = "press it once more to leave: the conversation is not kept"
 
 
@@ -38,7 +48,9 @@ class ChatScreen(Ground, ActionScreen[None]):
     ChatScreen { layout: vertical; overflow: hidden; }
     ChatScreen > .chrome { height: 1; width: 1fr; }
     ChatScreen > #said { height: 1fr; width: 1fr; }
-    ChatScreen > Input { height: 1; border: none; padding: 0 1; background: $surface; }
+    ChatScreen > Input, ChatScreen > Input:focus {
+        height: 1; border: none; padding: 0 1; background: $surface;
+    }
     """
 
     def __init__(self, model: str, title: str, program: tuple[str, ...] = ()) -> None:
@@ -116,7 +128,7 @@ class ChatScreen(Ground, ActionScreen[None]):
             return
         width, palette, state = self.size.width, self.flux.palette, self.state
         word, role = _status(state)
-        right: Line = (*sampling_spans(state), (f"● {word} ", role))
+        right: Line = (("  ", "text"), *sampling_spans(state), (f"● {word} ", role))
         name: Line = ((f"chat with {self._named}", "strong"),)
         left = joined([((" FluxTrain", "accent"),), name])
         self.query_one("#top", Lines).show([spread(left, right, width)], palette)
@@ -196,16 +208,14 @@ def _status(state: ChatState) -> tuple[str, str]:
     return ("ANSWERING", "accent") if state.answering else ("READY", "good")
 
 
-def keys_line(registry: tuple[Action, ...], state: ChatState, width: int) -> Line:
-    """The keys of the screen; letters are part of a question, so only others are shown."""
-    shown: list[Line] = []
-    for action in registry:
-        keys = [key for key in action.keys.split(",") if len(key) > 1 and key != "question_mark"]
-        if not action.works_on("chat") or not keys or action.id in ("palette", "suspend"):
-            continue
-        label = action.label
-        if action.id == "chat_stop":
-            label = "stop" if state.answering else "leave"
-        key = keys[0].replace("ctrl+", "^") if action.id == "help" else action.key_text
-        shown.append(((f"{key}", "key"), (f" {label}", "dim")))
+def keys_line(registry: Sequence[Action], state: ChatState, width: int) -> Line:
+    """The keys of the screen, the user's own where there are any; letters belong to a question."""
+    keys = {action.id: action.key_text for action in registry}
+    keys["help"] = next(one for action in registry if action.id == "help"
+                        for one in (*action.keys.split(",")[::-1],) if len(one) > 1)  # fmt: skip
+    words = {"chat_stop": "stop" if state.answering else "leave"}
+    shown = [
+        ((" ".join(keys[name] for name in names), "key"), (f" {words.get(names[0], text)}", "dim"))
+        for names, text in HINTS
+    ]
     return ((" ", "text"), *dropped_to_fit(shown, width - 2))

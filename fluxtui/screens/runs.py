@@ -63,8 +63,10 @@ class RunsScreen(RunScreen):
     BINDINGS: ClassVar[list[BindingType]] = screen_bindings("runs")
     DEFAULT_CSS = """
     RunsScreen > #detail { height: 4; }
-    RunsScreen > Input { display: none; height: 1; border: none; padding: 0 1; }
-    RunsScreen > Input.-open { display: block; }
+    RunsScreen > Input, RunsScreen > Input:focus {
+        display: none; height: 1; border: none; padding: 0 1;
+    }
+    RunsScreen > Input.-open, RunsScreen > Input.-open:focus { display: block; }
     """
 
     def __init__(self) -> None:
@@ -146,6 +148,11 @@ class RunsScreen(RunScreen):
         at = body.cursor or 0
         return self.runs[at] if body.marks_cursor and at < len(self.runs) else None
 
+    def notices(self, view: View, width: int) -> list[Line]:
+        """Leave out what keys do with the run on screen: here they are for the one under the
+        cursor."""
+        return [] if view.status.kind == "finished" else super().notices(view, width)
+
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
         width = body.size.width
@@ -163,7 +170,8 @@ class RunsScreen(RunScreen):
         gone: Line = ((f"   {GONE}", "warn"),)
         detail = [] if not self.runs else [gone]
         if self.selected is not None:
-            detail = run_detail(self.selected, width)
+            keys = (key_of(view, "chat"), key_of(view, "evaluate"))
+            detail = run_detail(self.selected, width, keys)
         self.query_one("#detail", Lines).show(detail, palette)
         here = replace(view, link=Link())  # this machine's load is live also during a replay
         line = machine_line(here, width - 3) if view.machine_sample is not None else ()

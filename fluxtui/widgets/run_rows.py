@@ -74,11 +74,17 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
     )
 
 
-def run_detail(run: RunSummary, width: int) -> list[Line]:
-    """Return details without room in the row: the run's folder, its model and data, its end."""
+def run_detail(run: RunSummary, width: int, keys: tuple[str, str] = ("C", "V")) -> list[Line]:
+    """Return details without room in the row: the run's folder, its model and data, its end, and
+    the `keys` that chat with its model and evaluate it."""
     loss = f"loss {loss_text(run.loss)}" if width < LOSS_FROM_CELLS and run.loss else ""
     facts = " · ".join(filter(None, (run.model, run.method, loss, run.path)))
     told = [(part, "dim") for part in wrapped(facts, max(1, width - 4))]
+    if run.saved_model is not None:
+        where = (
+            f"the model is in {run.saved_model}; {keys[0]} chats with it, {keys[1]} evaluates it"
+        )
+        told += [(part, "good") for part in wrapped(where, max(1, width - 4))]
     told += [(part, STATE_ROLES[run.state]) for part in wrapped(run.message, max(1, width - 4))]
     return [(("   ", "text"), span) for span in told[:DETAIL_ROWS]]
 

@@ -60,6 +60,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     stepped_s: float = 0.0  # Unix time of the newest step
     step_s: float | None = None  # duration of the newest step
     phase: RunPhase | None = None  # the newest that a running run told
+    saved_model: str | None = None  # of a finished run: its folder
 
     def word(self, now_s: float | None = None) -> str:
         """Return the word of its state at `now_s` (Unix time), or now."""
@@ -262,6 +263,7 @@ class RunDir:
             stepped_s=step.wall_s if step else 0.0,
             step_s=step.step_s if step else None,
             phase=newest_phase(self.journal),
+            saved_model=str(self.model) if self.model.is_dir() else None,
         )
 
     def write_json(self, path: Path, value: Any) -> None:
