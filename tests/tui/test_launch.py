@@ -144,6 +144,19 @@ def test_a_run_is_found_by_id_beginning_path_and_as_the_last(root: Path) -> None
         launch.find_run("2026010")
 
 
+def test_last_is_the_newest_that_trains_and_without_one_the_newest_which_is_said(
+    root: Path,
+) -> None:
+    trains = make_run(root, "20260101-000000-tales", STEP)
+    newer = make_run(root, "20260102-000000-demo", STEP, DONE)
+    os.utime(trains.journal, (1.0, 1.0))
+    found, said = launch.newest_training()
+    assert found == newer.path and "no run trains now" in said and "20260102-000000-demo" in said
+    assert "finished" in said
+    with trains.lock():
+        assert launch.newest_training() == (trains.path, "")
+
+
 def test_an_unknown_run_is_code_2_with_the_nearest_names(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
