@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import shlex
 import sys
 from pathlib import Path
@@ -364,6 +365,7 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command; the one place where exceptions become exit codes."""
     open_standard_streams()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # or peft's import brings its advice
     if "torch" not in sys.modules:  # else a program calls this, and torch has read them already
         openmp.share_cores()
         allocator.let_segments_grow()

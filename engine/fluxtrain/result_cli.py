@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from fluxtrain.commands import options
+from fluxtrain.errors import BadInput
+from fluxtrain.inference.opening.naming import refuse_missing
 from fluxtrain.interrupts import ImmediateInterrupts
 from fluxtrain.output import complain, print_json, say, silent
 
@@ -33,10 +35,11 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     debug: options.Debug = False,
 ) -> None:
     """Compute the loss and the perplexity of a model on data, also of one larger than the card."""
+    refuse_missing(model)
     with ImmediateInterrupts():
         from fluxtrain.commands.evaluation import page
         from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
-        from fluxtrain.inference.request import ModelRequest
+        from fluxtrain.inference.opening.request import ModelRequest
 
     request = EvaluationRequest(
         model=ModelRequest(
@@ -74,9 +77,12 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model in the terminal, or answer the prompts of a file in batches."""
+    refuse_missing(model)
+    if prompts is not None and not prompts.expanduser().exists():
+        raise BadInput(f"{prompts} does not exist: check --prompts")
     with ImmediateInterrupts():
         from fluxtrain.commands import generation
-        from fluxtrain.inference.request import ModelRequest
+        from fluxtrain.inference.opening.request import ModelRequest
         from fluxtrain.inference.sampling import Sampling
 
     request = generation.GenerationRequest(
@@ -90,7 +96,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
         prompts=prompts, rows=rows, system=system, plain=plain,
     )  # fmt: skip
     if json:
-        generation.answer_in_json(request, silent)
+        generation.answer_in_json(request)
     elif prompts is not None:
         generation.answer_prompts(request, complain, say)
     else:

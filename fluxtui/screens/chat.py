@@ -60,6 +60,7 @@ class ChatScreen(Ground, ActionScreen[None]):
         self._model, self._named, self._program = model, title, program
         self._talk: Talk | None = None
         self._began_s = time.monotonic()
+        self._said = ""  # by the process, on its standard error
         self._due = False  # a drawing is on its way
         self._following = True  # the newest line stays in view
         self._leaves = False  # the next press leaves
@@ -95,7 +96,7 @@ class ChatScreen(Ground, ActionScreen[None]):
 
     async def _listen(self) -> None:
         """Start the model's process and fold its events, until it ends or the screen is left."""
-        talk = self._talk = await Talk.begin(self._model, program=self._program)
+        talk = self._talk = await Talk.begin(self._model, said=self._hear, program=self._program)
         try:
             async for event in talk.events():
                 self._take(self.state.after(event))
@@ -103,7 +104,11 @@ class ChatScreen(Ground, ActionScreen[None]):
         except EngineRefused as error:
             self._take(self.state.failed(str(error)))
         finally:
-            await talk.end()
+            await talk.close()
+
+    def _hear(self, line: str) -> None:
+        """Keep the newest line that it says while it loads."""
+        self._said = line
 
     def _take(self, state: ChatState) -> None:
         self.state = state
@@ -133,7 +138,9 @@ class ChatScreen(Ground, ActionScreen[None]):
         left = joined([((" FluxTrain", "accent"),), name])
         self.query_one("#top", Lines).show([spread(left, right, width)], palette)
         waited_s = time.monotonic() - self._began_s
-        self.query_one("#model", Lines).show([model_line(state, self._named, waited_s)], palette)
+        self.query_one("#model", Lines).show(
+            [model_line(state, self._said or self._named, waited_s)], palette
+        )
         said = self.query_one("#said", ScrollingLines)
         lines: list[Line] = [BLANK, *conversation(state, said.size.width)]
         if state.problem:
@@ -147,13 +154,13 @@ class ChatScreen(Ground, ActionScreen[None]):
 
     # --- actions ------------------------------------------------------------------------------
 
-    def on_input_submitted(self) -> None:
-        self.action_send()
+    async def on_input_submitted(self) -> None:
+        await self.action_send()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self._leaves = False
 
-    def action_send(self) -> None:
+    async def action_send(self) -> None:
         """Ask what was typed, once the model is there and has answered."""
         box = self.query_one("#question", Entry)
         question, talk = box.value.strip(), self._talk
@@ -163,14 +170,14 @@ class ChatScreen(Ground, ActionScreen[None]):
             self.app.bell()
             return
         self.state, ask = self.state.asked(question)
-        talk.ask(ask)
         box.value, self._following = "", True
         self.draw()
+        await talk.ask(ask)
 
-    def action_stop_answer(self) -> None:
+    async def action_stop_answer(self) -> None:
         """Stop the answer; without one leave, after a second press where something was said."""
         if self.state.answering and self._talk is not None:
-            self._talk.stop()
+            await self._talk.stop()
         elif self.state.turns and not self._leaves:
             self._leaves = True
             key = next(one.key_text for one in self.flux.actions if one.id == "chat_stop")
@@ -178,10 +185,10 @@ class ChatScreen(Ground, ActionScreen[None]):
         else:
             self.dismiss(None)
 
-    def action_anew(self) -> None:
+    async def action_anew(self) -> None:
         """Forget what was said."""
         if self.state.answering and self._talk is not None:
-            self._talk.stop()
+            await self._talk.stop()
         self.state = self.state.anew()
         self.draw()
 

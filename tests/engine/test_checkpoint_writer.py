@@ -122,8 +122,29 @@ def test_everything_of_a_run_comes_back(tmp_path: Path) -> None:
     assert "step 5" in restored.last_text()
 
 
+def test_a_run_that_goes_on_with_other_threads_hears_that_its_bits_will_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = writer(tmp_path)[0].write(state_at(5), FakeEngine(1), FakeData())
+    restored, told = writer(tmp_path)
+    restored.restore(checkpoint, FakeEngine(2), FakeData())
+    assert told.events == []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    restored.restore(checkpoint, FakeEngine(2), FakeData())
+    (warning,) = told.events
+    assert "1 threads before and has 7 now" in warning.text and "OMP_NUM_THREADS=1" in warning.text
+
+
 @pytest.mark.parametrize(
-    "forged", [{}, {"run": "1"}, {"chunk_rows": -5}, {"chunk_rows": 0}, {"fingerprint": None}]
+    "forged",
+    [
+        {},
+        {"run": "1"},
+        {"chunk_rows": -5},
+        {"chunk_rows": 0},
+        {"fingerprint": None},
+        {"threads": 0},
+    ],
 )
 def test_a_trainers_state_that_was_never_written_so_is_damaged(
     tmp_path: Path, forged: dict[str, Any]

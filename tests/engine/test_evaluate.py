@@ -18,7 +18,7 @@ from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.inference import evaluation
 from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.plan import states
 from fluxtrain.telemetry import events as ev
 from tests.engine.test_lora_run import run, settings
@@ -103,7 +103,7 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(
     assert found.data.startswith("held out of ") and found.base is not None
     base = tmp_path / "llama-float32"
     beside = plain_with_adapter(base, tmp_path / "run" / "model", torch.float32, storage)
-    data = tmp_path / "sentences.txt"
+    data = Path(json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["path"])
     expected = plainly(beside, base, data, 32, 1)
     assert evaluated(tmp_path / "run", data, sequence_length=32, rows=1).loss == pytest.approx(
         expected, rel=1e-6

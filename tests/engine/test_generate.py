@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.inference.measuring import measure, rows_that_fit
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.opening.opened import OpenedModel
 from fluxtrain.inference.prompts import Prompt, Prompting
 from fluxtrain.inference.sampling import Sampling
 from fluxtrain.inference.session import Batches, Session
@@ -21,7 +22,7 @@ from fluxtrain.inference.writing import write
 from fluxtrain.plan import states
 from tests.engine.adapter_folders import make_adapter
 from tests.engine.test_lora_run import run, settings
-from tests.engine.used_models import greedy, opened, plain, plain_with_adapter
+from tests.engine.used_models import greedy, opened, plain, plain_with_adapter, trained_adapter
 
 Folder = Callable[..., Path]
 PROMPTS = [[5, 90, 91, 92, 93, 17], [31, 32, 33], list(range(60, 80))]
@@ -93,23 +94,46 @@ def test_an_answer_ends_where_the_generation_settings_say(model_folder: Folder) 
 
 @pytest.mark.parametrize("storage", ["plain", "nf4-double", "int8"])
 def test_base_and_adapter_write_what_they_write_in_peft(
-    storage: Any, run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Any, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states, "LEAST_PACKED", 1024)
-    method = {"name": "lora"} if storage == "plain" else {"name": "qlora", "base": storage}
-    fast = {"train__steps": 3, "train__learning_rate": 0.02}
-    run(run_config(model__dtype="bf16", **fast), tmp_path / "run", *settings(method))
-    adapter = tmp_path / "run" / "model"
-    with opened(tmp_path / "run", offload="max") as model:
-        assert (model.storage, model.base) == (storage, str(tmp_path / "llama-float32"))
+    base = model_folder("llama")
+    adapter = trained_adapter(base, tmp_path / "adapter", torch.bfloat16, storage)
+    with opened(adapter, offload="max") as model:
+        assert (model.storage, model.base) == (storage, str(base))
         assert model.loaded.precision.dtype == "bfloat16"
+        packed = sum(len(group.packed_segments) for group in model.engine.groups)
+        assert bool(packed) == (storage != "plain")
         found = tokens_of(model, PROMPTS)
-    with opened(adapter) as model:
-        assert tokens_of(model, PROMPTS) == found
-    base = tmp_path / "llama-float32"
     expected = plain_with_adapter(base, adapter, torch.bfloat16, storage)
     assert found == greedy(expected, PROMPTS, 12)
     assert found != greedy(plain(base).to(torch.bfloat16), PROMPTS, 12)
+
+
+def test_the_adapter_of_a_run_is_used_by_the_runs_name(
+    run_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    run(run_config(train__steps=1), tmp_path / "run", *settings({"name": "lora"}))
+    adapter = tmp_path / "run" / "model"
+    with opened(tmp_path / "run") as model, opened(adapter) as same:
+        assert (model.name, model.base) == ("run", same.base)
+        assert tokens_of(model, PROMPTS) == tokens_of(same, PROMPTS)
+        assert same.run is not None and model.tokenizer.chat_template
+
+
+@pytest.mark.parametrize("family", ["mixtral", "mamba"])
+def test_other_kinds_of_blocks_and_caches_write_the_same_when_they_stream(
+    family: str, tiny: Callable[..., Any], tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer_folder, folder)
+    tiny(family, eos_token_id=0, pad_token_id=0, bos_token_id=None).save_pretrained(folder)
+    with opened(folder, offload="max") as model:
+        found = tokens_of(model, PROMPTS)
+        assert (measure(model).cache_bytes_per_token == 0) == (family == "mamba")
+    alone = plain(folder)
+    alone.config.output_router_logits = False  # with it transformers fails beside a cache
+    assert found == greedy(alone, PROMPTS, 12)
 
 
 def test_an_adapter_of_another_program_is_used_beside_its_base(
@@ -240,3 +264,31 @@ def test_a_single_answer_is_told_as_it_comes_and_can_be_stopped(model_folder: Fo
         (cut,) = write(model, PROMPTS[:1], GREEDY, stopped=stopped)
     assert cut.ended == "stopped"
     assert cut.tokens == whole.tokens[: len(cut.tokens)] and 0 < len(cut.tokens) < 12
+
+
+def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
+    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the weights are read")
+
+    import msgspec
+
+    from fluxtrain.hardware.machine import read_machine
+
+    monkeypatch.setattr("fluxtrain.models.loading._weights", never)
+
+    def free(size: int) -> None:
+        small = msgspec.structs.replace(read_machine(), memory_available_bytes=size)
+        monkeypatch.setattr("fluxtrain.inference.opening.placed.read_machine", lambda: small)
+
+    free(100_000)
+    folder = model_folder("llama")
+    with pytest.raises(DoesNotFit, match="cannot be used here: .* 305 KiB"), opened(folder):
+        pass
+    free(50_000)
+    with (
+        pytest.raises(DoesNotFit, match="in another dtype than its files' makes copies of 7"),
+        opened(folder, dtype="bf16"),
+    ):
+        pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -85,3 +87,9 @@ def test_a_plan_counts_what_the_method_trains_and_saves(
     assert less.checkpoint_bytes < full.checkpoint_bytes  # no states of frozen weights
     saved = full.disk_bytes - config.train.keep_checkpoints * full.checkpoint_bytes
     assert less.disk_bytes - config.train.keep_checkpoints * less.checkpoint_bytes < saved
+
+
+def test_a_run_without_adapters_reads_no_package_of_adapters() -> None:
+    code = "import fluxtrain.train.run, sys; print({'peft', 'bitsandbytes'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (told.stdout.strip(), told.stderr) == ("set()", "")

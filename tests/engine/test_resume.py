@@ -157,6 +157,17 @@ def test_many_kills_change_no_loss(
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.slow
+def test_a_first_run_that_measures_the_machine_has_the_bits_of_the_next_one(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    command = (sys.executable, "-m", "fluxtrain", "train", "--demo", "--steps", "40")
+    for name in ("first", "second"):
+        ask = (*command, "--set", "train.seed=5", "--run-dir", str(tmp_path / name))
+        subprocess.run(ask, env=environment, check=True, capture_output=True)
+    assert_same_run(tmp_path / "first", tmp_path / "second")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
     run_config: RunConfig, tmp_path: Path, number: signal.Signals, code: int

@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fluxtrain.exporting.trained_base import dequantised
-from fluxtrain.inference.opened import OpenedModel, open_model
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.opened import OpenedModel, open_model
+from fluxtrain.inference.opening.request import ModelRequest
+from fluxtrain.methods.trained_on import TrainedOn
+from fluxtrain.models.model_files import base_key, check_model_folder
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.grouping import group_parameters
+from tests.engine.adapter_folders import make_adapter
 
 
 @contextmanager
@@ -51,6 +55,20 @@ def plain_with_adapter(
                 weight.data = dequantised(weight.data, storage, member.name).clone()
     adapted: Any = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
     return adapted.get_base_model().eval()
+
+
+def trained_adapter(base: Path, to: Path, dtype: torch.dtype, storage: StorageFormat) -> Path:
+    """Write an adapter that says how its base was kept in training, as a run does."""
+    make_adapter(base, to)
+    path = to / "adapter_model.safetensors"
+    told = TrainedOn(
+        dtype=str(dtype).removeprefix("torch."),
+        storage=storage,
+        key=base_key(check_model_folder(base).weights),
+    )
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt", **told.metadata()})
+    return to
 
 
 def greedy(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:

@@ -285,7 +285,7 @@ async def test_a_finished_run_is_evaluated_and_its_numbers_are_shown(
         await app_pilot.drawn(pilot)
         await pilot.press("V")
         await app_pilot.until(pilot, lambda: isinstance(app.screen, EvaluationDialog))
-        await app_pilot.until(pilot, lambda: "1.250 nats a token" in app_pilot.text_of(app))
+        await app_pilot.until(pilot, lambda: "1.2500 nats a token" in app_pilot.text_of(app))
         for said in ("perplexity  3.490", "2,048 in 16 rows", "4 rows are cut"):
             assert said in app_pilot.text_of(app)
         await pilot.press("escape")

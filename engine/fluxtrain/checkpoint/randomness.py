@@ -1,4 +1,5 @@
-"""Seeds, saves and restores every random generator of the process, as plain JSON values."""
+"""Seeds, saves and restores every random generator of the process, as plain JSON values, and fixes
+what else decides the bits of a computation: the number of threads."""
 
 from __future__ import annotations
 
@@ -18,6 +19,18 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def fix_threads() -> int:
+    """Fix the number of threads that share a computation for the whole process, and return it.
+
+    Once `torch.set_num_threads` was called, with whatever number, MKL cuts matrix products between
+    threads in another way. A run that measures the machine calls it, one that finds the rates in
+    the cache does not: without this call at its start, the two would have other bits.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    return threads
 
 
 def random_state() -> dict[str, Any]:

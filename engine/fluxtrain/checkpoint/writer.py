@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import torch
 
 from fluxtrain.checkpoint.checkpoint import (
     TRAINER,
@@ -54,6 +55,7 @@ class _Content(msgspec.Struct):
     data: dict[str, Any]
     chunk_rows: Annotated[int, msgspec.Meta(ge=1)]
     fingerprint: dict[str, Any]
+    threads: Annotated[int, msgspec.Meta(ge=1)]  # that share a computation
 
 
 class CheckpointWriter:
@@ -97,6 +99,7 @@ class CheckpointWriter:
             "data": data.state_dict(),
             "chunk_rows": engine.chunk_rows,
             "fingerprint": self._fingerprint,
+            "threads": torch.get_num_threads(),
         }
         if engine.loss_scale is not None:
             content["loss_scale"] = engine.loss_scale.state_dict()
@@ -132,10 +135,22 @@ class CheckpointWriter:
         if engine.loss_scale is not None:
             engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         restore_random_state(content["random"])
+        self._tell_of_threads(content["threads"])
         self.last = checkpoint
         self.read_bytes += checkpoint.bytes
         self._cadence.done(checkpoint.step, 0.0)
         return RunState.from_json(content["run"])
+
+    def _tell_of_threads(self, before: int) -> None:
+        """Warn where a sum is shared by another number of threads than before, and so rounded
+        otherwise."""
+        now = torch.get_num_threads()
+        if before != now:
+            self._announcer.warn(
+                f"the run computed with {before} threads before and has {now} now: its losses will "
+                f"differ in their last digits from those of a run that never stopped; set "
+                f"OMP_NUM_THREADS={before} for the same bits"
+            )
 
     def _shards(self, engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield from engine.state_shards()

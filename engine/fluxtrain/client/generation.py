@@ -1,9 +1,9 @@
 """What `fluxtrain generate --json` reads and writes: one JSON object a line, told apart by `kind`.
 
 It reads an `ask` or a `stop` a line from standard input, and answers in order. First it writes
-`ready`; then for every ask some `text` and one `answer`, or a `refused`. It leaves when its input
-ends and all is answered. With `--prompts FILE` it reads no input: `ready`, one `expected`, and an
-`answer` for each prompt.
+`progress` and `ready`; then for every ask some `text` and one `answer`, or a `refused`. It leaves
+when its input ends and all is answered. With `--prompts FILE` it reads no input: `ready`, one
+`expected`, and an `answer` for each prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ask"
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stop"):
-    """Stop the answer that is being written."""
+    """Stop the answer that is being written, and those that were asked for and wait."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ready"):
@@ -50,6 +50,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="re
     placed: str  # where the weights are
     pass_s: float  # measured: one token of one answer
     max_new_tokens: int
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="progress"):
+    """What is done before the model is ready."""
+
+    text: str
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="expected"):
@@ -89,7 +95,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 Request = Ask | Stop
-Event = Ready | Expected | Text | Answered | Refused
+Event = Progress | Ready | Expected | Text | Answered | Refused
 
 
 def read_request(line: str | bytes) -> Request:
@@ -99,7 +105,7 @@ def read_request(line: str | bytes) -> Request:
 
 def read_event(line: str | bytes) -> Event:
     """Read a line of output. Raises msgspec.DecodeError, also for an unknown kind."""
-    return msgspec.json.decode(line, type=Ready | Expected | Text | Answered | Refused)
+    return msgspec.json.decode(line, type=Progress | Ready | Expected | Text | Answered | Refused)
 
 
 def encoded(message: Request | Event) -> bytes:

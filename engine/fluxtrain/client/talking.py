@@ -1,4 +1,4 @@
-"""Talk with a model that answers in a process of its own: `fluxtrain generate MODEL --json`."""
+"""Talk with a model in a subprocess, `fluxtrain generate --json`, without torch in this one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -16,80 +16,78 @@ from fluxtrain.client.generation import COMMAND, Ask, Event, Stop, encoded, read
 from fluxtrain.errors import EXIT_BUG
 
 _LINE_LIMIT_BYTES = 1 << 24
-_KEPT_BYTES = 1 << 16  # of what it says on standard error
 
 
 class Talk:
-    """The process, with its questions and its events. It ends with `end`, or by itself."""
+    """One model that answers until it is closed. Its first event but progress is `Ready`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        """Take over a process; `begin` starts one."""
-        assert process.stdin is not None and process.stdout is not None
+    def __init__(self, process: asyncio.subprocess.Process, said: Callable[[str], None]) -> None:
         self._process = process
-        self._in, self._out = process.stdin, process.stdout
-        self._said = asyncio.ensure_future(_last_of(process.stderr))
+        self._errors: list[bytes] = []
+        self._listening = asyncio.create_task(self._listen(said))
 
-    @classmethod
+    @staticmethod
     async def begin(
-        cls, model: str, options: Sequence[str] = (), program: tuple[str, ...] = ()
+        model: str,
+        *options: str,
+        said: Callable[[str], None] = lambda line: None,
+        program: tuple[str, ...] = (),
     ) -> Talk:
-        """Start the process for a model: a folder, a run's folder, a hub id, or `demo`.
-
-        It has a session of its own, so that no Ctrl-C of the terminal reaches it.
-        """
+        """Start the command; `said` gets every line of its standard error, `program` replaces
+        `python -m fluxtrain`."""
         started_by = program or (sys.executable, "-P", "-m", "fluxtrain")
         process = await asyncio.create_subprocess_exec(
-            *started_by, COMMAND, model, "--json", *options,
+            *started_by, COMMAND, "--json", *options, "--", model,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
             limit=_LINE_LIMIT_BYTES,
         )  # fmt: skip
-        return cls(process)
-
-    def ask(self, question: Ask) -> None:
-        """Ask for an answer; its events follow those of earlier questions."""
-        self._write(encoded(question))
-
-    def stop(self) -> None:
-        """Stop the answer that is being written; what there is of it is an answer."""
-        self._write(encoded(Stop()))
-
-    def _write(self, line: bytes) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # it ended: `events` says why
-            self._in.write(line)
+        return Talk(process, said)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield what it says, until it ends.
+        """Yield what it says until it ends.
 
-        Raises:
-            EngineRefused: it failed, with its own last words, or said what is no event.
+        Raises EngineRefused, with its own words, where it fails or says something else.
         """
-        async for line in self._out:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
             try:
                 yield read_event(line)
             except msgspec.MsgspecError as error:
-                raise EngineRefused(f"its line is no event: {error}", EXIT_BUG) from error
+                raise EngineRefused(f"its answer cannot be understood: {error}", EXIT_BUG) from None
         code = await self._process.wait()
-        said = await self._said
+        await self._listening
         if code:
-            raise EngineRefused(last_words(said, code), code)
+            raise EngineRefused(last_words(b"".join(self._errors), code), code)
 
-    async def end(self) -> None:
-        """End the process and its helpers, and wait until its pipes are closed."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+    async def ask(self, asked: Ask) -> None:
+        """Ask for an answer; further ones wait for it."""
+        await self._send(encoded(asked))
+
+    async def stop(self) -> None:
+        """Stop the answer that is being written; it ends with what is there."""
+        await self._send(encoded(Stop()))
+
+    async def close(self) -> None:
+        """End the process, whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
-        await self._said
-        self._in.close()
+        await self._listening
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
+    async def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # `events` says why it is gone
+            self._process.stdin.write(line)
+            await self._process.stdin.drain()
 
-async def _last_of(stream: asyncio.StreamReader | None) -> bytes:
-    """Read to the end; return its last part."""
-    assert stream is not None
-    kept = b""
-    while part := await stream.read(1 << 14):
-        kept = (kept + part)[-_KEPT_BYTES:]
-    return kept
+    async def _listen(self, said: Callable[[str], None]) -> None:
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            self._errors.append(line)
+            if text := line.decode(errors="replace").strip():
+                said(text)

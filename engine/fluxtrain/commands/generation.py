@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.client.generation import Event, Expected, Ready, encoded
+from fluxtrain.client.generation import Event, Expected, Progress, Ready, encoded
 from fluxtrain.errors import BadInput, Interrupted
-from fluxtrain.inference.opened import open_model
+from fluxtrain.inference.opening.opened import open_model
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.inference.prompts import Prompt, Prompting, read_prompts
-from fluxtrain.inference.request import ModelRequest
 from fluxtrain.inference.sampling import Sampling
 from fluxtrain.inference.serving import Stopping, serve
 from fluxtrain.inference.session import Batches, Session
@@ -73,22 +73,28 @@ def answer_prompts(request: GenerationRequest, tell: Tell, show: Tell) -> None:
         _refuse_stopped(stopping, request)
 
 
-def answer_in_json(request: GenerationRequest, tell: Tell) -> None:
+def answer_in_json(request: GenerationRequest) -> None:
     """Answer in lines of JSON: the prompts of a file, or asks that come as lines."""
     prompts = None if request.prompts is None else read_prompts(request.prompts)
+    try:
+        _answer_in_json(request, prompts)
+    except BrokenPipeError:  # nobody reads any more, so nobody asks
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+
+
+def _answer_in_json(request: GenerationRequest, prompts: list[Prompt] | None) -> None:
+    def tell(text: str) -> None:
+        write_line(Progress(text=text))
+
     with opened_session(request, tell) as session, stopped_by_interrupts() as stopping:
-        try:
-            write_line(session.ready())
-            if prompts is None:
-                serve(session, sys.stdin.buffer, write_line, stopping)
-                return
-            batches = Batches(session, prompts, request.rows)
-            write_line(batches.expected())
-            for answer in batches.answers(stopping.asked):
-                write_line(answer)
-        except BrokenPipeError:  # nobody reads any more, so nobody asks
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+        write_line(session.ready())
+        if prompts is None:
+            serve(session, sys.stdin.buffer, write_line, stopping)
             return
+        batches = Batches(session, prompts, request.rows)
+        write_line(batches.expected())
+        for answer in batches.answers(stopping.asked):
+            write_line(answer)
         _refuse_stopped(stopping, request)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.device.current_gpu import launching_on
+from fluxtrain.edges.steps import Steps, after, copies_of, pull_back
 from fluxtrain.plan.heads import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
 
 try:
@@ -67,6 +68,7 @@ class HeadLoss:
     target: Tensor  # (N,) int64, -1 where a token does not count
     scale: Tensor  # 0-d fp32 that slopes are multiplied by
     dtype: torch.dtype  # of the logits as the caller asked for them
+    steps: Steps = ()  # what is done with the logits before the loss
     wants_slope: bool
 
 
@@ -75,14 +77,16 @@ class PlainChunks:
 
     def __init__(self, head: HeadLoss, tokens: int | None) -> None:
         self._head = head
-        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * head.weight.shape[0]))
+        token_bytes = 4 * head.weight.shape[0] * copies_of(head.steps)
+        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // token_bytes)
 
     def slope(self, hidden: Tensor, rows: slice, losses: Tensor) -> Tensor | None:
         """Write the cross entropy of hidden (n, H), in nats, to `losses` (n,). Return the slope of
         the sum of all losses times the scale, (n, V) in the weights' dtype, valid until the next
         chunk; None where no slope is wanted."""
         head = self._head
-        logits = nn.functional.linear(hidden, head.weight, head.bias).to(head.dtype).float()
+        product = nn.functional.linear(hidden, head.weight, head.bias).to(head.dtype)
+        logits = after(head.steps, product).float()
         target = head.target[rows].unsqueeze(1)
         kept, wanted = target >= 0, target.clamp(min=0)
         norm = torch.logsumexp(logits, dim=1, keepdim=True)
@@ -92,7 +96,8 @@ class PlainChunks:
             return None
         slope = logits.sub_(norm).exp_()
         slope.scatter_add_(1, wanted, torch.full_like(each, -1.0))
-        return slope.mul_(kept * head.scale).to(head.weight.dtype)
+        slope.mul_(kept * head.scale)
+        return pull_back(head.steps, product, slope).to(head.weight.dtype)
 
 
 class FusedChunks:
@@ -100,27 +105,31 @@ class FusedChunks:
 
     def __init__(self, head: HeadLoss, tokens: int | None) -> None:
         width = head.weight.shape[0]
-        limit = max(1, FUSED_LOGITS_BYTES // (head.weight.itemsize * width))
+        token_bytes = head.weight.itemsize * width * copies_of(head.steps)
+        limit = max(1, FUSED_LOGITS_BYTES // token_bytes)
         self._head = head
         self.tokens = min(tokens or limit, len(head.target))
-        self._logits = torch.empty(
+        self._product = torch.empty(
             (self.tokens, width), dtype=head.weight.dtype, device=head.weight.device
         )
 
     def slope(self, hidden: Tensor, rows: slice, losses: Tensor) -> Tensor | None:
         """As `PlainChunks.slope`."""
-        head, logits = self._head, self._logits[: len(losses)]
+        head, product = self._head, self._product[: len(losses)]
         if head.bias is None:
-            torch.mm(hidden, head.weight.t(), out=logits)
+            torch.mm(hidden, head.weight.t(), out=product)
         else:
-            torch.addmm(head.bias, hidden, head.weight.t(), out=logits)
+            torch.addmm(head.bias, hidden, head.weight.t(), out=product)
+        logits = after(head.steps, product)
         kernel: Any = _row
         with launching_on(logits):
             kernel[(len(losses),)](
                 logits, head.target[rows], head.scale, losses, logits.shape[1],
                 SLOPE=head.wants_slope, COLUMNS=_COLUMNS, num_warps=16,
             )  # fmt: skip
-        return logits if head.wants_slope else None
+        if not head.wants_slope:
+            return None
+        return pull_back(head.steps, product, logits).to(product.dtype)
 
 
 def chunks_of(head: HeadLoss, tokens: int | None) -> PlainChunks | FusedChunks:

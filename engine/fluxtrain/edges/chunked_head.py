@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.edges.chunk_loss import add_product_
 from fluxtrain.edges.head_call import HeadCall
+from fluxtrain.edges.steps import pull_back
 from fluxtrain.edges.vocab_chunk_loss import Tokens, VocabChunk, vocab_chunks_of
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.segment import Member
@@ -35,7 +36,7 @@ def choose_vocab_chunks(context: Context) -> None:
     """Upload the head's weight in vocabulary chunks where the placement says so."""
     if not any("vocabulary_chunks" in row.transfers for row in context.plan.groups):
         return
-    unit = next((unit for unit in context.units if unit.is_head and _comes_apart(unit)), None)
+    unit = next((unit for unit in context.units if _comes_apart(unit)), None)
     if unit is None:
         context.say(
             "no head comes in vocabulary chunks: none is known whose weight can be cut apart"
@@ -55,6 +56,8 @@ def choose_vocab_chunks(context: Context) -> None:
 
 def _comes_apart(unit: Unit) -> bool:
     """True when the head's weight is its own alone, or that of an embedding looked up by rows."""
+    if not unit.is_linear_head:
+        return False
     if not unit.borrowed:
         return unit.group.users == 1
     (group, *others) = unit.borrowed
@@ -148,7 +151,7 @@ class _VocabChunkedLogits(torch.autograd.Function):
                 found = nn.functional.linear(hidden, chunk.weight, chunk.bias)
                 if out is None:
                     out = found.new_empty((*found.shape[:-1], chunks.members[0].shape[0]))
-                out[..., chunk.first : chunk.first + len(chunk.weight)] = found
+                out[..., chunk.columns] = found
         assert out is not None
         end_forward(context)
         ctx.save_for_backward(hidden)
@@ -169,14 +172,19 @@ def vocab_chunked_logits_backward(
     """Compute the gradients of the weights, for the engine, from that of the logits (..., V).
     Return that of hidden (..., H) where it is wanted."""
     _begin_backward(ctx)
+    call: HeadCall = ctx.call
     slopes = gradient.reshape(-1, gradient.shape[-1])
     flat = hidden.reshape(-1, hidden.shape[-1])
 
     def slope(inner: Tensor, chunk: VocabChunk, rows: slice) -> Tensor:
-        return slopes[rows, chunk.first : chunk.first + len(chunk.weight)]
+        found = slopes[rows, chunk.columns]
+        if call.steps:
+            product = nn.functional.linear(inner, chunk.weight, chunk.bias).to(call.dtype)
+            found = pull_back(call.steps, product, found, chunk.columns)
+        return found.to(hidden.dtype)
 
     one = torch.ones((), device=gradient.device)
-    found = _backward(ctx.call, flat, wanted, one, max(1, len(flat)), slope)
+    found = _backward(call, flat, wanted, one, max(1, len(flat)), slope)
     return None if found is None else found.view(hidden.shape)
 
 
@@ -270,7 +278,7 @@ def _each(chunks: ChunkedWeights, order: Iterable[int]) -> Iterator[VocabChunk]:
 def _loss_of(call: HeadCall, hidden: Tensor) -> Any:
     chunks = _vocab_chunks(call.unit)
     weights, most = chunks.members[0].segment.dtype, call.context.head_tokens
-    return vocab_chunks_of(weights, hidden, call.dtype, chunks.rows, most)
+    return vocab_chunks_of(weights, hidden, call.dtype, chunks.rows, most, call.steps)
 
 
 def _spans(count: int, most: int) -> list[slice]:

@@ -16,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.edges.chunk_loss import HeadLoss, add_product_, chunks_of
 from fluxtrain.edges.chunked_head import vocab_chunked_cross_entropy
-from fluxtrain.edges.head_call import HeadCall, outside
+from fluxtrain.edges.head_call import NO_TARGETS, HeadCall, outside
+from fluxtrain.edges.module_head import loss_of_module
+from fluxtrain.edges.steps import Step, Steps, after, cast, step_of
 from fluxtrain.edges.uncomputed import Computed, with_gradient
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.unit import Unit
@@ -38,11 +40,14 @@ class Head(Protocol):
 
 
 class LazyLogits(Tensor):
-    """Logits (..., V) that are not computed yet: `hidden` (..., H) times the head's weight."""
+    """Logits (..., V) that are not computed yet: `hidden` (..., H) times the head's weight, and
+    what the model does with the product before the loss."""
 
     hidden: Tensor
     head: Head
     version: int
+    product: torch.dtype  # of the logits before the steps
+    steps: Steps
     differentiable: bool
     _real: Tensor | None
     _computed: Computed  # real logits of this tensor and its views, with their versions
@@ -62,8 +67,11 @@ class LazyLogits(Tensor):
         version: int,
         trained: bool,
         computed: Computed | None = None,
+        product: torch.dtype | None = None,
+        steps: Steps = (),
     ) -> LazyLogits:
-        size = (*hidden.shape[:-1], head.unit.module.out_features)
+        assert head.unit.linear is not None, "only heads have such logits"
+        size = (*hidden.shape[:-1], head.unit.linear.out_features)
         differentiable = trained and torch.is_grad_enabled()
 
         def make() -> Tensor:
@@ -72,10 +80,13 @@ class LazyLogits(Tensor):
             return made
 
         seen: Computed = computed if computed is not None else []
-        lazy: Any = (
-            with_gradient(head.context, head.unit, hidden, make, seen) if differentiable else make()
-        )
+        product = product or dtype
+        lazy: Any = make()
+        if differentiable:
+            call = HeadCall(head.context, head.unit, NO_TARGETS, 0, "sum", product, steps)
+            lazy = with_gradient(call, hidden, make, seen)
         lazy.hidden, lazy.head, lazy.version, lazy._real = hidden, head, version, None
+        lazy.product, lazy.steps = product, steps
         lazy.differentiable, lazy._computed = differentiable, seen
         found: LazyLogits = lazy
         return found
@@ -83,13 +94,23 @@ class LazyLogits(Tensor):
     def viewed(self, hidden: Tensor) -> LazyLogits:
         """Return a view; writes to it show in these logits, and the other way round."""
         return LazyLogits._made(
-            self.head, hidden, self.dtype, self.version, self.differentiable, self._computed
-        )
+            self.head, hidden, self.dtype, self.version, self.differentiable, self._computed,
+            self.product, self.steps,
+        )  # fmt: skip
 
     def cast(self, dtype: torch.dtype) -> LazyLogits:
         if dtype == self.dtype:
             return self
+        if self.steps:
+            return self.stepped(cast(dtype), dtype)
         return LazyLogits._made(self.head, self.hidden, dtype, self.version, self.differentiable)
+
+    def stepped(self, step: Step, dtype: torch.dtype) -> LazyLogits:
+        """Return the logits after one more step, in `dtype`."""
+        return LazyLogits._made(
+            self.head, self.hidden, dtype, self.version, self.differentiable, None,
+            self.product, (*self.steps, step),
+        )  # fmt: skip
 
     def written(self) -> bool:
         """True when the real logits were changed in place. Raises when that was through a view."""
@@ -117,7 +138,8 @@ class LazyLogits(Tensor):
                     "weights: read outputs.logits before optimizer.step()"
                 )
             with torch.inference_mode(False), torch.set_grad_enabled(self.differentiable):
-                self._real = self.head.compute_logits(self.hidden).to(self.dtype)
+                product = self.head.compute_logits(self.hidden).to(self.product)
+                self._real = after(self.steps, product)
             self._computed.append((self._real, self._real._version))
         return self._real
 
@@ -194,7 +216,16 @@ def _lazily(
         return _sliced(lazy, rest[0])
     if func is nn.functional.cross_entropy:
         return _cross_entropy(lazy, rest, kwargs)
-    return NotImplemented
+    return NotImplemented if kwargs else _stepped(lazy, func, rest)
+
+
+def _stepped(lazy: LazyLogits, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
+    step = step_of(func, rest, lazy.shape[-1])
+    if step is None or (lazy.differentiable and not torch.is_grad_enabled()):
+        return NotImplemented
+    none = torch.empty((1,), dtype=lazy.dtype)
+    dtype = torch.result_type(none, step.others[0]) if step.others else lazy.dtype
+    return lazy.stepped(step, dtype)
 
 
 def _cast(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,7 +280,8 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
     if any(m.parameter._backward_hooks for _, m in unit.members):
         return NotImplemented
     context = lazy.head.context
-    call = HeadCall(context, unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
+    target = target.to(lazy.device)
+    call = HeadCall(context, unit, target, ignore_index, reduction, lazy.product, lazy.steps)
     if unit.in_vocab_chunks:
         return vocab_chunked_cross_entropy(call, lazy.hidden)
     return _ChunkedCrossEntropy.apply(call, context.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
@@ -270,9 +302,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         context, unit = record(ctx, call), call.unit
-        wanted = call.differentiate and hidden.requires_grad, *call.trained()
+        for_hidden = call.differentiate and hidden.requires_grad
         with bound(context, unit, "head"):
-            loss = _forward_chunks(call, hidden, *wanted)
+            if unit.is_linear_head:
+                loss = _forward_chunks(call, hidden, for_hidden, *call.trained())
+            else:
+                loss = loss_of_module(call, hidden, for_hidden)
         end_forward(context)
         return loss
 
@@ -291,12 +326,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if call.kept_scale is not None:
             scale = scale * call.kept_scale
         for group, member in unit.members:
-            total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
+            total = call.sums.pop(id(member.parameter), None)
             if total is not None and member.parameter.requires_grad:
                 context.gradients.add(group, member, total.mul_(scale), may_keep=True)
         total = None  # only the group's sum may hold it: gigabytes for a large vocabulary
-        gradient = call.hidden_gradient
-        call.weight_sum = call.bias_sum = call.hidden_gradient = None
+        gradient, call.hidden_gradient = call.hidden_gradient, None
         end_backward(context, unit)
         return None, None, None if gradient is None else _scale(gradient, scale)
 
@@ -320,17 +354,21 @@ def _forward_chunks(
     target, count, wrong = call.targets()
     if for_hidden:
         call.hidden_gradient = torch.empty_like(hidden)
+    weight_sum = bias_sum = None
     if for_weight:
-        call.weight_sum = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
+        weight_sum = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
+        call.sums[id(linear.weight)] = weight_sum
     if for_bias:
         assert bias is not None
-        call.bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
+        bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
+        call.sums[id(linear.bias)] = bias_sum
     head = HeadLoss(
         weight=weight,
         bias=bias,
         target=target,
         scale=call.slope_scale(count, weight.dtype),
         dtype=call.dtype,
+        steps=call.steps,
         wants_slope=for_hidden or for_weight or for_bias,
     )
     chunks = chunks_of(head, call.context.head_tokens)
@@ -343,8 +381,8 @@ def _forward_chunks(
             continue
         if call.hidden_gradient is not None:
             torch.mm(slope, weight, out=call.hidden_gradient[rows])
-        if call.weight_sum is not None:
-            add_product_(call.weight_sum, slope.t(), inner)
-        if call.bias_sum is not None:
-            call.bias_sum += slope.sum(0, dtype=torch.float32)
+        if weight_sum is not None:
+            add_product_(weight_sum, slope.t(), inner)
+        if bias_sum is not None:
+            bias_sum += slope.sum(0, dtype=torch.float32)
     return (losses.sum() / count).masked_fill(wrong, torch.nan)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from fluxtrain.edges.steps import Steps
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import UnitCall
@@ -14,6 +13,7 @@ from fluxtrain.runtime.passes import UnitCall
 # fp16 slopes are kept this many times as large: a probability of 1e-6 has all its bits then, and
 # their products with weights below 100 do not overflow.
 _HALF_SLOPES = 256.0
+NO_TARGETS = torch.empty(0)  # of a call whose loss is computed elsewhere
 
 
 class HeadCall(UnitCall):
@@ -28,15 +28,16 @@ class HeadCall(UnitCall):
         ignore_index: int,
         reduction: str,
         dtype: torch.dtype,
+        steps: Steps = (),
     ) -> None:
         super().__init__(context, unit)
         self.target = target  # (N,)
         self.ignore_index = ignore_index
         self.mean = reduction == "mean"
         self.dtype = dtype  # of the logits as the caller asked for them
+        self.steps = steps  # what is done with the logits before the loss
         self.differentiate = torch.is_grad_enabled()
-        self.weight_sum: Tensor | None = None  # (V, H) fp32
-        self.bias_sum: Tensor | None = None  # (V,) fp32
+        self.sums: dict[int, Tensor] = {}  # fp32 gradients, by the id of a trained parameter
         self.hidden_gradient: Tensor | None = None  # (N, H)
         self.kept_scale: Tensor | None = (
             None  # in fp16: a factor still to be applied to the gradients
@@ -54,7 +55,8 @@ class HeadCall(UnitCall):
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the targets (N,) with -1 where a token does not count, how many count (1 where the
         losses are only added up), and whether one is outside the vocabulary (both 0-d)."""
-        vocabulary: Any = self.unit.module.out_features
+        assert self.unit.linear is not None
+        vocabulary = self.unit.linear.out_features
         kept = self.target != self.ignore_index
         wrong = outside(self.target, self.ignore_index, vocabulary)
         count = kept.sum() if self.mean else torch.ones((), device=self.target.device)

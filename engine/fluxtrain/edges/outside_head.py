@@ -42,7 +42,7 @@ class DeviceHead:
 
 def serve(model: nn.Module, context: Context) -> None:
     """Let the model return a `DeviceHead` until `end`."""
-    unit = next((unit for unit in context.units if unit.is_head), None)
+    unit = next((unit for unit in context.units if unit.is_linear_head), None)
     if unit is None:
         return
     made: list[DeviceHead] = []
@@ -60,7 +60,7 @@ def serve(model: nn.Module, context: Context) -> None:
 def end(model: nn.Module, context: Context) -> None:
     """Let the model return its head again."""
     for unit in context.units:
-        if unit.is_head:
+        if unit.is_linear_head:
             for module in _above(model, unit.module):
                 module.__dict__.pop(_GETTER, None)
 

@@ -11,27 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.edges.chunk_loss import add_product_
 from fluxtrain.edges.chunked_head import vocab_chunked_logits_backward
 from fluxtrain.edges.head_call import HeadCall
+from fluxtrain.edges.module_head import module_backward
+from fluxtrain.edges.steps import pull_back
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.unit import Unit
-from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward, record
 
 Computed = list[tuple[Tensor, int]]  # real logits that were read, and their versions then
 
 
 def with_gradient(
-    context: Context, unit: Unit, hidden: Tensor, make: Callable[[], Tensor], seen: Computed
+    call: HeadCall, hidden: Tensor, make: Callable[[], Tensor], seen: Computed
 ) -> Tensor:
     """Connect the lazy logits (..., V) that `make` returns to hidden (..., H) in torch's graph.
     `seen`: the real logits that code outside the engine read."""
-    call = HeadCall(context, unit, hidden.new_empty(0), 0, "sum", hidden.dtype)
-    logits: Tensor = _Uncomputed.apply(call, context.anchor, hidden, make, seen)  # type: ignore[no-untyped-call]
+    anchor = call.context.anchor
+    logits: Tensor = _Uncomputed.apply(call, anchor, hidden, make, seen)  # type: ignore[no-untyped-call]
     return logits
 
 
@@ -56,9 +56,11 @@ class _Uncomputed(torch.autograd.Function):
         call: HeadCall = ctx.call
         (hidden,) = ctx.saved_tensors
         _refuse_other_gradients(call, ctx.seen)
-        gradient, wanted = gradient.to(hidden.dtype), ctx.needs_input_grad[2]
-        backward = vocab_chunked_logits_backward if call.unit.in_vocab_chunks else _whole_backward
-        return None, None, backward(ctx, hidden, gradient, wanted), None, None
+        if call.unit.in_vocab_chunks:
+            backward = vocab_chunked_logits_backward
+        else:
+            backward = _whole_backward if call.unit.is_linear_head else module_backward
+        return None, None, backward(ctx, hidden, gradient, ctx.needs_input_grad[2]), None, None
 
 
 def _refuse_other_gradients(call: HeadCall, seen: Computed) -> None:
@@ -80,10 +82,14 @@ def _whole_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) ->
     unit, (for_weight, for_bias) = call.unit, call.trained()
     linear: Any = unit.module
     context = begin_backward(ctx)
-    slopes = gradient.reshape(-1, gradient.shape[-1])  # (N, V)
     sums: list[tuple[Any, Tensor]] = []
     with bound(context, unit, "backward"):
         weight, bias = linear.weight.detach(), linear.bias
+        if call.steps:
+            product = nn.functional.linear(hidden.detach(), weight, bias).to(call.dtype)
+            gradient = pull_back(call.steps, product, gradient)
+        gradient = gradient.to(hidden.dtype)
+        slopes = gradient.reshape(-1, gradient.shape[-1])  # (N, V)
         found = gradient @ weight if wanted else None
         if for_weight:
             total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

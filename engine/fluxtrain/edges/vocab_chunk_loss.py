@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.device.current_gpu import launching_on
+from fluxtrain.edges.steps import Steps, after, copies_of, pull_back
 from fluxtrain.plan.heads import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
 
 try:
@@ -76,6 +77,11 @@ class VocabChunk:
     bias: Tensor | None  # (w,)
     first: int  # token id of its first row
 
+    @property
+    def columns(self) -> slice:
+        """The words of the vocabulary that it has."""
+        return slice(self.first, self.first + len(self.weight))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
@@ -101,13 +107,16 @@ class Tokens:
 class PlainVocabChunks:
     """Vocabulary chunks by torch operations on any device."""
 
-    def __init__(self, dtype: torch.dtype, rows: int, tokens: int | None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, rows: int, tokens: int | None, steps: Steps = ()
+    ) -> None:
         self._dtype = dtype  # of the logits as the caller asked for them
-        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * rows))
+        self._steps = steps
+        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * rows * copies_of(steps)))
 
     def collect(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens) -> None:
         """Add the chunk's logits of hidden (n, H) to the sums of `tokens`."""
-        logits = self._logits(hidden, chunk)
+        logits = after(self._steps, self._product(hidden, chunk), chunk.columns).float()
         tokens.log_sums.copy_(torch.logaddexp(tokens.log_sums, torch.logsumexp(logits, dim=1)))
         here, wanted = _within(tokens.target, chunk)
         tokens.chosen.add_(torch.where(here, logits.gather(1, wanted).squeeze(1), 0.0))
@@ -115,29 +124,39 @@ class PlainVocabChunks:
     def slope(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens, scale: Tensor) -> Tensor:
         """Return the slope of the sum of all losses times the scale (0-d fp32), (n, w) in the
         weights' dtype, valid until the next call."""
-        slope = self._logits(hidden, chunk).sub_(tokens.log_sums.unsqueeze(1)).exp_()
+        product = self._product(hidden, chunk)
+        logits = after(self._steps, product, chunk.columns).float()
+        slope = logits.sub_(tokens.log_sums.unsqueeze(1)).exp_()
         here, wanted = _within(tokens.target, chunk)
         slope.scatter_add_(1, wanted, -here.to(slope.dtype).unsqueeze(1))
         kept = (tokens.target >= 0).unsqueeze(1)
-        return slope.mul_(torch.where(kept, scale, 0.0)).to(chunk.weight.dtype)
+        slope.mul_(torch.where(kept, scale, 0.0))
+        return pull_back(self._steps, product, slope, chunk.columns).to(chunk.weight.dtype)
 
-    def _logits(self, hidden: Tensor, chunk: VocabChunk) -> Tensor:
-        return nn.functional.linear(hidden, chunk.weight, chunk.bias).to(self._dtype).float()
+    def _product(self, hidden: Tensor, chunk: VocabChunk) -> Tensor:
+        return nn.functional.linear(hidden, chunk.weight, chunk.bias).to(self._dtype)
 
 
 class FusedVocabChunks:
     """Vocabulary chunks by the kernels above, which read logits in their own dtype."""
 
     def __init__(
-        self, weights: torch.dtype, device: torch.device, rows: int, tokens: int | None, most: int
+        self,
+        weights: torch.dtype,
+        device: torch.device,
+        rows: int,
+        tokens: int | None,
+        most: int,
+        steps: Steps = (),
     ) -> None:
-        limit = max(1, FUSED_LOGITS_BYTES // (weights.itemsize * rows))
+        limit = max(1, FUSED_LOGITS_BYTES // (weights.itemsize * rows * copies_of(steps)))
+        self._steps = steps
         self.tokens = min(tokens or limit, most)
         self._flat = torch.empty(self.tokens * rows, dtype=weights, device=device)
 
     def collect(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens) -> None:
         """As `PlainVocabChunks.collect`."""
-        logits = self._logits(hidden, chunk)
+        logits = after(self._steps, self._product(hidden, chunk), chunk.columns)
         kernel: Any = _collect
         with launching_on(logits):
             kernel[(len(logits),)](
@@ -147,16 +166,17 @@ class FusedVocabChunks:
 
     def slope(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens, scale: Tensor) -> Tensor:
         """As `PlainVocabChunks.slope`."""
-        logits = self._logits(hidden, chunk)
+        product = self._product(hidden, chunk)
+        logits = after(self._steps, product, chunk.columns)
         kernel: Any = _slope
         with launching_on(logits):
             kernel[(len(logits),)](
                 logits, tokens.target, tokens.log_sums, scale, chunk.first, logits.shape[1],
                 COLUMNS=_COLUMNS, num_warps=16,
             )  # fmt: skip
-        return logits
+        return pull_back(self._steps, product, logits, chunk.columns).to(product.dtype)
 
-    def _logits(self, hidden: Tensor, chunk: VocabChunk) -> Tensor:
+    def _product(self, hidden: Tensor, chunk: VocabChunk) -> Tensor:
         shape = len(hidden), len(chunk.weight)
         logits = self._flat[: shape[0] * shape[1]].view(shape)
         if chunk.bias is None:
@@ -165,14 +185,19 @@ class FusedVocabChunks:
 
 
 def vocab_chunks_of(
-    weights: torch.dtype, hidden: Tensor, dtype: torch.dtype, rows: int, tokens: int | None
+    weights: torch.dtype,
+    hidden: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+    tokens: int | None,
+    steps: Steps = (),
 ) -> PlainVocabChunks | FusedVocabChunks:
     """Return the fastest way for hidden (N, H) and vocabulary chunks of `rows`, with weights in
-    `weights` and logits asked for in `dtype`; `tokens` at a time, None: by memory."""
+    `weights` and the product asked for in `dtype`; `tokens` at a time, None: by memory."""
     exact = dtype in (weights, torch.float32)
     if triton is not None and hidden.is_cuda and exact and len(hidden):
-        return FusedVocabChunks(weights, hidden.device, rows, tokens, len(hidden))
-    return PlainVocabChunks(dtype, rows, tokens)
+        return FusedVocabChunks(weights, hidden.device, rows, tokens, len(hidden), steps)
+    return PlainVocabChunks(dtype, rows, tokens, steps)
 
 
 def _within(target: Tensor, chunk: VocabChunk) -> tuple[Tensor, Tensor]:

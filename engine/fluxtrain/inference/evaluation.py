@@ -18,9 +18,9 @@ from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepar
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.inference.finding import Found, find_model
-from fluxtrain.inference.opened import OpenedModel, open_model
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.finding import Found, find_model
+from fluxtrain.inference.opening.opened import OpenedModel, open_model
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.planning.row_length import samples_of, with_row_length
 from fluxtrain.train.evaluate import evaluate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.opening.opened import OpenedModel
 from fluxtrain.plan.facts import activation_estimate
 
 MOST_ROWS = 64  # beyond them a pass is bound by computing, also on a GPU that streams
@@ -33,14 +34,17 @@ def measure(opened: OpenedModel, rows: int = 1) -> Measured:
     """Run the model on a few tokens, then on one more for each of `rows` rows, as answers do."""
     model: Any = opened.model
     ids = torch.zeros((rows, FIRST_TOKENS), dtype=torch.long, device=opened.device)
+    last: dict[str, Any] = {}
+    if "logits_to_keep" in signature(model.forward).parameters:
+        last["logits_to_keep"] = 1
     with torch.no_grad():
-        told = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        told = model(input_ids=ids, use_cache=True, **last)
         cache = told.get("past_key_values")
         held = sum(tensor.nbytes for tensor in _tensors(cache)) // (rows * FIRST_TOKENS)
         further = {} if cache is None else {"past_key_values": cache}
         _wait(opened)
         started_s = time.perf_counter()
-        model(input_ids=ids[:, :1], use_cache=True, logits_to_keep=1, **further)
+        model(input_ids=ids[:, :1], use_cache=True, **last, **further)
         _wait(opened)
     return Measured(pass_s=time.perf_counter() - started_s, cache_bytes_per_token=held)
 

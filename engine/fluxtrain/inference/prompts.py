@@ -10,7 +10,7 @@ from typing import Any
 
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.opening.opened import OpenedModel
 
 Conversation = list[dict[str, Any]]
 _KEYS = "a JSON string, or an object with `prompt` or `messages`"

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.opening.opened import OpenedModel
 from fluxtrain.models.generation import stops_of
 from fluxtrain.models.loading import pad_id
 

@@ -19,22 +19,26 @@ Send = Callable[[Event], None]
 
 
 class Stopping:
-    """Whether the answer that is being written shall stop; set by other threads and signals."""
+    """Whether the answer that is being written shall stop; asked by a thread or a signal handler.
+
+    An ask that came before a stop is stopped by it, whether its answer was begun or not.
+    """
 
     def __init__(self) -> None:
-        self._asked = threading.Event()
+        self.count = 0  # of the stops so far
+        self._begun_at = 0
 
     def ask(self) -> None:
-        """Stop the answer."""
-        self._asked.set()
+        """Stop the answer, and those that wait."""
+        self.count += 1
 
     def asked(self) -> bool:
-        """Was it asked for?"""
-        return self._asked.is_set()
+        """Was it asked for since the answer was asked for?"""
+        return self.count > self._begun_at
 
-    def begin(self) -> None:
-        """Begin another answer."""
-        self._asked.clear()
+    def begin(self, count: int | None = None) -> None:
+        """Begin an answer that was asked for after `count` stops; None: just now."""
+        self._begun_at = self.count if count is None else count
 
 
 def serve(session: Session, lines: Iterable[bytes], send: Send, stopping: Stopping) -> None:
@@ -42,7 +46,7 @@ def serve(session: Session, lines: Iterable[bytes], send: Send, stopping: Stoppi
 
     A thread reads them, so that a stop is heard while an answer is written; asks wait meanwhile.
     """
-    asks: queue.SimpleQueue[Ask | Refused | None] = queue.SimpleQueue()
+    asks: queue.SimpleQueue[tuple[Ask | Refused | None, int]] = queue.SimpleQueue()
 
     def read() -> None:
         for line in lines:
@@ -51,20 +55,24 @@ def serve(session: Session, lines: Iterable[bytes], send: Send, stopping: Stoppi
             try:
                 request = read_request(line)
             except msgspec.MsgspecError as error:
-                asks.put(Refused(id="", message=f"a line of the input is no request: {error}"))
+                message = f"a line of the input is no request: {error}"
+                asks.put((Refused(id="", message=message), 0))
                 continue
             if isinstance(request, Stop):
                 stopping.ask()
             else:
-                asks.put(request)
-        asks.put(None)
+                asks.put((request, stopping.count))
+        asks.put((None, 0))
 
     threading.Thread(target=read, name="asks", daemon=True).start()
-    while (asked := asks.get()) is not None:
+    while True:
+        asked, stops = asks.get()
+        if asked is None:
+            return
         if isinstance(asked, Refused):
             send(asked)
             continue
-        stopping.begin()
+        stopping.begin(stops)
         try:
             _answer(session, asked, send, stopping)
         except BadInput as error:

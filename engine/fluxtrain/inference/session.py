@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fluxtrain.client.generation import Answered, Expected, Ready
 from fluxtrain.errors import BadInput
 from fluxtrain.inference.measuring import Measured, measure, rows_that_fit
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.opening.opened import OpenedModel
 from fluxtrain.inference.prompts import Prompt, Prompting
 from fluxtrain.inference.sampling import Sampling, stops
 from fluxtrain.inference.writing import Written, room_for, write
@@ -101,6 +101,8 @@ class Batches:
     def answers(self, stopped: Callable[[], bool]) -> Iterator[Answered]:
         """Yield an answer for each prompt, in their order, batch by batch."""
         for first in range(0, len(self._prompts), self.rows):
+            if stopped():
+                return
             batch = self._prompts[first : first + self.rows]
             sampling = self._session.sampling
             if sampling.seed is not None:
@@ -108,8 +110,6 @@ class Batches:
             found = write(self._session.opened, batch, sampling, stopped=stopped)
             for number, written in enumerate(found, first + 1):
                 yield answered(str(number), written)
-            if stopped():
-                return
 
 
 def answered(name: str, written: Written) -> Answered:

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fluxtrain.client.generation import Ended
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.inference.opening.opened import OpenedModel
 from fluxtrain.inference.sampling import Sampling, settings_for, stops
 from fluxtrain.inference.streaming import TextStream, text_of
 from fluxtrain.models.loading import pad_id

@@ -28,7 +28,7 @@ class Unit:
         self.borrowed: dict[Group, list[Member]] = {}  # members of other groups it computes with
         self.places: list[tuple[nn.Module, str, Member]] = []  # where its parameters are registered
         self.original: Callable[..., Any] = module.forward
-        self.is_head = False  # its output may stay uncomputed (LazyLogits)
+        self._linear: weakref.ref[nn.Linear] | None = None
         self.vocab_chunks: ChunkedWeights | None = (
             None  # of a head on the host that is never copied whole
         )
@@ -49,6 +49,26 @@ class Unit:
         module = self._module()
         assert module is not None, "the wrapped block is gone"
         return module
+
+    @property
+    def linear(self) -> nn.Linear | None:
+        """Of a head, whose output may stay uncomputed (LazyLogits), the linear layer: the module
+        itself, or the one inside of adapters."""
+        return None if self._linear is None else self._linear()
+
+    @linear.setter
+    def linear(self, layer: nn.Linear | None) -> None:
+        self._linear = None if layer is None else weakref.ref(layer)
+
+    @property
+    def is_head(self) -> bool:
+        """Tell whether it makes the logits."""
+        return self._linear is not None
+
+    @property
+    def is_linear_head(self) -> bool:
+        """Tell whether its logits are `hidden @ weight.T + bias` of its own tensors."""
+        return self.is_head and self.linear is self.module
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -80,7 +100,9 @@ class Unit:
 
     def group_of_weight(self) -> Group:
         """Find the group that holds a head's weight (the embedding's, when tied)."""
-        return next(g for g, m in self.members if m.parameter is self.module.weight)
+        assert self.linear is not None, "this is no head"
+        weight = self.linear.weight
+        return next(g for g, m in self.members if m.parameter is weight)
 
     def check_identity(self) -> None:
         """Raise when a parameter was replaced by another object since `wrap`."""

@@ -1,7 +1,8 @@
 """Methods: which weights of a model are trained, and what is saved.
 
 `method.name` of a configuration is looked up here and nowhere else. To add a method, write a class
-with the members of `Method`, list it in `METHODS`, and name it in `MethodSettings`.
+with the members of `Method`, list it in `METHODS`, and name it in `MethodSettings`. What only one
+method needs, such as peft, is imported when it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import MethodSettings, RunConfig
 from fluxtrain.data.batches import Batch
-from fluxtrain.methods.adapters import attach_adapters, save_adapter
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import Objective
 from fluxtrain.models.export import save_model, try_saving_model
@@ -98,6 +98,8 @@ class LoraFineTuning:
 
     def prepare(self, model: PreTrainedModel, config: RunConfig) -> None:
         """Put adapters beside the linear layers, and freeze everything else."""
+        from fluxtrain.methods.adapters import attach_adapters
+
         attach_adapters(model, config.method, config.model)
 
     def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
@@ -119,6 +121,8 @@ class LoraFineTuning:
 
     def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the adapter in peft's format."""
+        from fluxtrain.methods.adapters import save_adapter
+
         save_adapter(loaded, self.frozen_storage(settings), folder)
 
 

@@ -13,7 +13,7 @@ from fluxtrain.calibration.peaks import measured_peaks
 from fluxtrain.checkpoint import writer as checkpoint_writer
 from fluxtrain.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
 from fluxtrain.checkpoint.fingerprint import fingerprint
-from fluxtrain.checkpoint.randomness import seed_everything
+from fluxtrain.checkpoint.randomness import fix_threads, seed_everything
 from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.checkpoint.writer import CheckpointWriter, newest_valid, trainer_content
 from fluxtrain.client.machine import Machine
@@ -63,6 +63,7 @@ def train(
         FluxTrainError: with the exit code; the run directory holds the record of it.
     """
     made = kind or Run
+    fix_threads()
     machine = read_machine()
     limit = machine.memory_total_bytes
     with Session(target.run_dir, live_fd=live_fd, json=json, host_limit_bytes=limit) as session:

@@ -67,10 +67,16 @@ def _check_formats(states: str, frozen: str) -> None:
             raise BadInput(f"{name} is {given!r}: use one of {', '.join(known)}")
 
 
-def is_head(model: nn.Module, module: nn.Module) -> bool:
-    """True for the last linear layer, whose loss is computed in chunks of tokens."""
+def head_linear(model: nn.Module, module: nn.Module) -> nn.Linear | None:
+    """Return the last linear layer, whose loss is computed in chunks of tokens: the module itself,
+    or the one around which peft put adapters. None for any other module."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    return type(module) is nn.Linear and (module is output or module.out_features >= _HEAD_COLUMNS)
+    if type(module) is nn.Linear:
+        return module if module is output or module.out_features >= _HEAD_COLUMNS else None
+    inner: object = module if module is output else None
+    while inner is not None and type(inner) is not nn.Linear:
+        inner = getattr(inner, "base_layer", None) or getattr(inner, "original_module", None)
+    return inner
 
 
 def facts_of(
@@ -86,15 +92,15 @@ def model_facts(
     model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
 ) -> ModelFacts:
     """Compute the sizes that a placement needs, with the padding of the arenas."""
-    heads = [m.weight for _, m in parts.edges if is_head(model, m) and isinstance(m, nn.Linear)]
-    trained_heads = [weight for weight in heads if weight.requires_grad]
+    heads = [module for _, module in parts.edges if head_linear(model, module) is not None]
+    trained = [[w for w in _weights(head) if w.requires_grad] for head in heads]
     modules = dict([*parts.edges, *parts.blocks])
     embeddings = {
         name for name, m in parts.edges if is_plain_embedding(m) and len(groups[name].members) == 1
     }
     for name, others in borrowed.items():
         embeddings.discard(name)
-        if not is_head(model, modules[name]):
+        if modules[name] not in heads:
             embeddings -= {group.name for group in others}
     return ModelFacts(
         groups=tuple(
@@ -102,9 +108,9 @@ def model_facts(
             for name, group in groups.items()
             if group.members
         ),
-        head_parameters=max((weight.numel() for weight in trained_heads), default=0),
-        head=_head_facts(parts, groups, borrowed, [m for _, m in parts.edges if is_head(model, m)]),
-        head_dtype_bytes=max((weight.element_size() for weight in trained_heads), default=2),
+        head_parameters=max((sum(w.numel() for w in weights) for weights in trained), default=0),
+        head=_head_facts(parts, groups, borrowed, heads),
+        head_dtype_bytes=max((w.element_size() for weights in trained for w in weights), default=2),
         loose_bytes=sum(
             parameter.nbytes * (_LOOSE_COPIES if parameter.requires_grad else 1)
             for _, parameter in parts.loose
@@ -113,6 +119,11 @@ def model_facts(
             bool(group.members) + len(borrowed.get(name, {})) for name, group in groups.items()
         ),
     )
+
+
+def _weights(head: nn.Module) -> list[torch.Tensor]:
+    """Return the weights whose gradients the loss adds up."""
+    return [head.weight] if isinstance(head, nn.Linear) else list(head.parameters())
 
 
 def _head_facts(

@@ -64,8 +64,9 @@ class UnitForward:
             if found is not None:
                 return found
         (args, kwargs), moved = to_device((args, kwargs), context.device.torch_device)
-        if unit.is_head and not computes_logits and _may_wait(context, args, kwargs):
-            dtype = torch.promote_types(args[0].dtype, unit.module.weight.dtype)  # type: ignore[arg-type]
+        linear = unit.linear
+        if linear is not None and not computes_logits and _may_wait(context, args, kwargs):
+            dtype = torch.promote_types(args[0].dtype, linear.weight.dtype)
             return LazyLogits.of(self, args[0], dtype, unit.group_of_weight().version)
         if unit.in_vocab_chunks:
             logits = vocab_chunked_logits(context, unit, args, kwargs)

@@ -38,7 +38,7 @@ from fluxtrain.wrapping.bitsandbytes_layers import give_back_quantised, take_ove
 from fluxtrain.wrapping.block_discovery import Parts, take_apart
 from fluxtrain.wrapping.dora import take_magnitudes_of_packed
 from fluxtrain.wrapping.engine import Engine, engine_of
-from fluxtrain.wrapping.grouping import Borrowed, group_parameters, is_head, model_facts
+from fluxtrain.wrapping.grouping import Borrowed, group_parameters, head_linear, model_facts
 from fluxtrain.wrapping.late_adapters import adapters_of, refuse_late
 from fluxtrain.wrapping.module_patches import (
     ancestors,
@@ -329,7 +329,7 @@ def _make_units(
             for key, parameter in inner._parameters.items()
             if parameter is not None and id(parameter) in members
         ]
-        unit.is_head = is_head(model, module)
+        unit.linear = head_linear(model, module)
         replace_forward(module, UnitForward(engine, unit))
         guard_module(module, engine)
         engine.units.append(unit)

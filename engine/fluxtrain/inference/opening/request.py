@@ -8,6 +8,7 @@ import torch
 
 from fluxtrain.config.schema import SHORT_NAMES
 from fluxtrain.errors import BadInput
+from fluxtrain.inference.opening.naming import refuse_missing
 from fluxtrain.models.precision import DTYPES
 from fluxtrain.plan.states import PACKED_FORMATS
 
@@ -28,8 +29,7 @@ class ModelRequest:
 
     def check_values(self) -> None:
         """Raise BadInput for a value that is not known."""
-        if not self.named.strip():
-            raise BadInput("MODEL is empty: name a run, a folder or a model of the hub")
+        refuse_missing(self.named)
         for option, given, known in (
             ("--dtype", self.dtype, ("auto", *SHORT_NAMES, *DTYPES)),
             ("--packed", self.packed, (None, *PACKED_FORMATS)),

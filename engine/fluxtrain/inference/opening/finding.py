@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fluxtrain.checkpoint.recovery import stored_config
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
-from fluxtrain.exporting.source import CONFIG, AdapterSource, find_adapter
-from fluxtrain.models.loading import DEMO, refuse_missing_folder
-from fluxtrain.rundir.finding import LAST, find_run
-from fluxtrain.rundir.run_dir import RunDir, list_runs
+from fluxtrain.inference.opening.naming import DEMO, is_run, refuse_missing
+from fluxtrain.rundir.finding import find_run
+from fluxtrain.rundir.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from fluxtrain.exporting.source import AdapterSource
+
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,26 +34,17 @@ def find_model(named: str) -> Found:
 
     Raises BadInput where a path does not exist, or a run has saved no model.
     """
+    refuse_missing(named)
     path = Path(named).expanduser()
     if named == DEMO:
         return Found(path=DEMO)
     if (path / "config.json").is_file() and not RunDir(path).run.is_file():
         return Found(path=str(path), **_run_around(path))
-    if (path / CONFIG).is_file():
+    if (path / _ADAPTER).is_file():
         return _adapter(str(path), **_run_around(path))
-    if _is_run(named, path):
+    if is_run(named):
         return _of_run(RunDir(find_run(named)))
-    if not path.exists():
-        _refuse_missing(named, path)
     return Found(path=named)
-
-
-def _is_run(named: str, path: Path) -> bool:
-    if named == LAST or RunDir(path).run.is_file():
-        return True
-    return not path.exists() and any(
-        bool(named) and run.run_id.startswith(named) for run in list_runs()
-    )
 
 
 def _of_run(run_dir: RunDir) -> Found:
@@ -66,6 +61,8 @@ def _of_run(run_dir: RunDir) -> Found:
 
 
 def _adapter(named: str, run: RunConfig | None = None, run_id: str | None = None) -> Found:
+    from fluxtrain.exporting.source import find_adapter  # peft is read where there are adapters
+
     source = find_adapter(named)
     if getattr(source.config, "is_prompt_learning", False):
         raise BadInput(
@@ -81,19 +78,3 @@ def _run_around(folder: Path) -> dict[str, Any]:
     if not parent.run.is_file() or parent.model != folder.absolute():
         return {}
     return {"run": stored_config(parent), "run_id": parent.path.name}
-
-
-def _refuse_missing(named: str, path: Path) -> None:
-    """Raise BadInput for what is no hub id, or names something within a folder that is here."""
-    try:
-        refuse_missing_folder(named)
-    except BadInput as error:
-        raise BadInput(
-            f"{named} does not exist: name a run (`fluxtrain runs` lists them), the folder of a "
-            "model or an adapter, or a model of the hub"
-        ) from error
-    parent = path.parent
-    if parent != Path() and parent.is_dir():
-        beside = sorted(one.name for one in parent.iterdir() if one.is_dir())[:3]
-        there = f" ({parent} holds {', '.join(beside)})" if beside else ""
-        raise BadInput(f"{path} does not exist: check its name{there}")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.exporting.check.logits import with_adapter
-from fluxtrain.exporting.request import ChosenBase, ExportRequest, chosen_base
-from fluxtrain.exporting.source import AdapterSource
-from fluxtrain.inference.finding import Found, find_model
-from fluxtrain.inference.placed import place_for_use
-from fluxtrain.inference.request import ModelRequest
+from fluxtrain.inference.opening.finding import Found, find_model
+from fluxtrain.inference.opening.placed import place_for_use, refuse_before_loading
+from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
 from fluxtrain.models.quiet import quiet_transformers
@@ -25,6 +23,10 @@ from fluxtrain.plan import states
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.wrapping.engine import Engine
 from fluxtrain.wrapping.target import compute_device
+
+if TYPE_CHECKING:
+    from fluxtrain.exporting.request import ChosenBase
+    from fluxtrain.exporting.source import AdapterSource
 
 Tell = Callable[[str], None]
 
@@ -69,13 +71,15 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
     with ExitStack() as until_placed:
         if found.adapter is None:
             tell(f"reading {found.path}")
-            loaded, base = load_model(_source(request, found, device)), None
+            fits = partial(refuse_before_loading, request, device, "plain", found.path)
+            loaded, base = load_model(_source(request, found, device), fits), None
         else:
             base = until_placed.enter_context(_base_of(request, found.adapter))
             tell(f"reading {base.name} and the adapter {found.path}")
             loaded = _beside_adapter(request, base, found.adapter, device)
         storage: StorageFormat = base.storage if base else "plain"
         loaded.model.train(False)
+        _leave_router_losses_out(loaded.model)
         for parameter in loaded.model.parameters():
             # Trainable ones are never packed with the frozen weights.
             parameter.requires_grad_(parameter.requires_grad and storage != "plain")
@@ -102,7 +106,9 @@ def _source(request: ModelRequest, found: Found, device: torch.device) -> ModelS
     )
 
 
-def _base_of(request: ModelRequest, source: AdapterSource) -> Any:
+def _base_of(request: ModelRequest, source: AdapterSource) -> AbstractContextManager[ChosenBase]:
+    from fluxtrain.exporting.request import ExportRequest, chosen_base
+
     return chosen_base(
         ExportRequest(
             named=request.named,
@@ -119,6 +125,8 @@ def _beside_adapter(
     request: ModelRequest, base: ChosenBase, source: AdapterSource, device: torch.device
 ) -> LoadedModel:
     """Load a base with the adapter in it, the adapter's tokenizer and generation settings."""
+    from fluxtrain.exporting.check.logits import with_adapter
+
     wished = request.wished_dtype
     packs = base.storage != "plain"
     loaded = load_model(
@@ -128,6 +136,7 @@ def _beside_adapter(
             trust_remote_code=request.trust_remote_code,
             capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
         ),
+        partial(refuse_before_loading, request, device, base.storage, base.name),
         packed_elements=states.LEAST_PACKED if packs else None,
     )
     adapted: Any = with_adapter(loaded.model, source.folder, source)
@@ -139,6 +148,14 @@ def _beside_adapter(
     if settings is not None:
         model.generation_config = settings
     return replace(loaded, model=model)
+
+
+def _leave_router_losses_out(model: PreTrainedModel) -> None:
+    """Switch the loss that balances experts off: it is of training, and transformers fails to
+    compute it beside a cache."""
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
 
 
 def generation_settings(folder: Path) -> GenerationConfig | None:
