@@ -21,6 +21,7 @@ from fluxtui.panels.memory import parts_of
 from fluxtui.panels.panel import share_text, whole_text
 from fluxtui.panels.progress import eta, slow_step_s
 from fluxtui.panels.residency import tiles
+from fluxtui.screens.chat import ChatScreen
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.plan import plan_lines
 from fluxtui.screens.settings import SettingsScreen
@@ -299,7 +300,11 @@ def test_ids_and_keys_are_unique_on_every_screen() -> None:
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
     pages = (DrawnStep, MethodStep, SourceStep, TrainingStep, PathEntry, StrategyStep)
-    of_wizard = (*WizardScreen.BINDINGS, *(one for page in pages for one in page.BINDINGS))
+    of_wizard = (
+        *WizardScreen.BINDINGS,
+        *(one for page in pages for one in page.BINDINGS),
+        *ChatScreen.BINDINGS,
+    )
     made = (*app_bindings(), *SettingsScreen.BINDINGS, *own_bindings(), *WizardFrame.BINDINGS)
     on_screens = [binding for name in ("", *RUN_SCREENS) for binding in screen_bindings(name)]
     bound = [binding.id for binding in (*made, *of_wizard, *on_screens)]

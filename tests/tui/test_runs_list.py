@@ -221,7 +221,7 @@ async def test_the_cursor_goes_with_its_run_when_the_list_is_sorted(
         await pilot.press("N")
         await app_pilot.until(pilot, lambda: "run↓" in app_pilot.text_of(app))
         assert screen.runs[0].run_id == "two" and screen.selected.run_id == "one"
-        await pilot.press("T")
+        await pilot.press("U")
         assert screen.order.column == "state"
         await pilot.press("O")
         await app_pilot.until(pilot, lambda: "↑" not in app_pilot.text_of(app).split("\n")[1])
