@@ -35,6 +35,8 @@ PAGES = (
     Page("data", size=(80, 24)),
     Page("method", keys=("right", "right")),
     Page("method", size=(80, 24), keys=("right", "right")),
+    Page("training", keys=("right", "right", "right", "right")),
+    Page("training", size=(80, 24)),
     Page("hardware"),
     Page("strategy", keys=("right", "right", "down", "down", "down")),
     Page("strategy", size=(80, 24)),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
-from textual.app import SystemCommand
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import app_bindings
 from fluxtui.actions.new_run import open_wizard
-from fluxtui.actions.palette import palette_commands
+from fluxtui.actions.palette import ActionProvider
 from fluxtui.actions.table import PAGES
 from fluxtui.app_base import AppBase
 from fluxtui.screens.panel_screen import PanelScreen
@@ -51,6 +49,7 @@ class FluxApp(AppBase):
 
     TITLE = "FluxTrain"
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS = {ActionProvider}
     BINDINGS: ClassVar[list[BindingType]] = app_bindings()
     CSS = """
     RunScreen { background: $background; color: $foreground; }
@@ -102,15 +101,6 @@ class FluxApp(AppBase):
         if action == "quit" and QUIT_KEY in own_keys:
             return False
         return super().check_action(action, parameters)
-
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """List the palette's entries: the table of actions, and each theme by its title."""
-        if not isinstance(screen, ActionScreen):
-            return ()  # a dialog: the palette does not open there
-        run = partial(self.call_later, screen.do)
-        return palette_commands(
-            self.actions, screen.place, self.theme_files, run, self.choose_theme
-        )
 
     def action_suspend(self) -> None:
         """Leave the terminal to the shell until it continues the app."""

@@ -124,6 +124,8 @@ class AppBase(App[None]):
         self._stop_sampling = threading.Event()
         self.machine_signal: Signal[MachineSample] = Signal(self, "machine")
         self.make_wizard = make_wizard
+        self.engine: tuple[str, ...] = ()  # replaces the program that answers, in tests
+        self.told_first = ""  # on the screen, once it is there
         self._keeps = True
         self.theme_files: dict[str, ThemeFile] = {}
         self._load_themes()
@@ -157,7 +159,9 @@ class AppBase(App[None]):
             self._set_colours()
 
     def tell_what_was_left_out(self) -> None:
-        """Say which settings and themes could not be used."""
+        """Say which settings and themes could not be used, and which run was found."""
+        if self.told_first:
+            self.notify(self.told_first, title="Attached")
         for problem in self._skipped:
             self.notify(problem, title="Setting left out", severity="warning")
         for problem in self._left_out:
@@ -297,6 +301,9 @@ class AppBase(App[None]):
     def show_screen(self, name: str) -> None:
         """Bring a screen to the front in place of another one of the run."""
         if self.screen_name not in ("", name):
+            target = self.get_screen(name)
+            if isinstance(target, ActionScreen):
+                target.come_from()
             self.switch_screen(name)
 
     def show_something(self) -> None:

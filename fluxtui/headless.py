@@ -14,6 +14,7 @@ from types import FrameType
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput
 from fluxtrain.rundir.launch import TRAINER
 from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.rundir.states import state_of_exit
 from fluxtrain.telemetry.events import (
     AnyEvent,
     Done,
@@ -24,7 +25,7 @@ from fluxtrain.telemetry.events import (
 )
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower
-from fluxtrain.units import duration_text
+from fluxtrain.units import count_text, duration_text, loss_text
 
 POLL_PERIOD_S = 0.5
 _FORWARDED = {
@@ -99,7 +100,7 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
 def _alive(run: RunDir) -> bool:
     """Return whether more may come; an unreadable folder does not tell, but its journal does."""
     try:
-        return run.liveness() in ("running", "new")
+        return run.liveness() in ("running", "waiting")
     except OSError:
         return True
 
@@ -139,14 +140,14 @@ def event_line(event: AnyEvent) -> str:
     if isinstance(event, StepFinished):
         left = f"  left {duration_text(event.eta_s)}" if event.eta_s else ""
         return (
-            f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  "
-            f"{event.tokens_per_s:,.0f} tokens/s{left}"
+            f"step {event.step}/{event.total_steps}  loss {loss_text(event.loss)}  "
+            f"{count_text(event.tokens_per_s)} tokens/s{left}"
         )
     if isinstance(event, EvaluationFinished):
-        return f"evaluation after step {event.step}: loss {event.loss:.4f}"
+        return f"evaluation after step {event.step}: loss {loss_text(event.loss)}"
     if isinstance(event, Failed):
         return f"{'refused' if event.refused else 'failed'}: {event.message}"
     if isinstance(event, Done):
-        word = "finished" if event.exit_code == EXIT_FINISHED else "ended"
+        word = state_of_exit(event.exit_code)
         return f"{word} after step {event.step} in {duration_text(event.seconds)}"
     return ""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import gc
 import os
 import shlex
@@ -19,23 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput, FluxTrainError
-from fluxtrain.rundir.finding import LAST, find_run
+from fluxtrain.rundir.finding import LAST, find_run, newest_training
 from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.typed import typed
-from fluxtui.wizard.answers.answers import (
-    BASES,
-    DATA_FORMATS,
-    DIAL,
-    METHODS,
-    OFFLOADS,
-    VARIANTS,
-    Answers,
-    with_data,
-    with_model,
-)
-from fluxtui.wizard.answers.configuring import ADAPTERS, SETTINGS, answers_from_file
+from fluxtui.command_line import answers_of, make_parser
+from fluxtui.wizard.answers.answers import Answers
 
 if TYPE_CHECKING:
     from textual.screen import Screen
@@ -45,16 +34,12 @@ if TYPE_CHECKING:
 
 LEAVING_S = 2.0  # threads that read files get so long to end
 STARTED_S = 1.0  # by then the first screens are drawn
-_EPILOG = """\
-Leaving the app never stops a training; --attach shows it again. Exit codes are those of
-`fluxtrain train`: 0 finished, 2 bad input, 3 does not fit, 4 diverged, 5 no space left,
-130 and 143 stopped after a checkpoint, 1 a bug."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; users' mistakes are one line on standard error."""
     open_standard_streams()
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if not draws_utf8() and sys.stderr.isatty():
         print(
             f"fluxtrain-tui: lines instead of the app, as this terminal's character set is "
@@ -73,48 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the app, or its replacement, handled signals
         print("fluxtrain-tui: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fluxtrain-tui",
-        description="Set up a training, start it, and watch it.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="open it in the wizard")
-    add = parser.add_argument
-    attach = "watch a run: its id, its folder, or `last`, which is also the default"
-    add("--attach", metavar="RUN", nargs="?", const=LAST, help=attach)
-    add("--resume", metavar="RUN", help="go on with a run that ended early, named like that")
-    add("--demo", action="store_true", help="start the demo at once")
-    add("--yes", "-y", action="store_true", help="start at once with every default")
-    add("--headless", action="store_true", help="train here without the app, printing lines")
-    answers = parser.add_argument_group("answers of the wizard")
-    add = answers.add_argument
-    add("--model", metavar="M", help="demo, a folder, or a hub id")
-    add("--data", metavar="D", help="demo, a file, a folder, or hf://datasets/owner/name")
-    add("--method", choices=METHODS, help="what is trained of the model")
-    add("--rank", type=_positive, metavar="N", help="of the adapters of lora and qlora")
-    add("--alpha", type=_positive, metavar="N", help="what adapters add is scaled by alpha / rank")
-    add("--targets", metavar="A,B", help="layers that get adapters, such as q_proj,v_proj")
-    add("--variant", choices=VARIANTS, help="kind of the adapters")
-    base = "how qlora packs the frozen weights"
-    add("--base", choices=BASES, dest="base_format", help=base)
-    add("--sequence-length", type=_positive, metavar="N", help="tokens in a row")
-    add("--aggressiveness", choices=DIAL, help="from as fast as possible to what fits easily")
-    add("--offload", choices=OFFLOADS, help="what lives in host memory")
-    add("--batch-rows", type=_positive, metavar="N", help="rows of one backward pass")
-    add("--chunk-rows", type=_positive, metavar="N", help="rows computed at once in a block")
-    add("--data-format", choices=DATA_FORMATS, help="the shape of the data, where auto errs")
-    add("--steps", type=_positive, metavar="N", help="optimizer steps")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
-    look = parser.add_argument_group("the screen")
-    look.add_argument("--theme", metavar="NAME", help="a theme of themes/")
-    look.add_argument("--read-only", action="store_true", help="watch, change nothing")
-    slow = "draw once a second and in plain colours"
-    look.add_argument("--low-bandwidth", action="store_true", help=slow)
-    return parser
 
 
 # --- a new run ------------------------------------------------------------------------------------
@@ -143,32 +86,6 @@ def _new_run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # before there was an app; the trainer is another process
         print(printable_lines(farewell(trainer.run_dir.path)), file=sys.stderr)
         return EXIT_INTERRUPTED
-
-
-def answers_of(options: argparse.Namespace) -> Answers | None:
-    """Return the answers in the command line and a configuration file; None without any.
-
-    Raises:
-        BadInput: the file or a setting cannot be used.
-    """
-    if options.demo and options.config:
-        raise BadInput(f"--demo and {options.config} were both given: leave one out")
-    given = tuple(options.set)
-    answers = answers_from_file(options.config, given) if options.config else Answers()
-    answers = dataclasses.replace(answers, overrides=given)
-    if options.model is not None:
-        answers = with_model(answers, options.model)
-    if options.resume is not None:
-        run = str(find_run(options.resume))
-        answers = dataclasses.replace(answers, start="resume", resume_run=run, step="launch")
-    if options.data is not None:
-        answers = with_data(answers, options.data)
-    settings = {field: getattr(options, field) for field in (*SETTINGS, *ADAPTERS, "method")}
-    settings["dial"] = options.aggressiveness
-    answers = dataclasses.replace(
-        answers, **{field: value for field, value in settings.items() if value is not None}
-    )
-    return None if answers == Answers() else answers
 
 
 def _train_headless(answers: Answers) -> int:
@@ -204,15 +121,19 @@ def _line_by_line(answers: Answers | None, at_once: bool) -> int:
 
 
 def _attach(options: argparse.Namespace) -> int:
-    run_dir = find_run(options.attach)
+    run_dir, said = find_run(options.attach), ""
+    if options.attach == LAST:
+        run_dir, said = newest_training()
     if not has_terminal() or wants_lines():
         from fluxtui.headless import follow_lines
 
         if not wants_lines():
             hint = ssh_hint("fluxtrain-tui --attach")
             print(f"no terminal here: lines instead of the app{hint}", file=sys.stderr, flush=True)
+        if said:
+            print(printable(said), file=sys.stderr, flush=True)
         return follow_lines(run_dir)
-    return show(lambda: _app(options, run_dir))
+    return show(lambda: _app(options, run_dir, said=said))
 
 
 # --- the app --------------------------------------------------------------------------------------
@@ -251,9 +172,10 @@ def _app(
     run_dir: Path | None = None,
     trainer: TrainerProcess | None = None,
     answers: Answers | None = None,
+    said: str = "",
 ) -> FluxApp:
     """Make the app on a run, with the trainer's own pipe if we started it; without a run on the
-    wizard."""
+    wizard. `said` is told first."""
     from fluxtui.app import FluxApp
     from fluxtui.settings import settings_path
     from fluxtui.sources.journal import JournalSource
@@ -273,7 +195,7 @@ def _app(
         settings_file=settings_path(),
         make_wizard=make_wizard,
     )
-    app.trainer = trainer
+    app.trainer, app.told_first = trainer, said
     return app
 
 
@@ -367,7 +289,7 @@ def farewell(run_dir: Path) -> str:
     run = RunDir(run_dir).summary()
     name = run.run_id if Path(run.path).parent == runs_root() else run.path
     attach = printable(f"{typed('fluxtrain-tui')} --attach {shlex.quote(name)}")
-    if run.state in ("running", "new"):
+    if run.state in ("running", "waiting"):
         return f"{printable(run.run_id)} goes on without the app. See it again:\n  {attach}"
     step = f" after step {run.step}" if run.step else ""
     reason = f": {run.message}" if run.message not in ("", run.state) else ""
@@ -382,10 +304,3 @@ def _check_theme(name: str) -> None:
     themes, _ = load_themes()
     if name not in themes:
         raise BadInput(f"there is no theme {name!r}: {', '.join(themes)}")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a whole number from 1 up")
-    return number

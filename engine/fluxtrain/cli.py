@@ -34,6 +34,7 @@ from fluxtrain.hardware import allocator, openmp
 from fluxtrain.interrupts import ImmediateInterrupts
 from fluxtrain.output import complain, leave, print_json, say, silent, tell
 from fluxtrain.rundir.standard_streams import open_standard_streams
+from fluxtrain.units import loss_text
 
 if TYPE_CHECKING:
     from fluxtrain.config.schema import RunConfig
@@ -313,11 +314,11 @@ def runs(json: Json = False, debug: Debug = False) -> None:
     if not found:
         say(f"no runs below {printable(str(runs_root()))}")
     for run in found:
-        loss = "-" if run.loss is None else f"{run.loss:.4f}"
+        loss = loss_text(run.loss)
         progress = f"{run.step or 0}/{run.total_steps or '?'}"
         name = printable(run.run_id)
         why = f": {run.message}" if run.state == "refused" else ""
-        say(f"{name:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}{why}")
+        say(f"{name:40} {run.word():12} step {progress:14} loss {loss:8} {run.model or '-'}{why}")
 
 
 @app.command(epilog=EXIT_CODES)
@@ -380,14 +381,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
     from fluxtrain.commands.paths import refuse_missing_paths
-    from fluxtrain.config.schema import demo_config, load_config
+    from fluxtrain.config.schema import config_of, demo_config, load_config
 
     if demo and path is not None:
         raise BadInput(f"--demo and {path} were both given: leave one out")
-    if not demo and path is None:
-        return None
-    chosen = demo_config(overrides) if path is None else load_config(path, overrides)
-    refuse_missing_paths(chosen)
+    unnamed = demo_config if demo else config_of
+    chosen = load_config(path, overrides) if path is not None else unnamed(overrides)
+    if chosen is not None:
+        refuse_missing_paths(chosen)
     return chosen
 
 

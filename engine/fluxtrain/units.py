@@ -43,6 +43,52 @@ def count_text(count: float | None) -> str:
     return f"{count:.0f}"
 
 
+def loss_text(loss: float | None) -> str:
+    """A loss, everywhere with the same four decimals; a large one with five digits."""
+    if loss is None:
+        return UNKNOWN
+    if not math.isfinite(loss):
+        return str(loss)
+    return f"{loss:.4f}" if abs(loss) < 999.99995 else f"{loss:.5g}"
+
+
+def number_text(value: float | None, digits: int = 4) -> str:
+    """A plain number with `digits` significant digits, "-" when unknown."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
+    return (
+        f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else _fixed(value, digits)
+    )
+
+
+def _fixed(value: float, digits: int) -> str:
+    whole = len(str(int(abs(value))))
+    return f"{value:.{max(0, digits - whole)}f}"
+
+
+def power_text(value: float | None) -> str:
+    """Return a small number in the notation of learning rates: 3.00e-4."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    return f"{mantissa}e{int(power)}" if value else "0"
+
+
+def speed_text(gain: float | None) -> str:
+    """What a change did to a step's time, of which `gain` is the share that it saves: faster by
+    6.0%, slower by 3.0%."""
+    if gain is None or not math.isfinite(gain * 100):
+        return UNKNOWN
+    told = f"{abs(gain):.1%}"
+    if told == "0.0%":
+        return "as fast as before"
+    return f"{'faster' if gain > 0 else 'slower'} by {told}"
+
+
 def duration_text(seconds: float | None) -> str:
     """A duration with two units at most: 350 ms, 5.90 s, 2m 06s, 7h 44m, 3d 02h."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:

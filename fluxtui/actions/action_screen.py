@@ -25,5 +25,8 @@ class ActionScreen(Screen[ScreenResultType]):
         holder = next(one for one in self.holders if hasattr(one, method))
         await self.app.run_action(action, holder)
 
+    def come_from(self) -> None:
+        """Hear that the user goes to this screen from another one of the run."""
+
     def draw(self) -> None:
         """Draw the app's view of the run; nothing on a screen that shows no run."""

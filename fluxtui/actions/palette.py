@@ -1,14 +1,37 @@
-"""The command palette's entries: the registry of actions, and each theme by its title."""
+"""The command palette: the table of actions by their short names, and each theme by its title."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
-from textual.app import SystemCommand
+from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from fluxtui.actions.table import Action
+from fluxtui.actions.action_screen import ActionScreen
+from fluxtui.actions.table import GROUPS, Action
 from fluxtui.themes import ThemeFile
+
+if TYPE_CHECKING:
+    from fluxtui.app_base import AppBase
+
+ABOUT_WEIGHS = 0.6  # a word of the sentence counts less than one of the name
+
+
+@dataclass(frozen=True)
+class Command:
+    """An entry: its group and short name, a sentence with its key, and what it does."""
+
+    group: str
+    name: str
+    about: str
+    call: Callable[[], None]
+
+    @property
+    def title(self) -> str:
+        """Return group and name as they are shown."""
+        return f"{self.group}: {self.name}"
 
 
 def palette_commands(
@@ -17,16 +40,44 @@ def palette_commands(
     themes: Mapping[str, ThemeFile],
     run: Callable[[str], object],
     choose_theme: Callable[[str], None],
-) -> Iterator[SystemCommand]:
-    """List a screen's commands; `run` takes an action's string, `choose_theme` a name."""
-    for action in actions:
+) -> Iterator[Command]:
+    """List a screen's commands by group; `run` takes an action's string, `choose_theme` a name."""
+    for action in sorted(actions, key=lambda one: GROUPS.index(one.group)):
         if action.works_on(screen) and action.id != "palette" and not action.in_lists:
-            about = f"{action.group}, key {action.key_text}"
-            yield SystemCommand(action.about, about, _nothing_back(run, action.do))
+            about = f"{action.key_text}  {action.about}"
+            yield Command(action.group, action.name, about, _nothing_back(run, action.do))
     for name, theme in themes.items():
-        yield SystemCommand(
-            f"Theme: {theme.title}", "Use these colours", partial(choose_theme, name)
-        )
+        yield Command("Theme", theme.title, "Use these colours", partial(choose_theme, name))
+
+
+class ActionProvider(Provider):
+    """Finds the commands of the screen in front by their names, and by what they do."""
+
+    async def discover(self) -> Hits:
+        """Yield all of them, group by group."""
+        for command in self._commands:
+            yield DiscoveryHit(command.title, command.call, help=command.about)
+
+    async def search(self, query: str) -> Hits:
+        """Yield those that match; the name counts more than the sentence about it."""
+        matcher = self.matcher(query)
+        for command in self._commands:
+            by_name = matcher.match(command.title)
+            by_about = matcher.match(command.about) * ABOUT_WEIGHS
+            if max(by_name, by_about) > 0:
+                shown = matcher.highlight(command.title) if by_name else command.title
+                yield Hit(
+                    max(by_name, by_about), shown, command.call, text=command.title,
+                    help=command.about,
+                )  # fmt: skip
+
+    @property
+    def _commands(self) -> Iterator[Command]:
+        app, screen = cast("AppBase", self.app), self.screen
+        if not isinstance(screen, ActionScreen):
+            return iter(())  # a dialog: the palette does not open there
+        run = partial(app.call_later, screen.do)
+        return palette_commands(app.actions, screen.place, app.theme_files, run, app.choose_theme)
 
 
 def _nothing_back(run: Callable[[str], object], do: str) -> Callable[[], None]:

@@ -47,13 +47,14 @@ def moved_on_disk(sample: TrafficSampled | None) -> list[str]:
     return [name for name, size_bytes in moved.items() if size_bytes]
 
 
-def uses_disk(sample: TrafficSampled | None) -> bool:
-    """Return whether the run moved any bytes to or from the disk so far."""
-    return bool(moved_on_disk(sample))
-
-
 LABELS = {"h2d": "H2D", "d2h": "D2H", "disk_read": "N R", "disk_written": "N W"}
+OFF_GPU = {"h2d": "in ", "d2h": "out"}  # of the buffers, which are host memory too
 ROLES = {"h2d": "device", "d2h": "host", "disk_read": "disk", "disk_written": "disk"}
+
+
+def label_of(view: View, name: str) -> str:
+    """A direction in the words of the machine that runs."""
+    return LABELS[name] if view.on_gpu else OFF_GPU.get(name, LABELS[name])
 
 
 def rate_of(sample: TrafficSampled, name: str) -> float:
@@ -84,7 +85,7 @@ def _direction(view: View, name: str, width: int, rows: int) -> list[Line]:
     top = ceiling or max(rates, default=0.0)
     columns = sparks(rates, room, rows, top, f"soft:{role}")
     lines = [fitted((("    ", "text"), *spans), width) for spans in columns[:-1]]
-    return [*lines, spread(((f"{LABELS[name]} ", role), *columns[-1]), numbers, width)]
+    return [*lines, spread(((f"{label_of(view, name)} ", role), *columns[-1]), numbers, width)]
 
 
 def stall_line(step: StepFinished | None, view: View, width: int) -> Line:
@@ -134,4 +135,7 @@ def untrained(sample: TrafficSampled | None) -> list[Line]:
     return [pair(name, bytes_text(size), "text") for name, size in sizes if size]
 
 
-PANEL = Panel("bus", "Bus", body, heading, about="bytes a second in both directions, and stalls")
+PANEL = Panel(
+    "bus", "Bus", body, heading, about="bytes a second in both directions, and stalls",
+    title_off_gpu="Copies",
+)  # fmt: skip

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from fluxtrain.units import number_text, power_text
 from fluxtui.panels.chart import Trace, chart, place_of
 from fluxtui.panels.loss import OTHER
-from fluxtui.panels.panel import Panel, number_text, pair, power_text
+from fluxtui.panels.panel import Panel, pair
 from fluxtui.state.history import Curve
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View

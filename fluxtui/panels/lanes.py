@@ -22,6 +22,7 @@ LABEL_CELLS = 5
 SECONDS_FROM_CELLS = 90
 SHOWN = ("gpu", "wait", "h2d", "d2h", "cpu", "disk")
 LABELS = {"gpu": "gpu", "h2d": "h2d", "d2h": "d2h", "cpu": "cpu", "disk": "disk", "wait": "wait"}
+OFF_GPU = {"gpu": "dev", "h2d": "in", "d2h": "out"}
 ROLES = {"gpu": "device", "h2d": "device", "d2h": "host", "cpu": "update", "disk": "disk"}
 KINDS = {
     "forward": Kind("F", "forward", "forward"),
@@ -66,7 +67,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
     found = shown(view)
     if isinstance(found, str):
         return _without_lanes(view, found, width, height)
-    on_gpu = view.state.hello is None or view.state.hello.device != "cpu"
+    on_gpu = view.on_gpu
     in_heading = width >= BOUND_IN_HEADING_CELLS and BOUND in heading(
         view, width - HEADING_LESS_CELLS
     )
@@ -149,8 +150,8 @@ def _lane(
 
 
 def _label(lane: str, on_gpu: bool) -> str:
-    """Return a lane's label; without a GPU the computation's lane is not called GPU."""
-    return LABELS[lane] if on_gpu or lane != "gpu" else "dev"
+    """Return a lane's label, in the words of the machine that runs."""
+    return LABELS[lane] if on_gpu else OFF_GPU.get(lane, LABELS[lane])
 
 
 def _unlabelled(bars: Line) -> Line:

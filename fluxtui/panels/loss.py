@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fluxtrain.units import loss_text
 from fluxtui.panels.chart import Trace, chart, place_of, step_at
-from fluxtui.panels.panel import Panel, number_text, pair
+from fluxtui.panels.panel import Panel, pair
 from fluxtui.state.history import Bucket
 from fluxtui.state.run import RunState
 from fluxtui.state.view import ChartSettings, View
@@ -18,11 +19,11 @@ def heading(view: View, width: int) -> Line:
     """Return the newest values, and the legend of the lines."""
     loss = view.state.loss
     newest = view.state.step.loss if view.state.step else None
-    parts: list[Line] = [(("⡇", "train"), *pair(" train", number_text(newest)))]
+    parts: list[Line] = [(("⡇", "train"), *pair(" train", loss_text(newest)))]
     if view.chart.smooth:
-        parts.append((("⠒", "smooth"), *pair(" ema", number_text(loss.smooth))))
+        parts.append((("⠒", "smooth"), *pair(" ema", loss_text(loss.smooth))))
     if view.state.evaluation:
-        parts.append((("×", "evaluation"), *pair(" eval", number_text(view.state.evaluation.loss))))
+        parts.append((("×", "evaluation"), *pair(" eval", loss_text(view.state.evaluation.loss))))
     if view.compared is not None:
         parts.append((("╌", OTHER), (f" {view.compared.name}", "text")))
     if view.chart.log_scale:

@@ -146,4 +146,6 @@ def _trainer(sample: MachineSample | None, width: int) -> Line:
     return dropped_to_fit(parts, width)
 
 
-PANEL = Panel("machine", "Machine", body, heading, about="CPU, memory and GPU as the app sees them")
+PANEL = Panel(
+    "machine", "Machine", body, heading, about="processors and memory as the app sees them"
+)

@@ -32,8 +32,13 @@ class Panel:
     body: Body
     heading: Heading = no_heading
     about: str = ""  # for the help screen
+    title_off_gpu: str = ""  # where it differs, for a run on the processor alone
     pick: Pick | None = None  # what a click does
     shows: Shows | None = None  # an expensive panel is drawn again only if one of these changed
+
+    def title_in(self, view: View) -> str:
+        """Return the title in the words of the machine that runs."""
+        return self.title if view.on_gpu else self.title_off_gpu or self.title
 
 
 def key_of(view: View, action: str) -> str:
@@ -80,34 +85,8 @@ def gain_text(share: float) -> str:
     return f"{share:+.1%}" if math.isfinite(share * 100) else UNKNOWN
 
 
-def number_text(value: float | None, digits: int = 4) -> str:
-    """A plain number with `digits` significant digits, "-" when unknown."""
-    if value is None:
-        return UNKNOWN
-    if not math.isfinite(value):
-        return str(value)
-    return (
-        f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else _fixed(value, digits)
-    )
-
-
-def _fixed(value: float, digits: int) -> str:
-    whole = len(str(int(abs(value))))
-    return f"{value:.{max(0, digits - whole)}f}"
-
-
 def whole_text(seconds: float | None) -> str:
     """Return a duration in whole seconds, for values that change while they are read."""
     if seconds is None or not 0 <= seconds < math.inf:
         return UNKNOWN
     return f"{round(seconds)} s" if seconds < 59.5 else duration_text(seconds)
-
-
-def power_text(value: float | None) -> str:
-    """Return a small number in the notation of learning rates: 3.00e-4."""
-    if value is None:
-        return UNKNOWN
-    if not math.isfinite(value):
-        return str(value)
-    mantissa, _, power = f"{value:.2e}".partition("e")
-    return f"{mantissa}e{int(power)}" if value else "0"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from fluxtrain.telemetry.events import StepFinished
-from fluxtrain.units import UNKNOWN, count_text, duration_text
-from fluxtui.panels.panel import Panel, number_text, pair, power_text, time_left_s, whole_text
+from fluxtrain.units import UNKNOWN, count_text, duration_text, loss_text, number_text, power_text
+from fluxtui.panels.panel import Panel, pair, time_left_s, whole_text
 from fluxtui.plots.bars import gauge
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
@@ -95,14 +95,14 @@ def _how(view: View, width: int) -> Line:
     step = state.step
     rates = view.fresh(step)
     parts: list[Line] = [
-        pair("loss", number_text(step.loss) if step else UNKNOWN),
-        pair("ema", number_text(state.loss.smooth), "smooth"),
+        pair("loss", loss_text(step.loss) if step else UNKNOWN),
+        pair("ema", loss_text(state.loss.smooth), "smooth"),
         _measured(count_text(rates.tokens_per_s if rates else None), "tok/s"),
         _measured(duration_text(rates.step_s if rates else None), "a step"),
     ]
     if state.evaluation is not None:
         found = state.evaluation
-        parts.insert(2, (*pair("eval", number_text(found.loss), "evaluation"), _at(found.step)))
+        parts.insert(2, (*pair("eval", loss_text(found.loss), "evaluation"), _at(found.step)))
     parts += [
         pair("p95", duration_text(slow_step_s(list(state.steps)))),
         pair("norm", number_text(step.grad_norm if step else None, 3)),
@@ -111,7 +111,7 @@ def _how(view: View, width: int) -> Line:
     ]
     if state.best is not None:
         step_of_best, lowest = state.best
-        parts.append((*pair("best eval", number_text(lowest), "evaluation"), _at(step_of_best)))
+        parts.append((*pair("best eval", loss_text(lowest), "evaluation"), _at(step_of_best)))
     return dropped_to_fit(parts, width, gap="   " if width > 100 else "  ")
 
 

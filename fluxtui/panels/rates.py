@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fluxtrain.units import rate_text
-from fluxtui.panels.bus import LABELS, ROLES, ceiling_of, rate_of, uses_disk
+from fluxtui.panels.bus import ROLES, ceiling_of, label_of, moved_on_disk, rate_of
 from fluxtui.panels.memory_history import NOTHING
 from fluxtui.panels.panel import Panel, pair
 from fluxtui.plots.timeline import Track, timeline
@@ -11,12 +11,17 @@ from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit
 
 LETTERS = {"h2d": "H", "d2h": "D", "disk_read": "R", "disk_written": "W"}
+OFF_GPU = {"h2d": "I", "d2h": "O"}
+
+
+def letter_of(view: View, name: str) -> str:
+    """The letter of a direction on the chart."""
+    return LETTERS[name] if view.on_gpu else OFF_GPU.get(name, LETTERS[name])
 
 
 def directions(view: View) -> list[str]:
     """Return the directions to draw."""
-    disk = ["disk_read", "disk_written"] if uses_disk(view.state.traffic) else []
-    return ["h2d", "d2h", *disk]
+    return ["h2d", "d2h", *moved_on_disk(view.state.traffic)]
 
 
 def heading(view: View, width: int) -> Line:
@@ -27,7 +32,13 @@ def heading(view: View, width: int) -> Line:
         now = rate_text(rate_of(sample, name) if sample else None)
         ceiling = ceiling_of(sample, name)
         of: Line = ((f" of {rate_text(ceiling)}", "dim"),) if ceiling else ()
-        parts.append(((f"{LETTERS[name]} ", ROLES[name]), *pair(LABELS[name], now), *of))
+        parts.append(
+            (
+                (f"{letter_of(view, name)} ", ROLES[name]),
+                *pair(label_of(view, name).strip(), now),
+                *of,
+            )
+        )
     return dropped_to_fit(parts, width)
 
 
@@ -38,7 +49,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
         return NOTHING
     times = [sample.wall_s for sample in samples]
     tracks = [
-        Track([rate_of(sample, name) for sample in samples], ROLES[name], LETTERS[name])
+        Track([rate_of(sample, name) for sample in samples], ROLES[name], letter_of(view, name))
         for name in directions(view)
     ]
     return timeline(times, tracks, width, height, rate_text)

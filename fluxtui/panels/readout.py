@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from fluxtrain.units import UNKNOWN, count_text
+from fluxtrain.units import UNKNOWN, count_text, loss_text, number_text, power_text
 from fluxtui.panels.chart import place_of
 from fluxtui.panels.loss import OTHER
-from fluxtui.panels.panel import Panel, key_of, number_text, pair, power_text
+from fluxtui.panels.panel import Panel, key_of, pair
 from fluxtui.state.history import Bucket, Curve
 from fluxtui.state.run import RunState
 from fluxtui.state.view import ComparedRun, View
@@ -53,8 +53,8 @@ def _values(state: RunState, step: int, width: int, first: Line, role: str = "st
     evaluated = [pair_ for pair_ in state.evaluations if pair_[0] <= step]
     parts: list[Line] = [
         ((" step ", "dim"), (str(step), role), *_spread(loss)),
-        pair("train", number_text(loss.mean if loss else None)),
-        pair("ema", number_text(loss.smooth if loss else None), "smooth"),
+        pair("train", loss_text(loss.mean if loss else None)),
+        pair("ema", loss_text(loss.smooth if loss else None), "smooth"),
         _evaluation(evaluated[-1] if evaluated else None),
         pair("norm", number_text(norm.mean if norm else None, 3)),
         pair("lr", power_text(rate.mean if rate else None)),
@@ -75,7 +75,7 @@ def _spread(bucket: Bucket | None) -> Line:
 def _evaluation(found: tuple[int, float] | None) -> Line:
     if found is None:
         return pair("eval", UNKNOWN)
-    return (*pair("eval", number_text(found[1]), "evaluation"), (f" @{found[0]}", "dim"))
+    return (*pair("eval", loss_text(found[1]), "evaluation"), (f" @{found[0]}", "dim"))
 
 
 def _missing(other: ComparedRun, step: int, width: int) -> Line:

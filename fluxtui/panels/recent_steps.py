@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from fluxtrain.telemetry.events import StepFinished
-from fluxtrain.units import duration_text
-from fluxtui.panels.panel import Panel, number_text
+from fluxtrain.units import duration_text, loss_text
+from fluxtui.panels.panel import Panel
 from fluxtui.panels.step import LETTERS, parts_of
 from fluxtui.panels.step import ROLES as PHASE_ROLES
 from fluxtui.plots.bars import Part, partition
@@ -47,7 +47,7 @@ def _row(step: StepFinished, slowest_s: float, width: int) -> Line:
     text: Line = (
         (f"{step.step:>6}", "dim"),
         (f"{duration_text(step.step_s):>9}", "strong"),
-        (f"{number_text(step.loss):>8}  ", "text"),
+        (f"{loss_text(step.loss):>8}  ", "text"),
     )
     return fitted((*text, *partition(parts, min(cells, room))), width)
 

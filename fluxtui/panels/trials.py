@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fluxtrain.telemetry.events import AdviceGiven
-from fluxtrain.units import duration_text
+from fluxtrain.units import duration_text, speed_text
 from fluxtui.panels.panel import gain_text, key_of
 from fluxtui.state.changes import TriedChange, ranked
 from fluxtui.state.view import View
@@ -54,9 +54,9 @@ def _outcome(trial: TriedChange) -> Span:
     if change.why == "memory":
         return f"device memory ran out after step {change.step}", "warn"
     gain = None if found is None else found.measured_gain
-    told = "" if gain is None else f"gained {gain_text(gain)}"
+    told = "" if gain is None else speed_text(gain)
     if gain is not None and change.predicted_gain is not None:
-        told += f" of {gain_text(change.predicted_gain)} predicted"
+        told += f", {gain_text(change.predicted_gain)} predicted"
     if undone is not None:
         wrong = "wrong: " if undone.why == "wrong" else ""
         return f"{wrong}{told or 'not measured'}, undone after step {undone.step}", "warn"

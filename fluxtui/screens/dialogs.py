@@ -60,6 +60,30 @@ class StopDialog(ModalScreen[bool]):
         self.dismiss(stop)
 
 
+class ResumeDialog(ModalScreen[bool]):
+    """Go on with a run? `y` does, anything else does not."""
+
+    DEFAULT_CSS = DIALOG_CSS.format(name="ResumeDialog", width=72)
+    BINDINGS = [
+        Binding("y", "answer(True)", "Resume", show=False),
+        Binding("n,escape,enter,q,r", "answer(False)", "Leave it", show=False),
+    ]
+
+    def __init__(self, name: str, told: str) -> None:
+        super().__init__()
+        self._run, self._told = name, told
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(f"Resume {printable(self._run)}?\n", markup=False)
+            yield Static(f"{printable(self._told)}\n", markup=False)
+            yield Static("[b]y[/b] resume      [b]n[/b] leave it")
+
+    def action_answer(self, resume: bool) -> None:
+        """Close with the answer."""
+        self.dismiss(resume)
+
+
 class DeleteDialog(ModalScreen[bool]):
     """Delete a run? `y` deletes, anything else does not."""
 
@@ -125,7 +149,8 @@ class HelpScreen(ModalScreen[None]):
     @property
     def _lines(self) -> list[Line]:
         width = min(HELP_CELLS, self.size.width * WIDEST_PERCENT // 100) - AROUND_HELP_CELLS
-        return help_lines(cast("AppBase", self.app).actions, self._of, self._panels, width)
+        app = cast("AppBase", self.app)
+        return help_lines(app.actions, self._of, self._panels, width, app.view.on_gpu)
 
 
 def help_lines(
@@ -133,6 +158,7 @@ def help_lines(
     screen: str = "",
     panels: Sequence[str] = tuple(PANELS),
     width: int = 72,
+    on_gpu: bool = True,
 ) -> list[Line]:
     """The keys by group, then the panels and the letters; of all screens without a `screen`."""
     lines: list[Line] = []
@@ -153,9 +179,16 @@ def help_lines(
     if panels:
         lines.append((("Panels", "accent"), ("   tab goes from one to the next", "dim")))
         for name in panels:
-            lines += _beside((f"  {PANELS[name].title:<15} ", "strong"), PANELS[name].about, width)
+            lines += _beside(
+                (f"  {_title(name, on_gpu):<15} ", "strong"), PANELS[name].about, width
+            )
     lines += [BLANK, (("Letters", "accent"),)]
     return [*lines, *(line for part in LETTERS for line in _beside(("  ", "text"), part, width))]
+
+
+def _title(name: str, on_gpu: bool) -> str:
+    panel = PANELS[name]
+    return panel.title if on_gpu else panel.title_off_gpu or panel.title
 
 
 def _beside(head: Span, text: str, width: int) -> list[Line]:

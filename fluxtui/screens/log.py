@@ -14,9 +14,8 @@ from textual.widgets import Input
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.panels.log import rows
 from fluxtui.screens.run_screen import RunScreen
-from fluxtui.state.held_log import HeldLog
 from fluxtui.state.history import History
-from fluxtui.state.log_filter import LogFilter
+from fluxtui.state.log_lines import HeldLog, LogFilter
 from fluxtui.state.run import LogLine
 from fluxtui.state.view import View
 from fluxtui.themes import Palette

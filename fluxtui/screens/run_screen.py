@@ -13,6 +13,7 @@ from fluxtrain.telemetry.typed import typed
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.actions.new_run import open_wizard
+from fluxtui.actions.results import open_chat, open_evaluation
 from fluxtui.actions.saving import run_name, save
 from fluxtui.actions.trainer_commands import may_command, send
 from fluxtui.app_base import AppBase
@@ -165,6 +166,16 @@ class RunScreen(Ground, ActionScreen[None]):
     def _stop_if(self, stop: bool | None) -> None:
         if stop:
             send(self.flux, "stop")
+
+    def action_chat(self) -> None:
+        """Talk with the model that the run on screen has saved."""
+        if self.flux.run_dir is not None:
+            open_chat(self.flux, self.flux.run_dir)
+
+    def action_evaluate(self) -> None:
+        """Compute the loss of the model that the run on screen has saved."""
+        if self.flux.run_dir is not None:
+            open_evaluation(self.flux, self.flux.run_dir)
 
     def action_next_theme(self) -> None:
         """Draw in the next theme."""

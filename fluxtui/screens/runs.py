@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from textual.app import ComposeResult
 from textual.binding import BindingType
+from textual.widgets import Input
 
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
+from fluxtrain.rundir.states import RunState
 from fluxtrain.telemetry.storage import read_json
-from fluxtrain.units import bytes_text
+from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.actions.new_run import take_launch
+from fluxtui.actions.results import open_chat, open_evaluation
 from fluxtui.panels.machine import machine_line
 from fluxtui.panels.panel import key_of
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run
-from fluxtui.state.link import Link
+from fluxtui.state.run_list import Column, RunOrder
+from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
+from fluxtui.widgets.entry import Entry
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.run_rows import columns, run_detail, run_row
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
+from fluxtui.words import counted
 
 if TYPE_CHECKING:
     from fluxtui.wizard.answers.launching import Outcome
 
+STATE_TOLD: dict[RunState, str] = {
+    "stopped": "was stopped", "failed": "failed", "dead": "died", "waiting": "waits",
+    "running": "runs", "finished": "finished", "refused": "was refused",
+}  # fmt: skip
+GONE = "the run that was under the cursor is gone: choose another one"
 RESUME = ("--resume", "auto")
 REFRESH_PERIOD_S = 3.0
 NO_RUNS = "no runs here yet"
@@ -40,16 +52,31 @@ LOOKING = "looking ..."
 
 
 class RunsScreen(RunScreen):
-    """All runs below the runs folder, newest first."""
+    """All runs below the runs folder and the one on screen, newest first or as they are sorted.
+
+    The cursor is on a run, not on a line: it goes with its run, and where that is gone, actions
+    wait until the user has chosen another one.
+    """
 
     NAME = "runs"
     AUTO_FOCUS = "#body"
     BINDINGS: ClassVar[list[BindingType]] = screen_bindings("runs")
-    DEFAULT_CSS = "RunsScreen > #detail { height: 4; }"
+    DEFAULT_CSS = """
+    RunsScreen > #detail { height: 4; }
+    RunsScreen > Input, RunsScreen > Input:focus {
+        display: none; height: 1; border: none; padding: 0 1;
+    }
+    RunsScreen > Input.-open, RunsScreen > Input.-open:focus { display: block; }
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.runs: Sequence[RunSummary] = ()
+        self.runs: Sequence[RunSummary] = ()  # as they are shown
+        self.order = RunOrder()
+        self._all: Sequence[RunSummary] = ()
+        self._lost = ""  # the path of the run that the cursor was on before it was gone
+        self._goes_to_attached = True
+        self._deleted = ""  # by the user: the cursor may go on to the next one
         self._problem = LOOKING
 
     def compose_body(self) -> ComposeResult:
@@ -57,13 +84,20 @@ class RunsScreen(RunScreen):
         yield ScrollingLines(id="body", cursor=True)
         yield Lines(id="detail")
         yield Lines(id="machine", classes="chrome")
+        yield Entry(placeholder="words of the state, name, model or path; !word: not", id="wanted")
 
     def on_mount(self) -> None:
         self.look_again()
         self.set_interval(REFRESH_PERIOD_S, self.look_again)
 
     def on_screen_resume(self) -> None:
+        if self._goes_to_attached and self._all:
+            self._arrange()
         self.look_again()
+
+    def come_from(self) -> None:
+        """Put the cursor on the run that was on screen, when the list is there."""
+        self._goes_to_attached = True
 
     def look_again(self) -> None:
         """Read the folder in a thread, if this screen is in front."""
@@ -74,47 +108,117 @@ class RunsScreen(RunScreen):
         runs: Sequence[RunSummary] = ()
         problem = ""
         try:
-            runs = list_runs(self.flux.runs_folder)
+            runs = with_attached(list_runs(self.flux.runs_folder), self.flux.run_dir)
         except OSError as error:
             problem = f"{self.flux.runs_folder} cannot be read: {error.strerror}"
         self.app.call_from_thread(self._show, runs, problem)
 
     def _show(self, runs: Sequence[RunSummary], problem: str = "") -> None:
-        chosen = self.selected
-        self.runs, self._problem = runs, problem
-        if chosen is not None:  # the cursor stays on its run when others come or go
-            paths = [run.path for run in runs]
-            body = self.query_one("#body", ScrollingLines)
-            body.cursor = paths.index(chosen.path) if chosen.path in paths else body.cursor
+        self._all, self._problem = runs, problem
+        self._arrange()
+
+    def _arrange(self, *, by_user: bool = False) -> None:
+        """Filter and sort; the cursor stays on its run when others come or go.
+
+        by_user: who sees other runs because of a key, and takes the first one for the cursor's.
+        """
+        chosen = self.selected.path if self.selected is not None else self._lost
+        self.runs = self.order.of(self._all, self.flux.view.wall_s or time.time())
+        body, paths = self.query_one("#body", ScrollingLines), [run.path for run in self.runs]
+        attached = str(self.flux.run_dir) if self.flux.run_dir is not None else ""
+        if self._goes_to_attached and attached in paths:
+            self._goes_to_attached, chosen = False, attached
+        if chosen in paths:
+            body.cursor, body.marks_cursor = paths.index(chosen), True
+        elif chosen in ("", self._deleted):
+            body.marks_cursor = True
+        elif by_user:
+            body.cursor, body.marks_cursor, self._lost = 0, True, chosen
+        else:
+            body.marks_cursor, self._lost = False, chosen
         self.draw()
 
     @property
     def selected(self) -> RunSummary | None:
-        """The run under the cursor."""
-        at = self.query_one("#body", ScrollingLines).cursor or 0
-        return self.runs[at] if at < len(self.runs) else None
+        """The run under the cursor; None while that run is gone.
+
+        The list and the cursor change together, so this is always the marked line.
+        """
+        body = self.query_one("#body", ScrollingLines)
+        at = body.cursor or 0
+        return self.runs[at] if body.marks_cursor and at < len(self.runs) else None
+
+    def notices(self, view: View, width: int) -> list[Line]:
+        """Leave out what keys do with the run on screen: here they are for the one under the
+        cursor."""
+        return [] if view.status.kind == "finished" else super().notices(view, width)
 
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
         width = body.size.width
-        self.query_one("#columns", Lines).show([columns(width)], palette)
+        names = columns(width, self.order.column, self.order.down)
+        self.query_one("#columns", Lines).show([names], palette)
         attached = view.link.run_dir
         lines = [run_row(run, attached, view.wall_s or time.time(), width) for run in self.runs]
         why = self._problem or f"{NO_RUNS}: {key_of(view, 'new_run')} makes one"
+        if self._all and not self._problem:
+            why = (
+                f"none of {counted(len(self._all), 'run')} has {self.order.words!r}: esc shows all"
+            )
         empty: list[Line] = [BLANK, ((f"  {why}", "dim"),)]
         body.show_all(lines or empty, palette)
-        detail = [] if self.selected is None else run_detail(self.selected, width)
+        gone: Line = ((f"   {GONE}", "warn"),)
+        detail = [] if not self.runs else [gone]
+        if self.selected is not None:
+            keys = (key_of(view, "chat"), key_of(view, "evaluate"))
+            detail = run_detail(self.selected, width, keys)
         self.query_one("#detail", Lines).show(detail, palette)
         here = replace(view, link=Link())  # this machine's load is live also during a replay
         line = machine_line(here, width - 3) if view.machine_sample is not None else ()
         self.query_one("#machine", Lines).show([(("   ", "text"), *line)], palette)
 
     def on_scrolling_lines_scrolled(self, event: ScrollingLines.Scrolled) -> None:
+        self._goes_to_attached = False
         self.draw()
 
     def on_scrolling_lines_chosen(self, event: ScrollingLines.Chosen) -> None:
-        if event.index < len(self.runs):
-            self.flux.attach_to(Path(self.runs[event.index].path))
+        if self.selected is not None:  # not by its line: the list may have changed since
+            self.flux.attach_to(Path(self.selected.path))
+
+    # --- which runs, and in what order --------------------------------------------------------
+
+    def action_filter_runs(self) -> None:
+        """Let the user type words; Enter keeps them, Escape shows all runs."""
+        field = self.query_one("#wanted", Entry)
+        field.add_class("-open")
+        field.focus()
+
+    def action_sort(self, column: Column | Literal[""]) -> None:
+        """Sort by a column; again: the other way round."""
+        if column:
+            by, down = self.order.by(column)
+            self.order = replace(self.order, column=by, down=down)
+        else:
+            self.order = replace(self.order, column=None, down=False)
+        self._arrange()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self.order = replace(self.order, words=event.value)
+        self._arrange(by_user=True)
+
+    def on_input_submitted(self) -> None:
+        self._close_filter()
+
+    def key_escape(self) -> None:
+        """Show all runs."""
+        self.query_one("#wanted", Entry).value = ""
+        self._close_filter()
+
+    def _close_filter(self) -> None:
+        if not self.order.words:
+            self.query_one("#wanted", Entry).remove_class("-open")
+        self.query_one("#body").focus()
+        self.call_after_refresh(self.draw)
 
     # --- actions on the run under the cursor --------------------------------------------------
 
@@ -122,7 +226,9 @@ class RunsScreen(RunScreen):
         self.flux.notify(reason, title=f"Cannot {what}", severity="warning")
 
     def action_resume_run(self) -> None:
-        """Start the trainer on a run that stopped or died, from its newest checkpoint."""
+        """Ask, then start the trainer on a run that stopped or died, from its checkpoint."""
+        from fluxtui.screens.dialogs import ResumeDialog
+
         run = self.selected
         if run is None:
             return
@@ -132,16 +238,35 @@ class RunsScreen(RunScreen):
         if reason:
             self._refused("resume", reason)
             return
+        self.app.push_screen(ResumeDialog(run.run_id, way_on(run)), partial(self._resume_if, run))
+
+    def _resume_if(self, run: RunSummary, resume: bool | None) -> None:
+        if not resume:
+            return
         from fluxtrain.rundir.launch import start_trainer
 
         try:
+            reason = cannot_resume(RunDir(run.path).summary(), self.flux.view)  # as it is by now
+            if reason:
+                self._refused("resume", reason)
+                return
             self.flux.trainer = start_trainer(RESUME, run.path)
-        except FluxTrainError as error:
+        except (FluxTrainError, OSError) as error:
             self.flux.notify(str(error), title="Not resumed", severity="error")
             return
         self.flux.attach_to(Path(run.path))
         told = "is tried again" if run.state == "refused" else "goes on from its newest checkpoint"
         self.flux.notify(f"{run.run_id} {told}", title="Resumed")
+
+    def action_chat(self) -> None:
+        """Talk with the model that the selected run has saved."""
+        if self.selected is not None:
+            open_chat(self.flux, Path(self.selected.path))
+
+    def action_evaluate(self) -> None:
+        """Compute the loss of the model that the selected run has saved."""
+        if self.selected is not None:
+            open_evaluation(self.flux, Path(self.selected.path))
 
     def action_compare_run(self) -> None:
         """Draw the selected run's curves beside those of the run on screen."""
@@ -219,12 +344,35 @@ class RunsScreen(RunScreen):
         kept = contents(Path(run.path)).kept_text
         try:
             freed = bytes_text(remove_run(Path(run.path), self.flux.runs_folder))
+            self._deleted = run.path
         except FluxTrainError as error:
             self.app.call_from_thread(self._refused, "delete", str(error))
         else:
             said = f"{run.run_id}, {freed}" + (f"; {kept}" if kept else "")
             self.app.call_from_thread(self.flux.notify, said, title="Deleted")
         self.app.call_from_thread(self.look_again)
+
+
+def with_attached(runs: list[RunSummary], run_dir: Path | None) -> list[RunSummary]:
+    """Add the run on screen, where it lies in another folder than the others."""
+    if run_dir is None or any(Path(run.path) == run_dir for run in runs):
+        return runs
+    with suppress(OSError):
+        return [RunDir(run_dir).summary(), *runs]
+    return runs
+
+
+def way_on(run: RunSummary) -> str:
+    """Say what resuming a run does, for a person who is asked."""
+    if run.state == "refused":
+        return f"It was refused: {run.message}. It is tried again with the same settings."
+    done = UNKNOWN if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"
+    found = sorted((Path(run.path) / "checkpoints").glob("step-*"))
+    newest = found[-1].name.removeprefix("step-").lstrip("0") if found else ""
+    whence = f"from its newest checkpoint, step {newest}" if newest else "from its beginning"
+    return (
+        f"It {STATE_TOLD[run.state]} at step {done}; it goes on {whence}, in a process of its own."
+    )
 
 
 def cannot_resume(run: RunSummary, view: View) -> str:

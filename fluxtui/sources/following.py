@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.trace.ring import RingReader
 from fluxtui.sources.source import RunSource
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.timeline import Timeline
 
 

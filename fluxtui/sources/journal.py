@@ -13,7 +13,7 @@ from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower, PipeReader, SchemaTooNew
 from fluxtrain.telemetry.storage import read_json
 from fluxtui.sources.source import Batch
-from fluxtui.state.link import Link, Process
+from fluxtui.state.status import Link, Process
 
 LIVENESS_PERIOD_S = 1.0
 MANY_EVENTS = 500  # so many events in one poll mean that there are probably more
@@ -99,7 +99,7 @@ class JournalSource:
             return
         if state == "running":
             self._process = "alive"
-        elif state == "new":  # no process has claimed it; ours closed its pipe when it ended
+        elif state == "waiting":  # no process has claimed it; ours closed its pipe when it ended
             ours_ended = self._pipe is not None and self._pipe.closed
             self._process = "dead" if ours_ended else "unknown"
         else:

@@ -10,7 +10,7 @@ from fluxtrain.telemetry.events import AnyEvent
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower, SchemaTooNew
 from fluxtui.sources.source import Batch
-from fluxtui.state.link import Link
+from fluxtui.state.status import Link
 
 POLL_EVENTS = 5000
 

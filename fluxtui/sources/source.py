@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fluxtrain.telemetry.events import AnyEvent
-from fluxtui.state.link import Link
+from fluxtui.state.status import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from fluxtrain.rundir.states import HEARTBEAT_LATE_S
 from fluxtrain.telemetry.events import (
     Event,
     Heartbeat,
@@ -17,7 +18,6 @@ from fluxtrain.telemetry.events import (
 
 Kind = TypeVar("Kind", bound=Event)
 
-HEARTBEAT_LATE_S = 10.0  # the trainer beats once a second, also while a step runs
 LIMITS_S: dict[type[Event], float] = {
     MemorySampled: 10.0,
     TrafficSampled: 10.0,

@@ -11,9 +11,10 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
+from fluxtrain.rundir.states import state_of_exit
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import setting_name
-from fluxtrain.units import bytes_text, duration_text
+from fluxtrain.units import bytes_text, duration_text, loss_text, speed_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History, spaced
 from fluxtui.state.samples import Rounds, until, with_sample
@@ -253,7 +254,7 @@ def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState
     points = state.evaluations.appended((event.step, event.loss))
     best = ", the best so far" if event.best_step == event.step else ""
     took = duration_text(event.seconds)
-    text = f"step {event.step}: held-out loss {event.loss:.4f} in {took}{best}"
+    text = f"step {event.step}: held-out loss {loss_text(event.loss)} in {took}{best}"
     state = replace(state, evaluation=event, evaluations=points)
     return _logged(state, event, "info", "evaluation", text)
 
@@ -261,7 +262,7 @@ def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState
 def _after_early_stop(state: RunState, event: ev.StoppedEarly) -> RunState:
     text = f"stopped early after step {event.step}: {event.stale} evaluations did not improve"
     if event.best_loss is not None:
-        text += f"; the best was {event.best_loss:.4f} at step {event.best_step}"
+        text += f"; the best was {loss_text(event.best_loss)} at step {event.best_step}"
     return _logged(state, event, "info", "evaluation", text)
 
 
@@ -318,7 +319,8 @@ def _after_refusal(state: RunState, event: ev.ChangeRefused) -> RunState:
 
 
 def _after_measured(state: RunState, event: ev.ChangeMeasured) -> RunState:
-    gain = "too few steps to tell" if event.measured_gain is None else f"{event.measured_gain:+.1%}"
+    found = event.measured_gain
+    gain = "too few steps to tell" if found is None else speed_text(found)
     promised = "" if event.predicted_gain is None else f", {event.predicted_gain:+.1%} predicted"
     text = f"{event.name} {event.before} -> {event.after}: {gain}{promised}"
     state = replace(state, changes=state.changes.verdict(event))
@@ -343,8 +345,8 @@ def _after_failed(state: RunState, event: ev.Failed) -> RunState:
 
 def _after_done(state: RunState, event: ev.Done) -> RunState:
     text = (
-        f"ended with code {event.exit_code} at step {event.step} "
-        f"after {duration_text(event.seconds)}"
+        f"{state_of_exit(event.exit_code)} after step {event.step} "
+        f"in {duration_text(event.seconds)}, exit code {event.exit_code}"
     )
     level: Level = "info" if event.exit_code == 0 else "warning"
     return _logged(replace(state, done=event), event, level, "done", text)

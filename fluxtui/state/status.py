@@ -1,23 +1,39 @@
-"""Decides the run's status, one word, from its events, its process and the clock."""
+"""Decides the run's status, one word, from its events, how they came, its process and the clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from fluxtrain.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_TERMINATED
+from fluxtrain.rundir.states import RunState as RunDirState
+from fluxtrain.rundir.states import state_of_exit, state_word
 from fluxtrain.telemetry.typed import typed_line
 from fluxtrain.units import duration_text
-from fluxtui.state.freshness import HEARTBEAT_LATE_S
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 
+Process = Literal["alive", "dead", "unknown"]
 Kind = Literal[
     "waiting", "running", "paused", "stalled", "dead", "cut", "failed", "stopped", "finished",
     "unreadable",
 ]  # fmt: skip
 ENDED: frozenset[Kind] = frozenset({"dead", "cut", "failed", "stopped", "finished"})
 NO_WAY_ON = "its folder held no run.json to go on with"  # checkpoints may be there all the same
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way in which the events reach the app."""
+
+    run_dir: Path | None = None
+    process: Process = "unknown"
+    replay: bool = False  # the run is played back from its journal
+    over: bool = False  # the journal that is played back has no more
+    live: bool = False  # over the trainer's own pipe, not only the journal
+    corrupt_lines: int = 0
+    problem: str | None = None  # why the journal cannot be read
+    quiet_s: float = 0.0  # since anything came, by a clock that nobody can set
+    last_words: str = ""  # of a process that ended without saying so in the journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +55,25 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
         return Status("unreadable", "UNREADABLE", link.problem)
     if state.hello is None:
         if link.process == "dead":
-            return Status("dead", "DEAD", link.last_words or "it ended before its first event")
-        return Status("waiting", "WAITING", "for the trainer's first event")
+            return _in_state("dead", link.last_words or "it ended before its first event")
+        return _in_state("waiting", "for the trainer's first event")
     ended = _ended(state) or _gone(state, link)
     if ended is not None:
         return ended
     quiet_s = max(now_s - (state.last_wall_s or now_s), link.quiet_s)  # the clock may be set back
-    if quiet_s > HEARTBEAT_LATE_S and not link.replay:  # a recording is silent when it waits
-        return Status("stalled", "STALLED", f"no sign of life for {duration_text(quiet_s)}")
     phase = state.phase.phase if state.phase else "starting"
     detail = state.phase.detail if state.phase else ""
-    if phase == "paused":
-        return Status("paused", "PAUSED", detail)
-    return Status("running", "RUNNING" if phase == "training" else phase.upper(), detail)
+    word = state_word("running", phase, 0.0 if link.replay else quiet_s)  # a recording is silent
+    if word == "stalled":
+        return _in_state("stalled", f"no sign of life for {duration_text(quiet_s)}")
+    if word == "paused":
+        return _in_state("paused", detail)
+    return Status("running", word.upper(), detail)
+
+
+def _in_state(kind: Kind, detail: str = "") -> Status:
+    """Return a status whose word is that of the list of runs."""
+    return Status(kind, kind.upper(), detail)
 
 
 def _gone(state: RunState, link: Link) -> Status | None:
@@ -66,21 +88,22 @@ def _gone(state: RunState, link: Link) -> Status | None:
         told += f": {link.last_words}"
     if state.checkpoint is not None:
         told += f"; --resume auto goes on from step {state.checkpoint.step}"
-    return Status("dead", "DEAD", told)
+    return _in_state("dead", told)
 
 
 def _ended(state: RunState) -> Status | None:
     """Return the status by the run's own last event, if it ended."""
     if state.failed is not None:
-        word = "REFUSED" if state.failed.refused else "FAILED"
-        return Status("failed", word, f"{state.failed.kind}: {state.failed.message}")
+        word: RunDirState = "refused" if state.failed.refused else "failed"
+        return Status("failed", word.upper(), f"{state.failed.kind}: {state.failed.message}")
     if state.done is None:
         return None
-    if state.done.exit_code == EXIT_FINISHED:
-        return Status("finished", "FINISHED")
-    if state.done.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-        return Status("stopped", "STOPPED", _way_on(state.done.resume_with))
-    return Status("failed", "FAILED", f"exit code {state.done.exit_code}")
+    ended = state_of_exit(state.done.exit_code)
+    if ended == "finished":
+        return _in_state("finished")
+    if ended == "stopped":
+        return _in_state("stopped", _way_on(state.done.resume_with))
+    return _in_state("failed", f"exit code {state.done.exit_code}")
 
 
 def _way_on(command: str | None) -> str:

@@ -9,10 +9,9 @@ from typing import TypeVar
 
 from fluxtrain.telemetry.events import Event
 from fluxtui.state.freshness import age_s, fresh, limit_s
-from fluxtui.state.link import Link
 from fluxtui.state.machine_sample import MachineSample
 from fluxtui.state.run import RunState
-from fluxtui.state.status import Status, status_of
+from fluxtui.state.status import Link, Status, status_of
 from fluxtui.state.timeline import Timeline
 
 Kind = TypeVar("Kind", bound=Event)
@@ -66,6 +65,14 @@ class View:
     @property
     def closed_in_order(self) -> bool:
         return self.state.done is not None or self.state.failed is not None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run trains on a GPU, which then has names for its parts; before it tells,
+        whether this machine has one."""
+        if self.state.hello is not None:
+            return self.state.hello.device != "cpu"
+        return self.machine_sample is None or bool(self.machine_sample.gpus)
 
     @property
     def status(self) -> Status:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fluxtrain.telemetry.events import Hello
-from fluxtrain.units import count_text
-from fluxtui.panels.panel import key_of, number_text, whole_text
+from fluxtrain.units import count_text, loss_text
+from fluxtui.panels.panel import key_of, whole_text
 from fluxtui.panels.progress import fitting_eta
 from fluxtui.panels.trials import why_not
 from fluxtui.state.status import Status
@@ -100,11 +100,21 @@ def status_line(view: View, width: int) -> Line:
     parts: list[Line] = [badge(view.status)]
     if step is not None:
         parts.append(((f"{step.step}/{step.total_steps}", "strong"),))
-        parts.append((("loss ", "dim"), (number_text(step.loss), "strong")))
+        parts.append((("loss ", "dim"), (loss_text(step.loss), "strong")))
         left = fitting_eta(view, width - width_of(joined(parts)) - 2)
         parts.append(left)
     parts.append(((key_of(view, "detach"), "strong"), (" leaves", "dim")))
     return dropped_to_fit(parts, width)
+
+
+def left_behind(view: View) -> str:
+    """Say where a finished run's model is, and what can be done with it."""
+    done = view.state.done
+    if done is None or not done.model_path:
+        return ""
+    chat, evaluate = key_of(view, "chat"), key_of(view, "evaluate")
+    what = "" if view.link.replay else f"; {chat} chats with it, {evaluate} evaluates it"
+    return f"the model is in {done.model_path}{what}"
 
 
 def notice_lines(view: View, width: int) -> list[Line]:
@@ -113,6 +123,8 @@ def notice_lines(view: View, width: int) -> list[Line]:
     told = status.detail
     if status.kind == "paused" and not told and not why_not(view):
         told = f"{key_of(view, 'pause')} resumes"
+    if status.kind == "finished":
+        told = left_behind(view)
     if not told or status.kind in ("running", "waiting"):
         return []
     mark, role = STATUS_MARKS[status.kind]

@@ -26,7 +26,7 @@ def framed(
 
 def _title_line(panel: Panel, view: View, width: int, ends: tuple[str, str], edge: str) -> Line:
     start, end = ends
-    title: Line = ((start, edge), (panel.title, "accent" if edge == "accent" else "title"))
+    title: Line = ((start, edge), (panel.title_in(view), "accent" if edge == "accent" else "title"))
     room = width - width_of(title) - len(end) - 4
     heading = panel.heading(view, room)
     if heading:

@@ -7,15 +7,16 @@ from pathlib import Path
 from rich.cells import set_cell_size
 
 from fluxtrain.rundir.run_dir import RunSummary
-from fluxtrain.units import UNKNOWN, duration_text
-from fluxtui.panels.panel import number_text, time_left_s, whole_text
+from fluxtrain.units import UNKNOWN, duration_text, loss_text
+from fluxtui.panels.panel import time_left_s, whole_text
 from fluxtui.state.freshness import SLOWEST_STEP_FACTOR, STEP_FLOOR_S
 from fluxtui.widgets.spans import Line, cut_in_front, fitted, wrapped
 
 STATE_ROLES = {
-    "running": "good", "finished": "text", "failed": "bad", "interrupted": "warn", "dead": "bad",
-    "new": "dim", "refused": "warn",
+    "running": "good", "finished": "text", "failed": "bad", "stopped": "warn", "dead": "bad",
+    "waiting": "dim", "refused": "warn",
 }  # fmt: skip
+PAST_ALL = ("paused", "stalled")  # of a running run, what somebody should know
 OTHER_CELLS = 71
 DETAIL_ROWS = 4
 FIXED_CELLS = 60
@@ -27,13 +28,16 @@ AGE_FROM_CELLS = 78  # narrower, the age gives way
 LOSS_FROM_CELLS = 69  # and then the loss; the detail below tells it
 
 
-def columns(width: int) -> Line:
-    """The names of the columns."""
-    loss = f"  {'loss':>8}" if width >= LOSS_FROM_CELLS else ""
-    age = f"  {'age':>7}" if width >= AGE_FROM_CELLS else ""
+def columns(width: int, sorted_by: str | None = None, down: bool = False) -> Line:
+    """The names of the columns; an arrow behind that by which the runs are sorted."""
+    names = {name: name for name in ("state", "run", "step", "loss", "left", "age", "model")}
+    if sorted_by in names:
+        names[sorted_by] += "↓" if down else "↑"
+    loss = f"  {names['loss']:>8}" if width >= LOSS_FROM_CELLS else ""
+    age = f"  {names['age']:>7}" if width >= AGE_FROM_CELLS else ""
     text = (
-        f"   {'state':<12}{'run':<{_name_cells(width)}}{'step':>13}{loss}"
-        f"  {'left':>9}{age}{'  model' if _has_note(width) else ''}"
+        f"   {names['state']:<12}{names['run']:<{_name_cells(width)}}{names['step']:>13}{loss}"
+        f"  {names['left']:>9}{age}{'  ' + names['model'] if _has_note(width) else ''}"
     )
     return fitted(((text, "dim"),), width)
 
@@ -48,14 +52,16 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
     name = set_cell_size(cut_in_front(run.run_id, cells - 1), cells)
     step = UNKNOWN if run.step is None else f"{run.step}/{run.total_steps or UNKNOWN}"
     failed = bool(run.message) and STATE_ROLES[run.state] in ("bad", "warn")
+    word = run.word(now_s)
+    role = "warn" if word in PAST_ALL else STATE_ROLES[run.state]
     note = ((run.message if failed else run.model) or "") if _has_note(width) else ""
     return fitted(
         (
             (" ▸ " if here else "   ", "accent"),
-            (f"{run.state:<12}", STATE_ROLES[run.state]),
+            (f"{word:<12}", role),
             (name, "strong" if here else "text"),
             (f"{step:>13}", "text"),
-            *(((f"  {number_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),
+            *(((f"  {loss_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),
             (f"  {left_text(run, now_s):>9}", "text"),
             *(
                 ((f"  {_age_text(now_s - run.updated_s):>7}", "dim"),)
@@ -68,11 +74,17 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
     )
 
 
-def run_detail(run: RunSummary, width: int) -> list[Line]:
-    """Return details without room in the row: the run's folder, its model and data, its end."""
-    loss = f"loss {number_text(run.loss)}" if width < LOSS_FROM_CELLS and run.loss else ""
+def run_detail(run: RunSummary, width: int, keys: tuple[str, str] = ("C", "V")) -> list[Line]:
+    """Return details without room in the row: the run's folder, its model and data, its end, and
+    the `keys` that chat with its model and evaluate it."""
+    loss = f"loss {loss_text(run.loss)}" if width < LOSS_FROM_CELLS and run.loss else ""
     facts = " · ".join(filter(None, (run.model, run.method, loss, run.path)))
     told = [(part, "dim") for part in wrapped(facts, max(1, width - 4))]
+    if run.saved_model is not None:
+        where = (
+            f"the model is in {run.saved_model}; {keys[0]} chats with it, {keys[1]} evaluates it"
+        )
+        told += [(part, "good") for part in wrapped(where, max(1, width - 4))]
     told += [(part, STATE_ROLES[run.state]) for part in wrapped(run.message, max(1, width - 4))]
     return [(("   ", "text"), span) for span in told[:DETAIL_ROWS]]
 

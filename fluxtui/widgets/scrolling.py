@@ -40,6 +40,7 @@ class ScrollingLines(Lines, can_focus=True):
         super().__init__(**options)
         self.offset_rows = 0
         self.cursor: int | None = 0 if cursor else None
+        self.marks_cursor = True  # False while the line under it is none that the user chose
         self._all: Sequence[Line] = ()
         self._drawn_with: Palette | None = None
 
@@ -63,14 +64,15 @@ class ScrollingLines(Lines, can_focus=True):
             self.offset_rows = max(top, min(self.offset_rows, self.cursor))
         self.offset_rows = max(0, min(self.offset_rows, self._last_offset))
         part = list(self._all[self.offset_rows : self.offset_rows + self.size.height])
-        if self.cursor is not None and part:
+        if self.cursor is not None and self.marks_cursor and part:
             at = self.cursor - self.offset_rows
             part[at] = tuple((text, "selected") for text, _ in part[at])
         self.show(part, self._drawn_with)
 
     def _moved(self, rows: int) -> None:
         if self.cursor is not None:
-            self.cursor += rows
+            self.cursor += rows if self.marks_cursor else 0
+            self.marks_cursor = True
         else:
             self.offset_rows += rows
         self._redraw()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtui.wizard.answers.question import Option
+from fluxtui.wizard.steps.paths import completions
 
 Ask = Callable[[str], str]
 Say = Callable[[str], None]
@@ -17,6 +19,34 @@ class GoBack(Exception):
 
 class Leave(Exception):
     """The user wants no run."""
+
+
+@contextmanager
+def completing(kind: str) -> Iterator[None]:
+    """Let Tab complete the path of a folder or a file, where this Python can; other answers are
+    typed as they are."""
+    try:
+        import readline
+    except ImportError:
+        kind = "text"
+    if kind not in ("folder", "file"):
+        yield
+        return
+
+    def offer(text: str, state: int) -> str | None:
+        found = completions(text, kind == "folder") if text.strip() else ()
+        return found[state] if state < len(found) else None
+
+    before, ends = readline.get_completer(), readline.get_completer_delims()
+    readline.set_completer(offer)
+    readline.set_completer_delims("")
+    readline.parse_and_bind("set enable-bracketed-paste off")  # it would write codes
+    readline.parse_and_bind("tab: complete")
+    try:
+        yield
+    finally:
+        readline.set_completer(before)
+        readline.set_completer_delims(ends)
 
 
 class Dialogue:

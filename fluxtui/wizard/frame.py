@@ -49,6 +49,7 @@ from fluxtui.wizard.steps.method_step import MethodStep
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import DrawnStep, Step
 from fluxtui.wizard.steps.strategy_step import StrategyStep
+from fluxtui.wizard.steps.training_step import TrainingStep
 from fluxtui.wizard.steps.widgets import Drawn
 
 
@@ -66,13 +67,15 @@ class WizardFrame(ActionScreen[Outcome | None]):
         display: block; width: 42; padding: 0 2; margin-right: 1;
     }
     WizardFrame #footer { height: 2; margin: 0 2; }
-    WizardFrame.-short SourceStep Input {
+    WizardFrame.-short SourceStep Input, WizardFrame.-short TrainingStep Input {
         height: 1; border: none; border-left: tall $secondary; margin-bottom: 0;
     }
-    WizardFrame.-short SourceStep Input:focus { border-left: tall $accent; }
+    WizardFrame.-short Step Input:focus { border-left: tall $accent; }
     WizardFrame.-short SourceStep Input.-refused { border-left: tall $error; }
     WizardFrame.-short SourceStep > ChoiceList { margin-bottom: 0; }
-    WizardFrame.-short SourceStep > Drawn { margin-bottom: 0; }
+    WizardFrame.-short SourceStep > Drawn, WizardFrame.-short TrainingStep > Drawn {
+        margin-bottom: 0;
+    }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (104, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-high")]
@@ -98,6 +101,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
                 yield SourceStep(questions.MODEL, found_page)
                 yield SourceStep(questions.DATA, data_page)
                 yield MethodStep()
+                yield TrainingStep()
                 yield DrawnStep("hardware", hardware_page)
                 yield StrategyStep()
                 yield DrawnStep("preview", preview_page)

@@ -13,20 +13,25 @@ NEXT: Hint = (("wizard_next",), "next")
 BACK: Hint = (("wizard_back",), "back")
 CHOOSE: Hint = (("list_up", "list_down"), "choose")
 SCROLL: Hint = (("list_up", "list_down"), "scroll")
+COMPLETE: Hint = (("wizard_complete",), "list, path")
 HELP: Hint = (("help",), "help")
 TRY: Hint = (("wizard_try",), "dry run")
 WITH_FIELDS: tuple[StepName, ...] = ("start", "model", "data")  # a letter there is an answer
 HINTS: dict[StepName, tuple[Hint, ...]] = {
-    "start": (NEXT, CHOOSE, (("tab",), "list"), (("wizard_back",), "leave"), HELP),
-    "model": (NEXT, CHOOSE, (("tab",), "field"), BACK, HELP),
+    "start": (NEXT, CHOOSE, COMPLETE, (("wizard_back",), "leave"), HELP),
+    "model": (NEXT, CHOOSE, COMPLETE, BACK, HELP),
     "data": (
-        NEXT, (("list_up", "list_down"), "pick"), (("tab",), "field"),
+        NEXT, (("list_up", "list_down"), "pick"), COMPLETE,
         (("wizard_read_as",), "shape"), (("pgdn",), "more"),
         BACK, HELP,
     ),
     "method": (
         NEXT, (("wizard_method_before", "wizard_method_after"), "method"),
         (("wizard_again",), "again"), SCROLL, BACK, HELP,
+    ),
+    "training": (
+        NEXT, CHOOSE, (("wizard_value_before", "wizard_value_after"), "change"),
+        (("wizard_edit",), "type"), (("wizard_default",), "auto"), BACK, HELP,
     ),
     "hardware": (NEXT, (("wizard_again",), "measure again"), SCROLL, BACK, HELP),
     "strategy": (

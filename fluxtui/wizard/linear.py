@@ -40,6 +40,7 @@ from fluxtui.wizard.answers.launching import (
     Outcome,
     command_text,
     engine_arguments,
+    place_of,
     prepare,
 )
 from fluxtui.wizard.answers.question import AdapterQuestion, Field, Option, SourceQuestion
@@ -51,10 +52,11 @@ from fluxtui.wizard.checks.known_runs import (
     runs_to_resume,
     runs_to_watch,
 )
-from fluxtui.wizard.dialogue import Ask, Dialogue, GoBack, Leave, Say
+from fluxtui.wizard.dialogue import Ask, GoBack, Leave, Say, completing
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.background import with_method
 from fluxtui.wizard.engine.ranked import dial_settings
+from fluxtui.wizard.linear_training import TrainingDialogue
 from fluxtui.wizard.pages.preview import config_text
 from fluxtui.wizard.pages.wizard_view import WizardView
 
@@ -62,7 +64,7 @@ T = TypeVar("T", bound=Answer)
 GREETING = "FluxTrain. Enter takes the answer in brackets, b goes back, q leaves."
 
 
-class LinearWizard(Dialogue):
+class LinearWizard(TrainingDialogue):
     """Walks through the steps."""
 
     def __init__(
@@ -88,6 +90,7 @@ class LinearWizard(Dialogue):
             "model": lambda: self._source(questions.MODEL),
             "data": self._data,
             "method": self._method,
+            "training": self.training,
             "hardware": self._hardware,
             "strategy": self._strategy,
             "preview": self._preview,
@@ -237,7 +240,6 @@ class LinearWizard(Dialogue):
         for name, title in (
             ("batch_rows", "rows of one batch"),
             ("chunk_rows", "rows computed at once"),
-            ("steps", "optimizer steps"),
         ):
             self._number(name, title)
         self._say("What lives in host memory?")
@@ -256,7 +258,7 @@ class LinearWizard(Dialogue):
         if plan is None:
             self._say(f"error: {self.view.plan.refusal}")
             raise GoBack
-        self._know(free_disk_bytes=free_bytes(self.view.root))
+        self._know(free_disk_bytes=free_bytes(place_of(self.view.answers, self.view.root)))
         self._tell(linear_lines.preview_lines(self.view, plan))
         while True:
             wish = self._read("Enter to go on, d for a dry run of three steps, y for the YAML: ")
@@ -291,7 +293,9 @@ class LinearWizard(Dialogue):
         present = getattr(self.view.answers, field.name)
         if field.kind != "list":
             hint = present or f"such as {field.hint}"
-            self._answer(**{field.name: self._read(f"{field.title} [{hint}]: ") or present})
+            with completing(field.kind):
+                said = self._read(f"{field.title} [{hint}]: ")
+            self._answer(**{field.name: said or present})
             return
         options = self._listed(field.name)
         if not options:

@@ -22,6 +22,7 @@ from fluxtui.wizard.pages.launch import launch_rows, resumed_rows
 from fluxtui.wizard.pages.method import fit_words, method_lines, numbers_line
 from fluxtui.wizard.pages.preview import bar_rows, changed_rows, disk_line, margin_text, time_line
 from fluxtui.wizard.pages.strategy import card_facts
+from fluxtui.wizard.pages.training import row_texts
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 
@@ -72,6 +73,14 @@ def machine_rows(probe: ProbeAnswer) -> list[str]:
 def methods_lines(view: WizardView) -> list[str]:
     """Of each method whether it fits, what it takes, and what it gives up."""
     return [line for method in METHODS for line in method_lines(view, method)]
+
+
+def training_lines(view: WizardView) -> list[str]:
+    """Every setting of the training with its number, value and reason."""
+    return [
+        f"{number} {question.name}: {value}, {because}"
+        for number, (question, value, because) in enumerate(row_texts(view), start=1)
+    ]
 
 
 def fit_lines(view: WizardView) -> list[str]:

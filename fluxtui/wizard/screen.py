@@ -14,7 +14,7 @@ from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.app_base import AppBase
 from fluxtui.wizard.answers.answers import Answers, StepName, neighbour
 from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
-from fluxtui.wizard.answers.launching import Attach, command_text, prepare
+from fluxtui.wizard.answers.launching import Attach, command_text, place_of, prepare
 from fluxtui.wizard.checks.answer_checks import checked
 from fluxtui.wizard.draft_offer import DraftOffer
 from fluxtui.wizard.engine.ranked import dial_settings
@@ -24,7 +24,7 @@ from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import Answered, Wished
 
 _TYPING_PAUSE_S = 0.2
-_PLANNED: tuple[StepName, ...] = ("method", "hardware", "strategy", "preview", "launch")
+_PLANNED: tuple[StepName, ...] = ("method", "training", "hardware", "strategy", "preview", "launch")
 
 
 class WizardScreen(WizardFrame):
@@ -162,7 +162,7 @@ class WizardScreen(WizardFrame):
         self.query_one(ContentSwitcher).current = step
         self.launch_error, self._stale = None, True
         if step in ("preview", "launch"):
-            self.free_disk_bytes = free_bytes(self.root)
+            self.free_disk_bytes = free_bytes(place_of(self.answers, self.root))
         page = self.current
         if isinstance(page, SourceStep):
             page.fill(self.answers)

@@ -344,3 +344,12 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_read() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "2 False\n", done.stderr
+
+
+def test_a_model_without_adapters_reads_no_package_of_adapters() -> None:
+    code = (
+        "import sys, fluxtrain.commands.generation, fluxtrain.inference.evaluation\n"
+        "print({'peft', 'bitsandbytes'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")

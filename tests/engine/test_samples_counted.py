@@ -13,9 +13,8 @@ from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.commands import inspection
 from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import load_config
-from fluxtrain.telemetry.events import LogWritten, Planned
+from fluxtrain.telemetry.events import LogWritten, Planned, SampleFit
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.sample_fit import SampleFit
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]

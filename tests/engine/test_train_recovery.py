@@ -146,8 +146,8 @@ def open_session(run: RunDir) -> Session:
 
 ENDINGS = [
     (None, 0, "result.json", "finished"),
-    (Interrupted("stopped after step 2", 130), 130, "result.json", "interrupted"),
-    (Interrupted("stopped after step 2", 143), 143, "result.json", "interrupted"),
+    (Interrupted("stopped after step 2", 130), 130, "result.json", "stopped"),
+    (Interrupted("stopped after step 2", 143), 143, "result.json", "stopped"),
     (Diverged("the loss is nan"), 4, "error.json", "failed"),
     (NoSpace("no space left"), 5, "error.json", "failed"),
     (ZeroDivisionError("a bug"), 1, "error.json", "failed"),

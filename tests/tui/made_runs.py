@@ -14,7 +14,7 @@ from fluxtrain.trace.lanes import Interval, StepLanes
 from fluxtrain.trace.ring import RingWriter
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import Batch
-from fluxtui.state.link import Process
+from fluxtui.state.status import Process
 
 GIB = 1 << 30
 START_S = 1_700_000_000.0

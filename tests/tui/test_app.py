@@ -10,7 +10,7 @@ import pytest
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from fluxtui.actions.table import ACTIONS, RUN_SCREENS, find
+from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find
 from fluxtui.app import FluxApp, make_screen
 from fluxtui.screens.dialogs import HelpScreen
 from fluxtui.screens.log import LogScreen
@@ -22,9 +22,11 @@ from fluxtui.themes import load_themes
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps.method_step import MethodStep
+from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import DrawnStep
 from fluxtui.wizard.steps.strategy_step import StrategyStep
+from fluxtui.wizard.steps.training_step import TrainingStep
 from tests.tui.app_pilot import SIZE, app_on, drawn, notes, text_of, until
 
 
@@ -79,7 +81,10 @@ def test_every_action_of_lists_and_of_the_wizard_is_made_by_a_widget_or_a_page()
         method = f"action_{action.do.split('(')[0]}"
         holders = (ScrollingLines, SettingsScreen) if action.in_lists else ()
         if action.in_wizard:
-            holders = (WizardScreen, SourceStep, MethodStep, StrategyStep, DrawnStep)
+            holders = (
+                WizardScreen, SourceStep, MethodStep, TrainingStep, StrategyStep, DrawnStep,
+                PathEntry,
+            )  # fmt: skip
         assert not holders or any(hasattr(holder, method) for holder in holders), method
 
 
@@ -169,10 +174,33 @@ async def test_the_palette_runs_actions_by_name(run: Path, made: ModuleType) -> 
         await drawn(pilot)
         await pilot.press("colon")
         await until(pilot, lambda: "CommandPalette" in type(app.screen).__name__)
-        await pilot.press(*"choice")
-        await until(pilot, lambda: find("show_plan").about in text_of(app))
+        await until(pilot, lambda: "Screens: Dashboard" in text_of(app))
+        await pilot.press(*"every choice")
+        await until(pilot, lambda: "Screens: Dashboard" not in text_of(app))
+        await until(pilot, lambda: "Screens: Plan and advice" in text_of(app))
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, RunScreen) and app.screen.NAME == "plan")
+
+
+def test_every_command_has_a_short_name_of_its_own_on_each_screen() -> None:
+    for place in (*RUN_SCREENS, *PAGES):
+        here = [one for one in ACTIONS if one.works_on(place) and not one.in_lists]
+        titles = [f"{one.group}: {one.name}" for one in here]
+        assert len(set(titles)) == len(titles), place
+        assert all(0 < len(one.name) <= 24 for one in here)
+
+
+async def test_a_command_is_found_by_its_short_name(run: Path, made: ModuleType) -> None:
+    app = app_on(run, made)
+    async with app.run_test(size=SIZE) as pilot:
+        await drawn(pilot)
+        await pilot.press("colon")
+        await until(pilot, lambda: "CommandPalette" in type(app.screen).__name__)
+        await pilot.press(*"runs")
+        await until(pilot, lambda: "Screens: Dashboard" not in text_of(app))
+        await until(pilot, lambda: "Screens: Runs" in text_of(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen))
 
 
 async def test_export_saves_a_picture(
@@ -235,9 +263,7 @@ async def test_the_runs_are_listed_and_enter_attaches(
         screen = app.screen
         assert isinstance(screen, RunsScreen)
         names = [Path(one.path).name for one in screen.runs]
-        for _ in range(names.index("other")):
-            await pilot.press("j")
-        await pilot.press("enter")
+        await pilot.press("g", *["j"] * names.index("other"), "enter")
         await until(pilot, lambda: app.run_dir == other)
         await until(pilot, lambda: app.view.status.kind == "finished")
         assert isinstance(app.screen, PanelScreen)

@@ -20,7 +20,7 @@ from tests.tui.app_pilot import SIZE, app_on, drawn, text_of, until
 
 async def test_a_flood_does_not_keep_keys_waiting(run: Path, made: ModuleType) -> None:
     from fluxtui.sources.source import Batch
-    from fluxtui.state.link import Link
+    from fluxtui.state.status import Link
 
     class Flood(made.Alive):
         polls = 0

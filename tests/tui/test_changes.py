@@ -21,8 +21,8 @@ from fluxtui.panels.trials import headline, trial_line, why_not
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.changes import Changes, TriedChange, ranked
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, width_of
 
@@ -127,7 +127,7 @@ def test_changes_are_in_the_log_with_their_numbers(made: ModuleType) -> None:
     state = RunState().after_all([MADE, measured(0.01, "wrong"), undone()])
     told = [(entry.level, entry.text) for entry in state.log if entry.kind == "change"]
     assert told[0] == ("info", "after step 80: resident_blocks 2 -> 8, as advised")
-    assert told[1] == ("warning", "resident_blocks 2 -> 8: +1.0%, +8.0% predicted")
+    assert told[1] == ("warning", "resident_blocks 2 -> 8: faster by 1.0%, +8.0% predicted")
     assert "it gave too little" in told[2][1]
 
 
@@ -141,12 +141,12 @@ def test_changes_are_in_the_log_with_their_numbers(made: ModuleType) -> None:
         (TriedChange(MADE, counted=7, wanted=20), "made after step 80, measuring 7/20"),
         (
             TriedChange(MADE, measured=measured(0.06)),
-            "gained +6.0% of +8.0% predicted (1.00 s → 940 ms",
+            "faster by 6.0%, +8.0% predicted (1.00 s → 940 ms",
         ),
         (TriedChange(MADE, measured=measured(None, "unknown")), "too few steady steps"),
         (
             TriedChange(MADE, measured=measured(0.01, "wrong"), undone=undone()),
-            "wrong: gained +1.0% of +8.0% predicted, undone after step 101",
+            "wrong: faster by 1.0%, +8.0% predicted, undone after step 101",
         ),
         (TriedChange(MADE, undone=undone("undo", 83)), "not measured, undone after step 83"),
         (
@@ -173,7 +173,7 @@ def test_the_dashboard_tells_the_best_live_advice_then_the_change_then_its_verdi
     counting = ev.MeasuringChange(name="resident_blocks", counted=7, wanted=20)
     assert "measuring 7/20" in words(headline(view_after(made, MADE, counting), 100))
     seen = [made.step(number) for number in range(81, 105)]
-    assert "gained +6.0%" in words(headline(view_after(made, MADE, *seen, measured(0.06)), 100))
+    assert "faster by 6.0%" in words(headline(view_after(made, MADE, *seen, measured(0.06)), 100))
     later = [made.step(number) for number in range(81, 125)]
     assert headline(view_after(made, MADE, measured(0.06), *later), 100) == ()
 

@@ -123,7 +123,7 @@ def test_the_readout_tells_what_was_measured_at_that_step(
     text = drawn(View(state=state, chart=ChartSettings(crosshair=41)), "readout", 160, 2)
     step = made.step(41)
     for part in (
-        "step 41", f"train {step.loss:.3f}", "eval 5.113 @40", f"norm {step.grad_norm:.2f}",
+        "step 41", f"train {step.loss:.4f}", "eval 5.1130 @40", f"norm {step.grad_norm:.2f}",
         "lr 3.00e-4", "tokens 168 k",
     ):  # fmt: skip
         assert part in text, part

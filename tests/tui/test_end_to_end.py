@@ -26,17 +26,18 @@ RESTORED = b"\x1b[?1049l"  # back from the alternate screen
 def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) -> None:
     terminal = desk.open("--steps", "4", *TINY, size=(80, 24))
     for step, shown in (
-        ("step 1 of 8", "What would you like to do?"),
-        ("step 2 of 8", "✓ architecture"),
-        ("step 3 of 8", "As the model sees it"),
-        ("step 4 of 8", "FITS"),
-        ("step 5 of 8", "rates measured"),
-        ("step 6 of 8", "Chosen for you: why?"),
-        ("step 7 of 8", "Before it starts"),
+        ("step 1 of 9", "What would you like to do?"),
+        ("step 2 of 9", "✓ architecture"),
+        ("step 3 of 9", "As the model sees it"),
+        ("step 4 of 9", "FITS"),
+        ("step 5 of 9", "How shall it train?"),
+        ("step 6 of 9", "rates measured"),
+        ("step 7 of 9", "Chosen for you: why?"),
+        ("step 8 of 9", "Before it starts"),
     ):
         terminal.until(step, shown)
         terminal.press("\r")
-    terminal.until("step 8 of 8", "Enter starts the training", "train.steps=4")
+    terminal.until("step 9 of 9", "Enter starts the training", "train.steps=4")
     terminal.press("\r")
     terminal.until("FINISHED", "4/4")
     terminal.press("q")
@@ -60,17 +61,17 @@ def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trai
         "train: {batch_rows: 2, evaluate_every: end, checkpoint_every: end}\n"
     )
     terminal = desk.open(str(config), "--steps", "3")
-    terminal.until("step 6 of 8", "Chosen for you: why?", "train.batch_rows")
-    for number in (5, 4, 3):
+    terminal.until("step 7 of 9", "Chosen for you: why?", "train.batch_rows")
+    for number in (6, 5, 4, 3):
         terminal.press("\x1b")
-        terminal.until(f"step {number} of 8")
+        terminal.until(f"step {number} of 9")
     terminal.until("✓ format", "200 documents", "sample 1:", "▌ ce upon a time")
-    for number in (4, 5, 6, 7):
+    for number in (4, 5, 6, 7, 8):
         terminal.press("\r")
-        terminal.until(f"step {number} of 8")
+        terminal.until(f"step {number} of 9")
     terminal.until("Before it starts", "sequence_length: 32")
     terminal.press("\r")
-    terminal.until("step 8 of 8", "sequence_length: 32")
+    terminal.until("step 9 of 9", "sequence_length: 32")
     terminal.press("\r")
     terminal.until("FINISHED", "3/3")
     terminal.press("q")
@@ -86,7 +87,7 @@ def test_an_answer_that_the_engine_refuses_is_told_in_the_wizard(
     config = tmp_path / "c.yaml"
     config.write_text("model: {path: /no/such/model}\n")
     terminal = desk.open(str(config), size=(80, 24))
-    terminal.until("step 6 of 8", "✗", "/no/such/model")
+    terminal.until("step 7 of 9", "✗", "/no/such/model")
     assert "Traceback" not in terminal.text
 
 
@@ -104,7 +105,7 @@ def test_answers_survive_a_killed_wizard(desk: Desk) -> None:
     second = desk.open(size=(80, 24))
     second.until("Unfinished answers", "/models/mine")
     second.press("\r")
-    second.until("step 2 of 8", "▸ Folder", "/models/mine does not exist")
+    second.until("step 2 of 9", "▸ Folder", "/models/mine does not exist")
 
 
 def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) -> None:
@@ -131,7 +132,7 @@ def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) 
     third.until("STOPPED")
     third.press("q")
     assert third.ends() == 0
-    assert desk.run_dir().liveness() == "interrupted"
+    assert desk.run_dir().liveness() == "stopped"
     assert list(desk.run_dir().checkpoints.glob("step-*")), "a stopped run has its checkpoint"
 
 
@@ -156,6 +157,8 @@ def test_a_killed_run_is_gone_on_with_from_the_list_while_others_watch(desk: Des
     terminal.press("7")
     terminal.until("r resume", "dead  ")  # the list has been read, and the run is not there alive
     terminal.press("r")
+    terminal.until("from its newest checkpoint", "y resume")
+    terminal.press("y")
     terminal.until("RUNNING")
     assert desk.trainer_pid() != killed
     watching = desk.open("--attach", "last", "--read-only", size=(80, 24))

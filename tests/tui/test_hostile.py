@@ -23,8 +23,8 @@ from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
 from fluxtui.screens.plan import plan_lines
 from fluxtui.settings import Settings, load_settings
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.themes import DEFAULT_THEME, load_themes
 from fluxtui.widgets.chrome import header_line, notice_lines, status_line
@@ -131,7 +131,7 @@ async def test_the_wizard_shows_a_document_with_escapes_without_obeying_it(
         await wizard.until(lambda: "evil[/" in wizard.text())
         assert unprintable(wizard.app) == set()
         await wizard.go_to("launch")
-        await wizard.until(lambda: "step 8 of 8" in wizard.text())
+        await wizard.until(lambda: "step 9 of 9" in wizard.text())
         assert unprintable(wizard.app) == set()
 
 

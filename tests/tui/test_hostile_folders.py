@@ -28,8 +28,8 @@ from fluxtui.screens.picker import RunPicker
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.answers.draft import answers_from_run, load_draft

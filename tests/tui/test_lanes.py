@@ -20,8 +20,8 @@ from fluxtui.csv_tables import csv_of
 from fluxtui.panels.lanes import KINDS, PANEL
 from fluxtui.plots.lane_bars import Kind, bar, cells_of, ruler
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.timeline import Timeline, chosen
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.themes import ROLES
@@ -77,7 +77,7 @@ def test_every_recorded_step_keeps_its_box(width: int, height: int) -> None:
 
 def test_a_recorded_step_shows_every_lane_its_letters_and_what_bound_it() -> None:
     text = drawn(recorded(last_step=19))
-    for part in ("step 19", "looking back", "bound", "dev", "h2d", "d2h", "cpu", "disk"):
+    for part in ("step 19", "looking back", "bound", "dev", "in ", "out", "cpu", "disk"):
         assert part in text, part
     for letter, label in (("F", "forward"), ("B", "backward"), ("W", "weights"), ("H", "head")):
         assert letter in text and label in text

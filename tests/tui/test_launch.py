@@ -20,6 +20,7 @@ from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import Done, EvaluationFinished, Failed, Hello, StepFinished
 from fluxtrain.telemetry.typed import typed
 from fluxtui import launch
+from fluxtui.command_line import answers_of, make_parser
 from fluxtui.headless import event_line, follow_lines
 from fluxtui.wizard.answers.answers import Answers
 
@@ -48,7 +49,7 @@ def make_run(root: Path, name: str, *events: Any) -> RunDir:
 
 
 def options(*arguments: str) -> Any:
-    return launch._parser().parse_args(arguments)
+    return make_parser().parse_args(arguments)
 
 
 @pytest.fixture
@@ -59,14 +60,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_arguments_the_wizard_decides() -> None:
-    assert launch.answers_of(options()) is None
+    assert answers_of(options()) is None
 
 
 def test_every_answer_is_a_flag(tmp_path: Path) -> None:
     given = ("--model", "o/n", "--data", "/d.txt", "--offload", "max", "--steps", "5",
              "--aggressiveness", "fit", "--method", "full",
              "--sequence-length", "64", "--batch-rows", "8", "--chunk-rows", "2")  # fmt: skip
-    answers = launch.answers_of(options(*given, "--set", "train.seed=1"))
+    answers = answers_of(options(*given, "--set", "train.seed=1"))
     assert answers == Answers(
         model_source="hub",
         model_hub="o/n",
@@ -85,7 +86,7 @@ def test_every_answer_is_a_flag(tmp_path: Path) -> None:
 def test_flags_win_over_the_configuration_file(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("model: {path: o/n}\ntrain: {steps: 3, seed: 9}\n")
-    answers = launch.answers_of(options(str(config), "--steps", "5"))
+    answers = answers_of(options(str(config), "--steps", "5"))
     assert answers is not None
     assert (answers.model_hub, answers.steps, answers.step) == ("o/n", 5, "strategy")
     assert answers.base["train"]["seed"] == 9
@@ -141,6 +142,19 @@ def test_a_run_is_found_by_id_beginning_path_and_as_the_last(root: Path) -> None
     assert launch.find_run("last") == second.path
     with pytest.raises(BadInput, match="several runs"):
         launch.find_run("2026010")
+
+
+def test_last_is_the_newest_that_trains_and_without_one_the_newest_which_is_said(
+    root: Path,
+) -> None:
+    trains = make_run(root, "20260101-000000-tales", STEP)
+    newer = make_run(root, "20260102-000000-demo", STEP, DONE)
+    os.utime(trains.journal, (1.0, 1.0))
+    found, said = launch.newest_training()
+    assert found == newer.path and "no run trains now" in said and "20260102-000000-demo" in said
+    assert "finished" in said
+    with trains.lock():
+        assert launch.newest_training() == (trains.path, "")
 
 
 def test_an_unknown_run_is_code_2_with_the_nearest_names(

@@ -10,9 +10,8 @@ import pytest
 
 from fluxtrain.telemetry import events as ev
 from fluxtui.screens.log import LogScreen, marked
-from fluxtui.state.held_log import HELD_LIMIT, HeldLog
 from fluxtui.state.history import History
-from fluxtui.state.log_filter import LEVELS, LogFilter
+from fluxtui.state.log_lines import HELD_LIMIT, LEVELS, HeldLog, LogFilter
 from fluxtui.state.run import LOG_LIMIT, LogLine
 from fluxtui.widgets.scrolling import ScrollingLines
 

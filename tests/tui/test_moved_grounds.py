@@ -21,8 +21,8 @@ from fluxtui.headless import follow_lines
 from fluxtui.panels.progress import body as progress
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.journal import JournalSource
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
 

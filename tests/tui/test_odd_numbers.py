@@ -11,15 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
+from fluxtrain.units import power_text
 from fluxtui import csv_tables
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import heading as memory_heading
-from fluxtui.panels.panel import gain_text, power_text, share_text, whole_share, whole_text
+from fluxtui.panels.panel import gain_text, share_text, whole_share, whole_text
 from fluxtui.panels.progress import clock_text, eta
 from fluxtui.plots.bars import gauge
-from fluxtui.state.link import Link
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.chrome import header_line
 from fluxtui.widgets.framed import framed

@@ -12,20 +12,21 @@ from msgspec.structs import replace
 
 from fluxtrain.rundir.run_dir import RunSummary
 from fluxtrain.telemetry import events as ev
+from fluxtrain.units import number_text, power_text
 from fluxtui.actions.key_map import app_bindings, own_bindings, screen_bindings
 from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find, footer_actions
 from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import parts_of
-from fluxtui.panels.panel import number_text, power_text, share_text, whole_text
+from fluxtui.panels.panel import share_text, whole_text
 from fluxtui.panels.progress import eta, slow_step_s
 from fluxtui.panels.residency import tiles
+from fluxtui.screens.chat import ChatScreen
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.plan import plan_lines
 from fluxtui.screens.settings import SettingsScreen
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
-from fluxtui.state.status import status_of
+from fluxtui.state.status import Link, status_of
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import action_at, footer_line, shown_actions
@@ -35,9 +36,11 @@ from fluxtui.widgets.spans import Line, width_of
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps.method_step import MethodStep
+from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import DrawnStep
 from fluxtui.wizard.steps.strategy_step import StrategyStep
+from fluxtui.wizard.steps.training_step import TrainingStep
 
 STATES = ("waiting", "running", "stale", "failed", "finished")
 SIZES = [(1, 1), (12, 2), (38, 7), (76, 3), (118, 12), (198, 30)]
@@ -169,7 +172,7 @@ def test_the_disk_has_lines_only_when_it_was_used(made: ModuleType) -> None:
     used = replace(view.state.traffic, disk_read_bytes=1 << 30)
     assert "N R" in drawn(changed(view, state=view.state.after(used)), "bus", 60, 12)
     low = drawn(changed(view, state=view.state.after(used)), "bus", 60, 5)
-    assert "stall" in low and "D2H" in low  # whatever moved on the disk
+    assert "stall" in low and "out" in low  # whatever moved on the disk
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 26, 48, 96, 400])
@@ -295,8 +298,12 @@ def test_ids_and_keys_are_unique_on_every_screen() -> None:
 
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
-    pages = (DrawnStep, MethodStep, SourceStep, StrategyStep)
-    of_wizard = (*WizardScreen.BINDINGS, *(one for page in pages for one in page.BINDINGS))
+    pages = (DrawnStep, MethodStep, SourceStep, TrainingStep, PathEntry, StrategyStep)
+    of_wizard = (
+        *WizardScreen.BINDINGS,
+        *(one for page in pages for one in page.BINDINGS),
+        *ChatScreen.BINDINGS,
+    )
     made = (*app_bindings(), *SettingsScreen.BINDINGS, *own_bindings(), *WizardFrame.BINDINGS)
     on_screens = [binding for name in ("", *RUN_SCREENS) for binding in screen_bindings(name)]
     bound = [binding.id for binding in (*made, *of_wizard, *on_screens)]

@@ -14,7 +14,7 @@ import pytest
 
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
-from fluxtui.screens.dialogs import DeleteDialog
+from fluxtui.screens.dialogs import DeleteDialog, ResumeDialog
 from fluxtui.screens.runs import RunsScreen, cannot_resume
 from fluxtui.sources.removal import check_removable, contents, remove_run, size_bytes
 from fluxtui.state.view import View
@@ -154,7 +154,7 @@ def test_a_run_whose_next_step_is_overdue_has_no_time_left() -> None:
     assert left_text(summary(eta_s=9000.0, stepped_s=1000.0, step_s=1.0), 1040.0) == "-"
 
 
-@pytest.mark.parametrize("state", ["finished", "refused", "failed", "interrupted", "dead", "new"])
+@pytest.mark.parametrize("state", ["finished", "refused", "failed", "stopped", "dead", "waiting"])
 def test_a_run_that_does_not_run_has_no_time_left(state: str) -> None:
     assert left_text(summary(state=state, eta_s=100.0), 0.0) == "-"
     assert left_text(summary(eta_s=None), 0.0) == "-"
@@ -168,7 +168,7 @@ def test_rows_and_their_columns_line_up(width: int) -> None:
     text, head = ("".join(part for part, _ in spans) for spans in (row, names))
     assert text.index("7/200") + 5 == head.index("step") + 4
     if width >= 80:
-        assert text.index("3.142") + 5 == head.index("loss") + 4
+        assert text.index("3.1416") + 6 == head.index("loss") + 4
         assert text.index("49 s") + 4 == head.index("left") + 4
 
 
@@ -181,7 +181,7 @@ def test_the_list_knows_the_newest_steps_estimate(runs: Path, made: ModuleType) 
 
 @pytest.mark.parametrize(
     ("state", "said"),
-    [("running", "attaches"), ("finished", "e makes"), ("dead", ""), ("interrupted", ""),
+    [("running", "attaches"), ("finished", "e makes"), ("dead", ""), ("stopped", ""),
      ("failed", ""), ("refused", "")],
 )  # fmt: skip
 def test_only_a_run_that_is_not_over_is_gone_on_with(state: str, said: str) -> None:
@@ -335,6 +335,8 @@ async def test_resume_starts_the_trainer_on_the_runs_own_folder(
         await listed(pilot, app, app_pilot, "ours")
         await listed(pilot, app, app_pilot, "other")
         await pilot.press("r")
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, ResumeDialog))
+        await pilot.press("y")
         await app_pilot.until(pilot, lambda: app.run_dir == runs / "other")
     assert begun[0].exit_code() is None, "it outlives the app"
     assert os.getsid(begun[0].pid) == begun[0].pid

@@ -82,7 +82,7 @@ def test_before_the_first_event_every_table_is_empty(name: str) -> None:
 def test_every_panel_has_a_table_and_a_picture(view: View, panel: str) -> None:
     csv_of(panel, view)
     svg = svg_of(framed(PANELS[panel], view, 60, 12, "box"), PLAIN, 60, panel)
-    assert svg.startswith("<svg") and PANELS[panel].title.split()[0] in svg
+    assert svg.startswith("<svg") and PANELS[panel].title_in(view).split()[0] in svg
 
 
 def test_a_picture_is_in_the_colours_of_its_theme(view: View) -> None:

@@ -165,7 +165,7 @@ def test_no_two_actions_of_one_screen_share_a_key() -> None:
 
 async def test_lists_take_other_keys(made: ModuleType, tmp_path: Path, file: Path) -> None:
     file.parent.mkdir(parents=True)
-    file.write_text('[keys]\nlist_down = "J"\nlist_last = "E"\nsetting_after = "f5"\n')
+    file.write_text('[keys]\nlist_down = "J"\nlist_last = "Z"\nsetting_after = "f5"\n')
     app = app_on(made, tmp_path, file)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("S")
@@ -179,7 +179,7 @@ async def test_lists_take_other_keys(made: ModuleType, tmp_path: Path, file: Pat
         before = app.settings.refresh_hz
         await pilot.press("f5")
         assert app.settings.refresh_hz != before
-        await pilot.press("E")
+        await pilot.press("Z")
         assert body.cursor == len(body._all) - 1
 
 

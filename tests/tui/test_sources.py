@@ -18,8 +18,8 @@ from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.machine_sampler import MachineSampler
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.sources.source import Batch
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 
 
 def frame(event: ev.Event) -> bytes:

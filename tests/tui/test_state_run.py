@@ -15,9 +15,8 @@ from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
 from fluxtui.state.freshness import LIMITS_S, fresh, limit_s
-from fluxtui.state.link import Link
 from fluxtui.state.run import _FOLDS, LOG_LIMIT, RunState
-from fluxtui.state.status import ENDED, status_of
+from fluxtui.state.status import ENDED, Link, status_of
 from fluxtui.state.view import View
 
 

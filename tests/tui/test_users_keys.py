@@ -10,12 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
+from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
 from fluxtui.screens.dialogs import StopDialog
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.settings import load_settings, save_settings
-from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.chrome import notice_lines
 from fluxtui.widgets.framed import framed
@@ -72,7 +73,7 @@ async def test_the_app_tells_its_screens_the_users_keys(
 ) -> None:
     file = tmp_path / "config" / "app.toml"
     file.parent.mkdir()
-    file.write_text('[keys]\nnew_run = "N"\ndetach = "f10"\n')
+    file.write_text('[keys]\nnew_run = "f9"\ndetach = "f10"\n')
     run = tmp_path / "runs" / "demo"
     made.write(run / "events.ndjson", made.training(80))
     app = app_pilot.app_on(run, made, settings_file=file, runs_folder=tmp_path / "none")
@@ -80,9 +81,13 @@ async def test_the_app_tells_its_screens_the_users_keys(
         await app_pilot.drawn(pilot)
         await pilot.press("Q")
         await app_pilot.until(pilot, lambda: "press f10 instead" in app_pilot.text_of(app))
-        await pilot.press("escape", "7")
+    app = FluxApp(
+        None, start_screen="runs", settings_file=file, runs_folder=tmp_path / "none",
+        sample_machine=False,
+    )  # fmt: skip
+    async with app.run_test(size=(120, 40)) as pilot:
         await app_pilot.until(pilot, lambda: isinstance(app.screen, RunsScreen))
-        await app_pilot.until(pilot, lambda: "no runs here yet: N makes" in app_pilot.text_of(app))
+        await app_pilot.until(pilot, lambda: "no runs here yet: f9 makes" in app_pilot.text_of(app))
 
 
 async def test_the_key_that_textual_quits_with_can_be_given_to_an_action(

@@ -22,6 +22,7 @@ from fluxtui.wizard.screen import WizardScreen
 SIZE = (120, 40)
 NO_ROOM = {  # their pages name the keys where they are needed
     ("preview", "wizard_again"),
+    ("training", "wizard_complete"),
     *(("method", question.action) for question in ADAPTER_QUESTIONS),
 }
 

@@ -72,7 +72,8 @@ def test_the_same_answers_become_the_same_configuration(folder: Path) -> None:
     typed = [
         "1", "1",  # new; the demo's model
         "2", str(data), "64",  # a file, in rows of 64
-        "", "", "4", "16", "", "9", "",  # method, hardware; fit, batch, chunk, steps, offload
+        "", "5", "9", "", "",  # method; nine steps; hardware
+        "4", "16", "", "",  # fit, batch, chunk, offload
     ]  # fmt: skip
     person = Person(folder, typed)
     outcome = person.wizard().run()
@@ -153,7 +154,7 @@ def test_a_plan_that_is_refused_leads_back(folder: Path) -> None:
 
 
 def test_why_tells_every_reason(folder: Path) -> None:
-    person = Person(folder, ["", "", "", "", "", "w"])
+    person = Person(folder, ["", "", "", "", "w"])
     assert isinstance(person.wizard(Answers(step="strategy")).run(), Launch)
     assert "train.batch_rows is 8: 1,024 tokens make a step" in person.said
 
@@ -217,7 +218,7 @@ def test_a_tiny_run_from_the_first_question_to_its_end_on_a_dumb_terminal(tmp_pa
 class _Typed:
     """The command on a pseudo-terminal; Enter answers every question."""
 
-    ENDS = ("]: ", "again: ", "why: ", "YAML: ", "it: ")
+    ENDS = ("]: ", "goes on: ", "again: ", "why: ", "YAML: ", "it: ")
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self._master, slave = pty.openpty()

@@ -132,7 +132,7 @@ async def test_the_page_that_is_left_ends_the_comparison(folder: Path, opened: A
         (folder / "hold").touch()
         await wizard.until(lambda: "lora" in asked_methods(wizard))
         await wizard.press("enter")
-        await wizard.until(lambda: wizard.step == "hardware")
+        await wizard.until(lambda: wizard.step == "training")
         assert not wizard.screen.background.beside.state.pending
         (folder / "hold").unlink()
 

@@ -202,7 +202,9 @@ def test_the_machine_is_told_with_its_limits_and_who_else_uses_the_gpu(
 def test_a_rate_that_was_not_measured_says_why_and_shows_no_number(
     wizard_pilot: ModuleType,
 ) -> None:
-    row = next(row for row in machine_table(wizard_pilot.probed()) if row[0] == "not measured")
+    machine = {**wizard_pilot.MACHINE, "gpus": [wizard_pilot.GPU]}
+    rows = machine_table(wizard_pilot.probed(machine=machine))
+    row = next(row for row in rows if row[0] == "not measured")
     assert row[1:] == ("-", "bus to the GPU: no driver")
 
 
@@ -331,7 +333,6 @@ def test_a_machine_without_a_gpu_is_told_in_words_and_without_repeating_why(
     shown = hardware_page(WizardView(probe=Asked(value=probe)), width).plain
     words = " ".join(shown.split())
     assert "NVML" not in words and "no NVIDIA driver is installed here" in words
-    assert "not needed memory is page-locked for a GPU alone; limit 8.00 MiB" in words
-    assert "the bus to a GPU and back, GPU arithmetic: there is none" in words
-    assert "cores 1 " in words and words.count("not measured -") == 1
+    assert words.count("GPU") == 1 and "bus" not in words and "page-locked" not in words
+    assert "cores 1 " in words and "not measured -" not in words
     assert max(map(len, shown.splitlines())) <= width

@@ -24,7 +24,7 @@ async def test_enter_alone_starts_the_demo(folder: Path, opened: Opened) -> None
     async with opened(folder) as wizard:
         for number, step in enumerate(STEPS, start=1):
             await wizard.until(lambda step=step: wizard.step == step)
-            assert f"step {number} of 8" in wizard.text()
+            assert f"step {number} of 9" in wizard.text()
             await wizard.press("enter")
         await wizard.until(lambda: wizard.app.ended_with)
         [launch] = wizard.app.ended_with
@@ -122,7 +122,7 @@ async def test_the_plan_shows_every_choice_with_its_reason(folder: Path, opened:
 async def test_the_wizard_stays_alive_while_the_engine_plans(folder: Path, opened: Opened) -> None:
     (folder / "hold").touch()
     async with opened(folder) as wizard:
-        for step in ("model", "data", "method", "hardware", "strategy"):
+        for step in ("model", "data", "method", "training", "hardware", "strategy"):
             await wizard.press("enter")
             await wizard.until(lambda step=step: wizard.step == step)
         await wizard.until(lambda: "The engine reads the model" in wizard.text())
@@ -143,7 +143,7 @@ async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(
     (folder / "plan.json").unlink()
     async with opened(folder, Answers(step="method")) as wizard:
         await wizard.until(lambda: "NOT KNOWN" in wizard.text())
-        await wizard.press("enter", "enter")
+        await wizard.press("enter", "enter", "enter")
         await wizard.until(lambda: "80 GiB" in wizard.text())
         await wizard.press("enter")
         assert wizard.step == "strategy"
@@ -248,7 +248,7 @@ async def test_the_launch_shows_command_and_yaml(folder: Path, opened: Opened) -
     answers = Answers(data_source="path", data_path=str(data), step="strategy")
     async with opened(folder, answers, size=(120, 40)) as wizard:
         await wizard.go_to("launch")
-        assert "fluxtrain train config.yaml" in wizard.text()
+        assert "fluxtrain train --set model.path=demo" in wizard.text()
         assert "path: demo" in wizard.text()
 
 
@@ -262,7 +262,7 @@ async def test_every_step_draws_in_every_size(
             lines = wizard.text().splitlines()
             assert len(lines) == size[1]
             above = 0 if size[1] < 30 else 1
-            assert f"step {STEPS.index(step) + 1} of 8" in lines[above]
+            assert f"step {STEPS.index(step) + 1} of 9" in lines[above]
             assert "enter" in lines[-1]
 
 

@@ -54,7 +54,7 @@ def test_only_runs_that_ended_early_can_be_gone_on_with(runs: Path) -> None:
     assert {run.run_id for run in runs_to_resume(found)} == {"20260102-stopped", "20260103-died"}
     assert len(runs_to_watch(found)) == 4
     states = {run.run_id: run_option(run).text for run in found}
-    assert states["20260102-stopped"].startswith("interrupted, step -")
+    assert states["20260102-stopped"].startswith("stopped, step -")
 
 
 def test_recent_models_are_told_once_and_only_while_they_are_there(
@@ -146,7 +146,7 @@ async def test_a_configuration_is_opened_and_its_other_settings_are_kept(
         await wizard.until(lambda: wizard.step == "strategy")
         answers = wizard.screen.answers
         assert (answers.steps, answers.sequence_length, answers.base["train"]["seed"]) == (9, 64, 3)
-        await wizard.press("s", "backspace", "7", "enter", *["escape"] * 5)
+        await wizard.press("s", "backspace", "7", "enter", *["escape"] * 6)
         assert wizard.step == "start"
         await wizard.press("enter")
         await wizard.until(lambda: wizard.step == "strategy")

@@ -23,8 +23,8 @@ from fluxtui.screens.charts import Dashboard, LossScreen, MemoryScreen, Transfer
 from fluxtui.screens.plan import plan_lines
 from fluxtui.screens.settings import key_lines
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.link import Link
 from fluxtui.state.run import LogLine, RunState
+from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import footer_line, shown_actions
@@ -245,10 +245,10 @@ def test_each_line_of_the_rates_has_a_letter_of_its_own() -> None:
     view = view_of("streamed", process="alive")
     heading = whole([PANELS["rates"].heading(view, 120)])
     drawn = whole(PANELS["rates"].body(view, 100, 20))
-    for letter, label in (("H", "H2D"), ("D", "D2H"), ("R", "N R"), ("W", "N W")):
+    for letter, label in (("I", "in"), ("O", "out"), ("W", "N W")):
         assert f"{letter} {label}" in heading
-    high = {name for name in ("H", "D", "R", "W") if name in drawn}
-    assert {"H", "D", "W"} <= high
+    high = {name for name in ("I", "O", "W") if name in drawn}
+    assert {"I", "O", "W"} <= high
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

@@ -196,7 +196,7 @@ def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     assert ended.returncode == EXIT_INTERRUPTED
     assert {"run.json", "engine.log"} <= {path.name for path in run.iterdir()}
     assert not (run / "checkpoints").exists() and not (run / "model").exists()
-    assert RunDir(run).liveness() == "interrupted"
+    assert RunDir(run).liveness() == "stopped"
 
 
 CODES = {

@@ -163,7 +163,7 @@ def test_the_same_process_cannot_use_a_directory_twice_and_can_after_release(run
 
 
 def test_locking_makes_a_directory_that_is_missing(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "new" / "run")
+    run = RunDir(tmp_path / "waiting" / "run")
     with run.lock():
         assert run.path.is_dir()
 
@@ -272,15 +272,15 @@ def test_a_damaged_json_file_reads_as_missing(tmp_path: Path, content: bytes) ->
 
 
 def test_the_state_follows_the_run(run: RunDir, make_step: Make) -> None:
-    assert run.liveness() == "new"
+    assert run.liveness() == "waiting"
     with run.lock():
         emitter = Emitter(run.journal)
         emitter.emit(make_step(1))
         assert run.liveness() == "running"
         assert run.silence_s() < 60
         run.write_json(run.result, {"exit_code": 143})
-        assert run.liveness() == "interrupted"
-    assert run.liveness() == "interrupted"
+        assert run.liveness() == "stopped"
+    assert run.liveness() == "stopped"
     with run.lock():  # resumed: the old result is not this process's
         assert run.liveness() == "running"
         run.write_json(run.result, {"exit_code": 0})
@@ -290,7 +290,7 @@ def test_the_state_follows_the_run(run: RunDir, make_step: Make) -> None:
 
 @pytest.mark.parametrize(
     ("code", "state"),
-    [(0, "finished"), (1, "failed"), (3, "failed"), (5, "failed"), (130, "interrupted")],
+    [(0, "finished"), (1, "failed"), (3, "failed"), (5, "failed"), (130, "stopped")],
 )
 def test_the_exit_code_names_the_ending(run: RunDir, code: int, state: str) -> None:
     run.write_json(run.result, {"exit_code": code})

@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from fluxtrain.client.answer import Answer
-from fluxtrain.telemetry.sample_fit import SampleFit
+from fluxtrain.telemetry.events import SampleFit
 
 
 class TextPiece(msgspec.Struct, frozen=True):

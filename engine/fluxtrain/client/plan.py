@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from fluxtrain.client.answer import Answer
-from fluxtrain.telemetry.events import ChoiceMade
-from fluxtrain.telemetry.sample_fit import SampleFit
+from fluxtrain.telemetry.events import ChoiceMade, SampleFit
 from fluxtrain.units import bytes_text, count_text
 
 

@@ -340,6 +340,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     return validate(apply_overrides(raw, overrides or []), str(path))
 
 
+def config_of(overrides: list[str]) -> RunConfig | None:
+    """The run that overrides alone define; None unless they name both model and data."""
+    raw = apply_overrides({}, overrides)
+    sections = [raw.get(section) for section in ("model", "data")]
+    named = all(isinstance(section, dict) and "path" in section for section in sections)
+    return validate(raw, "--set") if named else None
+
+
 def demo_config(overrides: list[str] | None = None) -> RunConfig:
     """The run of `--demo`: a model of a few million parameters on text that every Python has."""
     raw: dict[str, Any] = {

@@ -21,8 +21,7 @@ from fluxtrain.data.splitting import whole
 from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.models.demo_model import SEQUENCE_LENGTH
 from fluxtrain.models.loading import ModelSource, load_tokenizer
-from fluxtrain.telemetry.events import ChoiceMade
-from fluxtrain.telemetry.sample_fit import SampleFit
+from fluxtrain.telemetry.events import ChoiceMade, SampleFit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from fluxtrain.rundir.states import state_of_exit
 from fluxtrain.telemetry.events import (
     AdviceGiven,
     ChangeApplied,
@@ -29,7 +30,15 @@ from fluxtrain.telemetry.events import (
 from fluxtrain.telemetry.frames import encode_frame
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.telemetry.typed import typed_line
-from fluxtrain.units import bytes_text, count_text, duration_text
+from fluxtrain.units import (
+    bytes_text,
+    count_text,
+    duration_text,
+    loss_text,
+    number_text,
+    power_text,
+    speed_text,
+)
 
 STEP_LINES_PERIOD_S = 2.0
 
@@ -152,15 +161,16 @@ def _step(event: Event) -> str:
     assert isinstance(event, StepFinished)
     if event.left_out:
         return (
-            f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  left out: gradients "
-            f"overflowed at loss scale {event.loss_scale:,.0f}, which is halved"
+            f"step {event.step}/{event.total_steps}  loss {loss_text(event.loss)}  left out: "
+            f"gradients overflowed at loss scale {event.loss_scale:,.0f}, which is halved"
         )
     left = f", {duration_text(event.eta_s)} left" if event.eta_s else ""
-    norm = "-" if event.grad_norm is None else f"{event.grad_norm:.3g}"
+    norm = number_text(event.grad_norm, 3)
     rate = f"{count_text(event.tokens_per_s)} tokens/s  " if event.tokens else ""
     return (
-        f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  lr "
-        f"{event.learning_rate:.2e}  norm {norm}  {rate}{duration_text(event.step_s)} a step{left}"
+        f"step {event.step}/{event.total_steps}  loss {loss_text(event.loss)}  lr "
+        f"{power_text(event.learning_rate)}  norm {norm}  {rate}"
+        f"{duration_text(event.step_s)} a step{left}"
     )
 
 
@@ -168,7 +178,7 @@ def _evaluation(event: Event) -> str:
     assert isinstance(event, EvaluationFinished)
     further = "".join(f", {n} {v:.4g}" for n, v in event.metrics.items() if n != "loss")
     return (
-        f"evaluation at step {event.step}: loss {event.loss:.4f}{further} over "
+        f"evaluation at step {event.step}: loss {loss_text(event.loss)}{further} over "
         f"{count_text(event.count)} {event.unit} in {duration_text(event.seconds)}"
         f"{_beside_the_best(event)}"
     )
@@ -243,9 +253,10 @@ def _change_measured(event: Event) -> str:
     change = f"{event.name} {event.before} -> {event.after}"
     if event.measured_gain is None:
         return f"{change}: too few steady steps to measure it"
-    promised = "" if event.predicted_gain is None else f" of {event.predicted_gain:+.1%} predicted"
+    promised = "" if event.predicted_gain is None else f", {event.predicted_gain:+.1%} predicted"
+    found = speed_text(event.measured_gain)
     return (
-        f"{change}: {event.measured_gain:+.1%}{promised} ({duration_text(event.before_s)} -> "
+        f"{change}: {found}{promised} ({duration_text(event.before_s)} -> "
         f"{duration_text(event.after_s)} a step, medians of {event.steps_before} and "
         f"{event.steps_after})"
     )
@@ -264,9 +275,9 @@ def _phase(event: Event) -> str | None:
 
 def _done(event: Event) -> str:
     assert isinstance(event, Done)
-    loss = "-" if event.loss is None else f"{event.loss:.4f}"
-    held_out = "-" if event.evaluation_loss is None else f"{event.evaluation_loss:.4f}"
-    ended = "stopped" if event.exit_code else "done"
+    loss = loss_text(event.loss)
+    held_out = loss_text(event.evaluation_loss)
+    ended = state_of_exit(event.exit_code)
     when = f"after step {event.step}" if event.step else "before the first step"
     text = (
         f"{ended} {when} in {duration_text(event.seconds)}: loss {loss}, evaluation loss {held_out}"

@@ -37,6 +37,21 @@ def find_run(wanted: str, root: Path | None = None) -> Path:
     raise BadInput(f"no run '{wanted}' in {root}; did you mean {', '.join(near)}?")
 
 
+def newest_training(root: Path | None = None) -> tuple[Path, str]:
+    """Find the newest run that trains; without one the newest of all, with a sentence that says so.
+
+    Raises:
+        BadInput: there are no runs.
+    """
+    runs = list_runs(root or runs_root())
+    training = [run for run in runs if run.state in ("running", "waiting")]
+    if training:
+        return Path(training[0].path), ""
+    newest = find_run(LAST, root)
+    word = next(run.word() for run in runs if Path(run.path) == newest)
+    return newest, f"no run trains now: this is the newest, {newest.name}, {word}"
+
+
 def _is_run(path: Path) -> bool:
     run = RunDir(path)
     try:

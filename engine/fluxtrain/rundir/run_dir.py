@@ -17,21 +17,15 @@ import re
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from fluxtrain.errors import (
-    EXIT_FINISHED,
-    EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
-    BadInput,
-    FluxTrainError,
-)
+from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.rundir.glance import ending_of_journal, first_hello, newest_phase, newest_step
 from fluxtrain.rundir.process import ProcessMark
-from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Hello, StepFinished
-from fluxtrain.telemetry.frames import SchemaTooNew, decode_line
-from fluxtrain.telemetry.journal import tail_lines
+from fluxtrain.rundir.states import RunState, state_of_exit, state_word
+from fluxtrain.telemetry.events import RunPhase
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.storage import (
     check_space,
@@ -41,8 +35,6 @@ from fluxtrain.telemetry.storage import (
     write_json,
 )
 from fluxtrain.telemetry.typed import typed
-
-RunState = Literal["running", "finished", "refused", "failed", "interrupted", "dead", "new"]
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
 MARK_LIMIT_BYTES = 1 << 16
@@ -67,6 +59,13 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None = None  # when the newest step ended
     stepped_s: float = 0.0  # Unix time of the newest step
     step_s: float | None = None  # duration of the newest step
+    phase: RunPhase | None = None  # the newest that a running run told
+    saved_model: str | None = None  # of a finished run: its folder
+
+    def word(self, now_s: float | None = None) -> str:
+        """Return the word of its state at `now_s` (Unix time), or now."""
+        quiet_s = (time.time() if now_s is None else now_s) - self.updated_s
+        return state_word(self.state, self.phase, quiet_s)
 
 
 class RunLock:
@@ -239,12 +238,12 @@ class RunDir:
     def has_trained(self) -> bool:
         """Return whether any process of the run made a step, as far as checkpoints and the
         journal's end tell."""
-        return any(self.checkpoints.glob("step-*")) or _newest_step(self.journal) is not None
+        return any(self.checkpoints.glob("step-*")) or newest_step(self.journal) is not None
 
     def summary(self) -> RunSummary:
         """Return state and newest numbers, read from the journal's end and the small files."""
         ending = self._ending()
-        hello, step = _first_hello(self.journal), _newest_step(self.journal)
+        hello, step = first_hello(self.journal), newest_step(self.journal)
         started_s = hello.wall_s if hello else self.path.stat().st_mtime
         silence_s = self.silence_s()
         return RunSummary(
@@ -263,6 +262,8 @@ class RunDir:
             eta_s=step.eta_s if step else None,
             stepped_s=step.wall_s if step else 0.0,
             step_s=step.step_s if step else None,
+            phase=newest_phase(self.journal),
+            saved_model=str(self.model) if self.model.is_dir() else None,
         )
 
     def write_json(self, path: Path, value: Any) -> None:
@@ -306,15 +307,15 @@ class RunDir:
             else:
                 found = ending or found
         if not isinstance(found.get("exit_code"), int):
-            found = _ending_of_journal(self.journal)
+            found = ending_of_journal(self.journal)
         return found
 
     def _state(self, ending: dict[str, Any]) -> RunState:
         if isinstance(code := ending.get("exit_code"), int):
-            return "refused" if ending.get("refused") is True else _state_of_exit(code)
+            return "refused" if ending.get("refused") is True else state_of_exit(code)
         user = self.user()
         if user is None:
-            return "dead" if self.journal.exists() else "new"
+            return "dead" if self.journal.exists() else "waiting"
         if user.is_local:
             return "running" if user.is_alive() else "dead"
         silence_s = self.silence_s()
@@ -340,54 +341,9 @@ def list_runs(root: Path | str | None = None) -> list[RunSummary]:
     return sorted(summaries, key=lambda one: (one.started_s, one.run_id), reverse=True)
 
 
-def _state_of_exit(code: int) -> RunState:
-    if code == EXIT_FINISHED:
-        return "finished"
-    return "interrupted" if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else "failed"
-
-
 def _written_ns(path: Path) -> int:
     """Return the time of the last write; -1 for a missing file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return -1
-
-
-def _glance(line: bytes) -> AnyEvent | None:
-    """Summarise a run for a list; a run of a newer version is listed without its numbers."""
-    try:
-        return decode_line(line)
-    except SchemaTooNew:
-        return None
-
-
-def _first_hello(journal: Path) -> Hello | None:
-    try:
-        with open_to_read(journal) as file:
-            event = _glance(file.read(1 << 16).partition(b"\n")[0])
-    except OSError:
-        return None
-    return event if isinstance(event, Hello) else None
-
-
-def _newest_step(journal: Path) -> StepFinished | None:
-    for line in tail_lines(journal):
-        if b'"step"' in line and isinstance(event := _glance(line), StepFinished):
-            return event
-    return None
-
-
-def _ending_of_journal(journal: Path) -> dict[str, Any]:
-    """Return the content of Done or Failed, if the journal ends with one."""
-    ending: dict[str, Any] = {}
-    for line in tail_lines(journal)[:16]:
-        event = _glance(line)
-        if isinstance(event, Hello | StepFinished):
-            break
-        if isinstance(event, Done | Failed):
-            ending.setdefault("exit_code", event.exit_code)
-        if isinstance(event, Failed):
-            ending.setdefault("message", event.message)
-            ending.setdefault("refused", event.refused)
-    return ending

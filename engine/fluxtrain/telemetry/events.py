@@ -28,7 +28,6 @@ from fluxtrain.telemetry.event import (
     Gauge,
     RunPhase,
 )
-from fluxtrain.telemetry.sample_fit import SampleFit
 
 __all__ = [  # what is imported above, too
     "FRAME_LIMIT_BYTES", "SCHEMA", "SCHEMA_MAJOR", "SCHEMA_MINOR", "AdviceGiven",
@@ -36,7 +35,7 @@ __all__ = [  # what is imported above, too
     "CheckpointWritten", "ChoiceMade", "CommandAnswered", "Compared", "Done", "EvaluationFinished",
     "Event", "Failed", "Gauge", "Heartbeat", "Hello", "LogWritten", "MeasuringChange",
     "MemorySampled", "Move", "MovesMade", "PhaseChanged", "PlacedAlike", "PlanChecked", "Planned",
-    "ResidencySampled", "RunPhase", "SampleGenerated", "StepFinished", "StoppedEarly",
+    "ResidencySampled", "RunPhase", "SampleFit", "SampleGenerated", "StepFinished", "StoppedEarly",
     "TrafficSampled",
 ]  # fmt: skip
 
@@ -85,6 +84,16 @@ class PlacedAlike(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     activations: str  # kept, inputs_on_device, inputs_on_host
     transfers: tuple[str, ...]  # whole, rows, vocabulary_chunks
     resident: bool  # the device's copy of the weights stays there
+
+
+class SampleFit(msgspec.Struct, frozen=True, kw_only=True):
+    """How many samples (texts, or answers with what stands before them) fit into rows."""
+
+    samples: int
+    longer: int  # than a row
+    cut: int  # of these: conversations of which only the beginning is learnt
+    divided: int  # of these: texts that are in several rows
+    left_out: int  # nothing to learn is within a row
 
 
 class Planned(Event, frozen=True, kw_only=True, tag="planned"):

@@ -30,8 +30,7 @@ from fluxtrain.planning.placing import (
 from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
 from fluxtrain.planning.row_length import counted
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import ChoiceMade, Planned
-from fluxtrain.telemetry.sample_fit import SampleFit
+from fluxtrain.telemetry.events import ChoiceMade, Planned, SampleFit
 from fluxtrain.train.run_files import write_plan_file
 from fluxtrain.wrapping.engine import Engine
 

@@ -22,7 +22,10 @@ PackedBase = Literal["nf4", "nf4-double", "int8"]
 DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca", "completion", "plain"]
 Offload = Literal["auto", "none", "optimizer", "weights", "max"]
 Dial = Literal["auto", "fast", "balanced", "fit"]
-StepName = Literal["start", "model", "data", "method", "hardware", "strategy", "preview", "launch"]
+StepName = Literal[
+    "start", "model", "data", "method", "training", "hardware", "strategy", "preview", "launch"
+]
+Schedule = Literal["cosine", "linear", "constant"]
 
 STEPS: tuple[StepName, ...] = get_args(StepName)
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
@@ -51,7 +54,9 @@ class Answers:
         targets: names of the layers that get adapters, with commas; "" for all linear ones.
         base_format: how QLoRA packs the frozen weights.
         dial, dial_settings: the chosen one of the ranked plans, and the settings it consists of.
-        sequence_length, batch_rows, chunk_rows, steps: None leaves them to the trainer.
+        sequence_length, batch_rows, chunk_rows, steps and what follows them: None leaves it to the
+            trainer; see `training`.
+        run_folder: where the run lives; "" for a new folder below the runs.
         base: a configuration file the answers were read from; keys that the wizard does not ask
             for are carried through unchanged.
         overrides: `key=value` settings from the command line, handed to the trainer as they are.
@@ -84,6 +89,17 @@ class Answers:
     batch_rows: int | None = None
     chunk_rows: int | None = None
     steps: int | None = None
+    learning_rate: float | None = None
+    schedule: Schedule | None = None
+    warmup_steps: int | None = None
+    epochs: float | None = None
+    accumulation: int | None = None
+    evaluate_every: int | str | None = None
+    held_out: float | None = None
+    checkpoint_every: int | str | None = None
+    seed: int | None = None
+    data_seed: int | None = None
+    run_folder: str = ""
     overrides: tuple[str, ...] = ()
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     step: StepName = "start"

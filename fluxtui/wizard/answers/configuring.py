@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fluxtui.home import expanded
 from fluxtui.wizard.answers.answers import DEMO, DIAL, Answers, data_answer, model_answer
+from fluxtui.wizard.answers.training import TRAINING_QUESTIONS, settled
 
 SETTINGS: dict[str, str] = {
     "data_format": "data.format",
-    "sequence_length": "data.sequence_length",
-    "steps": "train.steps",
     "batch_rows": "train.batch_rows",
     "offload": "placement.offload",
     "chunk_rows": "placement.chunk_rows",
+    **{one.field: one.key for one in TRAINING_QUESTIONS if one.key},
 }  # field of the answers: key of the configuration
 METHOD = "method.name"
 ADAPTERS: dict[str, str] = {
@@ -35,6 +35,8 @@ def chosen_settings(answers: Answers) -> dict[str, Any]:
     """The settings that the user chose, by their dotted keys; a plan's come before single ones."""
     values = {key: getattr(answers, field) for field, key in SETTINGS.items()}
     single = {key: value for key, value in values.items() if value not in UNSET}
+    if answers.epochs is not None and answers.is_demo:
+        single["train.steps"] = None  # the demo has a number of steps of its own
     return {**answers.dial_settings, **single, **method_settings(answers)}
 
 
@@ -89,19 +91,49 @@ def yaml_text(answers: Answers) -> str:
 def set_arguments(answers: Answers) -> list[str]:
     """The overrides, and before them the settings of a demo run, as `--set` arguments."""
     chosen = chosen_settings(answers) if answers.is_demo else {}
-    settings = [*(f"{key}={value}" for key, value in chosen.items()), *answers.overrides]
+    return as_arguments([*assignments(chosen), *answers.overrides])
+
+
+def as_arguments(settings: Iterable[str]) -> list[str]:
+    """Settings as the arguments of a command."""
     return [argument for setting in settings for argument in ("--set", setting)]
+
+
+def assignments(chosen: Mapping[str, Any]) -> list[str]:
+    """Settings as `key=value`, whose values are YAML in one line."""
+    return [f"{key}={in_a_line(value)}" for key, value in chosen.items()]
+
+
+def in_a_line(value: object) -> str:
+    """A value as YAML that stands in one line."""
+    import yaml
+
+    text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1 << 20)
+    return text.strip()[1:-1]
+
+
+def flat_configuration(answers: Answers) -> dict[str, Any]:
+    """The configuration by dotted keys, without what is the trainer's default anyway."""
+    found = {
+        f"{section}.{name}": value
+        for section, values in configuration(answers).items()
+        for name, value in values.items()
+    }
+    return {key: value for key, value in found.items() if (key, value) != (METHOD, "full")}
 
 
 def answers_from_config(config: Mapping[str, Any]) -> Answers:
     """Read the wizard's answers out of a valid configuration: of a file, or of a run's run.json."""
     values = {field: _value(config, key) for field, key in SETTINGS.items()}
+    values |= {one.field: settled(one, values.get(one.field)) for one in TRAINING_QUESTIONS}
+    if values["steps"] is not None:
+        values["epochs"] = None  # which then decide nothing
     return Answers(
         **model_answer(config.get("model", {}).get("path", DEMO)),
         **data_answer(config.get("data", {}).get("path", DEMO)),
         method=config.get("method", {}).get("name", "full"),
         **_adapter_answers(config),
-        **{field: value for field, value in values.items() if value not in UNSET},
+        **{field: value for field, value in values.items() if value not in (*UNSET, "")},
         **_dial_answer(_value(config, AGGRESSIVENESS)),
         base=_without_stop_of_the_dial(config),
         step="strategy",

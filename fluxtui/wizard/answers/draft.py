@@ -28,6 +28,7 @@ from fluxtui.wizard.answers.answers import (
     route,
 )
 from fluxtui.wizard.answers.configuring import answers_from_config
+from fluxtui.wizard.answers.training import TRAINING_QUESTIONS, acceptable_training
 
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "start": get_args(StartSource),
@@ -41,7 +42,8 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "offload": OFFLOADS,
     "step": STEPS,
 }
-_NUMBERS = ("rank", "alpha", "sequence_length", "batch_rows", "chunk_rows", "steps")
+_NUMBERS = ("rank", "alpha", "batch_rows", "chunk_rows")
+_TRAINING = {question.field: question for question in TRAINING_QUESTIONS}
 
 
 def draft_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -101,6 +103,8 @@ def acceptable(name: str, value: object) -> bool:
     """Whether a field of the answers can have this value."""
     if name in _ALLOWED:
         return isinstance(value, str) and value in _ALLOWED[name]
+    if name in _TRAINING:
+        return acceptable_training(_TRAINING[name], value)
     if name in _NUMBERS:
         return value is None or (type(value) is int and value > 0)
     if name == "overrides":

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from pathlib import Path
 
+from fluxtrain.errors import BadInput
 from fluxtrain.rundir.launch import TrainerProcess, start_trainer
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.storage import write_bytes
+from fluxtrain.telemetry.storage import storage_error, write_bytes
 from fluxtrain.telemetry.typed import typed_line
+from fluxtui.home import expanded
 from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME
 from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.configuring import set_arguments, yaml_text
+from fluxtui.wizard.answers.configuring import (
+    as_arguments,
+    assignments,
+    flat_configuration,
+    set_arguments,
+    yaml_text,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,11 +62,19 @@ def engine_arguments(answers: Answers, config: Path) -> list[str]:
 
 
 def command_text(answers: Answers) -> str:
-    """The run as a command that a person can copy, with its configuration in config.yaml."""
+    """The run as a command that runs when it is pasted into a shell: it needs no file but those
+    that the answers name."""
+    return typed_line(shlex.join(["fluxtrain", "train", *_shown_arguments(answers)]))
+
+
+def _shown_arguments(answers: Answers) -> list[str]:
     if answers.start == "resume":
-        return typed_line(shlex.join(["fluxtrain", "train", "--resume", answers.resume_run]))
-    arguments = engine_arguments(answers, Path(CONFIG_NAME))
-    return typed_line(shlex.join(["fluxtrain", "train", *arguments]))
+        return ["--resume", answers.resume_run]
+    where = ["--run-dir", expanded(answers.run_folder)] if answers.run_folder.strip() else []
+    if answers.is_demo:
+        return ["--demo", *set_arguments(answers), *where]
+    settings = assignments(flat_configuration(answers))
+    return [*as_arguments([*settings, *answers.overrides]), *where]
 
 
 def run_name(answers: Answers) -> str:
@@ -79,7 +96,7 @@ def prepare(answers: Answers, root: Path | None = None) -> Launch:
     if answers.start == "resume":
         path = Path(answers.resume_run)
         return Launch(run_dir=path, arguments=("--resume", str(path)), config_text="")
-    run = RunDir.create(root, run_name(answers))
+    run = _made(answers, root)
     config = run.path / CONFIG_NAME
     text = yaml_text(answers)
     if not answers.is_demo:
@@ -87,6 +104,39 @@ def prepare(answers: Answers, root: Path | None = None) -> Launch:
     return Launch(
         run_dir=run.path, arguments=tuple(engine_arguments(answers, config)), config_text=text
     )
+
+
+def run_folder_problem(typed: str) -> str:
+    """Say why a typed folder cannot hold a new run; "" if it can, or if none was typed."""
+    folder = Path(expanded(typed)) if typed.strip() else None
+    if folder is None or not os.path.lexists(folder):
+        return ""
+    if not folder.is_dir():
+        return f"{folder} is a file: name a folder that is new or empty"
+    if any(folder.iterdir()):
+        return f"{folder} is not empty: name a folder that is new or empty, as a run fills its own"
+    return ""
+
+
+def place_of(answers: Answers, root: Path) -> Path:
+    """Where the run will lie: the folder that was asked for, or the one of the runs."""
+    typed = answers.run_folder.strip()
+    return Path(expanded(typed)) if typed else root
+
+
+def _made(answers: Answers, root: Path | None) -> RunDir:
+    """Make the run's directory: the one that was asked for, or a new one below `root`."""
+    if not answers.run_folder.strip():
+        return RunDir.create(root, run_name(answers))
+    folder = Path(expanded(answers.run_folder))
+    try:
+        problem = run_folder_problem(answers.run_folder)
+        if problem:
+            raise BadInput(problem)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(folder, error) from error
+    return RunDir(folder)
 
 
 def begin(launch: Launch) -> TrainerProcess:

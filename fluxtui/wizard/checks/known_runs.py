@@ -7,12 +7,12 @@ from pathlib import Path
 
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.telemetry.storage import read_json
-from fluxtrain.units import UNKNOWN, duration_text
+from fluxtrain.units import UNKNOWN, duration_text, loss_text
 from fluxtui.home import expanded
 from fluxtui.wizard.answers.answers import DEMO
 from fluxtui.wizard.answers.question import Option
 
-RESUMABLE = ("interrupted", "dead", "failed")
+RESUMABLE = ("stopped", "dead", "failed")
 MODELS = 4
 
 
@@ -51,7 +51,7 @@ def run_option(run: RunSummary, now_s: float | None = None) -> Option:
     now_s = time.time() if now_s is None else now_s
     step = UNKNOWN if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"
     age = duration_text(max(0.0, now_s - run.updated_s))
-    return Option(run.path, run.run_id, f"{run.state}, step {step}, {age} ago")
+    return Option(run.path, run.run_id, f"{run.word(now_s)}, step {step}, {age} ago")
 
 
 def run_rows(run: RunSummary) -> tuple[tuple[str, str], ...]:
@@ -61,7 +61,7 @@ def run_rows(run: RunSummary) -> tuple[tuple[str, str], ...]:
         ("state", f"{run.state}{f': {run.message}' if run.message else ''}"),
         ("model", run.model or ""),
         ("step", "" if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"),
-        ("loss", "" if run.loss is None else f"{run.loss:.4f}"),
+        ("loss", "" if run.loss is None else loss_text(run.loss)),
     )
     return tuple((name, value) for name, value in rows if value)
 

@@ -6,10 +6,11 @@ survives 16 colours and none.
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.content import Content
 
 from fluxtrain.units import bytes_text
@@ -19,21 +20,18 @@ from fluxtui.wizard.checks.data_facts import Sample
 
 MUTED = "dim"
 CURSOR = "▸ "
+MORE_FOLLOWS = " \\"
 TITLES: dict[StepName, str] = {
     "start": "Start",
     "model": "Model",
     "data": "Data",
     "method": "Method",
+    "training": "Training",
     "hardware": "Hardware",
     "strategy": "Strategy",
     "preview": "Preview",
     "launch": "Launch",
 }
-SHORT_TITLES: dict[StepName, str] = {
-    **TITLES, "hardware": "Host", "strategy": "Plan", "preview": "Check"
-}  # fmt: skip
-
-
 STYLES = {"dim": MUTED, "strong": "bold", "warn": "$warning", "good": "$success",
           "accent": "bold $accent"}  # fmt: skip
 
@@ -44,24 +42,32 @@ def spans(line: Line) -> Content:
 
 
 def stepper(current: StepName, width: int, steps: Sequence[StepName] = STEPS) -> Content:
-    """Three lines: the product, a rule in as many parts as steps, and the names of the steps."""
+    """Three lines: the product, a rule in as many parts as steps, and the names of the steps.
+
+    A step has one name at every width. Where not all have room, the present one's alone is shown.
+    """
     position = steps.index(current)
     counter = f"step {position + 1} of {len(steps)}"
-    part = max(3, (width - len(steps) + 1) // len(steps))
-    titles = TITLES if part >= 2 + max(map(len, TITLES.values())) else SHORT_TITLES
-    named = part >= 2 + max(map(len, titles.values()))  # narrower, only the present one is
+    gaps = len(steps) - 1
+    letters = sum(len(TITLES[step]) for step in steps)
+    blank = " " if letters + 2 * len(steps) + gaps <= width else ""
+    named = letters + (1 + len(blank)) * len(steps) + gaps <= width
     what = "new run" if named else TITLES[current]
-    gap = " " * max(1, width - len("FluxTrain  ") - len(what) - len(counter))
+    between = " " * max(1, width - len("FluxTrain  ") - len(what) - len(counter))
     head = Content.assemble(
-        ("FluxTrain", "bold $accent"), (f"  {what}", MUTED if named else ""), gap, (counter, "bold")
-    )
+        ("FluxTrain", "bold $accent"), (f"  {what}", MUTED if named else ""), between,
+        (counter, "bold"),
+    )  # fmt: skip
+    least = [1 + len(blank) + len(TITLES[step]) if named else 1 for step in steps]
+    spare = max(0, width - gaps - sum(least))
     rules, names = [], []
     for index, step in enumerate(steps):
         done, here = index < position, index == position
         style = "bold $accent" if here else "$success" if done else MUTED
+        part = least[index] + spare // len(steps) + (index < spare % len(steps))
         rules.append(Content.styled(("━" if done or here else "─") * part, style))
         mark = "✓" if done else "●" if here else "○"
-        name = f"{mark} {titles[step]}" if named else mark
+        name = f"{mark}{blank}{TITLES[step]}" if named else mark
         names.append(Content.styled(name.ljust(part), style))
     space = Content(" ")
     return Content("\n").join([head, space.join(rules), space.join(names)])
@@ -93,6 +99,46 @@ def heading(text: str, hint: str, width: int) -> Content:
 def paragraph(text: str, width: int, style: str = "") -> Content:
     """Wrapped text; words longer than the line, such as paths, are broken."""
     return Content.styled("\n".join(in_lines(text, max(10, width)) or [""]), style)
+
+
+def command(text: str, width: int) -> Content:
+    """A command in lines that a shell reads as one: broken between words, each but the last with a
+    backslash at its end."""
+    return Content.styled("\n".join(command_lines(text, max(10, width))), "$accent")
+
+
+def command_lines(text: str, width: int) -> list[str]:
+    """The lines of a command; see `command`. An option stands beside its value where both have
+    room, and a word that has no room in a line is broken too."""
+    room = width - len(MORE_FOLLOWS)
+    lines = [""]
+    for part in _parts_of(shlex.split(text), room):
+        if lines[-1] and cell_len(lines[-1]) + 1 + cell_len(part) > room:
+            lines[-1] += MORE_FOLLOWS
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + part
+    return "\n".join(lines).split("\n")
+
+
+def _parts_of(words: Sequence[str], room: int) -> Iterator[str]:
+    """Words that stay together, quoted for a shell; one that is too long goes on in lines below."""
+    held = ""  # an option that waits for its value
+    for word in words:
+        quoted = shlex.quote(word)
+        if held and cell_len(held) + 1 + cell_len(quoted) <= room:
+            quoted, held = f"{held} {quoted}", ""
+        if held:
+            yield held
+        if word.startswith("--"):
+            held = quoted
+            continue
+        held = ""
+        if cell_len(quoted) > room:
+            most = max(1, (room - 2) // (5 if "'" in word else 1))  # a quote takes five characters
+            quoted = "\\\n".join(map(shlex.quote, chop_cells(word, most)))
+        yield quoted
+    if held:
+        yield held
 
 
 def problem(text: str, width: int) -> Content:

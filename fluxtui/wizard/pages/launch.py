@@ -5,10 +5,13 @@ from __future__ import annotations
 from textual.content import Content
 
 from fluxtrain.units import bytes_text
+from fluxtui.home import expanded
 from fluxtui.wizard.answers.launching import command_text
+from fluxtui.wizard.answers.training import question_of
 from fluxtui.wizard.checks.known_runs import run_rows
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.preview import time_line, yaml_block
+from fluxtui.wizard.pages.training import value_and_reason
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 OWN_PROCESS = "in a process of its own: closing this app does not stop it"
@@ -31,7 +34,7 @@ def launch_page(view: WizardView, width: int) -> Content:
         drawing.paragraph(OWN_PROCESS, width, drawing.MUTED),
         Content(""),
         Content.styled("The same from a shell", "bold"),
-        drawing.paragraph(command_text(view.answers), width, "$accent"),
+        drawing.command(command_text(view.answers), width),
     ]
     if not (view.wide or going_on):
         lines += [Content(""), yaml_block(view)]
@@ -46,7 +49,9 @@ def launch_problems(view: WizardView) -> list[str]:
 
 def launch_rows(view: WizardView) -> list[tuple[str, str]]:
     """The answers in words, what they lead to, and where the run lives."""
-    rows = [*summary_rows(view), ("runs in", str(view.root))]
+    where = view.answers.run_folder.strip()
+    place = ("runs as", expanded(where)) if where else ("runs in", str(view.root))
+    rows = [*summary_rows(view), place]
     if view.plan.value is not None:
         what, _, when = time_line(view).partition(": ")
         rows.append((what, when))
@@ -59,6 +64,7 @@ def summary_rows(view: WizardView) -> list[tuple[str, str]]:
     """The answers in words."""
     answers, plan = view.answers, view.plan.value
     steps = answers.steps if plan is None else plan.steps
+    rate, _ = value_and_reason(view, question_of("learning_rate"))
     offload: str = answers.offload
     if plan is not None and plan.layout.offload != offload:
         offload = f"{plan.layout.offload} ({offload})"
@@ -68,7 +74,7 @@ def summary_rows(view: WizardView) -> list[tuple[str, str]]:
         ("method", answers.method),
         ("strategy", answers.dial),
         ("offload", offload),
-        ("steps", "auto" if steps is None else f"{steps:,}"),
+        ("training", f"{'auto' if steps is None else f'{steps:,}'} steps, rate {rate}"),
     ]
 
 

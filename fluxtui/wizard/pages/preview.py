@@ -91,7 +91,7 @@ def equivalent(view: WizardView, width: int) -> Content:
     return Content("\n").join(
         [
             Content.assemble(("The same from a shell", "bold"), (hint, drawing.MUTED)),
-            drawing.paragraph(command_text(view.answers), width, "$accent"),
+            drawing.command(command_text(view.answers), width),
             Content(""),
             yaml_block(view),
         ]

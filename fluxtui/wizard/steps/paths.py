@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from textual.suggester import Suggester
@@ -25,8 +26,12 @@ class PathSuggester(Suggester):
 
 def complete_path(value: str, folders_only: bool) -> str | None:
     """`value` completed to an existing path, or None; hidden names only when asked for."""
-    if not value.strip():
-        return None
+    found = completions(value, folders_only) if value.strip() else ()
+    return found[0] if found else None
+
+
+def completions(value: str, folders_only: bool) -> tuple[str, ...]:
+    """Every path that begins with `value`, in order; a folder ends with a slash."""
     head, begun = os.path.split(value)
     try:
         with os.scandir(Path(expanded(head) or ".")) as entries:
@@ -36,6 +41,12 @@ def complete_path(value: str, folders_only: bool) -> str | None:
                 if entry.name.startswith(begun) and (entry.is_dir() or not folders_only)
             )
     except OSError:
-        return None
-    shown = [name for name in names if begun or not name.startswith(".")]
-    return os.path.join(head, shown[0]) if shown else None
+        return ()
+    return tuple(os.path.join(head, name) for name in names if begun or not name.startswith("."))
+
+
+def stem_of(paths: Sequence[str]) -> str:
+    """How far paths agree."""
+    least, most = min(paths), max(paths)
+    agreed = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), None)
+    return least if agreed is None else least[:agreed]

@@ -16,7 +16,7 @@ from fluxtui.widgets.entry import Entry
 from fluxtui.wizard.answers.answers import DATA_FORMATS, Answers
 from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
 from fluxtui.wizard.pages.wizard_view import WizardView
-from fluxtui.wizard.steps.paths import PathSuggester
+from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.step import DrawPage, Step
 from fluxtui.wizard.steps.widgets import ChoiceList, Drawn
 
@@ -132,8 +132,12 @@ class SourceStep(Step):
         self._typed_at += 1
 
     def _box(self, field: Field) -> Input:
-        suggester = PathSuggester(field.kind == "folder") if field.kind != "text" else None
-        box = Entry(placeholder=field.hint, suggester=suggester, id=f"{field.name}-input")
+        name = f"{field.name}-input"
+        box: Input = (
+            Entry(placeholder=field.hint, id=name)
+            if field.kind == "text"
+            else PathEntry(folders_only=field.kind == "folder", placeholder=field.hint, id=name)
+        )
         box.select_on_focus = False  # what is typed on the list goes on in the field
         box.border_title = field.title
         return box

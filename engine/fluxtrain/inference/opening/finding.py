@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fluxtrain.checkpoint.recovery import stored_config
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
-from fluxtrain.exporting.source import CONFIG, AdapterSource, find_adapter
 from fluxtrain.inference.opening.naming import DEMO, is_run, refuse_missing
 from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from fluxtrain.exporting.source import AdapterSource
+
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,7 @@ def find_model(named: str) -> Found:
         return Found(path=DEMO)
     if (path / "config.json").is_file() and not RunDir(path).run.is_file():
         return Found(path=str(path), **_run_around(path))
-    if (path / CONFIG).is_file():
+    if (path / _ADAPTER).is_file():
         return _adapter(str(path), **_run_around(path))
     if is_run(named):
         return _of_run(RunDir(find_run(named)))
@@ -57,6 +61,8 @@ def _of_run(run_dir: RunDir) -> Found:
 
 
 def _adapter(named: str, run: RunConfig | None = None, run_id: str | None = None) -> Found:
+    from fluxtrain.exporting.source import find_adapter  # peft is read where there are adapters
+
     source = find_adapter(named)
     if getattr(source.config, "is_prompt_learning", False):
         raise BadInput(

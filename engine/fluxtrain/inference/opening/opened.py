@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.exporting.check.logits import with_adapter
-from fluxtrain.exporting.request import ChosenBase, ExportRequest, chosen_base
-from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.inference.opening.finding import Found, find_model
 from fluxtrain.inference.opening.placed import place_for_use, refuse_before_loading
 from fluxtrain.inference.opening.request import ModelRequest
@@ -26,6 +23,10 @@ from fluxtrain.plan import states
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.wrapping.engine import Engine
 from fluxtrain.wrapping.target import compute_device
+
+if TYPE_CHECKING:
+    from fluxtrain.exporting.request import ChosenBase
+    from fluxtrain.exporting.source import AdapterSource
 
 Tell = Callable[[str], None]
 
@@ -105,7 +106,9 @@ def _source(request: ModelRequest, found: Found, device: torch.device) -> ModelS
     )
 
 
-def _base_of(request: ModelRequest, source: AdapterSource) -> Any:
+def _base_of(request: ModelRequest, source: AdapterSource) -> AbstractContextManager[ChosenBase]:
+    from fluxtrain.exporting.request import ExportRequest, chosen_base
+
     return chosen_base(
         ExportRequest(
             named=request.named,
@@ -122,6 +125,8 @@ def _beside_adapter(
     request: ModelRequest, base: ChosenBase, source: AdapterSource, device: torch.device
 ) -> LoadedModel:
     """Load a base with the adapter in it, the adapter's tokenizer and generation settings."""
+    from fluxtrain.exporting.check.logits import with_adapter
+
     wished = request.wished_dtype
     packs = base.storage != "plain"
     loaded = load_model(

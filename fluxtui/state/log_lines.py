@@ -1,13 +1,15 @@
-"""Filters the lines of the log by words, lowest level and kind."""
+"""The log as the user reads it: filtered, and held while newer lines push old ones out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fluxtui.state.run import Level, LogLine
+from fluxtui.state.history import History
+from fluxtui.state.run import LOG_LIMIT, Level, LogLine
 
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
+HELD_LIMIT = 3 * LOG_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +44,29 @@ class LogFilter:
         kinds = ["", *sorted({entry.kind for entry in log})]
         at = kinds.index(self.kind) + 1 if self.kind in kinds else 0
         return replace(self, kind=kinds[at % len(kinds)])
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLog:
+    """All lines since some time before the log was held; none of them is dropped."""
+
+    lines: Sequence[LogLine]
+    appended: int  # lines of the log up to the last of these, dropped ones included
+
+    @classmethod
+    def of(cls, log: History[LogLine]) -> HeldLog:
+        """Hold the log as it is now."""
+        return cls(list(log), log.total)
+
+    def after(self, log: History[LogLine]) -> HeldLog:
+        """Add newer lines, as long as none in between is lost and there is room."""
+        new = log.total - self.appended
+        if new < 0:  # another run's
+            return HeldLog.of(log)
+        if new == 0 or new > len(log) or len(self.lines) + new > HELD_LIMIT:
+            return self
+        return HeldLog([*self.lines, *log.last(new)], log.total)
+
+    def newer(self, log: History[LogLine]) -> int:
+        """Return how many lines came after the held ones."""
+        return max(0, log.total - self.appended)
