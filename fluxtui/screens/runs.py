@@ -26,8 +26,8 @@ from fluxtui.panels.machine import machine_line
 from fluxtui.panels.panel import key_of
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run
+from fluxtui.sources.run_list import Column, RunOrder
 from fluxtui.state.link import Link
-from fluxtui.state.run_list import Column, RunOrder
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.entry import Entry

@@ -15,13 +15,13 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.units import number_text, power_text
 from fluxtui.actions.key_map import app_bindings, own_bindings, screen_bindings
 from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find, footer_actions
+from fluxtui.chat.screen import ChatScreen
 from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import parts_of
 from fluxtui.panels.panel import share_text, whole_text
 from fluxtui.panels.progress import eta, slow_step_s
 from fluxtui.panels.residency import tiles
-from fluxtui.screens.chat import ChatScreen
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.plan import plan_lines
 from fluxtui.screens.settings import SettingsScreen
@@ -173,7 +173,7 @@ def test_the_disk_has_lines_only_when_it_was_used(made: ModuleType) -> None:
     used = replace(view.state.traffic, disk_read_bytes=1 << 30)
     assert "N R" in drawn(changed(view, state=view.state.after(used)), "bus", 60, 12)
     low = drawn(changed(view, state=view.state.after(used)), "bus", 60, 5)
-    assert "stall" in low and "out" in low  # whatever moved on the disk
+    assert "stall" in low and "out" in low
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 26, 48, 96, 400])
@@ -299,7 +299,8 @@ def test_ids_and_keys_are_unique_on_every_screen() -> None:
 
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
-    pages = (DrawnStep, MethodStep, SourceStep, TrainingStep, PathEntry, StrategyStep)
+    pages = (WizardScreen, ChatScreen, DrawnStep, MethodStep, SourceStep, TrainingStep, PathEntry,
+             StrategyStep)  # fmt: skip
     of_wizard = (
         *WizardScreen.BINDINGS,
         *(one for page in pages for one in page.BINDINGS),
