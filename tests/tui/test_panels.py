@@ -293,19 +293,14 @@ def test_the_status_line_says_the_essentials(made: ModuleType) -> None:
 
 def test_ids_and_keys_are_unique_on_every_screen() -> None:
     assert len({action.id for action in ACTIONS}) == len(ACTIONS)
-    for screen in (*RUN_SCREENS, *PAGES):
+    for screen in (*RUN_SCREENS, *PAGES, "chat"):
         keys = [k for a in ACTIONS if a.works_on(screen) for k in a.keys.split(",")]
         assert len(keys) == len(set(keys)), screen
 
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
-    pages = (WizardScreen, ChatScreen, DrawnStep, MethodStep, SourceStep, TrainingStep, PathEntry,
-             StrategyStep)  # fmt: skip
-    of_wizard = (
-        *WizardScreen.BINDINGS,
-        *(one for page in pages for one in page.BINDINGS),
-        *ChatScreen.BINDINGS,
-    )
+    pages = (WizardScreen, ChatScreen, DrawnStep, MethodStep, SourceStep, TrainingStep, PathEntry)
+    of_wizard = [one for page in (*pages, StrategyStep) for one in page.BINDINGS]
     made = (*app_bindings(), *SettingsScreen.BINDINGS, *own_bindings(), *WizardFrame.BINDINGS)
     on_screens = [binding for name in ("", *RUN_SCREENS) for binding in screen_bindings(name)]
     bound = [binding.id for binding in (*made, *of_wizard, *on_screens)]
