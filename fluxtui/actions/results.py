@@ -10,7 +10,7 @@ from fluxtui.app_base import AppBase
 
 def open_chat(app: AppBase, run_dir: Path) -> None:
     """Talk with the model of a run; say why where it has saved none."""
-    from fluxtui.screens.chat import ChatScreen
+    from fluxtui.chat.screen import ChatScreen
 
     if has_model(app, run_dir, "chat"):
         app.push_screen(ChatScreen(str(run_dir), run_dir.name, app.engine))

@@ -91,6 +91,6 @@ PANEL = Panel(
     "Samples",
     body,
     heading,
-    about="answers to samples.prompts; at the crosshair those of then",
+    about="answers to your prompts, at the crosshair's step",
     shows=lambda view: (view.state.samples, view.chart),
 )

@@ -26,7 +26,7 @@ from fluxtui.panels.machine import machine_line
 from fluxtui.panels.panel import key_of
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run
-from fluxtui.state.run_list import Column, RunOrder
+from fluxtui.sources.run_list import Column, RunOrder
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.themes import Palette

@@ -22,6 +22,7 @@ from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.pages.preview import config_text
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import Answered, Wished
+from fluxtui.wizard.steps.training_step import TrainingStep
 
 _TYPING_PAUSE_S = 0.2
 _PLANNED: tuple[StepName, ...] = ("method", "training", "hardware", "strategy", "preview", "launch")
@@ -70,6 +71,8 @@ class WizardScreen(WizardFrame):
     def action_next(self) -> None:
         """Accept this step's answer and go on, if it can be used."""
         step = self.current
+        if isinstance(step, TrainingStep) and step.take_enter():
+            return
         if isinstance(step, SourceStep):
             self._next_from_source(step)
         elif step.name_of_step in ("strategy", "preview"):

@@ -17,11 +17,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.data.demo import train_tokenizer
+from fluxtrain.methods.adapters import attach_adapters, save_adapter
 from fluxtrain.models.export import save_model
 from fluxtrain.models.loading import ModelSource, load_model
 from tests.engine.conftest import SENTENCES, VOCABULARY
-from tests.transformers4.with_4 import IDS, TEXT
+from tests.transformers4.with_4 import IDS, TEXT, loaded
 
 PYTHON = os.environ.get("FLUXTRAIN_TRANSFORMERS4", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs transformers 4: make test-transformers4")
@@ -131,12 +133,25 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, to: Path, dtype: str = "auto") -> None:
     """Load, change the weights a little, and save as a run does."""
-    loaded = load_model(ModelSource(path=str(folder), dtype=dtype))
+    source = load_model(ModelSource(path=str(folder), dtype=dtype))
     with torch.no_grad():
-        for parameter in loaded.model.parameters():
+        for parameter in source.model.parameters():
             parameter.mul_(1.01)
-    loaded.model.generation_config.eos_token_id = [0, 3]
-    save_model(loaded.model, loaded.tokenizer, to, loaded.beside)
+    source.model.generation_config.eos_token_id = [0, 3]
+    save_model(source.model, source.tokenizer, to, source.beside)
+
+
+def adapted(folder: Path, to: Path) -> None:
+    """Load, put an adapter beside it, and save that as a run does."""
+    base = load_model(ModelSource(path=str(folder)))
+    settings = MethodSettings(name="lora", rank=4)
+    attach_adapters(base.model, settings, ModelSettings(path=str(folder)))
+    with torch.no_grad():
+        for parameter in base.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    base.model.generation_config.eos_token_id = [0, 3]
+    save_adapter(base, "plain", to)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +169,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Trained:
     for name in names:
         trained(root / name, root / f"{name}-trained")
     trained(root / "4-llama", root / "4-llama-bf16-trained", "bfloat16")
+    adapted(root / "5-qwen3", root / "adapter-trained")
     return {path.name.removesuffix("-trained"): path for path in root.glob("*-trained")}
 
 
@@ -197,14 +213,14 @@ def read_by_4(saved: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"4-{n}" for n in OF_4), *(f"5-{n}" for n in OF_5), "4-llama-bf16"]
+    "name", [*(f"4-{n}" for n in OF_4), *(f"5-{n}" for n in OF_5), "4-llama-bf16", "adapter"]
 )
 def test_a_trained_model_computes_the_same_in_4_and_in_5(
     name: str, saved: Trained, read_by_4: dict[str, Any]
 ) -> None:
     found = read_by_4[name]
     assert "error" not in found, found["error"]
-    model = AutoModelForCausalLM.from_pretrained(saved[name], dtype="auto").eval()
+    model = loaded(str(saved[name])).eval()
     tokenizer = AutoTokenizer.from_pretrained(saved[name])
     with torch.no_grad():
         logits = model(IDS).logits

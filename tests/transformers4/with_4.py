@@ -30,9 +30,21 @@ def make(shapes: Path, tokenizer: Path) -> None:
         AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
 
 
+def loaded(folder: str) -> Any:
+    """Load a model, or an adapter with its base."""
+    adapter = Path(folder, "adapter_config.json")
+    if not adapter.exists():
+        return AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto")
+    from peft import PeftModel
+
+    base = json.loads(adapter.read_text())["base_model_name_or_path"]
+    model = AutoModelForCausalLM.from_pretrained(base, torch_dtype="auto")
+    return PeftModel.from_pretrained(model, folder)
+
+
 def read(folder: str) -> dict[str, Any]:
     """Return what version 4 makes of a folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto").eval()
+    model = loaded(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         logits = model(IDS).logits

@@ -6,8 +6,8 @@ import pytest
 
 from fluxtui.actions.key_map import app_bindings, own_bindings, screen_bindings
 from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find, footer_actions
+from fluxtui.chat.screen import ChatScreen
 from fluxtui.panels import PANELS
-from fluxtui.screens.chat import ChatScreen
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.settings import SettingsScreen
 from fluxtui.widgets.footer import action_at, footer_line, shown_actions
@@ -32,7 +32,7 @@ def whole(lines: list[Line]) -> str:
 
 def test_ids_and_keys_are_unique_on_every_screen() -> None:
     assert len({action.id for action in ACTIONS}) == len(ACTIONS)
-    for screen in (*RUN_SCREENS, *PAGES):
+    for screen in (*RUN_SCREENS, *PAGES, "chat"):
         keys = [k for a in ACTIONS if a.works_on(screen) for k in a.keys.split(",")]
         assert len(keys) == len(set(keys)), screen
 

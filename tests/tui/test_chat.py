@@ -15,11 +15,11 @@ import pytest
 
 from fluxtrain.client.generation import Answered, Ready, Refused, Text
 from fluxtui.app import FluxApp
-from fluxtui.panels.conversation import conversation, took, turn_lines
-from fluxtui.screens.chat import ChatScreen
+from fluxtui.chat.lines import conversation, took, turn_lines
+from fluxtui.chat.screen import ChatScreen
+from fluxtui.chat.state import ChatState, Turn
 from fluxtui.screens.evaluation import EvaluationDialog
 from fluxtui.screens.panel_screen import PanelScreen
-from fluxtui.state.chat import ChatState, Turn
 from fluxtui.widgets.spans import width_of
 
 # Speaks the protocol of `fluxtrain generate --json`; what it was asked is kept beside it. An answer

@@ -160,7 +160,7 @@ def test_the_disk_has_lines_only_when_it_was_used(made: ModuleType) -> None:
     used = replace(view.state.traffic, disk_read_bytes=1 << 30)
     assert "N R" in drawn(changed(view, state=view.state.after(used)), "bus", 60, 12)
     low = drawn(changed(view, state=view.state.after(used)), "bus", 60, 5)
-    assert "stall" in low and "out" in low  # whatever moved on the disk
+    assert "stall" in low and "out" in low
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 26, 48, 96, 400])

@@ -14,8 +14,8 @@ from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.rundir.states import STATES, state_of_exit, state_word
 from fluxtui.screens.dialogs import ResumeDialog
 from fluxtui.screens.runs import RunsScreen, way_on
+from fluxtui.sources.run_list import RunOrder
 from fluxtui.state.run import RunState
-from fluxtui.state.run_list import RunOrder
 from fluxtui.state.status import Link, status_of
 from fluxtui.widgets.run_rows import STATE_ROLES, columns, run_row
 

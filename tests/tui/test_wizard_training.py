@@ -231,3 +231,17 @@ def test_answers_are_shown_as_they_can_be_typed() -> None:
     for question in TRAINING_QUESTIONS:
         for value in question.turns:
             assert read_answer(question, answer_text(question, value)) == value
+
+
+async def test_keys_typed_faster_than_the_field_opens_arrive_in_their_order(
+    folder: Path, opened: Opened
+) -> None:
+    from textual.events import Key
+
+    async with opened(folder, IN_FILE) as wizard:
+        page = wizard.screen.current
+        for character in "3e-4":
+            page.post_message(Key(character, character))
+        page.post_message(Key("enter", "\r"))
+        await wizard.until(lambda: wizard.screen.answers.learning_rate == 3e-4)
+        assert wizard.step == "training", "Enter was for the field"

@@ -79,6 +79,14 @@ def test_kinds_of_layers_have_bases_of_their_own() -> None:
     assert "rope_parameters" not in model_in_both(old, known, "float32")
 
 
+def test_where_windows_are_is_said_in_the_words_of_earlier_versions_too() -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    for layer_types, every in (([*kinds, *kinds, kinds[0]], 3), ([*kinds, kinds[2]], None)):
+        config = {"model_type": "gemma3_text", "layer_types": layer_types}
+        assert model_in_both(config, {}, "float32").get("sliding_window_pattern") == every
+    assert "sliding_window_pattern" not in model_in_both({"model_type": "qwen3"}, {}, "float32")
+
+
 def test_the_text_part_of_a_larger_model_is_spelt_in_both_ways_too() -> None:
     text = {"model_type": "llama", "rope_parameters": SCALED, "torch_dtype": "float32"}
     config = {"model_type": "llava", "text_config": text, "vision_config": {"hidden_size": 8}}

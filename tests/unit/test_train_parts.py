@@ -231,7 +231,7 @@ def test_fast_steps_share_a_line_and_the_first_and_last_always_have_one() -> Non
 
 def test_a_step_line_has_its_numbers_and_a_dash_for_the_unknown() -> None:
     text = line(step(3)) or ""
-    for part in ("step 3/100", "1.2500", "1.00e-03", "norm -", "128 tokens/s", "1m 01s left"):
+    for part in ("step 3/100", "1.2500", "1.00e-3", "norm -", "128 tokens/s", "1m 01s left"):
         assert part in text
 
 
@@ -257,7 +257,7 @@ def test_no_line_steers_the_terminal(event: ev.Event) -> None:
 @pytest.mark.parametrize(
     ("code", "step", "begins"),
     [
-        (0, 40, "done after step 40 in "),
+        (0, 40, "finished after step 40 in "),
         (130, 40, "stopped after step 40 in "),
         (130, 0, "stopped before the first step in "),
     ],

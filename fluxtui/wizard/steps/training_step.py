@@ -49,6 +49,7 @@ class TrainingStep(Step, can_focus=True):
         super().__init__("training")
         self._cursor = 0
         self._problem = ""  # with what was typed last
+        self._typed_at = 0  # where in the field the next key that was typed on the page belongs
 
     def compose(self) -> ComposeResult:
         box = PathEntry(folders_only=True, id="training-input")
@@ -100,11 +101,15 @@ class TrainingStep(Step, can_focus=True):
         box, character = self._box, event.character or ""
         if box.has_focus or not event.is_printable or not character:
             return
-        if box.display:
-            box.insert(character, len(box.value))
-            box.cursor_position = len(box.value)
+        if box.display:  # it was on its way here when the field got the focus
+            cursor = box.cursor_position
+            box.insert(character, self._typed_at)
+            if cursor > self._typed_at:
+                box.cursor_position = cursor + 1
+            self._typed_at += 1
         elif character in BEGINS_A_VALUE:
             self._open(character)
+            self._typed_at = 1
         else:
             return
         event.stop()
@@ -131,12 +136,22 @@ class TrainingStep(Step, can_focus=True):
             self._problem = ""
             self.show(self.view)
 
+    def take_enter(self) -> bool:
+        """Read what is in the field, if it is open; False if Enter is for the page."""
+        if not self._box.display:
+            return False
+        self._read(self._box.value)
+        return True
+
     @on(Input.Submitted, "#training-input")
     def _given(self, event: Input.Submitted) -> None:
         event.stop()
+        self._read(event.value)
+
+    def _read(self, text: str) -> None:
         question = self.question
         try:
-            value = read_answer(question, event.value)
+            value = read_answer(question, text)
             problem = run_folder_problem(str(value)) if question.kind == "folder" else ""
         except (ValueError, OSError) as error:
             problem, value = str(error), None

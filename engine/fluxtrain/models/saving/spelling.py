@@ -16,6 +16,8 @@ Config = dict[str, Any]
 DTYPE_NAMES = ("dtype", "torch_dtype")
 _NEOX = ("gpt_neox", "gpt_neox_japanese")  # with names of their own for base and share
 _LOCAL_BASE = ("gemma3", "gemma3_text", "gemma3n_text", "t5gemma2")  # of sliding attention
+# Before 4.53 they had a number in place of `layer_types`.
+_PATTERNED = ("gemma2", "gemma3", "gemma3_text", "cohere2")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")  # keys of version 4 at the top
 _RENAMED = {"qwen3_moe": {"num_experts": "num_local_experts"}}  # of kinds: the older name first
@@ -56,6 +58,8 @@ def _part_in_both(part: Mapping[str, Any], known: Mapping[str, Any]) -> Config:
     for older, newer in _RENAMED.get(kind, {}).items():
         if newer in part:
             made.setdefault(older, part[newer])
+    if kind in _PATTERNED and (every := _whole_every(made.get("layer_types"))):
+        made.setdefault("sliding_window_pattern", every)
     parameters = known.get("rope_parameters") or part.get("rope_parameters")
     if not isinstance(parameters, Mapping) or not parameters:
         return made
@@ -89,6 +93,15 @@ def _rope_of_4(parameters: Mapping[str, Any], kind: str) -> Config:
     if share is not None:
         found["rotary_pct" if kind in _NEOX else "partial_rotary_factor"] = share
     return found
+
+
+def _whole_every(kinds: Any) -> int | None:
+    """Return `n` where each nth layer attends to everything and the others to a window."""
+    if not isinstance(kinds, list) or _FULL not in kinds:
+        return None
+    every = kinds.index(_FULL) + 1
+    wanted = [_SLIDING if number % every else _FULL for number in range(1, len(kinds) + 1)]
+    return every if kinds == wanted else None
 
 
 def _scaling(parameters: Mapping[str, Any], kind: str) -> Config | None:

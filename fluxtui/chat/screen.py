@@ -17,8 +17,8 @@ from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.actions.table import ACTIONS, Action
 from fluxtui.app_base import AppBase
-from fluxtui.panels.conversation import conversation, model_line, sampling_spans
-from fluxtui.state.chat import ChatState
+from fluxtui.chat.lines import conversation, model_line, sampling_spans
+from fluxtui.chat.state import ChatState
 from fluxtui.widgets.entry import Entry
 from fluxtui.widgets.ground import Ground
 from fluxtui.widgets.lines import Lines

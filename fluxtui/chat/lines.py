@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.units import duration_text
-from fluxtui.state.chat import ChatState, Turn
+from fluxtui.chat.state import ChatState, Turn
 from fluxtui.widgets.spans import BLANK, Line, Span, wrapped
 
 ENDED_BECAUSE = {
