@@ -67,6 +67,10 @@ def test_a_column_whose_name_is_taken_by_another_is_refused(tmp_path: Path) -> N
     assert "data.columns reads `best` in its place" in refusal(path, columns=columns)
     [row] = rows(path, columns=columns, ignore=["completion"])
     assert row.messages[-1]["content"] == "so"
+    turns = [{"who": "user", "words": "how"}, {"who": "assistant", "words": "so"}]
+    path = lines(tmp_path, {"messages": turns, "role": "teacher", "content": []})
+    _, report = reported(path, columns={"role": "who", "content": "words"})
+    assert report.ignored == {"role": 1, "content": 1}  # names of messages, not of rows
 
 
 @pytest.mark.parametrize(

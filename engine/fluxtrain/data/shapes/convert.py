@@ -101,8 +101,8 @@ def renamed(values: dict[str, Any], mapping: KeyRules) -> dict[str, Any]:
         if is_missing(value) or key in mapping.ignore:
             continue
         name = ours.get(key, key)
-        if key not in ours and key in mapping.columns:
-            continue
+        if key not in ours and key in mapping.columns and key not in MESSAGE_COLUMNS:
+            continue  # `Converter` refuses it
         of_lists = isinstance(value, dict) and name in (*CONVERSATIONS, "tools")
         made[name] = rows_of_columns(value) if of_lists else value
     return made
@@ -162,7 +162,8 @@ class Converter:
 
     def _account_for(self, record: Record, values: dict[str, Any], row: Row) -> None:
         """Count every key that is left out; refuse those that say something."""
-        columns = self._mapping.columns
+        named = self._mapping.columns.items()
+        columns = {ours: theirs for ours, theirs in named if ours not in MESSAGE_COLUMNS}
         for key, value in record.values.items():
             if key in self._mapping.ignore:
                 if value is not None:
