@@ -170,7 +170,8 @@ def test_the_list_of_runs(
         shared = {"started_s": 0.0, "model": "llama-demo", "method": "full", "total_steps": 200}
         return [
             RunSummary(
-                run_id=name, path=f"/runs/{name}", state=state, step=step, loss=3.5,
+                run_id=name, state=state, step=step, loss=3.5,
+                path=str((tmp_path if state == "running" else Path("/runs")) / name),
                 updated_s=newest_s - age_s, eta_s=eta_s, stepped_s=newest_s, message=message,
                 **shared,
             )

@@ -43,7 +43,8 @@ def training_page(view: WizardView, width: int, cursor: int = 0, problem: str = 
     if problem:
         told = drawing.problem(problem, width)
     indent = Content("" if problem else "  ")
-    drawn = [indent + line for line in told.split("\n")][:REASON_LINES]
+    drawn = [indent + line for line in told.split("\n")]
+    drawn = drawn if problem else drawn[:REASON_LINES]
     drawn += [Content("")] * (REASON_LINES - len(drawn))
     return Content("\n").join([*lines, *([] if view.short else [Content("")]), *drawn])
 
