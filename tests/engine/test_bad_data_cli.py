@@ -21,7 +21,7 @@ Plant = Callable[[Path], Path]
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 GOOD = b'{"text": "the fox jumps over the dog"}\n'
 LFS = b"version https://git-lfs"
-CUT_GZIP = gzip.compress(GOOD * 999)[:-20]
+CUT_GZIP = gzip.compress(GOOD * 999, mtime=0)[:-20]
 ENGINE = Path(__file__).parents[2] / "engine"
 
 

@@ -53,7 +53,7 @@ def contents(kind: str, records: Records) -> bytes:
 def packed(data: bytes, suffix: str) -> bytes:
     """The bytes as a .gz or .zst file, or as they are."""
     if suffix == ".gz":
-        return gzip.compress(data)
+        return gzip.compress(data, mtime=0)
     return zstandard.ZstdCompressor().compress(data) if suffix == ".zst" else data
 
 
