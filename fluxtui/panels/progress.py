@@ -102,16 +102,19 @@ def _how(view: View, width: int) -> Line:
     ]
     if state.evaluation is not None:
         found = state.evaluation
-        parts.insert(2, (*pair("eval", loss_text(found.loss), "evaluation"), _at(found.step)))
+        evaluated = (*pair("eval", loss_text(found.loss), "evaluation"), _at(found.step))
+        is_best = state.best is not None and state.best[0] == found.step
+        parts.insert(2, (*evaluated, (" best", "good")) if is_best else evaluated)
+        if state.best is not None and not is_best:
+            step_of_best, lowest = state.best
+            best = pair("best eval", loss_text(lowest), "evaluation")
+            parts.insert(3, (*best, _at(step_of_best)))
     parts += [
         pair("p95", duration_text(slow_step_s(list(state.steps)))),
         pair("norm", number_text(step.grad_norm if step else None, 3)),
         pair("lr", power_text(step.learning_rate if step else None)),
         pair("epoch", f"{step.epoch:.2f}" if step else UNKNOWN),
     ]
-    if state.best is not None:
-        step_of_best, lowest = state.best
-        parts.append((*pair("best eval", loss_text(lowest), "evaluation"), _at(step_of_best)))
     return dropped_to_fit(parts, width, gap="   " if width > 100 else "  ")
 
 

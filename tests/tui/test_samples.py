@@ -115,3 +115,17 @@ async def test_the_loss_screen_makes_room_when_the_first_answers_come(
         made.write(run / "events.ndjson", [*events, *more])
         await until(pilot, lambda: app.screen.query_one("#samples").display)
         await until(pilot, lambda: "list of the string" in shown())
+
+
+def test_the_progress_says_whether_the_newest_evaluation_is_the_best(made: ModuleType) -> None:
+    def drawn(*evaluations: tuple[int, float]) -> str:
+        state = RunState().after_all(made.training(30))
+        for step, loss in evaluations:
+            state = state.after(ev.EvaluationFinished(step=step, loss=loss, count=9, seconds=1.0))
+        body = PANELS["progress"].body(View(state=state), 110, 2)
+        return "\n".join("".join(text for text, _ in line) for line in body)
+
+    assert "eval 3.5000 @20 best" in drawn((10, 4.0), (20, 3.5))
+    later = drawn((10, 4.0), (20, 3.5), (30, 3.7))
+    assert "eval 3.7000 @30" in later and "best eval 3.5000 @20" in later
+    assert "best" not in drawn()
