@@ -6,7 +6,6 @@ import typer
 
 from fluxtrain.commands import options
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.opening.naming import refuse_missing
 from fluxtrain.interrupts import ImmediateInterrupts
 from fluxtrain.output import complain, print_json, say, silent
 
@@ -35,6 +34,8 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     debug: options.Debug = False,
 ) -> None:
     """Compute the loss and the perplexity of a model on data, also of one larger than the card."""
+    from fluxtrain.inference.opening.naming import refuse_missing
+
     refuse_missing(model)
     with ImmediateInterrupts():
         from fluxtrain.commands.evaluation import page
@@ -77,6 +78,8 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model in the terminal, or answer the prompts of a file in batches."""
+    from fluxtrain.inference.opening.naming import refuse_missing
+
     refuse_missing(model)
     if prompts is not None and not prompts.expanduser().exists():
         raise BadInput(f"{prompts} does not exist: check --prompts")

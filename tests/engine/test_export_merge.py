@@ -138,7 +138,8 @@ def test_everything_else_of_the_base_is_carried_over(model_folder: Folder, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template == "{{ messages[0].content }}"
     ours, theirs = (json.loads((place / "config.json").read_text()) for place in (folder, base))
-    assert ours == theirs
+    spelt = {"rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32"}
+    assert ours == theirs | spelt  # beside the names of transformers 5
 
 
 def test_an_index_names_the_shard_of_each_tensor(model_folder: Folder, tmp_path: Path) -> None:
