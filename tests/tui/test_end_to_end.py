@@ -157,7 +157,7 @@ def test_a_killed_run_is_gone_on_with_from_the_list_while_others_watch(desk: Des
     terminal.press("7")
     terminal.until("r resume", "dead  ")  # the list has been read, and the run is not there alive
     terminal.press("r")
-    terminal.until("from its newest checkpoint", "y resume")
+    terminal.until("Resume ", "checkpoint", "y resume")
     terminal.press("y")
     terminal.until("RUNNING")
     assert desk.trainer_pid() != killed
