@@ -25,7 +25,8 @@ from fluxtrain.units import duration_text
 
 Tell = Callable[[str], None]
 NEW, HELP = "/new", "/help"
-_HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /new forgets what was said"
+LEAVE = ("/quit", "/exit", "/bye")
+_HELP = "Ctrl-C stops an answer, Ctrl-D or /quit leaves, /new forgets what was said"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ class Chat:
         self._said: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Answer line by line until the input ends."""
+        """Answer line by line until the input ends, or a word for leaving comes."""
         while True:
             try:
                 line = self._ask()
@@ -160,6 +161,8 @@ class Chat:
             except KeyboardInterrupt:
                 self._tell(_HELP)
                 continue
+            if line.strip() in LEAVE:
+                return
             if line.strip() == NEW:
                 self._said.clear()
                 self._tell("a new conversation")
