@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from fluxtrain.inference.sampling import Sampling
+from fluxtrain.inference.writing import write
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.data.demo import train_tokenizer
@@ -15,8 +17,6 @@ from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
 from fluxtrain.inference.measuring import measure, rows_that_fit
 from fluxtrain.inference.opening.opened import open_model
 from fluxtrain.inference.opening.request import ModelRequest
-from fluxtrain.inference.sampling import Sampling
-from fluxtrain.inference.writing import write
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[5, 90, 91, 92, 93, 17], [31, 32, 33], list(range(60, 80))]
