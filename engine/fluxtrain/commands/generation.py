@@ -113,9 +113,10 @@ def write_line(event: Event) -> None:
 
 def expectation(expected: Expected) -> str:
     """Say how long the prompts of a file take."""
+    prompts = "1 prompt" if expected.prompts == 1 else f"{expected.prompts} prompts"
     batches = "1 batch" if expected.batches == 1 else f"{expected.batches} batches"
     return (
-        f"{expected.prompts} prompts in {batches} of {expected.batch_rows}: a "
+        f"{prompts} in {batches} of {expected.batch_rows}: a "
         f"pass over the model takes {duration_text(expected.pass_s)} (measured), so up to "
         f"{expected.max_new_tokens} tokens each take {duration_text(expected.at_most_s)} at most, "
         "and what reading the prompts takes"
