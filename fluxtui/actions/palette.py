@@ -16,6 +16,7 @@ from fluxtui.themes import ThemeFile
 if TYPE_CHECKING:
     from fluxtui.app_base import AppBase
 
+ALSO = {"detach": "quit exit close", "stop": "kill cancel end", "chat": "talk generate"}  # words
 ABOUT_WEIGHS = 0.6  # a word of the sentence counts less than one of the name
 
 
@@ -27,6 +28,7 @@ class Command:
     name: str
     about: str
     call: Callable[[], None]
+    also: str = ""  # other words that people type for it
 
     @property
     def title(self) -> str:
@@ -45,7 +47,8 @@ def palette_commands(
     for action in sorted(actions, key=lambda one: GROUPS.index(one.group)):
         if action.works_on(screen) and action.id != "palette" and not action.in_lists:
             about = f"{action.key_text}  {action.about}"
-            yield Command(action.group, action.name, about, _nothing_back(run, action.do))
+            call = _nothing_back(run, action.do)
+            yield Command(action.group, action.name, about, call, ALSO.get(action.id, ""))
     for name, theme in themes.items():
         yield Command("Theme", theme.title, "Use these colours", partial(choose_theme, name))
 
@@ -63,7 +66,8 @@ class ActionProvider(Provider):
         matcher = self.matcher(query)
         for command in self._commands:
             by_name = matcher.match(command.title)
-            by_about = matcher.match(command.about) * ABOUT_WEIGHS
+            sentence = f"{command.about} {command.also}"
+            by_about = matcher.match(sentence) * ABOUT_WEIGHS
             if max(by_name, by_about) > 0:
                 shown = matcher.highlight(command.title) if by_name else command.title
                 yield Hit(

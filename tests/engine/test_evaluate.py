@@ -14,12 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from fluxtrain.client.evaluation import EvaluationAnswer
 from fluxtrain.commands.evaluation import page
+from fluxtrain.config.schema import demo_config
 from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.inference import evaluation
 from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
+from fluxtrain.inference.opening.finding import Found
 from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.plan import states
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
 from tests.engine.test_lora_run import run, settings
 from tests.engine.used_models import plain, plain_with_adapter
@@ -175,6 +178,23 @@ def test_a_folder_that_is_missing_beside_others_is_not_taken_for_a_hub_model(
     (folder / "tokenizer.json").unlink()
     with pytest.raises(BadInput, match="has no tokenizer"):
         evaluated(folder, talks)
+
+
+@pytest.mark.parametrize("set_", ["train.early_stopping_patience=2", "train.final_model=best"])
+def test_a_run_that_watched_its_evaluations_is_evaluated_on_other_data(set_: str) -> None:
+    request = EvaluationRequest(model=ModelRequest(named="run"), data="other.jsonl")
+    config = evaluation._config(request, Found(path="run/model", run=demo_config([set_])))
+    assert (config.data.path, config.data.held_out) == ("other.jsonl", 0)
+
+
+def test_a_run_that_still_trains_is_waited_for(tmp_path: Path, talks: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    with run.lock():
+        run.journal.write_text("")
+        run.run.write_text('{"config": {}}')
+        with pytest.raises(BadInput, match=r"\(it is running\).* wait for it$"):
+            evaluated(run.path, talks)
 
 
 def test_a_run_without_a_result_says_how_to_go_on(tmp_path: Path, talks: Path) -> None:

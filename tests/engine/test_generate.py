@@ -292,3 +292,20 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
         opened(folder, dtype="bf16"),
     ):
         pass
+
+
+def test_odd_generation_settings_of_a_model_are_no_obstacle(model_folder: Folder) -> None:
+    odd = {"temperature": 0.0, "do_sample": True, "top_k": -3, "top_p": 1.7, "typical_p": 0.0}
+    odd |= {"eos_token_id": [-1], "pad_token_id": -1, "return_dict_in_generate": True}
+    with opened(model_folder("llama")) as model:
+        whole = tokens_of(model, PROMPTS)
+        given: Any = model.model.generation_config
+        for name, value in odd.items():
+            setattr(given, name, value)
+        assert tokens_of(model, PROMPTS, Sampling(max_new_tokens=12)) == whole
+        given.eos_token_id = whole[0][2]  # one of the batch ends, and is filled up
+        given.repetition_penalty = 0
+        cut = write(model, PROMPTS, Sampling(max_new_tokens=12, temperature=1, seed=1))
+        assert all(written.text is not None for written in cut)
+        given.eos_token_id = [-1, 10**9]
+        assert Session.of(model, Prompting(model), GREEDY).ready().ends == ("token 1000000000",)

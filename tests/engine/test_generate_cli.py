@@ -84,7 +84,7 @@ def test_a_chat_remembers_what_was_said_until_it_is_told_to_forget(
     model_folder: Folder, command: Typed
 ) -> None:
     folder = model_folder("qwen3")
-    lines = "the fox\nover\n/new\nover\n/help\n\n"
+    lines = "the fox\nover\n/new\nover\n/help\n\n/quit\nnobody hears this\n"
     code, out, err = command("generate", folder, *GREEDY, typed=lines)
     first = {"role": "user", "content": "the fox"}
     answer = expected_text(folder, [first])
@@ -95,7 +95,7 @@ def test_a_chat_remembers_what_was_said_until_it_is_told_to_forget(
     assert out == "".join(f"{text}\n" for text in expected)
     assert "a token takes" in err and "(measured)" in err and "answers end at <|endoftext|>" in err
     assert err.count("[6 tokens in") == 3 and "stopped at --max-new-tokens" in err
-    assert "a new conversation" in err and err.count("Ctrl-D leaves") == 2
+    assert "a new conversation" in err and err.count("Ctrl-D or /quit leaves") == 2
 
 
 def test_text_is_continued_where_there_is_no_template(model_folder: Folder, command: Typed) -> None:

@@ -10,6 +10,7 @@ import pytest
 from textual.binding import BindingType
 from textual.screen import Screen
 
+from fluxtui.actions.palette import ALSO
 from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find
 from fluxtui.app import FluxApp, make_screen
 from fluxtui.screens.dialogs import HelpScreen
@@ -180,6 +181,17 @@ async def test_the_palette_runs_actions_by_name(run: Path, made: ModuleType) -> 
         await until(pilot, lambda: "Screens: Plan and advice" in text_of(app))
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, RunScreen) and app.screen.NAME == "plan")
+
+
+async def test_the_palette_knows_other_words_for_leaving(run: Path, made: ModuleType) -> None:
+    app = app_on(run, made)
+    async with app.run_test(size=SIZE) as pilot:
+        await drawn(pilot)
+        await pilot.press("colon")
+        await until(pilot, lambda: "Screens: Dashboard" in text_of(app))
+        await pilot.press(*"quit")
+        await until(pilot, lambda: "App: Leave" in text_of(app))
+    assert ALSO.keys() <= {action.id for action in ACTIONS}
 
 
 def test_every_command_has_a_short_name_of_its_own_on_each_screen() -> None:

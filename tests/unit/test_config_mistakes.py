@@ -158,3 +158,38 @@ def test_a_missing_path_is_said_before_torch_is_there() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.splitlines()[-1] == "False False"
     assert out.stdout.startswith("./nope does not exist in ")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "means"),
+    [
+        ("trackers.report_to=wandb", "trackers.report_to", ("wandb",)),
+        ("trackers.report_to=wandb, mlflow", "trackers.report_to", ("wandb", "mlflow")),
+        ("trackers.report_to=none", "trackers.report_to", ()),
+        ("method.targets=q_proj", "method.targets", ["q_proj"]),
+        ("method.targets=q_proj,v_proj", "method.targets", ["q_proj", "v_proj"]),
+        ("method.targets=all-linear", "method.targets", "auto"),
+        ("train.no_decay=norms", "train.no_decay", ("norms",)),
+        ("data.ignore=license", "data.ignore", ("license",)),
+    ],
+)
+def test_one_name_is_a_list_of_one(override: str, key: str, means: object) -> None:
+    values = {setting.key: setting.value for setting in settings(demo_config([override]))}
+    assert values[key] == means
+
+
+def test_no_refusal_says_tuple() -> None:
+    assert "trackers.report_to = 'wandbb': must be 'tensorboard', 'wandb'" in refusal(
+        "trackers.report_to=wandbb"
+    )
+    for override in ("trackers.report_to=3", "train.betas=0.9", "data.ignore=3"):
+        assert "must be a list" in refusal(override), override
+
+
+def test_a_section_that_another_program_has_is_read_key_by_key() -> None:
+    said = refusal("lora.r=8", "lora.alpha=16", "wandb.project=p")
+    assert "lora.r, did you mean method.rank?" in said
+    assert "lora.alpha, did you mean method.alpha?" in said
+    assert "wandb.project, did you mean trackers.project?" in said
+    assert "unknown key training, did you mean train?" in refusal("training.lr=1")
+    assert "unknown key lora, did you mean method.name?" in refusal("lora=8")

@@ -114,3 +114,15 @@ def test_checkpoints_of_another_program_are_not_taken_for_a_run(tmp_path: Path) 
     assert not has_run(RunDir(tmp_path))
     (tmp_path / "checkpoints" / "step-00000003").mkdir()
     assert has_run(RunDir(tmp_path))
+
+
+def test_a_start_that_was_refused_does_not_hold_the_folder(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "first")
+    run.path.mkdir()
+    run.journal.write_text("")
+    run.error.write_text(json.dumps({"exit_code": 2, "message": "no such package"}))
+    found = find(None, run.path, None)
+    assert found is not None and found.resumes  # at its first step: there is no checkpoint
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    with pytest.raises(BadInput, match="holds a run already"):
+        find(None, run.path, None)

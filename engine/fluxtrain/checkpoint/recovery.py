@@ -179,7 +179,10 @@ def _refuse_undecodable(name: str | Path | None) -> None:
 
 
 def _fresh(run_dir: Path) -> Target:
-    if has_run(RunDir(run_dir)):
+    chosen = RunDir(run_dir)
+    if has_run(chosen):
+        if not chosen.has_trained and chosen.liveness() != "finished":
+            return Target(run_dir=chosen, resumes=True)  # nothing to lose: a mistake was mended
         raise BadInput(
             f"{run_dir} holds a run already: add --resume auto to go on with it, or choose "
             "another --run-dir"

@@ -25,7 +25,8 @@ from fluxtrain.units import duration_text
 
 Tell = Callable[[str], None]
 NEW, HELP = "/new", "/help"
-_HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /new forgets what was said"
+LEAVE = ("/quit", "/exit", "/bye")
+_HELP = "Ctrl-C stops an answer, Ctrl-D or /quit leaves, /new forgets what was said"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +113,10 @@ def write_line(event: Event) -> None:
 
 def expectation(expected: Expected) -> str:
     """Say how long the prompts of a file take."""
+    prompts = "1 prompt" if expected.prompts == 1 else f"{expected.prompts} prompts"
     batches = "1 batch" if expected.batches == 1 else f"{expected.batches} batches"
     return (
-        f"{expected.prompts} prompts in {batches} of {expected.batch_rows}: a "
+        f"{prompts} in {batches} of {expected.batch_rows}: a "
         f"pass over the model takes {duration_text(expected.pass_s)} (measured), so up to "
         f"{expected.max_new_tokens} tokens each take {duration_text(expected.at_most_s)} at most, "
         "and what reading the prompts takes"
@@ -151,7 +153,7 @@ class Chat:
         self._said: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Answer line by line until the input ends."""
+        """Answer line by line until the input ends, or a word for leaving comes."""
         while True:
             try:
                 line = self._ask()
@@ -160,6 +162,8 @@ class Chat:
             except KeyboardInterrupt:
                 self._tell(_HELP)
                 continue
+            if line.strip() in LEAVE:
+                return
             if line.strip() == NEW:
                 self._said.clear()
                 self._tell("a new conversation")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fluxtrain.config.section import Section
+from fluxtrain.config.section import Section, Several
 from fluxtrain.plan.request import Auto
 
 DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca", "completion", "plain"]
@@ -56,7 +56,7 @@ class DataSettings(Section):
         description="which role of the file is which of system, developer, user, assistant, tool, "
         "where the names differ, as in `{doctor: assistant}`",
     )
-    ignore: tuple[str, ...] = Field(
+    ignore: Annotated[tuple[str, ...], Several] = Field(
         default=(),
         description="keys of rows that are left out although they look as if they said something; "
         "keys such as id or source are left out and counted without being named here",

@@ -34,9 +34,20 @@ def explain(error: ValidationError, keys: list[str]) -> str:
         if key not in messages:
             beside = "" if item["type"] == "literal_error" else words[key]
             unknown = item["type"] in ("extra_forbidden", "unexpected_keyword_argument")
-            told = unknown_key(key, keys, listed) if unknown else _message(key, item, keys, beside)
-            messages[key] = told
+            told = _message(key, item, keys, beside) if not unknown else ""
+            messages[key] = told or "; ".join(
+                unknown_key(one, keys, listed) for one in _meant(key, item["input"], keys)
+            )
     return "; ".join(messages.values())
+
+
+def _meant(key: str, value: Any, keys: list[str]) -> list[str]:
+    """Return the keys to explain for an unknown one: those within it where it is a section that
+    another program has, such as `lora: {r: 8}`, else itself."""
+    within = value if isinstance(value, dict) and "." not in key else {}
+    if get_close_matches(key, _sections(keys), n=1, cutoff=0.6):
+        return [key]
+    return [one for name in within if _nearest(one := f"{key}.{name}", keys)] or [key]
 
 
 def _words(item: Any) -> str:
@@ -50,7 +61,8 @@ def _message(key: str, item: Any, keys: list[str], words: str) -> str:
     text = str(item["msg"]).removeprefix("Value error, ")
     if not key:
         return text
-    text = _with_short_bound(text.replace("Input should be", "must be"), item.get("ctx", {}))
+    text = text.replace("Input should be", "must be").replace("a valid tuple", "a list")
+    text = _with_short_bound(text, item.get("ctx", {}))
     if item["type"] in ("missing", "too_long"):  # every other key has a default
         text = "must be two numbers"
     cures = [text for text in (words, _CURES.get(key)) if text]

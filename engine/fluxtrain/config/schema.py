@@ -17,7 +17,7 @@ from fluxtrain.client.plan import Setting
 from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.errors import explain
 from fluxtrain.config.sample_settings import SampleSettings
-from fluxtrain.config.section import Section
+from fluxtrain.config.section import Section, Several
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.config.tracker_settings import TrackerSettings
 from fluxtrain.errors import BadInput
@@ -86,7 +86,7 @@ class MethodSettings(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="share of the adapters' inputs that is dropped in training"
     )
-    targets: Auto | Annotated[list[str], Field(min_length=1)] = Field(
+    targets: Auto | Annotated[list[str], Field(min_length=1), Several] = Field(
         default="auto",
         description="names of the layers that get adapters, such as [q_proj, v_proj]; auto is all "
         "linear layers but the head",
@@ -101,6 +101,12 @@ class MethodSettings(Section):
         description="how qlora packs the frozen weights: nf4 takes 0.56 bytes each, nf4-double "
         "0.52 (its scales are in 8 bits), int8 one",
     )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _all_linear_layers(cls, value: Any) -> Any:
+        """Read peft's name for what auto is."""
+        return "auto" if value in ("all-linear", ["all-linear"]) else value
 
 
 class TrainSettings(Section):
@@ -135,7 +141,7 @@ class TrainSettings(Section):
         default="auto", description="steps of linear warm-up; auto is 3 % of the run, 100 at most"
     )
     weight_decay: Rate = Field(default=0.01, description="decoupled weight decay of AdamW")
-    no_decay: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
+    no_decay: Annotated[tuple[Literal["norms", "biases", "embeddings"], ...], Several] = Field(
         default=("norms", "biases", "embeddings"), description="parameters that are not decayed"
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's two decay rates")

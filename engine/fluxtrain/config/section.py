@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
 from fluxtrain.plan.request import refuse_boolean, refuse_uncountable
+
+
+def _several(value: Any) -> Any:
+    """Read `a` as a list of one, and `a, b` of two, as a command line gives them."""
+    if not isinstance(value, str):
+        return value
+    return [name.strip() for name in value.split(",") if name.strip()]
+
+
+Several = BeforeValidator(_several)  # of a list of names that has no comma in any of them
 
 
 class Section(BaseModel):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from fluxtrain.config.section import Section
+from fluxtrain.config.section import Section, Several
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Words = Annotated[str, Field(min_length=1, max_length=200)]
 
 
+def _none_of_them(value: Any) -> Any:
+    """Read `none`, as other programs write it, and an empty entry as no tracker."""
+    return [] if value in (None, "none", ["none"]) else value
+
+
 class TrackerSettings(Section):
     """Where else a run is reported, through the trackers' own libraries; nowhere unless named."""
 
-    report_to: tuple[TrackerName, ...] = Field(
+    report_to: Annotated[tuple[TrackerName, ...], Several, BeforeValidator(_none_of_them)] = Field(
         default=(),
         description="any of tensorboard, wandb, mlflow, trackio, as in `[tensorboard]`; each needs "
         "its package, as in `pip install 'fluxtrain[wandb]'`",

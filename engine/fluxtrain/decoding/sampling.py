@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,17 @@ from transformers import GenerationConfig
 from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.errors import BadInput
 from fluxtrain.models.generation import stops_of
-from fluxtrain.models.loading import pad_id
 
 MAX_NEW_TOKENS = 512
+# what can be drawn by; and what changes nothing, for None would be the model's own value again
+_POSSIBLE: dict[str, tuple[Callable[[float], bool], float]] = {
+    "temperature": (lambda value: value > 0, 1.0),
+    "top_k": (lambda value: value >= 0, 0),
+    "top_p": (lambda value: 0 <= value <= 1, 1.0),
+    "min_p": (lambda value: 0 <= value <= 1, 0.0),
+    "typical_p": (lambda value: 0 < value <= 1, 1.0),
+    "repetition_penalty": (lambda value: value > 0, 1.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +64,10 @@ def settings_for(opened: DecodedModel, sampling: Sampling, most: int) -> Generat
     settings.min_length, settings.min_new_tokens = 0, None
     settings.num_beams = settings.num_return_sequences = 1
     settings.eos_token_id = stops(opened) or None
-    if settings.pad_token_id is None:
-        settings.pad_token_id = pad_id(opened.tokenizer)
+    settings.return_dict_in_generate = False
+    if settings.pad_token_id not in range(opened.loaded.embedding_rows):
+        settings.pad_token_id = opened.loaded.pad_id
+    _mend(settings)
     if sampling.top_p is not None:
         settings.top_p, settings.do_sample = sampling.top_p, True
     if sampling.temperature is not None:
@@ -66,3 +77,15 @@ def settings_for(opened: DecodedModel, sampling: Sampling, most: int) -> Generat
         settings.temperature = settings.top_p = settings.top_k = None
     made: GenerationConfig = settings
     return made
+
+
+def _mend(settings: Any) -> None:
+    """Replace values of a model's generation settings that transformers refuses while it draws,
+    such as the temperature 0, which means the most likely token."""
+    if settings.temperature is not None and settings.temperature <= 0:
+        settings.do_sample = False
+    for name, (is_possible, without) in _POSSIBLE.items():
+        value = getattr(settings, name, None)
+        if value is not None:
+            found = value if is_possible(value) else without
+            setattr(settings, name, type(without)(found))  # transformers wants 2.0 where 2 is said

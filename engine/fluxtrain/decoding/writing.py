@@ -21,7 +21,6 @@ from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.decoding.sampling import Sampling, settings_for, stops
 from fluxtrain.decoding.streaming import TextStream, text_of
 from fluxtrain.errors import BadInput
-from fluxtrain.models.loading import pad_id
 from fluxtrain.models.quiet import quiet_transformers
 
 
@@ -53,7 +52,7 @@ def write(
     most = room_for(opened, longest, sampling.max_new_tokens)
     check_prompts(prompts)
     started_s = time.perf_counter()
-    inputs = _batch(prompts, pad_id(opened.tokenizer), opened.device)
+    inputs = _batch(prompts, opened.loaded.pad_id, opened.device)
     stream = TextStream(opened.tokenizer, heard) if heard and len(prompts) == 1 else None
     settings = settings_for(opened, sampling, most)
     generate: Any = opened.model.generate

@@ -87,6 +87,8 @@ def _config(request: EvaluationRequest, found: Found) -> RunConfig:
     if request.sequence_length is not None:
         data["sequence_length"] = request.sequence_length
     content["data"] = data
+    train = content.get("train", {})  # what needs evaluations while it trains needs none now
+    content["train"] = {**train, "early_stopping_patience": None, "final_model": "last"}
     return validate(apply_overrides(content, list(request.overrides)), "the command line")
 
 

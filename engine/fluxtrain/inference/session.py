@@ -34,13 +34,14 @@ class Session:
     def ready(self) -> Ready:
         """Describe the model."""
         opened = self.opened
-        names = opened.tokenizer.convert_ids_to_tokens(stops(opened))
+        ends = stops(opened)
+        names = opened.tokenizer.convert_ids_to_tokens(ends)
         return Ready(
             model=opened.name,
             base=opened.base,
             has_template=self.prompting.talks,
             context=opened.loaded.max_positions,
-            ends=tuple(map(str, names)),
+            ends=tuple(name or f"token {end}" for name, end in zip(names, ends, strict=True)),
             dtype=opened.loaded.precision.dtype,
             device=opened.device.type,
             placed=opened.placed,

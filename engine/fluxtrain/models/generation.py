@@ -73,11 +73,10 @@ def stop_at(
 
 
 def stops_of(settings: Any) -> list[int]:
-    """Return the tokens that generation stops at by its settings."""
+    """Return the tokens that generation stops at by its settings; -1 is no token."""
     told = getattr(settings, "eos_token_id", None)
-    return (
-        [] if told is None else [int(one) for one in (told if isinstance(told, list) else [told])]
-    )
+    several = told if isinstance(told, list) else [told]
+    return [int(one) for one in several if one is not None and one >= 0]
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

@@ -361,9 +361,9 @@ def _loaded(
         config=model.config,
         precision=choice,
         packs=keeps_documents_apart(model),
-        embedding_rows=int(embedding.weight.shape[0]),
+        embedding_rows=(rows := int(embedding.weight.shape[0])),
         max_positions=getattr(text_config, "max_position_embeddings", None),
-        pad_id=pad_id(tokenizer),
+        pad_id=filler if (filler := pad_id(tokenizer)) in range(rows) else 0,
         merged_bytes=merged_bytes,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +53,11 @@ def _of_run(run_dir: RunDir) -> Found:
     if config.method.name != "full":
         return _adapter(str(run_dir.path), run=config, run_id=run_dir.path.name)
     if not (run_dir.model / "config.json").is_file():
-        state = run_dir.summary().state
+        summary = run_dir.summary()
+        goes_on = f"go on with `fluxtrain train --resume {shlex.quote(str(run_dir.path))}`"
         raise BadInput(
-            f"{run_dir.path} has saved no model (it is {state}): it does when its last step is "
-            f"done; go on with `fluxtrain train --resume {run_dir.path}`"
+            f"{run_dir.path} has saved no model (it is {summary.word()}): it does when its last "
+            f"step is done; {'wait for it' if summary.state == 'running' else goes_on}"
         )
     return Found(path=str(run_dir.model), run=config, run_id=run_dir.path.name)
 
