@@ -94,7 +94,7 @@ ACTIONS: tuple[Action, ...] = (
            "show('dashboard')", rank=90, name="Dashboard"),
     Action("show_memory", "2", "Mem", "Memory over time, by category and by block", "Screens",
            "show('memory')", rank=84, name="Memory"),
-    Action("show_transfer", "3", "Moves", "Transfers over time, stalls, the last steps", "Screens",
+    Action("show_transfer", "3", "I/O", "Transfers over time, stalls, the last steps", "Screens",
            "show('transfer')", rank=83, name="Transfers"),
     Action("show_loss", "4", "Loss", "The loss chart in full", "Screens", "show('loss')", rank=89,
            name="Loss"),

@@ -62,7 +62,13 @@ def test_a_plain_run_says_where_it_is_and_keeps_its_lines_in_the_log(
     assert f"run: {run_dir}" in said
     assert f"fluxtrain-tui --attach {run_dir}" in said
     log = (run_dir / "engine.log").read_text()
-    for text in ("step 1/3", "step 3/3", "evaluation at step 3", "checkpoint of step 3", "done"):
+    for text in (
+        "step 1/3",
+        "step 3/3",
+        "evaluation at step 3",
+        "checkpoint of step 3",
+        "finished",
+    ):
         assert text in said
         assert text in log
 

@@ -198,6 +198,7 @@ def test_lines_are_wanted_where_somebody_is_asked_without_a_screen(
     assert not launch.wants_lines(environment), "a script is never asked"
 
 
+@pytest.mark.slow
 def test_a_tiny_run_from_the_first_question_to_its_end_on_a_dumb_terminal(tmp_path: Path) -> None:
     typed = _Typed(
         ["--steps", "3", "--set", "data.sequence_length=32", "--set", "train.batch_rows=2",

@@ -146,7 +146,6 @@ def test_a_null_that_a_line_of_json_gives_as_an_argument_stays(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ("text,\nx,y\n", "column 2 has no name"),
         ("text,text\nx,y\n", "two columns 'text'"),
         ("text,id\nx,1\ny\n", "line 3 has 1 cells and the first line names 2 columns"),
         ('text,id\n"x,1\ny,2\n', "a quote that is opened must be closed"),
