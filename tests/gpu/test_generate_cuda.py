@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fluxtrain.inference.sampling import Sampling
-from fluxtrain.inference.writing import write
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.data.demo import train_tokenizer
