@@ -43,8 +43,11 @@ settings.register_profile(
 settings.load_profile("fluxtrain")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU, with the reason, where torch can use none."""
+    """Leave most cases of thinned tests to the soak; skip, with the reason, the tests that need a
+    GPU where torch can use none."""
+    _thin(items)
     needy = [item for item in items if item.get_closest_marker("gpu")]
     if not needy:
         return
@@ -53,6 +56,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needy:
             item.add_marker(pytest.mark.skip(reason="torch can use no NVIDIA GPU here"))
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Mark as slow all but N evenly spaced cases of each test that is marked `thinned(N)`."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thinned"):
+            cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("thinned")
+        assert marker is not None
+        keep = min(marker.args[0], len(found))
+        kept = {at * len(found) // keep for at in range(keep)}
+        for at, item in enumerate(found):
+            if at not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -86,6 +86,7 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("where", PLACES, ids=str)
 @pytest.mark.parametrize("staying", [1, 3, LAYERS])
+@pytest.mark.thinned(6)
 def test_losses_and_weights_keep_their_bits_and_what_stays_is_what_is_planned(
     tiny: Any, batch: Any, where: dict[str, Any], staying: int
 ) -> None:

@@ -14,6 +14,7 @@ from tests.engine.deferred_models import HOLD_S, Hold, Training, assert_same_bit
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.thinned(3)
 def test_a_training_with_deferred_moments_has_the_bits_of_one_without(
     dtype: torch.dtype, tied: bool, passes: int, held: Hold
 ) -> None:

@@ -56,6 +56,7 @@ def kinds(run_dir: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.thinned(1)
 def test_a_run_that_is_stopped_and_goes_on_the_other_way_has_the_same_bits(
     run_config: MakeConfig, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

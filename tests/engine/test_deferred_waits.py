@@ -131,6 +131,7 @@ def test_whoever_touches_a_group_at_home_waits_for_its_moments(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.thinned(5)
 def test_what_comes_between_two_steps_leaves_the_bits_of_the_update_in_one(
     action: Callable[[Training], object], passes: int, held: Hold
 ) -> None:

@@ -109,6 +109,7 @@ MEASURED = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.thinned(1)
 def test_packing_a_mapped_model_takes_its_packed_size_and_one_block(
     tmp_path: Path, drops: bool
 ) -> None:

@@ -78,6 +78,7 @@ def test_adapters_are_trained_and_merged_by_two_commands(
     assert len(list((tmp_path / "runs").glob("*/merged/config.json"))) == 1
 
 
+@pytest.mark.slow
 def test_the_example_of_trl_trains_an_adapter(
     model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:

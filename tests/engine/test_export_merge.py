@@ -54,6 +54,7 @@ def check_equal(folder: str, expected: Any) -> Any:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+@pytest.mark.thinned(7)
 def test_each_variant_equals_pefts_merge(
     family: str, variant: str, model_folder: Folder, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda given: "-".join(map(str, given.values())),
 )
+@pytest.mark.thinned(2)
 def test_the_merged_model_computes_what_was_trained(
     given: dict[str, Any], run_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_merged_model_computes_what_was_trained(
     assert apart < 0.1 * changed
 
 
+@pytest.mark.slow
 def test_a_demo_run_is_merged_though_its_base_is_on_no_disk(tmp_path: Path) -> None:
     from fluxtrain.checkpoint.recovery import locate
     from fluxtrain.config.schema import demo_config

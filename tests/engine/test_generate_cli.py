@@ -346,6 +346,7 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_read() -> None:
     assert done.stdout == "2 False\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_without_adapters_reads_no_package_of_adapters() -> None:
     code = (
         "import sys, fluxtrain.commands.generation, fluxtrain.inference.evaluation\n"

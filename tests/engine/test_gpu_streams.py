@@ -105,6 +105,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.thinned(2)
 def test_passes_have_the_bits_of_copies_in_order(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

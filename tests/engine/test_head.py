@@ -62,6 +62,7 @@ def pair(head: str) -> Iterator[Pair]:
 @pytest.mark.parametrize("loss", [*FUSED, *REAL])
 @pytest.mark.parametrize("shape", SHAPES)
 @BOTH
+@pytest.mark.thinned(40)
 def test_a_loss_over_lazy_logits_equals_torchs(
     pair: Pair, shape: str, loss: str, dtype: torch.dtype
 ) -> None:

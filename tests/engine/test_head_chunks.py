@@ -76,6 +76,7 @@ def agree(one: Result, other: Result, *, loss: float, weights: float) -> None:
     ],
     ids=str,
 )
+@pytest.mark.thinned(5)
 def test_vocab_chunks_train_as_the_whole_head_does(options: dict[str, Any]) -> None:
     whole = trained(qwen(), "rows", head="whole", **options)
     chunks = trained(qwen(), "rows", head="chunks", **options)

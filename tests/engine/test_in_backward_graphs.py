@@ -96,6 +96,7 @@ def trained(loss_of: Loss, *, in_backward: bool, steps: int = 6, **options: Any)
     "loss_of",
     [plain, block_called_twice, model_called_twice, penalty_behind, penalty_before, now_and_then],
 )
+@pytest.mark.thinned(5)
 def test_steps_in_backward_equal_exact_ones_where_weights_are_needed_twice(
     loss_of: Loss, device_groups: int
 ) -> None:

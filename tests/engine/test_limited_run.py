@@ -72,6 +72,7 @@ def test_a_plan_in_a_group_stays_inside_its_limit(inside: Callable[..., Any]) ->
     assert peak_bytes() < LIMIT_BYTES, "the measurements of the probe too"
 
 
+@pytest.mark.slow
 def test_what_is_beyond_the_limit_is_refused_with_its_numbers(inside: Callable[..., Any]) -> None:
     rows = ("--set", "data.sequence_length=512", "--set", "train.batch_rows=256")
     refused = inside("plan", "--demo", *rows, "--set", "placement.chunk_rows=256")

@@ -273,6 +273,7 @@ print(wrapped, weights, trained, engine.memory().host_arena_bytes, sum(slots.val
 """
 
 
+@pytest.mark.slow
 def test_the_hosts_peak_is_at_most_the_arenas_and_fifteen_percent() -> None:
     """A model of 192 MiB in bf16; on CPU the device's buffers are host memory on top."""
     done = subprocess.run(

@@ -209,6 +209,7 @@ def start_reads(folder: Path) -> list[str]:
     return missing
 
 
+@pytest.mark.slow
 def test_two_starts_at_once_have_the_same_bytes_and_leave_one_file(tmp_path: Path) -> None:
     processes = [child(tmp_path) for _ in range(3)]
     for process in processes:

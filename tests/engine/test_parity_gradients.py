@@ -25,6 +25,7 @@ def backward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.thinned(7)
 def test_streamed_gradients_equal_resident_ones_bit_for_bit(
     family: str, dtype: torch.dtype, tiny: Any, batch: Any, grads: Grads, same: Any
 ) -> None:

@@ -130,6 +130,7 @@ def train(
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "vit"])
+@pytest.mark.thinned(4)
 def test_updates_in_the_background_give_the_bits_of_updates_in_the_foreground(
     family: str, dtype: torch.dtype, passes: int, tiny: Any, batch: Any, weights: Any, same: Any
 ) -> None:
@@ -158,6 +159,7 @@ def test_placement_does_not_change_the_trained_weights(
 
 
 @pytest.mark.parametrize("clip", ["torch", "engine", "none"])
+@pytest.mark.thinned(8)
 def test_fp32_training_follows_the_plain_model(
     clip: str, family: str, tiny: Any, batch: Any, weights: Any, close: Any
 ) -> None:

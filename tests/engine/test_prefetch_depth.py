@@ -50,6 +50,7 @@ def trained(
     [{}, {"device_groups": 4, "resident_blocks": 2}, {"activations": "host", "resident_blocks": 3}],
     ids=["all stream", "some on the device, some resident", "some resident, boundaries away"],
 )
+@pytest.mark.thinned(2)
 def test_any_number_of_slots_gives_the_same_bits(
     tiny: Any, batch: Any, placed: dict[str, Any], in_backward: bool
 ) -> None:

@@ -39,6 +39,7 @@ from tests.engine.row_models import (
     ],
     ids=str,
 )
+@pytest.mark.thinned(4)
 def test_rows_give_the_bits_of_the_whole_table(options: dict[str, Any]) -> None:
     equal(trained(llama(), "whole", **options), trained(llama(), "rows", **options))
 
@@ -57,6 +58,7 @@ def test_rows_give_the_bits_of_the_whole_table(options: dict[str, Any]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.thinned(5)
 def test_rows_of_a_tied_table_give_the_bits_of_the_whole(
     dtype: torch.dtype, options: dict[str, Any]
 ) -> None:

@@ -221,6 +221,7 @@ def test_a_training_saved_and_loaded_goes_on_with_the_same_bits(
 
 @pytest.mark.parametrize("source", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("target", ["fp32", "bf16", "8bit"])
+@pytest.mark.thinned(4)
 def test_an_optimizers_state_is_taken_over_into_another_format(
     source: str, target: str, tiny: Any, batch: Any
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_run_outlives_its_watcher(run_config: MakeConfig, tmp_path: Path) -> N
     assert steps == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_watcher_sees_that_a_trainer_was_killed(run_config: MakeConfig, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     trainer = start_trainer([str(run_config(train__steps=100_000))], run)

@@ -23,6 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_one_wheel_serves_every_python_of_a_platform(wheel: Path) -> None:
     _, _, python, abi, platform = wheel.stem.split("-")
     assert (python, abi) == ("py3", "none")

@@ -49,6 +49,7 @@ def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) ->
     assert (run.model / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trained(
     desk: Desk, tmp_path: Path
 ) -> None:
@@ -249,6 +250,7 @@ def cpu_s(usage: resource.struct_rusage) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+@pytest.mark.slow
 def test_the_first_paint_costs_little_more_than_the_import_of_textual(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
