@@ -251,6 +251,7 @@ def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return forked.python("-c", BREAK, "doctor", *arguments, environment=places, folder=folder)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_0_when_all_pass_and_with_1_when_one_fails(tmp_path: Path) -> None:
     sound = doctor(tmp_path, "--json")
     assert sound.returncode == 0, sound.stderr

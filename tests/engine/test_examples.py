@@ -65,6 +65,7 @@ def test_the_command_in_the_readme_trains(
 
 
 @pytest.mark.parametrize("name", ["lora.yaml", "qlora.yaml"])
+@pytest.mark.thinned(1)
 def test_adapters_are_trained_and_merged_by_two_commands(
     name: str, fluxtrain: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -52,7 +52,8 @@ def made(folder: Path, tokenizer: Path, layers: int) -> tuple[Path, Path]:
     return folder / "base", make_adapter(folder / "base", folder / "adapter", r=2)
 
 
-@pytest.mark.parametrize("packed", [pytest.param("", marks=pytest.mark.slow), "nf4-double"])
+@pytest.mark.parametrize("packed", ["", "nf4-double"])
+@pytest.mark.slow
 def test_a_merge_holds_some_weights_and_no_shard(
     packed: str, tokenizer_folder: Path, tmp_path: Path
 ) -> None:

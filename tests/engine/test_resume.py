@@ -286,7 +286,8 @@ def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
     assert_same_run(tmp_path / "whole", run_dir)
 
 
-@pytest.mark.parametrize("states", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+@pytest.mark.slow
 def test_low_bit_optimizer_states_come_back_exactly(
     run_config: RunConfig, tmp_path: Path, states: str
 ) -> None:

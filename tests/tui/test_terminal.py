@@ -226,6 +226,7 @@ def test_an_app_whose_terminal_hangs_up_ends_and_the_training_goes_on(
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_takes_nothing_keeps_the_app_from_nothing_and_is_drawn_anew_later(
     desk: Desk, watched: Path
 ) -> None:
