@@ -14,7 +14,6 @@ from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.config.text import apply_overrides
 from fluxtrain.data.batches import Batch, in_order
 from fluxtrain.data.packing import PackedRows
-from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.errors import BadInput, Diverged
@@ -24,6 +23,7 @@ from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.planning.row_length import samples_of, with_row_length
 from fluxtrain.train.evaluate import evaluate
+from fluxtrain.train.inputs import prepared_data
 from fluxtrain.units import duration_text
 
 Tell = Callable[[str], None]
@@ -102,7 +102,8 @@ def _evaluated(
     request: EvaluationRequest, config: RunConfig, opened: OpenedModel, tell: Tell
 ) -> EvaluationAnswer:
     use_template(opened.tokenizer, config.data.chat_template)
-    data = _prepared(config, opened, tell)
+    row_tokens = _row_tokens(config, opened)
+    data = prepared_data(config, opened.loaded, opened.tokenizer, row_tokens, tell)
     rows = data.trained if request.data is not None else data.held_out
     if not len(rows):
         raise BadInput(
@@ -135,27 +136,6 @@ def _evaluated(
         placed=opened.placed,
         seconds=perf_counter() - started_s,
         notes=(*data.told, *data.notes.sentences(), *rows.fit.sentences()),
-    )
-
-
-def _prepared(config: RunConfig, opened: OpenedModel, tell: Tell) -> PreparedData:
-    loaded = opened.loaded
-    return prepare(
-        DataSource(
-            request=read_request(config.data.model_dump()),
-            sequence_length=_row_tokens(config, opened),
-            held_out=config.data.held_out,
-            seed=config.data.seed,
-            token_cache=config.data.token_cache,
-        ),
-        opened.tokenizer,
-        ModelLimits(
-            embedding_rows=loaded.embedding_rows,
-            max_positions=loaded.max_positions,
-            pad_id=loaded.pad_id,
-            packs=loaded.packs,
-        ),
-        tell,
     )
 
 

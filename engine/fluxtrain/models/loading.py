@@ -227,7 +227,7 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
     except network_errors() as error:  # errors of the hub itself are OSErrors
         raise BadInput(
             f"{source.path!r} is no local folder, and the hub cannot be reached to fetch it: check "
-            "model.path, the network and its proxy, or name a local folder"
+            "the name, the network and its proxy, or name a local folder"
         ) from error
     return Path(folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.demo import PROMPT
@@ -22,6 +22,7 @@ from fluxtrain.models.precision import Capability
 from fluxtrain.plan import states
 from fluxtrain.telemetry.events import ChoiceMade
 
+Tell = Callable[[str], None] | None
 DEMO = "demo"
 PROMPT_CHARACTERS = 60
 
@@ -66,15 +67,28 @@ def load_inputs(
         packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
     )
     use_template(loaded.tokenizer, config.data.chat_template)
-    data = prepare(
+    data = prepared_data(config, loaded, loaded.tokenizer, config.data.row_tokens, tell)
+    prompt, talks = _prompt(config.data.path, data)
+    return Inputs(loaded=loaded, data=data, prompt=prompt, talks=talks)
+
+
+def prepared_data(
+    config: RunConfig,
+    loaded: LoadedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    row_tokens: int,
+    tell: Tell,
+) -> PreparedData:
+    """Read the data that `config` names into rows of `row_tokens` tokens for a loaded model."""
+    return prepare(
         DataSource(
             request=read_request(config.data.model_dump()),
-            sequence_length=config.data.row_tokens,
+            sequence_length=row_tokens,
             held_out=config.data.held_out,
             seed=config.data.seed,
             token_cache=config.data.token_cache,
         ),
-        loaded.tokenizer,
+        tokenizer,
         ModelLimits(
             embedding_rows=loaded.embedding_rows,
             max_positions=loaded.max_positions,
@@ -83,8 +97,6 @@ def load_inputs(
         ),
         tell,
     )
-    prompt, talks = _prompt(config.data.path, data)
-    return Inputs(loaded=loaded, data=data, prompt=prompt, talks=talks)
 
 
 def told_of(inputs: Inputs, whole: bool) -> list[str]:
