@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import shlex
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ from fluxtrain.commands.options import (
 from fluxtrain.errors import EXIT_FINISHED, BadInput, FluxTrainError, NoSpace
 from fluxtrain.hardware import allocator, openmp
 from fluxtrain.interrupts import ImmediateInterrupts
-from fluxtrain.output import complain, leave, print_json, say, silent, tell
+from fluxtrain.output import complain, hush_libraries, leave, print_json, say, silent, tell
 from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.units import loss_text
 
@@ -366,7 +365,7 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command; the one place where exceptions become exit codes."""
     open_standard_streams()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # or peft's import brings its advice
+    hush_libraries()
     if "torch" not in sys.modules:  # else a program calls this, and torch has read them already
         openmp.share_cores()
         allocator.let_segments_grow()

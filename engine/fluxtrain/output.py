@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import logging
 import os
 import sys
 import threading
@@ -14,6 +15,13 @@ import typer
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interrupted, NoSpace
 
 TRACKER_THREADS = "tracker-"  # how their names begin
+
+
+def hush_libraries() -> None:
+    """Keep advice on other set-ups, which libraries log where they are imported, from the
+    terminal: bitsandbytes' and that of liger's backends for other hardware."""
+    for name in ("bitsandbytes", "liger_kernel"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def tell(error: BaseException, *, debug: bool) -> int:

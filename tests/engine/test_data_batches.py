@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from fluxtrain.data.batches import BatchSource, fullest_batch, in_order
+from fluxtrain.data.batches import BatchSource, fullest_batch, in_order, typical_batch
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import DataSource, ModelLimits, prepare
 from fluxtrain.data.reading.request import read_request
@@ -224,13 +224,27 @@ def test_settings_that_do_not_go_with_the_model_are_refused(
         )
 
 
-def test_batches_with_the_most_documents_are_given_where_a_row_holds_several() -> None:
+def test_a_typical_batch_is_like_those_of_training_not_like_the_first_rows() -> None:
+    """Packing fills the first rows with the longest documents, so these need no mask."""
+    lengths = np.asarray([8, 8, *[2] * 40])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.arange(1, starts[-1] + 1, dtype=np.uint32)
+    rows = PackedRows(Tokens(ids, starts), Spans(starts[:-1], lengths), 8)
+    assert not next(iter(in_order(rows, 2))).mixes
+    assert typical_batch(rows, 1).mixes
+    assert typical_batch(rows, 2).mixes
+    assert fullest_batch(rows, 2) is None
+    everything = typical_batch(rows, 1000)
+    assert torch.equal(everything.input_ids, next(iter(in_order(rows, len(rows)))).input_ids)
+
+
+def test_batches_with_the_most_documents_are_given_where_typical_ones_hold_one_each() -> None:
+    lengths = np.asarray([*[8] * 9, 4, 4])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.arange(1, starts[-1] + 1, dtype=np.uint32)
+    rows = PackedRows(Tokens(ids, starts), Spans(starts[:-1], lengths), 8)
     assert fullest_batch(_rows(5), 1) is None
-    ids, starts = np.arange(1, 21, dtype=np.uint32), np.asarray([0, 8, 12, 16, 20])
-    rows = PackedRows(Tokens(ids, starts), Spans(starts[:-1], np.diff(starts)), 8)
     given = fullest_batch(rows, 1)
     assert given is not None
     assert given.mixes
     assert given.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
-    usual = next(iter(in_order(rows, 3)))
-    assert usual.mixes == any(len(set(row)) < 8 for row in usual.position_ids.tolist())

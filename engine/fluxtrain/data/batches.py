@@ -209,17 +209,22 @@ def in_order(rows: PackedRows, batch_rows: int) -> Iterator[Batch]:
         yield _batch(part, rows.packed)
 
 
-def first_batch(rows: PackedRows, count: int) -> Batch:
-    """Return the first `count` rows, or all there are, as long as any row can be."""
-    return _batch(rows.take(np.arange(min(count, len(rows)))), rows.packed)
+def typical_batch(rows: PackedRows, count: int) -> Batch:
+    """Return `count` rows from all over the split, or all there are, as long as any row can be.
+
+    Packing puts the longest documents into the first rows, which are unlike those of most batches:
+    a row of one document needs no attention mask.
+    """
+    taken = min(count, len(rows))
+    return _batch(rows.take((np.arange(taken) * 2 + 1) * len(rows) // (2 * taken)), rows.packed)
 
 
 def fullest_batch(rows: PackedRows, count: int) -> Batch | None:
     """Return the `count` rows with the most documents, whose attention masks take memory.
 
-    None where the first rows hold several documents themselves, or no rows do.
+    None where typical rows hold several documents themselves, or no rows do.
     """
-    if not rows.mixes or first_batch(rows, count).mixes:
+    if not rows.mixes or typical_batch(rows, count).mixes:
         return None
     return _batch(rows.take(rows.fullest(count)), rows.packed)
 

@@ -9,7 +9,7 @@ from fluxtrain.calibration.measured_constants import Constants, measure_constant
 from fluxtrain.calibration.peaks import host_peak_bytes
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.data.batches import Batch, first_batch, fullest_batch
+from fluxtrain.data.batches import Batch, fullest_batch, typical_batch
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.methods.objective import BoundBatch, Objective
 from fluxtrain.models.loading import LoadedModel
@@ -135,7 +135,7 @@ def _calibrated(
         hold_to_budget(config.placement.budget_gib)
 
     def usual(count: int) -> BoundBatch[Batch]:
-        return BoundBatch(objective, first_batch(rows, count))
+        return BoundBatch(objective, typical_batch(rows, count))
 
     def heavier(count: int) -> BoundBatch[Batch] | None:
         batch = fullest_batch(rows, count)
