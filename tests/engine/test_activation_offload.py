@@ -96,11 +96,11 @@ def test_a_training_brings_back_all_but_the_last_ones_and_keeps_its_bits(
         engine.flush()
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
         inputs_of_a_step = 5  # of four blocks and the last norm
-        assert engine.activation_offload.offloaded_count == (
+        assert engine.cards[0].activation_offload.offloaded_count == (
             0 if boundaries == "device" else 3 * inputs_of_a_step
         )
         assert uploads.back == max(
-            0, engine.activation_offload.offloaded_count - 3 * MOST_DOWNLOADS
+            0, engine.cards[0].activation_offload.offloaded_count - 3 * MOST_DOWNLOADS
         )
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name

@@ -48,11 +48,11 @@ class Training:
     def step(self, passes: int = 1) -> tuple[int, int]:
         """Tensors sent to the host in the last pass of the step, and bytes that stayed."""
         for part in range(passes):
-            before = self.engine.activation_offload.offloaded_count
+            before = self.engine.cards[0].activation_offload.offloaded_count
             loss = self.loss(part)
             held = (
                 self.engine.counters.block_input_bytes,
-                self.engine.activation_offload.offloaded_count - before,
+                self.engine.cards[0].activation_offload.offloaded_count - before,
             )
             loss.backward()
         self.engine.clip_grad_norm(1.0)
@@ -142,7 +142,7 @@ def test_the_ones_sent_last_are_still_there_behind_those_that_stay(
 
     monkeypatch.setattr(some.engine.device, "download", late)
     loss = some.loss()
-    newest = some.engine.activation_offload.newest()
+    newest = some.engine.cards[0].activation_offload.newest()
     assert newest is not None
     assert newest.unchanged_source is not None
     before = newest.previous()

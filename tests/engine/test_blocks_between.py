@@ -60,7 +60,11 @@ def test_the_next_block_at_home_is_copied_while_those_on_the_device_before_it_ar
 
     def look(at: int) -> Any:
         def hook(*_: Any) -> None:
-            held = [n for n, group in enumerate(blocks) if engine.window.holds(group) is not None]
+            held = [
+                n
+                for n, group in enumerate(blocks)
+                if engine.cards[0].window.holds(group) is not None
+            ]
             found.setdefault(at, [n for n in held if n > at])
 
         return hook

@@ -49,7 +49,7 @@ class Held:
 
     @property
     def under_way(self) -> bool:
-        arrival = self.engine.gradients.host.arrivals[self.last]
+        arrival = self.engine.cards[0].gradients.host.arrivals[self.last]
         return not all(transfer.done() for transfer in arrival.transfers)
 
 
@@ -64,7 +64,7 @@ def held(new_model: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 @pytest.mark.parametrize("of", ["optimizer", "model", "engine"])
 def test_gradients_are_forgotten_while_they_are_on_their_way(held: Held, of: str) -> None:
     held.backward()
-    transfers = held.engine.gradients.host.arrivals[held.last].transfers
+    transfers = held.engine.cards[0].gradients.host.arrivals[held.last].transfers
     held.engine.clip_grad_norm(1.0)
     held.optimizer.step()
     if of == "engine":
@@ -72,7 +72,7 @@ def test_gradients_are_forgotten_while_they_are_on_their_way(held: Held, of: str
     else:
         {"optimizer": held.optimizer, "model": held.model}[of].zero_grad()
     assert not all(transfer.done() for transfer in transfers)
-    assert not held.engine.gradients.host.arrivals
+    assert not held.engine.cards[0].gradients.host.arrivals
     held.let_go()
     assert all(parameter.grad is None for parameter in held.model.parameters())
 

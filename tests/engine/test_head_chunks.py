@@ -166,7 +166,7 @@ def test_the_weight_goes_up_twice_and_its_gradient_comes_home_once() -> None:
         model = qwen()
         engine = in_vocab_chunks(model, head)
         model(**inputs(0)).loss.backward()
-        engine.gradients.host.drain()
+        engine.cards[0].gradients.host.drain()
         moved[head] = engine.traffic().h2d_bytes, engine.traffic().d2h_bytes
     last_two = (VOCABULARY % WORDS + WORDS) * HIDDEN * 4  # are there still
     assert moved["chunks"][0] - moved["whole"][0] == 4 * HEAD_ELEMENTS - last_two
@@ -186,7 +186,7 @@ def test_an_evaluation_copies_each_slice_once_and_computes_no_logits_beside() ->
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0.0)
     blocks = sum(g.weight_bytes for g in engine.groups if g.kind == "block")
     assert again <= 4 * HEAD_ELEMENTS + blocks + 4 * inputs(1)["input_ids"].numel() * HIDDEN + 4096
-    assert head.vocab_chunks is not None and not engine.gradients.is_open(head.group)
+    assert head.vocab_chunks is not None and not engine.cards[0].gradients.is_open(head.group)
 
 
 def test_a_frozen_head_gives_gradients_to_what_is_before_it_alone() -> None:

@@ -92,11 +92,11 @@ def test_the_rows_that_were_looked_up_come_home_once_more_and_nothing_else() -> 
     model = tied()
     engine = chunked(model)
     model(**inputs(0)).loss.backward()
-    engine.gradients.host.drain()
+    engine.cards[0].gradients.host.drain()
     blocks = sum(s.size_bytes for g in engine.groups for s in g.trained) - 4 * VOCABULARY * HIDDEN
     rows = len(inputs(0)["input_ids"].unique())
     assert engine.traffic().d2h_bytes == blocks + 4 * HIDDEN * (VOCABULARY + rows)
-    device = engine.gradients.device_bytes
+    device = engine.cards[0].gradients.device_bytes
     assert device < 4 * HIDDEN * VOCABULARY + blocks * 2  # no sum of the whole table
 
 
@@ -178,4 +178,4 @@ def test_an_abandoned_lookup_does_not_change_the_next_gradient() -> None:
         each(**inputs(0)).loss.backward()
     assert lost.loss is not None
     same(gradients(model), gradients(again))
-    assert engine_of(model).gradients.open_groups() == []
+    assert engine_of(model).cards[0].gradients.open_groups() == []

@@ -170,4 +170,4 @@ def test_a_block_that_keeps_its_activations_keeps_its_input_on_the_device(tiny: 
     ids = torch.zeros(2, 8, dtype=torch.int64)
     model(input_ids=ids, labels=ids).loss.backward()
     last_norm = 1
-    assert engine.activation_offload.offloaded_count == blocks - 1 + last_norm
+    assert engine.cards[0].activation_offload.offloaded_count == blocks - 1 + last_norm

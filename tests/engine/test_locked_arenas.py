@@ -92,13 +92,13 @@ def test_weights_stay_locked_while_they_are_copied_though_their_model_is_gone(
 ) -> None:
     model = wrap_with(tiny("llama", num_hidden_layers=4), offload="weights", device_groups=0)
     engine = engine_of(model)
-    engine.window.drain()
+    engine.cards[0].window.drain()
     group = next(g for g in engine.groups if g.placement.weights == "host" and g.kind == "block")
-    engine.window.forget(group)
+    engine.cards[0].window.forget(group)
     worker = engine.device._up  # type: ignore[attr-defined]  # which ends with the model
     held(worker)
-    assert engine.window.prefetch(group)
-    slot = engine.window.holds(group)
+    assert engine.cards[0].window.prefetch(group)
+    slot = engine.cards[0].window.holds(group)
     assert slot is not None and slot.transfer is not None and not slot.transfer.done()
     early = unlocked_early(locks, monkeypatch, slot.transfer.done)
     address = group._arenas[0].address

@@ -40,7 +40,7 @@ def test_the_engine_follows_every_row_and_nothing_is_planned(
     engine = engine_of(fluxtrain.wrap(model, device="cpu", placement=plan))
     assert engine.plan is plan
     assert [group.placement for group in engine.groups] == list(plan.groups)
-    owned = {slot.owner.name for slot in engine.window.slots if slot.owner is not None}
+    owned = {slot.owner.name for slot in engine.cards[0].window.slots if slot.owner is not None}
     assert owned == {row.name for row in plan.groups if row.resident}
     kept = [unit.name for unit in engine.units if not unit.recomputes]
     assert kept == [row.name for row in plan.groups if row.activations == "kept"]

@@ -73,7 +73,7 @@ def test_the_weight_is_that_of_the_devices_slot(new_model: Make) -> None:
     at_home = head.group.home_views[0].data_ptr()
     gradients_of(model, fused_lm_head=True)
     weight = seen[0].weight
-    slots = [slot.flat for slot in engine.window.slots]
+    slots = [slot.flat for slot in engine.cards[0].window.slots]
     inside = [s for s in slots if s.data_ptr() <= weight.data_ptr() < s.data_ptr() + s.nbytes]
     assert weight.data_ptr() != at_home and len(inside) == 1
     assert model.get_output_embeddings() is model.lm_head, "only while the fused forward runs"

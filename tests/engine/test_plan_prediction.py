@@ -90,7 +90,7 @@ def test_the_predicted_bytes_are_those_that_training_holds(
         counted -= plan.need.block_inputs_bytes
     assert memory.device_peak_bytes == pytest.approx(counted, rel=0.1)
     assert engine.plan is plan
-    assert plan.slots == len([s for s in engine.window.slots if not s.owner])
+    assert plan.slots == len([s for s in engine.cards[0].window.slots if not s.owner])
 
 
 def test_several_backward_passes_a_step_are_in_the_plan(tiny: Tiny, batch: Batch) -> None:

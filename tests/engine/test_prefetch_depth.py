@@ -62,7 +62,7 @@ def test_any_number_of_slots_gives_the_same_bits(
         )
         streamed -= engine.plan.totals.resident_blocks
         expected = min(slots or 3, streamed)
-        assert len([s for s in engine.window.slots if s.owner is None]) == expected
+        assert len([s for s in engine.cards[0].window.slots if s.owner is None]) == expected
         found.append(trained(model, engine, batch, in_backward=in_backward))
     for losses, weights in found[1:]:
         assert losses == found[0][0]
@@ -75,7 +75,7 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
     """A block with a slot of its own takes none from the others, and its turn none from theirs."""
     model, engine = wrapped(tiny, 2, resident_blocks=4)
     trained(model, engine, batch, in_backward=False)
-    own = {slot.owner for slot in engine.window.slots}
+    own = {slot.owner for slot in engine.cards[0].window.slots}
     blocks = [unit for unit in engine.units if unit.group.kind == "block"]
     shared = [unit for unit in blocks if unit.group not in own]
     pairs = [
@@ -84,16 +84,16 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
     ]  # fmt: skip
     assert pairs, "a resident block stands between two streamed ones"
     asked: list[Group] = []
-    whole = engine.window.prefetch
+    whole = engine.cards[0].window.prefetch
 
     def noted(group: Group, keep: Any = ()) -> bool:
         asked.append(group)
         return whole(group, keep)
 
-    monkeypatch.setattr(engine.window, "prefetch", noted)
+    monkeypatch.setattr(engine.cards[0].window, "prefetch", noted)
     for unit, later in pairs:
         asked.clear()
-        engine.ahead._copy("forward", unit, engine.plan.slots)
+        engine.cards[0].ahead._copy("forward", unit, engine.plan.slots)
         assert later.group in asked
         assert [group for group in asked if group not in own] == [later.group]
     fluxtrain.sync(model)

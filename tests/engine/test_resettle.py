@@ -128,7 +128,9 @@ def test_the_window_the_counters_and_the_residency_are_those_of_the_new_layout(
             run.model(**run.batch())  # what is resident is there when it was used
         assert run.engine.residency().weights.startswith("G" * resident)
         assert run.engine.plan.totals.resident_blocks == resident
-        assert run.engine.plan.slots == len([s for s in run.engine.window.slots if not s.owner])
+        assert run.engine.plan.slots == len(
+            [s for s in run.engine.cards[0].window.slots if not s.owner]
+        )
         assert run.engine.plan.need == run.context.need(settings)
     assert run.engine.memory().device_by["weights"] == before
 
@@ -202,14 +204,14 @@ def test_a_slot_that_a_computation_uses_is_never_given_back(
     run = training()
     run.steps(1)
     group = next(g for g in run.engine.groups if g.kind == "block")
-    run.engine.window.take(group)
-    slot = run.engine.window.holds(group)
+    run.engine.cards[0].window.take(group)
+    slot = run.engine.cards[0].window.holds(group)
     assert slot is not None
     with pytest.raises(AssertionError, match="uses"):
-        run.engine.window.remove_slot(slot)
-    run.engine.window.release(group)
-    run.engine.window.remove_slot(slot)
-    assert run.engine.window.holds(group) is None
+        run.engine.cards[0].window.remove_slot(slot)
+    run.engine.cards[0].window.release(group)
+    run.engine.cards[0].window.remove_slot(slot)
+    assert run.engine.cards[0].window.holds(group) is None
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])

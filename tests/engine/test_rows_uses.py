@@ -278,9 +278,9 @@ def test_a_tied_table_falls_back_to_the_slot_of_the_head(kind: str) -> None:
             embed.weight.register_hook(lambda gradient: gradient * 1)
         else:
             ids = ids.as_subclass(Ids)
-        slots = len(engine.window.slots)
+        slots = len(engine.cards[0].window.slots)
         embed(ids).as_subclass(Tensor).float().square().mean().backward()
-        assert len(engine.window.slots) == slots
+        assert len(engine.cards[0].window.slots) == slots
         assert not by_rows(engine)
         results.append(embed.weight.grad.detach().clone())
     assert torch.equal(*results)

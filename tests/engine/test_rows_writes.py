@@ -135,7 +135,7 @@ def test_what_is_written_to_a_gradient_that_was_kept_is_gone_in_the_next_step() 
         for step in (1, 2):
             model.zero_grad()
             once(model, step).backward()
-            engine.gradients.host.wait(engine.groups[0])
+            engine.cards[0].gradients.host.wait(engine.groups[0])
             kept.add_(1.0)
         model.zero_grad()
         once(model, 3).backward()

@@ -156,7 +156,7 @@ def test_a_gradient_that_is_set_is_not_overwritten_by_one_that_was_dropped(
         parameter.grad = None  # unread: its bytes are on their way home
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    engine.gradients.host.drain()
+    engine.cards[0].gradients.host.drain()
     differ = [n for n, p in model.named_parameters() if not bool((p.grad == 1).all())]
     assert not differ
 

@@ -134,7 +134,7 @@ def test_clipped_steps_equal_the_oracle(
         model(**batch("llama", seed=step)).loss.backward()
         norm = engine.clip_grad_norm(MAX_NORM).value()
         for group in engine.groups:
-            engine.gradients.host.wait(group)
+            engine.cards[0].gradients.host.wait(group)
         oracle.step(hyper, step, clip_scale(norm, MAX_NORM))
         optimizer.step()
         assert oracle.agrees()

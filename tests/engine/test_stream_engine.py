@@ -225,12 +225,12 @@ def test_once_the_order_is_known_no_copy_is_on_demand() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.arange(32).reshape(2, 16)
     for _ in range(3):
-        engine.window.drain()
+        engine.cards[0].window.drain()
         engine.take_moves(1000)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    engine.window.drain()  # only copies that have ended are given
+    engine.cards[0].window.drain()  # only copies that have ended are given
     moves, _ = engine.take_moves(1000)
     weights = [move for move in moves if move.what == "weights"]
     assert len(weights) >= 10
@@ -248,9 +248,9 @@ def test_boundaries_on_the_host_change_no_bit(offload: str, tiny: Any, batch: An
             chunk_rows=2,
         )
         engine = trained(model, batch(), steps=3)
-        before = engine.activation_offload.offloaded_count
+        before = engine.cards[0].activation_offload.offloaded_count
         trained(model, batch(), steps=1)
-        assert engine.activation_offload.offloaded_count - before == (
+        assert engine.cards[0].activation_offload.offloaded_count - before == (
             6 if boundaries == "host" else 0
         )  # blocks, norm
         fluxtrain.sync(model)
@@ -263,7 +263,7 @@ def test_a_forward_pass_without_its_backward_frees_what_it_offloaded(tiny: Any, 
     model = wrap_with(tiny("llama", num_hidden_layers=4), activations="host")
     loss = model(**batch()).loss
     engine = engine_of(model)
-    offloaded, held = engine.activation_offload.newest(), []
+    offloaded, held = engine.cards[0].activation_offload.newest(), []
     while offloaded is not None:
         held.append(weakref.ref(offloaded.host))
         offloaded = offloaded.previous()
@@ -271,7 +271,7 @@ def test_a_forward_pass_without_its_backward_frees_what_it_offloaded(tiny: Any, 
     del loss
     gc.collect()
     assert [ref() for ref in held[2:]] == [None] * 3  # the last two are still on their way
-    assert trained(model, batch(), steps=1).activation_offload.newest() is None
+    assert trained(model, batch(), steps=1).cards[0].activation_offload.newest() is None
 
 
 def test_an_unknown_place_for_boundaries_is_refused(tiny: Any) -> None:

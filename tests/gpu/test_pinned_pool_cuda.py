@@ -57,7 +57,7 @@ def test_a_training_takes_exact_sizes_in_its_first_step_alone() -> None:
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
             del loss
-            free = engine_of(wrapped).activation_offload._pool._free
+            free = engine_of(wrapped).cards[0].activation_offload._pool._free
             sizes = {size: len(buffers) for size, buffers in free.items()}
             assert sizes == ({6 * 384 * 768 * 2: 7} if boundaries == "host" else {})
             if step == 0:

@@ -79,9 +79,10 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         context, unit = record(ctx, call), call.unit
+        card = context.card_of(unit)
         ctx.set_materialize_grads(False)
         if unit.offloads_inputs and unit.recomputes:
-            call.given.offload(context.activation_offload, tensors)
+            call.given.offload(card.activation_offload, tensors)
         with bound(context, unit):
             weights = BoundWeights(unit)
             parts = call.record(tensors)
@@ -109,7 +110,7 @@ class _Streamed(torch.autograd.Function):
         call: Call = ctx.call
         call.given.refuse_changed()
         arriving = call.outputs.gradients_of_results(gradients)
-        tensors = call.given.fetch(context.activation_offload, ctx.saved_tensors)
+        tensors = call.given.fetch(context.card_of(call.unit).activation_offload, ctx.saved_tensors)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
         by_chunk: dict[int, list[Tensor]] = {i: [] for i in wanted}

@@ -61,7 +61,8 @@ class Call(UnitCall):
         self.outputs = CallOutputs()
         self.capture = capture
         self.chunks = [Chunk(span) for span in spans]
-        self._device = context.device.torch_device
+        self._card = context.card_of(unit)
+        self._device = self._card.torch_device
         self._autocast = Autocast.now(self._device)
         self._recomputes = unit.recomputes
         self._verifies = unit.recomputes and unit.checked_recomputes < _CHECKED_RECOMPUTES
@@ -178,7 +179,7 @@ class Call(UnitCall):
             with as_before(module, self._buffers):
                 found = self._backward_recorded_again(chunk, tensors, wanted, arriving)
         arrived = zip(self._trained, found[len(wanted) :], strict=True)
-        self.context.gradients.add_all(
+        self._card.gradients.add_all(
             (group, member, gradient)
             for (group, member), gradient in arrived
             if gradient is not None

@@ -14,7 +14,7 @@ from fluxtrain.runtime.context import Context
 def choose_recompute(context: Context) -> None:
     """Set every unit's recomputation and offload from its group's placement, between two steps. A
     unit without parameters of its own follows the last unit before it."""
-    owned = {slot.owner for slot in context.window.slots}
+    owned = {slot.owner for card in context.cards for slot in card.window.slots}
 
     def can_keep(unit: Unit) -> bool:
         stays = all(g.placement.weights == "device" or g in owned for g in unit.groups)

@@ -98,7 +98,7 @@ def copy_whole(context: Context, unit: Unit, why: str) -> None:
     assert chunks is not None
     chunks.give_back()
     unit.vocab_chunks = None
-    context.window.add_slot(chunks.group.weight_bytes, owner=chunks.group)
+    context.card_of(unit).window.add_slot(chunks.group.weight_bytes, owner=chunks.group)
     context.say(f"{unit.name} is copied to the device whole, not in vocabulary chunks: {why}")
 
 
@@ -213,9 +213,10 @@ def _backward(
     sums: Tensor | None = None
     if for_hidden:
         sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    zeros = context.card_of(unit).gradients.zeros_for_chunk
     with _computing(context, unit, "backward"):
         for chunk in _each(chunks, reversed(range(chunks.count))):
-            total = context.gradients.zeros_for_chunk(chunk.weight.shape) if for_weight else None
+            total = zeros(chunk.weight.shape) if for_weight else None
             bias_total = torch.zeros(len(chunk.weight), device=hidden.device) if for_bias else None
             for rows in _spans(len(hidden), most):
                 inner = hidden[rows].detach()
@@ -239,7 +240,7 @@ def _add(
     """Give the engine a member's gradient of one chunk, (n, ...) in fp32, from row `first` on."""
     group, in_backward = chunks.group, context.step_in_backward
     passing = in_backward is not None and in_backward.uses_up_now(group)
-    context.gradients.add_vocab_chunk(
+    context.gradients_of(group).add_vocab_chunk(
         group, member, first, values, rows=chunks.rows, passing=passing
     )
 

@@ -111,7 +111,7 @@ def _copy_whole(context: Context, unit: Unit, why: str) -> None:
             head.vocab_chunks.give_back()
             head.vocab_chunks = None
     if slotless:
-        context.window.add_slot(group.weight_bytes, owner=group)
+        context.card_of(unit).window.add_slot(group.weight_bytes, owner=group)
     context.say(f"{unit.name} is copied to the device whole: {why}")
 
 
@@ -178,11 +178,11 @@ class Lookup(UnitCall):
             for hook in hooks:
                 changed = hook(values)
                 values = values if changed is None else changed
-            context.gradients.add(group, member, values)
+            context.gradients_of(group).add(group, member, values)
             return
         values = dense(flat, uploaded.of_tokens, buffers.capacity, self.padding, False)
         rows = RowSum(self.places, uploaded.places, values[: self.places.count])
-        context.gradients.add_rows(group, rows)
+        context.gradients_of(group).add_rows(group, rows)
 
 
 class _LookedUp(torch.autograd.Function):

@@ -328,7 +328,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for group, member in unit.members:
             total = call.sums.pop(id(member.parameter), None)
             if total is not None and member.parameter.requires_grad:
-                context.gradients.add(group, member, total.mul_(scale), may_keep=True)
+                context.gradients_of(group).add(group, member, total.mul_(scale), may_keep=True)
         total = None  # only the group's sum may hold it: gigabytes for a large vocabulary
         gradient, call.hidden_gradient = call.hidden_gradient, None
         end_backward(context, unit)

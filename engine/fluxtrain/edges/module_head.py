@@ -69,7 +69,7 @@ def module_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) ->
     for group, member in unit.members:
         total = sums.pop(id(member.parameter), None)
         if total is not None:
-            context.gradients.add(group, member, total)
+            context.gradients_of(group).add(group, member, total)
     end_backward(context, unit)
     return for_hidden
 

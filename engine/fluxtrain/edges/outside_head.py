@@ -112,6 +112,6 @@ class _Weights(torch.autograd.Function):
         for group, member in unit.members:
             gradient = found.get(id(member.parameter))
             if gradient is not None and member.parameter.requires_grad:
-                context.gradients.add(group, member, gradient)
+                context.gradients_of(group).add(group, member, gradient)
         end_backward(context, unit)
         return None, None

@@ -99,6 +99,6 @@ def _whole_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) ->
             sums.append((bias, slopes.sum(0, dtype=torch.float32)))
     for parameter, total in sums:
         group, member = next(pair for pair in unit.members if pair[1].parameter is parameter)
-        context.gradients.add(group, member, total)
+        context.gradients_of(group).add(group, member, total)
     end_backward(context, unit)
     return found

@@ -12,7 +12,7 @@ from fluxtrain.device.device import Device
 from fluxtrain.gradients.buffers import Report
 from fluxtrain.gradients.embedding_sum import EmbeddingSum
 from fluxtrain.gradients.flat_sum import FlatSum, can_become_sum
-from fluxtrain.gradients.host_gradients import HostGradients
+from fluxtrain.gradients.host_gradients import Arrival, HostGradients
 from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.gradients.views import MemberViews, copy_all
 from fluxtrain.gradients.vocab_chunk_sum import VocabChunkSum
@@ -37,9 +37,16 @@ class Gradients:
     (whose weight may be used whole elsewhere in the model), or the rows of an embedding.
     """
 
-    def __init__(self, device: Device, downloaded: Report, uploaded: Report) -> None:
+    def __init__(
+        self,
+        device: Device,
+        downloaded: Report,
+        uploaded: Report,
+        arrivals: dict[Group, Arrival] | None = None,
+    ) -> None:
+        """`arrivals`: gradients on the host, which several devices' sums share."""
         self._device = device
-        self.host = HostGradients(device, downloaded, uploaded)
+        self.host = HostGradients(device, downloaded, uploaded, arrivals)
         self._scratch: Tensor | None = None  # shared by groups that finish within their backward
         self._views = MemberViews()
         self._flat: dict[Group, FlatSum] = {}

@@ -67,9 +67,15 @@ class HostGradients:
     Each copy is reported to `downloaded` or `uploaded`.
     """
 
-    def __init__(self, device: Device, downloaded: Report, uploaded: Report) -> None:
+    def __init__(
+        self,
+        device: Device,
+        downloaded: Report,
+        uploaded: Report,
+        arrivals: dict[Group, Arrival] | None = None,
+    ) -> None:
         self.device = device
-        self.arrivals: dict[Group, Arrival] = {}
+        self.arrivals = {} if arrivals is None else arrivals
         self.staging = GradientStaging(device, downloaded, uploaded)
         self.scatter = Scatter()
         self._ring = GradientRing()

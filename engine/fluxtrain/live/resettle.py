@@ -18,8 +18,11 @@ from fluxtrain.memory.window import Slot
 from fluxtrain.optimizer.optimizer_state import renew_state
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.group_placement import check_groups, refuse_unused
+from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.context import Context
 from fluxtrain.wrapping.slots import slots_for
+
+_Placed = tuple[Card, Slot]
 
 
 def resettle(context: Context, placement: Placement) -> None:
@@ -34,25 +37,26 @@ def resettle(context: Context, placement: Placement) -> None:
     _come_to_rest(context)
     rows = list(zip(context.groups, placement.groups, strict=True))
     moving = [(group, row) for group, row in rows if moves(group, row)]
-    owners, streamed = slots_for(context, placement.groups)
-    fresh: list[Slot] = []
+    fresh: list[_Placed] = []
+    gone: list[_Placed] = []
     if moving:  # the ring lends from one host group to another
-        context.gradients.host.give_ring_back(context.groups)
+        for card in context.cards:
+            card.gradients.host.give_ring_back(context.groups)
     try:
-        gone = _owned(context, owners, fresh)
-        gone += _shared(context, streamed, placement.slots, fresh)
+        for card in context.cards:
+            owners, streamed = slots_for(context, card.number, placement.groups)
+            gone += _owned(card, owners, fresh)
+            gone += _shared(card, streamed, placement.slots, fresh)
         prepared = [
             prepare_move(group, row, pin=context.device.pins and row.weights != "device")
             for group, row in moving
         ]
     except DoesNotFit:
-        for slot in fresh:
-            context.window.remove_slot(slot)
+        _remove(fresh)
         fresh.clear()
         _give_back(context)
         raise
-    for slot in gone:
-        context.window.remove_slot(slot)
+    _remove(gone)
     for move in prepared:
         move()
     if prepared:
@@ -65,7 +69,7 @@ def resettle(context: Context, placement: Placement) -> None:
     _tidy(context, fewer_wait=_waiting(placement) < _waiting(before))
     context.chunk_rows = placement.chunk_rows or context.chunk_rows
     choose_recompute(context)
-    context.ahead.begin_next_step(placement.slots)
+    context.begin_next_step()
 
 
 def _waiting(placement: Placement) -> int:
@@ -76,11 +80,13 @@ def _waiting(placement: Placement) -> int:
 def _come_to_rest(context: Context) -> None:
     """No copy is under way, to or from memory that may be given back."""
     context.flush()  # copies may wait for updates
-    context.window.drain()
+    for card in context.cards:
+        card.window.drain()
     for unit in context.units:
         if unit.vocab_chunks is not None:
             unit.vocab_chunks.drain()
-    context.gradients.host.drain()
+    for card in context.cards:
+        card.gradients.host.drain()
 
 
 def _tidy(context: Context, *, fewer_wait: bool) -> None:
@@ -92,31 +98,39 @@ def _tidy(context: Context, *, fewer_wait: bool) -> None:
     for unit in context.units:
         if unit.vocab_chunks is not None and not unit.in_vocab_chunks:
             unit.vocab_chunks.give_back()
-    if fewer_wait:
-        context.activation_offload.give_back()
-    sent = [group for group in context.groups if group.placement.gradients != "device"]
-    context.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
+    for card in context.cards:
+        if fewer_wait:
+            card.activation_offload.give_back()
+        mine = [g for g in context.groups if g.placement.card == card.number]
+        sent = [g for g in mine if g.placement.gradients != "device"]
+        card.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
     _give_back(context)
     context.counters.measure_peaks_anew()
 
 
-def _owned(context: Context, owners: list[Group], fresh: list[Slot]) -> list[Slot]:
+def _remove(slots: list[_Placed]) -> None:
+    """Free the memory of these slots."""
+    for card, slot in slots:
+        card.window.remove_slot(slot)
+
+
+def _owned(card: Card, owners: list[Group], fresh: list[_Placed]) -> list[_Placed]:
     """Give each of `owners` a slot of its own; return the slots of those that own none now."""
-    owned = {slot.owner: slot for slot in context.window.slots if slot.owner is not None}
+    owned = {slot.owner: slot for slot in card.window.slots if slot.owner is not None}
     for group in owners:
         if group not in owned:
-            fresh.append(context.window.add_slot(group.weight_bytes, owner=group))
-    return [slot for group, slot in owned.items() if group not in owners]
+            fresh.append((card, card.window.add_slot(group.weight_bytes, owner=group)))
+    return [(card, slot) for group, slot in owned.items() if group not in owners]
 
 
-def _shared(context: Context, streamed: list[Group], count: int, fresh: list[Slot]) -> list[Slot]:
+def _shared(card: Card, streamed: list[Group], count: int, fresh: list[_Placed]) -> list[_Placed]:
     """`count` shared slots of the largest streamed block's size; returns those to give back."""
     size_bytes = max((group.weight_bytes for group in streamed), default=0)
-    shared = [slot for slot in context.window.slots if slot.owner is None]
+    shared = [slot for slot in card.window.slots if slot.owner is None]
     fitting = [slot for slot in shared if slot.flat.nbytes == size_bytes][:count]
     for _ in range(count - len(fitting)):
-        fresh.append(context.window.add_slot(size_bytes))
-    return [slot for slot in shared if slot not in fitting]
+        fresh.append((card, card.window.add_slot(size_bytes)))
+    return [(card, slot) for slot in shared if slot not in fitting]
 
 
 def _give_back(context: Context) -> None:

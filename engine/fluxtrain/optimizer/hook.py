@@ -232,7 +232,7 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         _clip_others(context, {id(o.member) for o, _, _ in entries}, norm)
         context.norm = None
         context.counters.step += 1
-        context.ahead.begin_next_step(context.plan.slots)
+        context.begin_next_step()
     for context in contexts:  # after all are submitted, because a refused update raises here
         if not context.overlap:
             context.flush()

@@ -103,7 +103,7 @@ class StepInBackward:
         """End the step: drop gradients that updates used up, and references to parameters."""
         for group in self.updated:
             if group.placement.gradients != "device" and self.uses_up(group):
-                self._context.gradients.host.forget(group)
+                self._context.gradients_of(group).host.forget(group)
         self._work.clear()
 
     def drop(self) -> None:

@@ -92,7 +92,7 @@ class ThirdPartyOptimizer:
     def zero_grad(self) -> None:
         """Forget all gradients."""
         for group in self._context.groups:
-            self._context.gradients.host.forget(group)
+            self._context.gradients_of(group).host.forget(group)
         for parameter in self._loose:
             parameter.grad = None
 

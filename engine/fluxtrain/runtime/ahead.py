@@ -14,8 +14,9 @@ from fluxtrain.plan.cost.prefetch import LOOKS_AHEAD
 class CopiesAhead:
     """Prefetches weights in the order in which units ran last, forward and backward."""
 
-    def __init__(self, window: Window, groups: Sequence[Group]) -> None:
-        self._window, self._groups = window, groups
+    def __init__(self, window: Window, groups: Sequence[Group], card: int = 0) -> None:
+        """`groups` are those of the whole model, of which `card` copies its own."""
+        self._window, self._groups, self._card = window, groups, card
         self._following: dict[tuple[str, Unit | None], Unit] = {}
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._lock = threading.RLock()
@@ -37,7 +38,8 @@ class CopiesAhead:
         self._last = {"forward": None, "backward": None}
 
     def _copy(self, direction: str, unit: Unit | None, slots: int) -> None:
-        if all(group.placement.weights == "device" for group in self._groups):
+        mine = (group.placement for group in self._groups if group.placement.card == self._card)
+        if all(placement.weights == "device" for placement in mine):
             return
         near = set(unit.groups) if unit is not None else set()
         seen: list[Unit] = [] if unit is None else [unit]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 
 from fluxtrain.device.device import Device
 from fluxtrain.gradients.gradients import Gradients
-from fluxtrain.memory.activation_offload import ActivationOffload
+from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
-from fluxtrain.memory.window import Window
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.runtime.ahead import CopiesAhead
+from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.counters import Counters
 from fluxtrain.runtime.graphs import Graphs
 from fluxtrain.runtime.host_ids import HostIds
@@ -58,8 +57,7 @@ class Context:
     and updates run beside it.
     """
 
-    def __init__(self, device: Device, placement: Placement, *, overlap: bool) -> None:
-        self.device = device
+    def __init__(self, devices: Sequence[Device], placement: Placement, *, overlap: bool) -> None:
         self.plan = placement
         self.use = Use()
         self.overlap = overlap
@@ -70,12 +68,14 @@ class Context:
         self.groups: list[Group] = []
         self.loose: list[nn.Parameter] = []
         self.owners: dict[Group, dict[int, Owner]] = {}
-        self.counters = Counters(device)
-        self.window = Window(device, self.counters.uploaded)
-        self.ahead = CopiesAhead(self.window, self.groups)
-        self.gradients = Gradients(device, self.counters.downloaded, self.counters.sum_uploaded)
-        self.updates = Updates(self.gradients, device, defers_moments=placement.deferred_moments)
-        self.activation_offload = ActivationOffload(device)
+        self.counters = Counters(devices)
+        self.arrivals: dict[Group, Arrival] = {}  # gradients on the host
+        self.cards = [
+            Card(number, device, self.groups, self.counters, self.arrivals)
+            for number, device in enumerate(devices)
+        ]
+        device = devices[0]
+        self.updates = Updates(self.arrivals, device, defers_moments=placement.deferred_moments)
         self.host_ids = HostIds()
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -85,6 +85,24 @@ class Context:
         self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
         self.thread = 0  # of the last forward
         self._said: set[str] = set()
+
+    @property
+    def device(self) -> Device:
+        """The first card's device: inputs, loss and what stands outside of blocks are there."""
+        return self.cards[0].device
+
+    def card_of(self, unit: Unit) -> Card:
+        """Return the card that the unit runs on."""
+        return self.cards[unit.card]
+
+    def gradients_of(self, group: Group) -> Gradients:
+        """Return the sums that the group's gradients go into."""
+        return self.cards[group.placement.card].gradients
+
+    def begin_next_step(self) -> None:
+        """Prefetch the first units of the next forward, each as soon as it is updated."""
+        for card in self.cards:
+            card.ahead.begin_next_step(self.plan.slots)
 
     def say(self, text: str) -> None:
         """Log a warning for the user, once for each text."""
@@ -129,9 +147,10 @@ class Context:
 
     def abandon_backward(self) -> None:
         """Drop the incomplete sums of a backward pass that raised, whose end was never called."""
-        self.ahead.end_pass()
         self.graphs.abandon_pass()
-        self.gradients.discard()
+        for card in self.cards:
+            card.ahead.end_pass()
+            card.gradients.discard()
         if self.step_in_backward is not None:
             self.updates.forget_refused()
             self.step_in_backward.end()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fluxtrain.device.device import Device
+from fluxtrain.device.recorder import Recorder
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.group import Group
 from fluxtrain.telemetry.events import Move
@@ -31,8 +33,8 @@ class Traffic:
 class Counters:
     """Counters of one engine. Written by the computing thread, read by any."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
         self.step = 0
         self.block_input_bytes = 0
         self.h2d_bytes = 0
@@ -47,7 +49,7 @@ class Counters:
 
     def uploaded(self, group: Group, cause: str, transfer: Transfer, size_bytes: int) -> None:
         """Count an upload of the group's weights that was started."""
-        self._device.recorder.copied("h2d", "weights", group.name, transfer)
+        self._recorder_of(group).copied("h2d", "weights", group.name, transfer)
         with self._lock:
             self.h2d_bytes += size_bytes
             self._count_untrained(group, size_bytes)
@@ -55,14 +57,14 @@ class Counters:
 
     def downloaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
         """Count a download of gradients that was started."""
-        self._device.recorder.copied("d2h", "gradients", group.name, transfer)
+        self._recorder_of(group).copied("d2h", "gradients", group.name, transfer)
         with self._lock:
             self.d2h_bytes += size_bytes
             self._note(group, "gradients", size_bytes, "G>C", "gradient", transfer)
 
     def sum_uploaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
         """Count an upload of gradients of an earlier backward pass, which are added to."""
-        self._device.recorder.copied("h2d", "gradients", group.name, transfer)
+        self._recorder_of(group).copied("h2d", "gradients", group.name, transfer)
         with self._lock:
             self.h2d_bytes += size_bytes
             self._note(group, "gradients", size_bytes, "C>G", "gradient", transfer)
@@ -91,16 +93,19 @@ class Counters:
 
     def device_peaks(self) -> tuple[int, int]:
         """Return the peaks of bytes that tensors used on the GPU and that torch reserved, ever."""
-        now_used, now_reserved = held_by_torch(self._device.torch_device)
+        now_used, now_reserved = held_by_torch(self._devices[0].torch_device)
         used, reserved = self._earlier_peaks
         return max(used, now_used["peak"]), max(reserved, now_reserved["peak"])
 
     def measure_peaks_anew(self) -> None:
         """Reset torch's own peaks; `device_peaks` still covers the whole run."""
-        device = self._device.torch_device
+        device = self._devices[0].torch_device
         if device.type == "cuda":
             self._earlier_peaks = self.device_peaks()
             torch.cuda.reset_peak_memory_stats(device)
+
+    def _recorder_of(self, group: Group) -> Recorder:
+        return self._devices[group.placement.card].recorder
 
     def _count_untrained(self, group: Group, size_bytes: int) -> None:
         """A group comes up whole, or its trained weights alone; parts of a group without trained

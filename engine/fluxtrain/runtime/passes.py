@@ -42,7 +42,7 @@ def begin_forward(context: Context, unit: Unit) -> None:
     for group in unit.groups:
         check_writes(group)
     unit.check_identity()
-    context.ahead.reach("forward", unit, context.plan.slots)
+    context.card_of(unit).ahead.reach("forward", unit, context.plan.slots)
 
 
 @contextmanager
@@ -52,20 +52,21 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
     The timeline records the computation inside as `does`.
     """
     taken: list[Group] = []
+    card = context.card_of(unit)
     context.use.begin()
     try:
         for group in unit.groups:
             is_copied = group.placement.weights != "device"
-            views = context.window.take(group) if is_copied else context.window.unpack(group)
+            views = card.window.take(group) if is_copied else card.window.unpack(group)
             taken.append(group)
             for member in unit.members_of(group):
                 parameter = member.parameter
                 parameter.__class__ = nn.Parameter
                 if views is not None:
                     parameter.data = views[member.index]
-        start = context.device.recorder.instant()
+        start = card.device.recorder.instant()
         yield
-        context.device.recorder.computed(does, unit.name, start)
+        card.device.recorder.computed(does, unit.name, start)
     finally:
         context.use.end()
         for group in taken:
@@ -76,7 +77,7 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
                 member.write_version = member.parameter._version
                 member.parameter.__class__ = HostParameter
             if is_copied:
-                context.window.release(group)
+                card.window.release(group)
 
 
 def end_forward(context: Context) -> None:
@@ -117,19 +118,21 @@ def begin_backward(ctx: Any) -> Context:
     context.expect_gradients(unit.groups)
     context.graphs.begin_backward(ctx)
     context.graphs.enter_pass(lambda: _end_pass(context))
-    context.ahead.reach("backward", unit, context.plan.slots)
+    card = context.card_of(unit)
+    card.ahead.reach("backward", unit, context.plan.slots)
     for group in () if unit.in_vocab_chunks else unit.groups:
-        context.gradients.prefetch(group)
+        card.gradients.prefetch(group)
     return context
 
 
 def end_backward(context: Context, unit: Unit) -> None:
     """Finish the gradients of a unit whose backward has run, unless other units add to them."""
-    start = context.device.recorder.instant()
+    recorder = context.card_of(unit).device.recorder
+    start = recorder.instant()
     for group in unit.groups:
         if group.users == 1:
             _finish(context, group)
-    context.device.recorder.computed("gradients", unit.name, start)
+    recorder.computed("gradients", unit.name, start)
     end_forward(context)
 
 
@@ -142,7 +145,8 @@ def take_in(owner: Owner, parameter: nn.Parameter) -> None:
         return
     context = owner.context
     context.expect_gradients([owner.group])
-    context.gradients.add(owner.group, owner.member, gradient.to(context.device.torch_device))
+    card = context.cards[owner.group.placement.card]
+    card.gradients.add(owner.group, owner.member, gradient.to(card.torch_device))
     if owner.group.users <= 1 or torch._C._current_graph_task_id() < 0:
         _finish(context, owner.group)
     else:
@@ -151,10 +155,11 @@ def take_in(owner: Owner, parameter: nn.Parameter) -> None:
 
 def _finish(context: Context, group: Group) -> None:
     """Send the group's gradients to where they are stored, and call the user's hooks."""
-    if not context.gradients.is_open(group):
+    gradients = context.gradients_of(group)
+    if not gradients.is_open(group):
         return
     passing = context.step_in_backward is not None and context.step_in_backward.uses_up_now(group)
-    context.gradients.finish(group, passing=passing)
+    gradients.finish(group, passing=passing)
     with torch._C.DisableTorchFunctionSubclass():  # reading hooks does not read the weights
         hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
     for member, hooks in hooked:
@@ -167,6 +172,7 @@ def _finish(context: Context, group: Group) -> None:
 
 def _end_pass(context: Context) -> None:
     """Finish the groups that several units add to, at the end of a backward pass."""
-    context.ahead.end_pass()
-    for group in context.gradients.open_groups():
-        _finish(context, group)
+    for card in context.cards:
+        card.ahead.end_pass()
+        for group in card.gradients.open_groups():
+            _finish(context, group)

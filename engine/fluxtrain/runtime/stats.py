@@ -95,14 +95,14 @@ def memory_use(context: Context) -> MemoryUse:
     """Add up the bytes held now, by purpose."""
     counters = context.counters
     weights, gradients, states = _bytes_in("device", context.groups)
-    unpacked = context.window.scratch.size_bytes
+    unpacked = sum(card.window.scratch.size_bytes for card in context.cards)
     frozen, packed = _untrained_on_device(context)
     by = {
         "weights": _copied_bytes(context) + weights - unpacked - frozen - packed,
         "frozen": frozen,
         "packed": packed,
         "unpacked": unpacked,
-        "gradients": context.gradients.device_bytes + gradients,
+        "gradients": sum(card.gradients.device_bytes for card in context.cards) + gradients,
         "optimizer": states,
         "activations": max(0, counters.block_input_bytes),
         "workspace": 0,
@@ -134,7 +134,11 @@ def sample_peak(context: Context) -> None:
     """Update the peak of held bytes (on CUDA the allocator keeps it)."""
     if context.device.torch_device.type != "cuda":
         at_device = sum(_bytes_in("device", context.groups))
-        held = _copied_bytes(context) + context.gradients.device_bytes + at_device
+        held = (
+            _copied_bytes(context)
+            + sum(card.gradients.device_bytes for card in context.cards)
+            + at_device
+        )
         counters = context.counters
         counters.peak_bytes = max(counters.peak_bytes, held + counters.block_input_bytes)
 
@@ -142,7 +146,9 @@ def sample_peak(context: Context) -> None:
 def _untrained_on_device(context: Context) -> tuple[int, int]:
     """Add up frozen and packed weights of groups on the device, and of those that slots hold."""
     there = [group for group in context.groups if group.placement.weights == "device"]
-    slots = list(context.window.slots)  # a copy: another thread may add one
+    slots = [
+        slot for card in context.cards for slot in list(card.window.slots)
+    ]  # a copy: another thread may add one
     there += [slot.group for slot in slots if slot.group is not None]
     return sum(map(frozen_bytes_of, there)), sum(map(packed_bytes_of, there))
 
@@ -159,24 +165,24 @@ def _copied_bytes(context: Context) -> int:
         u.vocab_chunks for u in context.units
     ]  # a copy of the list: another thread may drop one
     chunks = sum(head.device_bytes for head in heads if head is not None)
-    return context.window.size_bytes + rows + chunks
+    return sum(card.window.size_bytes for card in context.cards) + rows + chunks
 
 
 def _weights_letter(context: Context, group: Group) -> str:
     if group.placement.weights == "device":
         return "G"
-    slot = context.window.holds(group)
+    slot = context.cards[group.placement.card].window.holds(group)
     if slot is None or slot.transfer is None:
         return "C"
     return "G" if slot.transfer.done() else ">"
 
 
 def _gradient_letter(context: Context, group: Group) -> str:
-    if context.gradients.is_open(group):
+    if context.gradients_of(group).is_open(group):
         return "G"
     if not group.has_gradient:
         return "."
-    arrival = context.gradients.host.arrivals.get(group)
+    arrival = context.gradients_of(group).host.arrivals.get(group)
     if group.placement.gradients == "device":
         return "G"
     under_way = arrival is not None and not all(t.done() for t in arrival.transfers)

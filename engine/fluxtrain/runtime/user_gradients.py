@@ -19,7 +19,7 @@ def stored_gradient(context: Context, group: Group, member: Member) -> Tensor:
     Raises MisusedModel when a step in backward has used the gradient up.
     """
     if group.rows is not None:  # their downloads would be dropped with the gradient
-        context.gradients.host.wait(group)
+        context.gradients_of(group).host.wait(group)
     if not group.holds_gradient_memory:
         raise MisusedModel(
             f"the gradient of {member.name} in {group.name} was used up: in a step in backward "
@@ -32,13 +32,13 @@ def stored_gradient(context: Context, group: Group, member: Member) -> Tensor:
 
 def resolve(context: Context, group: Group, member: Member) -> None:
     """Bring the stored gradient up to date before code reads it or writes to it."""
-    context.gradients.host.wait(group)
-    context.gradients.host.take_rows(group)
+    context.gradients_of(group).host.wait(group)
+    context.gradients_of(group).host.take_rows(group)
     group.wait()  # an update under way reads it
     if member.gradient_scale != 1.0 and member.has_gradient:
         stored(member).mul_(member.gradient_scale)
     member.gradient_scale = 1.0
-    arrival = context.gradients.host.arrivals.get(group)
+    arrival = context.gradients_of(group).host.arrivals.get(group)
     if arrival is not None:
         arrival.norm_of.pop(member.index, None)
 
@@ -46,7 +46,7 @@ def resolve(context: Context, group: Group, member: Member) -> None:
 def hand_out(context: Context, group: Group, member: Member) -> None:
     """Resolve the gradient for code that keeps the tensor, and may write to it later unnoticed."""
     resolve(context, group, member)
-    context.gradients.host.handed_out(member)
+    context.gradients_of(group).host.handed_out(member)
 
 
 def replace(context: Context, group: Group, member: Member, value: Tensor | None) -> None:
@@ -55,11 +55,11 @@ def replace(context: Context, group: Group, member: Member, value: Tensor | None
         member.has_gradient = False
         member.gradient_scale = 1.0
         if not group.has_gradient:
-            context.gradients.host.forget(group)
+            context.gradients_of(group).host.forget(group)
         return
     if context.step_in_backward is not None:
         context.step_in_backward.refuse_updated([group])
-    context.gradients.host.keep_memory(group)
+    context.gradients_of(group).host.keep_memory(group)
     resolve(context, group, member)
     with torch.no_grad():
         stored(member).copy_(value)
@@ -68,12 +68,12 @@ def replace(context: Context, group: Group, member: Member, value: Tensor | None
 
 def norm_of(context: Context, group: Group, member: Member) -> Tensor:
     """Return the 2-norm of one parameter's gradient, an fp32 scalar."""
-    arrival = context.gradients.host.arrivals.get(group)
+    arrival = context.gradients_of(group).host.arrivals.get(group)
     if arrival is not None and arrival.norms is not None and member.index in arrival.norm_of:
         norm = arrival.norms[arrival.norm_of[member.index]]
         scale = abs(member.gradient_scale)
         return norm if scale == 1.0 else norm * scale
-    context.gradients.host.wait(group)
+    context.gradients_of(group).host.wait(group)
     return norms_of([stored_gradient(context, group, member)], group)[0] * abs(
         member.gradient_scale
     )
@@ -84,7 +84,7 @@ def norm_parts(context: Context) -> list[Tensor]:
     parts: list[Tensor] = []
     for group in context.groups:
         members = [m for m in group.members if m.has_gradient]
-        arrival = context.gradients.host.arrivals.get(group)
+        arrival = context.gradients_of(group).host.arrivals.get(group)
         whole = arrival.norms if arrival is not None and arrival.is_of(members) else None
         if whole is not None and all(m.gradient_scale == 1.0 for m in members):
             parts.append(whole)

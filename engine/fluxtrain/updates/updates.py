@@ -12,6 +12,7 @@ that group's first job; other readers and writers of the group on the host wait 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from fluxtrain.device.device import Device
 from fluxtrain.device.recorder import Recorder
 from fluxtrain.device.worker import Worker
 from fluxtrain.errors import Diverged
-from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
@@ -44,9 +44,10 @@ class Updates:
     """
 
     def __init__(
-        self, gradients: Gradients, device: Device, *, defers_moments: bool = False
+        self, arrivals: Mapping[Group, Arrival], device: Device, *, defers_moments: bool = False
     ) -> None:
-        self._gradients = gradients
+        """`arrivals`: gradients on the host or on their way there."""
+        self._arrivals = arrivals
         self._recorder = device.recorder
         self._shares_cores = device.torch_device.type == "cpu"
         self._threads = update_threads(device.torch_device)
@@ -100,7 +101,7 @@ class Updates:
             name=group.name,
             work=work,
             stepped=[group.members[index] for index in hypers],
-            arrival=self._gradients.host.arrivals.get(group),
+            arrival=self._arrivals.get(group),
             norm=norm,
             earlier=[job for job in (group.pending, group.moments) if job is not None],
             defers=defers and any(flat_of(part).has_two_passes for part in work),

@@ -41,7 +41,7 @@ class Engine(Context):
         """Drop all gradients, without reading them."""
         for group in self.groups:
             if group.has_gradient:
-                self.gradients.host.forget(group)
+                self.gradients_of(group).host.forget(group)
 
     def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
         """Measure the global norm; the next optimizer step scales by it. None only measures.
@@ -89,8 +89,9 @@ class Engine(Context):
             self.updates.wait()
         finally:  # also after a failed update
             self.updates.close()
-            self.window.drain()
-            self.device.close()
+            for card in self.cards:
+                card.window.drain()
+                card.device.close()
 
     # -- what it holds and has done ----------------------------------------------------------------
 

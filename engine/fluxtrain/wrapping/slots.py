@@ -10,13 +10,15 @@ from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.runtime.context import Context
 
 
-def slots_for(context: Context, rows: Sequence[GroupPlacement]) -> tuple[list[Group], list[Group]]:
-    """Find the groups that have a slot of their own with these rows, one a group, and the blocks
-    that share slots."""
+def slots_for(
+    context: Context, card: int, rows: Sequence[GroupPlacement]
+) -> tuple[list[Group], list[Group]]:
+    """Find the groups that have a slot of their own on a card with these rows, one a group, and the
+    blocks that share its slots."""
     copied = [
         (group, row)
         for group, row in zip(context.groups, rows, strict=True)
-        if row.weights != "device"
+        if row.weights != "device" and row.card == card
     ]
     owners = [
         group

@@ -160,7 +160,7 @@ def _put_engine(
         placement = place_for_any_rows(facts, free_capacity(model, torch_device), asked)
         told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
-        engine = Engine(open_device(torch_device), placement, overlap=overlap)
+        engine = Engine([open_device(torch_device)], placement, overlap=overlap)
         with nullcontext() if keeping is None else keeping(groups.values()) as kept:
             _load_groups(engine, groups, kept, drops=drops)
         _furnish(engine, model, parts, groups, borrowed)
@@ -289,7 +289,8 @@ def _load_groups(
     engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):
         pin = engine.device.pins and row.weights != "device"
-        group.settle(row, engine.device.torch_device, pin=pin, kept=kept, drops=drops)
+        device = engine.cards[row.card].torch_device
+        group.settle(row, device, pin=pin, kept=kept, drops=drops)
         engine.owners[group] = {}
         for member in group.members:
             owner = Owner(engine, group, member)
@@ -338,13 +339,16 @@ def _make_units(
 def _make_slots(engine: Engine) -> None:
     """Edges and resident blocks get a slot of their own, the other blocks share; packed weights
     are unpacked into one scratch."""
-    engine.window.scratch.make(max((group.dense_bytes for group in engine.groups), default=0))
-    owners, streamed = slots_for(engine, [group.placement for group in engine.groups])
-    for group in owners:
-        engine.window.add_slot(group.weight_bytes, owner=group)
-    largest = max((group.weight_bytes for group in streamed), default=0)
-    for _ in range(engine.plan.slots):
-        engine.window.add_slot(largest)
+    rows = [group.placement for group in engine.groups]
+    for card in engine.cards:
+        mine = (group for group in engine.groups if group.placement.card == card.number)
+        card.window.scratch.make(max((group.dense_bytes for group in mine), default=0))
+        owners, streamed = slots_for(engine, card.number, rows)
+        for group in owners:
+            card.window.add_slot(group.weight_bytes, owner=group)
+        largest = max((group.weight_bytes for group in streamed), default=0)
+        for _ in range(engine.plan.slots):
+            card.window.add_slot(largest)
 
 
 def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
