@@ -15,8 +15,9 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import block_inputs_on_host_bytes, by_tier
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.request import Auto, RunRequest
 from fluxtrain.planning.placing import model_facts
 
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--device-groups", type=count, default="auto")
     parser.add_argument("--blocks-without-recompute", type=count, default="auto")
     parser.add_argument("--chunk-rows", type=count, default="auto")
+    parser.add_argument("--cards", type=int, default=1, help="GPUs of this process")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.set_defaults(frozen="plain", vocabulary=None)
     parser.add_argument("--moments", default="auto", choices=DEFERS_MOMENTS)
@@ -111,8 +114,10 @@ def count(text: str) -> int | Auto:
 
 def cap_memory(budget_gib: float) -> None:
     """Hold what torch takes of the GPU to the budget less CUDA's own share."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_gib - CONTEXT_GIB) * GIB / total))
+    for card in range(torch.cuda.device_count()):
+        total = torch.cuda.get_device_properties(card).total_memory
+        share = min(1.0, (budget_gib - CONTEXT_GIB) * GIB / total)
+        torch.cuda.set_per_process_memory_fraction(share, card)
 
 
 def wrapped(
@@ -127,11 +132,20 @@ def wrapped(
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
     how = {"states": options.states, "frozen": options.frozen}
-    fluxtrain.wrap(model, device="cuda", placement=plan, overlap=True, **how)
+    cards = options.cards
+    plan = replace(plan, groups=in_turn(plan.groups, cards))
+    fluxtrain.wrap(model, device="cuda", cards=cards, placement=plan, overlap=True, **how)
     engine = engine_of(model)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return engine, plan, told
+
+
+def in_turn(rows: Sequence[GroupPlacement], cards: int) -> tuple[GroupPlacement, ...]:
+    """Deal the blocks to so many cards."""
+    blocks = [row.name for row in rows if row.kind == "block"]
+    deal = {name: at % cards for at, name in enumerate(blocks)}
+    return tuple(replace(row, card=deal.get(row.name, 0)) for row in rows)
 
 
 def planned(

@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--head", default="auto", choices=("auto", "whole", "chunks"))
     parser.add_argument("--json", type=Path)
     parser.set_defaults(
-        states="fp32", moments="auto", in_backward=False, passes=1, kernels="auto",
+        cards=1, states="fp32", moments="auto", in_backward=False, passes=1, kernels="auto",
         learning_rate=RATE,
     )  # fmt: skip
     options = parser.parse_args()

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from fluxtrain.block.call import Call
 from fluxtrain.block.capture import Capture, active_collector
 from fluxtrain.block.chunking import chunks, spans
+from fluxtrain.block.merging import Merging
 from fluxtrain.guards.arguments import (
     batch_rows,
     flatten,
@@ -28,7 +29,9 @@ from fluxtrain.guards.arguments import (
 )
 from fluxtrain.guards.leaks import BoundWeights
 from fluxtrain.guards.output_alias import chunk_outputs
+from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.cards.pieces import wait_for_all
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import HeldInputs
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
@@ -42,7 +45,8 @@ def run_with_gradients(
     tree, tensors = flatten((args, kwargs), once=True)
     refuse_hidden_gradients(unit.name, tree)
     collector = active_collector()
-    call = Call(context, unit, tree, tensors, Capture.of(collector))
+    with context.card_of(unit).computing():  # the first one may try chunks
+        call = Call(context, unit, tree, tensors, Capture.of(collector))
     flat = _Streamed.apply(call, context.anchor, *tensors)  # type: ignore[no-untyped-call]
     out, extra = call.outputs.hand_out(flat, tensors)
     call.capture.put_back(collector, extra)
@@ -61,6 +65,7 @@ def run_without_gradients(
         or active_collector() is not None
         or not chunks(context, unit, rows, tree, tensors)
     )
+    wait_for_all(context.card_of(unit).device, tensors)
     with bound(context, unit):
         weights = BoundWeights(unit)
         if whole:
@@ -77,55 +82,63 @@ def run_without_gradients(
 
 class _Streamed(torch.autograd.Function):
     @staticmethod
+    @forward_on_card
     def forward(ctx: Any, call: Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         context, unit = record(ctx, call), call.unit
         card = context.card_of(unit)
         ctx.set_materialize_grads(False)
-        if unit.offloads_inputs and unit.recomputes:
+        several = len(context.cards) > 1  # then inputs arrive while the first chunks compute
+        offloads = unit.offloads_inputs and unit.recomputes
+        if offloads and not several:
             call.given.offload(card.activation_offload, tensors)
+        merging = Merging(card.device, call.rows, hands_over=several)
         with bound(context, unit):
             weights = BoundWeights(unit)
-            parts = call.record(tensors)
+            differentiable = call.record(tensors, merging)
             weights.refuse_writes()
             if unit.recomputes and weights.are_referred_to():
                 call.record_again_whole()
-        end_forward(context)
+        if offloads and several:
+            call.given.offload(card.activation_offload, tensors)
+        end_forward(context, unit)
         ctx.save_for_backward(*call.finish_forward(tensors))
         ctx.held_inputs = HeldInputs(context.counters, call.given.kept_bytes)
-        results = [[part[i] for part in parts] for i in call.outputs.returned]
-        differentiable = [any(chunk.requires_grad for chunk in chunks) for chunks in results]
-        merged = [
-            (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).detach() for chunks in results
-        ]
-        del parts, results
+        found = {i: merging.take(i) for i in call.outputs.returned}
+        merged = [rows for rows in found.values() if rows is not None]
         ctx.mark_non_differentiable(
-            *(o for o, d in zip(merged, differentiable, strict=True) if not d)
+            *(
+                o
+                for i, o in zip(call.outputs.returned, merged, strict=True)
+                if not differentiable[i]
+            )
         )
         return tuple(merged)
 
     @staticmethod
     @once_differentiable
+    @backward_on_card
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         context = begin_backward(ctx)
         call: Call = ctx.call
+        card = context.card_of(call.unit)
         call.given.refuse_changed()
         arriving = call.outputs.gradients_of_results(gradients)
-        tensors = call.given.fetch(context.card_of(call.unit).activation_offload, ctx.saved_tensors)
+        tensors = call.given.fetch(card.activation_offload, ctx.saved_tensors)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
-        by_chunk: dict[int, list[Tensor]] = {i: [] for i in wanted}
+        merging = Merging(card.device, call.rows, hands_over=len(context.cards) > 1)
         with bound(context, call.unit, "backward"):
             for chunk in call.chunks:
                 found = call.backward(chunk, tensors, wanted, arriving)
                 for i, gradient in zip(wanted, found, strict=True):
                     if call.given.cut[i]:
-                        by_chunk[i].append(gradient)
+                        merging.add(i, chunk.span, gradient)
                     else:
                         so_far = sums[i]
                         sums[i] = gradient if so_far is None else so_far + gradient
-        for i, parts in by_chunk.items():
-            if parts:
-                sums[i] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for i in wanted:
+            if call.given.cut[i]:
+                sums[i] = merging.take(i)
         ctx.held_inputs.close()
         end_backward(context, call.unit)
         call.unit.checked_recomputes += 1

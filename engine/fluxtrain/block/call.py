@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from fluxtrain.block.call_arguments import CallArguments
 from fluxtrain.block.capture import Capture
 from fluxtrain.block.chunking import chunks, spans
+from fluxtrain.block.merging import Merging
 from fluxtrain.block.recompute import CannotRefill, Saved, Tape, gradient_ends
 from fluxtrain.block.rng import Autocast, RandomState
 from fluxtrain.guards.argument_writes import WRITES_TO_A_LEAF
@@ -24,6 +25,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.module_buffers import Copies, as_before, put_back
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.cards.pieces import wait_for_rows
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import UnitCall
 
@@ -54,6 +56,7 @@ class Call(UnitCall):
         capture: Capture,
     ) -> None:
         super().__init__(context, unit)
+        self._card = context.card_of(unit)
         spans, cut = _cut(
             context, unit, tree, tensors
         )  # may run the block: before its writes count
@@ -61,7 +64,7 @@ class Call(UnitCall):
         self.outputs = CallOutputs()
         self.capture = capture
         self.chunks = [Chunk(span) for span in spans]
-        self._card = context.card_of(unit)
+        self.rows = spans[-1][1]
         self._device = self._card.torch_device
         self._autocast = Autocast.now(self._device)
         self._recomputes = unit.recomputes
@@ -73,21 +76,31 @@ class Call(UnitCall):
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def record(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Run the block on all chunks (weights bound) and return their results, which outputs and
-        captured tensors are made of. The graphs are kept; their saved tensors only where the block
-        does not recompute."""
+    def record(self, tensors: Sequence[Tensor], merging: Merging) -> list[bool]:
+        """Run the block on all chunks (weights bound) and put their results together, which outputs
+        and captured tensors are made of; tell which of them ask for gradients. The graphs are kept;
+        their saved tensors only where the block does not recompute."""
         unit, host = self.unit, self.given.explores or self.unit.draws_on_host
         self._buffers = unit.buffers.before(unit.module)
         self._find_ends()
-        found: list[list[Tensor]] = []
+        differentiable: list[bool] = []
         for chunk in self.chunks:
+            self._await(tensors, chunk.span)
             chunk.random = RandomState.now(self._device, host=host)
             results = self._record(chunk, self.given.inputs(tensors, chunk.span, again=False))
             chunk.result_rows = [r.shape[0] if r.dim() else 1 for r in results]
-            found.append(results)
+            differentiable = differentiable or [False] * len(results)
+            for place, result in enumerate(results):
+                merging.add(place, chunk.span, result.detach())
+                differentiable[place] |= result.requires_grad
         self._buffers = unit.buffers.after(unit.module, self._buffers)
-        return found
+        return differentiable
+
+    def _await(self, tensors: Sequence[Tensor], span: tuple[int, int]) -> None:
+        """Let the computation wait for a chunk's rows of tensors that arrive in pieces."""
+        if len(self.context.cards) > 1:
+            first = span[0] if all(self.given.cut) else 0
+            wait_for_rows(self._card.device, tensors, first, span[1])
 
     def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """List the inputs that the backward pass recomputes from, after all chunks have run."""
@@ -167,6 +180,7 @@ class Call(UnitCall):
 
         gradients: of the loss with respect to each result, of the whole batch.
         """
+        self._await([g for g in gradients if g is not None], chunk.span)
         arriving = [
             None if gradient is None else self._rows_of(gradient, chunk, position)
             for position, gradient in enumerate(gradients)

@@ -28,6 +28,7 @@ from fluxtrain.guards.arguments import (
 )
 from fluxtrain.guards.shared_memory import overlap, same_elements
 from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.cards.pieces import wait_for_all
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import bound
 
@@ -43,6 +44,7 @@ def chunks(context: Context, unit: Unit, rows: int, tree: Tree, tensors: Sequenc
     if not try_chunks(context, unit, tree, tensors, rows):
         return False
     if not context.chunk_rows:
+        wait_for_all(context.card_of(unit).device, tensors)
         with bound(context, unit, "probe"):
             row_bytes = saved_row_bytes(unit, tree, tensors)
         context.chunk_rows = context.plan.chunk_for(row_bytes, rows)
@@ -71,6 +73,7 @@ def try_chunks(
     if key not in unit.chunkable:
         if len(unit.chunkable) >= _KEPT_TRIALS:
             unit.chunkable.clear()
+        wait_for_all(context.card_of(unit).device, tensors)
         with bound(context, unit, "probe"):
             unit.chunkable[key] = chunks_agree(unit, tree, tensors)
         if not unit.chunkable[key]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -131,6 +132,24 @@ class CpuDevice:
         return memory  # the threads that copy hold it
 
     def mark(self) -> None:
+        return None
+
+    def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
+        return nullcontext()  # every computation ends before the next one begins
+
+    def wait_for(self, point: Any) -> None:
+        return None
+
+    def landing(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+    def hand_out(self, made: Tensor) -> None:
+        return None
+
+    def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> None:
+        to.copy_(source)
+
+    def keep_pace(self) -> None:
         return None
 
     def tidy(self) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device import page_locks
+from fluxtrain.device.among.streams import Among
 from fluxtrain.device.current_gpu import CurrentStream
 from fluxtrain.device.recorder import CudaClock, Instant, Recorder
 from fluxtrain.device.staging import Staging, Wait
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer, all_arrived
 from fluxtrain.device.worker import Worker
+
+_HERE: AbstractContextManager[None] = nullcontext()
 
 
 class CudaTransfer:
@@ -113,7 +117,7 @@ class CudaDevice:
 
     pins = True
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, *, one_of_several: bool = False) -> None:
         current = torch.device("cuda", torch.cuda.current_device())
         self.torch_device = current if torch_device == torch.device("cuda") else torch_device
         self._current = CurrentStream(self.torch_device)
@@ -122,6 +126,7 @@ class CudaDevice:
         self._up = torch.cuda.Stream(self.torch_device)
         self._behind = torch.cuda.Stream(self.torch_device)  # uploads that follow other transfers
         self._down = torch.cuda.Stream(self.torch_device)
+        self._among = Among(self.torch_device, self._current) if one_of_several else None
         self._staging = (Staging(), Staging())  # now: the system may refuse page locks later
         self._up_thread, self._down_thread = Worker("flux-staged-up"), Worker("flux-staged-down")
         self._behind_thread = Worker("flux-staged-behind")
@@ -211,6 +216,29 @@ class CudaDevice:
         event = torch.cuda.Event()
         event.record(self._current())
         return event
+
+    def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
+        return _HERE if self._among is None else self._among.computing(joins=joins)
+
+    def wait_for(self, point: Any) -> None:
+        if point is not None:
+            self._current().wait_event(point)
+
+    def landing(self, like: Tensor) -> Tensor:
+        assert self._among is not None
+        return self._among.landing(like)
+
+    def hand_out(self, made: Tensor) -> None:
+        if self._among is not None and made.device == self.torch_device:
+            made.record_stream(self._current())
+
+    def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
+        assert self._among is not None
+        return self._among.land(to, source, after, sender._among)
+
+    def keep_pace(self) -> None:
+        if self._among is not None:
+            self._among.keep_pace(self.mark())
 
     def tidy(self) -> None:
         return None  # torch's allocator of device memory reuses what is free

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,27 @@ class Device(Protocol):
     def mark(self) -> Any:
         """Mark this point of the computation, for `upload(free=...)`."""
 
+    def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
+        """Compute inside on this device's own stream, where it is one of several; code outside
+        waits for it. joins: after what code outside has queued on this device."""
+
+    def wait_for(self, point: Any) -> None:
+        """Make the computation wait for a point of this device's or another's."""
+
+    def landing(self, like: Tensor) -> Tensor:
+        """Return memory on this device for a tensor such as `like`, which comes from another."""
+
+    def hand_out(self, made: Tensor) -> None:
+        """Keep the memory of a tensor that was made inside of `computing` until code outside, which
+        gets it, is done with it."""
+
+    def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
+        """Copy `source`, which `sender`'s computation has at the points `after`, to `to` on this
+        device; return the point when it is there. Nothing else waits for the copy."""
+
+    def keep_pace(self) -> None:
+        """Wait until the computation is at most a few blocks behind this thread."""
+
     def tidy(self) -> None:
         """Give back memory that is free and that no block needs; called between two blocks."""
 
@@ -59,6 +81,8 @@ class Device(Protocol):
         """Finish the copies under way and end the threads."""
 
 
-def open_device(torch_device: torch.device) -> Device:
-    """Open the device that computes on `torch_device`."""
-    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()
+def open_device(torch_device: torch.device, *, one_of_several: bool = False) -> Device:
+    """Open the device that computes on `torch_device`, alone or as one of several."""
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device, one_of_several=one_of_several)
+    return CpuDevice()

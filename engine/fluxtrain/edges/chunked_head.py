@@ -21,6 +21,7 @@ from fluxtrain.edges.head_call import HeadCall
 from fluxtrain.edges.steps import pull_back
 from fluxtrain.edges.vocab_chunk_loss import Tokens, VocabChunk, vocab_chunks_of
 from fluxtrain.errors import MisusedModel
+from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
 from fluxtrain.memory.vocab_chunks import ChunkedWeights
@@ -104,6 +105,7 @@ def copy_whole(context: Context, unit: Unit, why: str) -> None:
 
 class _VocabChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @forward_on_card
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         context = record(ctx, call)
         target, count, wrong = call.targets()
@@ -114,7 +116,7 @@ class _VocabChunkedCrossEntropy(torch.autograd.Function):
             for chunk in _each(chunks, range(chunks.count)):
                 for rows in _spans(len(hidden), loss_of.tokens):
                     loss_of.collect(hidden[rows].detach(), chunk, tokens.cut(rows))
-        end_forward(context)
+        end_forward(context, call.unit)
         ctx.save_for_backward(hidden)
         ctx.tokens, ctx.count = tokens, count
         losses = torch.where(target >= 0, tokens.log_sums - tokens.chosen, 0.0)
@@ -123,6 +125,7 @@ class _VocabChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @backward_on_card
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
         call: HeadCall = ctx.call
         (hidden,) = ctx.saved_tensors
@@ -142,6 +145,7 @@ class _VocabChunkedCrossEntropy(torch.autograd.Function):
 
 class _VocabChunkedLogits(torch.autograd.Function):
     @staticmethod
+    @forward_on_card
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         context = record(ctx, call)
         chunks = _vocab_chunks(call.unit)
@@ -153,12 +157,13 @@ class _VocabChunkedLogits(torch.autograd.Function):
                     out = found.new_empty((*found.shape[:-1], chunks.members[0].shape[0]))
                 out[..., chunk.columns] = found
         assert out is not None
-        end_forward(context)
+        end_forward(context, call.unit)
         ctx.save_for_backward(hidden)
         return out
 
     @staticmethod
     @once_differentiable
+    @backward_on_card
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None]:
         (hidden,) = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2]

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.device.page_locks import host_empty
 from fluxtrain.gradients.row_sum import RowSum
+from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import Places, RowBuffers, UploadedRows
 from fluxtrain.memory.unit import Unit
@@ -150,7 +151,7 @@ class Lookup(UnitCall):
         finally:
             context.use.end()
             buffers.release()
-        end_forward(context)
+        end_forward(context, unit)
         return found
 
     def _gather(self, rows: Tensor, into: Tensor) -> None:
@@ -187,6 +188,7 @@ class Lookup(UnitCall):
 
 class _LookedUp(torch.autograd.Function):
     @staticmethod
+    @forward_on_card
     def forward(ctx: Any, call: Lookup, anchor: Tensor) -> Tensor:
         record(ctx, call)
         ctx.set_materialize_grads(False)
@@ -194,6 +196,7 @@ class _LookedUp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @backward_on_card
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
         call: Lookup = ctx.call
         context = begin_backward(ctx)

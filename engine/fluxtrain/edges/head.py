@@ -21,6 +21,7 @@ from fluxtrain.edges.module_head import loss_of_module
 from fluxtrain.edges.steps import Step, Steps, after, cast, step_of
 from fluxtrain.edges.uncomputed import Computed, with_gradient
 from fluxtrain.errors import MisusedModel
+from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
@@ -300,6 +301,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Cross entropy of `hidden @ weight.T + bias`; gradients are computed in the forward pass."""
 
     @staticmethod
+    @forward_on_card
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         context, unit = record(ctx, call), call.unit
         for_hidden = call.differentiate and hidden.requires_grad
@@ -308,11 +310,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 loss = _forward_chunks(call, hidden, for_hidden, *call.trained())
             else:
                 loss = loss_of_module(call, hidden, for_hidden)
-        end_forward(context)
+        end_forward(context, unit)
         return loss
 
     @staticmethod
     @once_differentiable
+    @backward_on_card
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
         call: HeadCall = ctx.call
         context, unit = begin_backward(ctx), call.unit

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.edges.chunked_head import copy_whole
+from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import (
@@ -82,7 +83,7 @@ def _on_device(context: Context, unit: Unit) -> tuple[Tensor, Tensor | None]:
         weight, bias = _Weights.apply(call, context.anchor)  # type: ignore[no-untyped-call]
     else:
         weight, bias = _bound_weights(call)
-    end_forward(context)
+    end_forward(context, unit)
     return weight, bias
 
 
@@ -97,6 +98,7 @@ class _Weights(torch.autograd.Function):
     """Weight and bias in torch's graph; their gradients go where those of the head go."""
 
     @staticmethod
+    @forward_on_card
     def forward(ctx: Any, call: UnitCall, anchor: Tensor) -> tuple[Tensor, Tensor | None]:
         record(ctx, call)
         ctx.set_materialize_grads(False)
@@ -104,6 +106,7 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @backward_on_card
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
         context = begin_backward(ctx)
         unit: Unit = ctx.call.unit

@@ -20,6 +20,7 @@ from fluxtrain.edges.head_call import HeadCall
 from fluxtrain.edges.module_head import module_backward
 from fluxtrain.edges.steps import pull_back
 from fluxtrain.errors import MisusedModel
+from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward, record
 
 Computed = list[tuple[Tensor, int]]  # real logits that were read, and their versions then
@@ -37,6 +38,7 @@ def with_gradient(
 
 class _Uncomputed(torch.autograd.Function):
     @staticmethod
+    @forward_on_card
     def forward(
         ctx: Any,
         call: HeadCall,
@@ -52,6 +54,7 @@ class _Uncomputed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @backward_on_card
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None, None, None]:
         call: HeadCall = ctx.call
         (hidden,) = ctx.saved_tensors

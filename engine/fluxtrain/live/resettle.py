@@ -18,7 +18,7 @@ from fluxtrain.memory.window import Slot
 from fluxtrain.optimizer.optimizer_state import renew_state
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.group_placement import check_groups, refuse_unused
-from fluxtrain.runtime.card import Card
+from fluxtrain.runtime.cards.card import Card
 from fluxtrain.runtime.context import Context
 from fluxtrain.wrapping.slots import slots_for
 
@@ -33,7 +33,7 @@ def resettle(context: Context, placement: Placement) -> None:
     of it leaves everything as it was. Raises DoesNotFit then.
     """
     check_groups(placement.groups, context.groups)
-    refuse_unused(placement.groups)
+    refuse_unused(placement.groups, cards=len(context.cards))
     _come_to_rest(context)
     rows = list(zip(context.groups, placement.groups, strict=True))
     moving = [(group, row) for group, row in rows if moves(group, row)]

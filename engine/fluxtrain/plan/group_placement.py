@@ -5,8 +5,8 @@ bytes live between their uses. Weights that live on the host are copied to the d
 block computes: through slots that the streamed blocks share, or (`resident`) into a slot of their
 own, where the copy stays.
 
-The disk tier and more than one card have names here and are not used yet: the planner makes no
-such row, and `refuse_unused` refuses them.
+The disk tier has a name here and is not used yet: the planner makes no such row, and
+`refuse_unused` refuses it.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ def check_groups(rows: Sequence[GroupPlacement], groups: Sequence[Named]) -> Non
     )
 
 
-def refuse_unused(rows: Iterable[GroupPlacement]) -> None:
-    """Raise BadInput for a row that asks for what the engine cannot do yet."""
+def refuse_unused(rows: Iterable[GroupPlacement], *, cards: int = 1) -> None:
+    """Raise BadInput for a row that asks for what the engine cannot do yet, or for a card beyond
+    the `cards` there are."""
     for row in rows:
         _refuse_unknown(row)
         tiers = {"weights": row.weights, "state": row.state, "gradients": row.gradients}
@@ -142,8 +143,10 @@ def refuse_unused(rows: Iterable[GroupPlacement]) -> None:
                 f"{row.name}: weights on {row.weights}, state on {row.state} and gradients on "
                 f"{row.gradients} cannot be apart yet: use one tier for all three"
             )
-        if row.card:
-            raise BadInput(f"{row.name}: card {row.card} cannot be used yet: use card 0")
+        if not 0 <= row.card < cards:
+            raise BadInput(f"{row.name}: there is no card {row.card}: use one of 0 to {cards - 1}")
+        if row.card and row.kind == "edge":
+            raise BadInput(f"{row.name}: what stands outside of blocks is on card 0")
 
 
 def _refuse_unknown(row: GroupPlacement) -> None:

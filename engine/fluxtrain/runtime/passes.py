@@ -80,10 +80,12 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
                 card.window.release(group)
 
 
-def end_forward(context: Context) -> None:
+def end_forward(context: Context, unit: Unit) -> None:
     """Sample the memory peak and give back spare memory after a unit has run."""
     sample_peak(context)
-    context.device.tidy()
+    device = context.card_of(unit).device
+    device.tidy()
+    device.keep_pace()
 
 
 def record(ctx: Any, call: UnitCall) -> Context:
@@ -133,7 +135,7 @@ def end_backward(context: Context, unit: Unit) -> None:
         if group.users == 1:
             _finish(context, group)
     recorder.computed("gradients", unit.name, start)
-    end_forward(context)
+    end_forward(context, unit)
 
 
 def take_in(owner: Owner, parameter: nn.Parameter) -> None:

@@ -94,3 +94,18 @@ def norm_parts(context: Context) -> list[Tensor]:
         if parameter.grad is not None:
             parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
     return parts
+
+
+def on_one_device(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the parts on `device`, in their order: those of another device in one copy."""
+    there: dict[torch.device, list[int]] = {}
+    for place, part in enumerate(parts):
+        there.setdefault(part.device, []).append(place)
+    found = list(parts)
+    for other, places in there.items():
+        if other != device:
+            together = torch.cat([parts[place].reshape(-1) for place in places]).to(device)
+            sizes = [parts[place].numel() for place in places]
+            for place, part in zip(places, together.split(sizes), strict=True):
+                found[place] = part
+    return found

@@ -80,6 +80,7 @@ def step_on_device(work: Sequence[Range], norm: GradNorm | None) -> None:
         return
     weights = work[0].segment.weights
     assert weights is not None
-    clip = norm.device_scale() if norm is not None else torch.ones((), device=weights.device)
+    one = torch.ones((), device=weights.device)
+    clip = one if norm is None else norm.device_scale().to(weights.device)  # of another card
     for part in work:
         step_(flat_of(part), part.update(clip=clip))

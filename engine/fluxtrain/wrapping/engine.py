@@ -24,7 +24,7 @@ from fluxtrain.runtime.stats import (
     memory_use,
     residency,
 )
-from fluxtrain.runtime.user_gradients import norm_parts
+from fluxtrain.runtime.user_gradients import norm_parts, on_one_device
 from fluxtrain.telemetry.events import Move
 from fluxtrain.updates.norm import GradNorm
 
@@ -48,7 +48,7 @@ class Engine(Context):
 
         `losses` are read with it; the step is skipped where the norm or a loss is not finite.
         """
-        parts = [part.to(self.device.torch_device) for part in norm_parts(self)]
+        parts = on_one_device(norm_parts(self), self.device.torch_device)
         scale = self.loss_scale.value if self.loss_scale is not None else None
         self.norm = GradNorm(self.device, parts, max_norm, losses, scale)
         return self.norm

@@ -1,11 +1,14 @@
-"""Which groups have a slot of their own on the device, and which blocks share slots."""
+"""Which card each block is on, which groups have a slot of their own there, and which share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from fluxtrain.edges.embedding import passes_in_parts
+from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.runtime.context import Context
 
@@ -26,3 +29,33 @@ def slots_for(
         if (row.resident if group.kind == "block" else not passes_in_parts(context, group))
     ]
     return owners, [g for g, row in copied if g.kind == "block" and not row.resident]
+
+
+def dealt(placement: Placement, groups: Iterable[Group], cards: int) -> Placement:
+    """Deal the blocks to so many cards in turn; those that share weights with others stay on the
+    first one, with what stands outside of blocks."""
+    if cards == 1:
+        return placement
+    alone = {group.name for group in groups if group.kind == "block" and group.users == 1}
+    places = {
+        name: at for at, name in enumerate(r.name for r in placement.groups if r.name in alone)
+    }
+    rows = [replace(row, card=places.get(row.name, 0) % cards) for row in placement.groups]
+    return replace(placement, groups=tuple(rows))
+
+
+def put_units_on_cards(context: Context) -> None:
+    """Put every unit on the card of its groups; one without parameters follows the one before.
+
+    Raises BadInput where a unit's groups are on several.
+    """
+    last = 0
+    for unit in context.units:
+        numbers = {group.placement.card for group in unit.groups}
+        if len(numbers) > 1:
+            raise BadInput(
+                f"{unit.name} shares weights with units on other cards ({sorted(numbers)}): put "
+                "groups that share weights on one card"
+            )
+        last = numbers.pop() if numbers else last
+        unit.card = last if unit.group.kind == "block" else 0

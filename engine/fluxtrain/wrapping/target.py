@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -34,6 +36,27 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 
     check_accelerator(torch.cuda.is_available())
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compute_devices(
+    device: str | torch.device | None, cards: int | Sequence[int] | None
+) -> list[torch.device]:
+    """Return the devices of so many cards, or of those numbers; the CPU may be there several times.
+
+    Raises BadInput as `compute_device`, and for a card that is not there or is named twice.
+    """
+    first = compute_device(device)
+    if cards is None:
+        return [first]
+    numbers = list(range(cards)) if isinstance(cards, int) else list(cards)
+    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
+        raise BadInput(f"cards is {cards!r}: use how many, from 1, or each card's number once")
+    if first.type == "cpu":
+        return [first] * len(numbers)
+    there = torch.cuda.device_count()
+    if max(numbers) >= there:
+        raise BadInput(f"cards is {cards!r}, but torch sees {there}: use numbers below {there}")
+    return [torch.device("cuda", number) for number in numbers]
 
 
 def free_capacity(model: nn.Module, device: torch.device) -> Capacity:

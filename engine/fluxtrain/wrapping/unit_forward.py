@@ -14,6 +14,7 @@ from fluxtrain.edges.embedding import look_up
 from fluxtrain.edges.head import LazyLogits
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.guards.arguments import to_device, write_back
+from fluxtrain.handover.receiving import hand_over, receive
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import begin_forward
@@ -59,11 +60,26 @@ class UnitForward:
         unit = self.unit
         _refuse_nesting(unit)
         begin_forward(context, unit)
+        if len(context.cards) == 1:
+            return self._run_here(context, args, kwargs, computes_logits=computes_logits)
+        args, kwargs = receive(context, unit, args, kwargs)
+        out = self._run_here(context, args, kwargs, computes_logits=computes_logits)
+        return hand_over(context, unit, out)
+
+    def _run_here(
+        self,
+        context: Context,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        computes_logits: bool,
+    ) -> Any:
+        unit, card = self.unit, context.card_of(self.unit)
         if unit.group.rows is not None and unit.group.placement.weights != "device":
             found = look_up(context, unit, args, kwargs)
             if found is not None:
                 return found
-        (args, kwargs), moved = to_device((args, kwargs), context.device.torch_device)
+        (args, kwargs), moved = to_device((args, kwargs), card.torch_device)
         linear = unit.linear
         if linear is not None and not computes_logits and _may_wait(context, args, kwargs):
             dtype = torch.promote_types(args[0].dtype, linear.weight.dtype)
@@ -72,8 +88,11 @@ class UnitForward:
             logits = vocab_chunked_logits(context, unit, args, kwargs)
             if logits is not None:
                 return logits
-        run = run_with_gradients if torch.is_grad_enabled() else run_without_gradients
-        out = run(context, unit, args, kwargs)
+        if torch.is_grad_enabled():
+            out = run_with_gradients(context, unit, args, kwargs)
+        else:
+            with card.computing():
+                out = run_without_gradients(context, unit, args, kwargs)
         write_back(moved)
         return out
 

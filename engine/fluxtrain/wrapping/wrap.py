@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -47,8 +47,8 @@ from fluxtrain.wrapping.module_patches import (
     release_module,
     replace_forward,
 )
-from fluxtrain.wrapping.slots import slots_for
-from fluxtrain.wrapping.target import compute_device, free_capacity
+from fluxtrain.wrapping.slots import dealt, put_units_on_cards, slots_for
+from fluxtrain.wrapping.target import compute_devices, free_capacity
 from fluxtrain.wrapping.unit_forward import UnitForward
 
 # Opens, for the groups before their weights move, where packed weights are kept.
@@ -59,6 +59,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     model: nn.Module,
     *,
     device: str | torch.device | None = None,
+    cards: int | Sequence[int] | None = None,
     offload: str | None = None,
     chunk_rows: int | None = None,
     budget_gib: float | None = None,
@@ -77,6 +78,8 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     begin anew, unsaid: give it `fluxtrain.plain_optimizer_state(state_dict)`.
 
     device: where blocks are computed (None: the GPU when torch can use it, else the CPU).
+    cards: how many GPUs compute together, or which (None: one); blocks are dealt to them in turn.
+        With device="cpu" so many parts of the processor that take the same ways.
     offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream,
         with `max` through the fewest slots; `auto` chooses by free memory.
     chunk_rows: rows of a batch that a block computes at a time (None: by memory).
@@ -105,13 +108,15 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     steps["deferred_moments"] = deferred_moments or None
     if isinstance(placement, Placement):
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
-        _put_engine(model, compute_device(device), placement, states, frozen, overlap=overlap)
+        _put_engine(
+            model, compute_devices(device, cards), placement, states, frozen, overlap=overlap
+        )
         return model
     request = replace(_request_of(placement), **asked)
     if device is None and request.device != "auto":
         device = request.device
     made = RunRequest.of(request, **steps)
-    _put_engine(model, compute_device(device), made, states, frozen, overlap=overlap)
+    _put_engine(model, compute_devices(device, cards), made, states, frozen, overlap=overlap)
     return model
 
 
@@ -123,6 +128,7 @@ def wrap_placed(
     device: str,
     placement: Placement,
     *,
+    cards: Sequence[int] | None = None,
     states: StateFormat,
     frozen: StorageFormat,
     keeping: Keeping | None = None,
@@ -131,7 +137,7 @@ def wrap_placed(
     beside the computation, packed weights that may be kept on disk, and its files' pages given
     back as soon as they were read."""
     refuse_unsupported(model)
-    target = compute_device(device)
+    target = compute_devices(device, cards)
     how: dict[str, Any] = {"overlap": True, "keeping": keeping, "drops": True}
     _put_engine(model, target, placement, states, frozen, **how)
     return model
@@ -139,7 +145,7 @@ def wrap_placed(
 
 def _put_engine(
     model: nn.Module,
-    torch_device: torch.device,
+    devices: Sequence[torch.device],
     asked: RunRequest | Placement,
     states: StateFormat,
     frozen: StorageFormat,
@@ -154,25 +160,28 @@ def _put_engine(
     if isinstance(asked, Placement):
         placement, told = asked, list[str]()
         check_groups(placement.groups, [group for group in groups.values() if group.members])
-        refuse_unused(placement.groups)
+        refuse_unused(placement.groups, cards=len(devices))
     else:
         facts = model_facts(model, parts, groups, borrowed)
-        placement = place_for_any_rows(facts, free_capacity(model, torch_device), asked)
+        placement = place_for_any_rows(facts, free_capacity(model, devices[0]), asked)
+        placement = dealt(placement, groups.values(), len(devices))
         told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
-        engine = Engine([open_device(torch_device)], placement, overlap=overlap)
+        several = len(devices) > 1
+        opened = [open_device(device, one_of_several=several) for device in devices]
+        engine = Engine(opened, placement, overlap=overlap)
         with nullcontext() if keeping is None else keeping(groups.values()) as kept:
             _load_groups(engine, groups, kept, drops=drops)
         _furnish(engine, model, parts, groups, borrowed)
     engine.adapters = adapters_of(model)
-    engine.again = partial(_again, torch_device, asked, states, frozen, overlap=overlap)
+    engine.again = partial(_again, devices, asked, states, frozen, overlap=overlap)
     for text in filter(None, (*told, wide_frozen_weights(groups.values()))):
         engine.say(text)
     install_adoption()
 
 
 def _again(
-    torch_device: torch.device,
+    devices: Sequence[torch.device],
     asked: RunRequest | Placement,
     states: StateFormat,
     frozen: StorageFormat,
@@ -185,7 +194,7 @@ def _again(
     refuse_late(engine, asked)
     engine.say("adapters were put into the wrapped model: it is wrapped again, with them")
     unwrap(model)
-    _put_engine(model, torch_device, asked, states, frozen, overlap=overlap)
+    _put_engine(model, devices, asked, states, frozen, overlap=overlap)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -274,6 +283,7 @@ def _furnish(
     """Give the engine units and slots; the model is the engine's from here on."""
     take_magnitudes_of_packed(model, engine.groups)
     _make_units(engine, model, parts, groups, borrowed)
+    put_units_on_cards(engine)
     choose_rows(engine)
     choose_vocab_chunks(engine)
     _make_slots(engine)
@@ -359,6 +369,8 @@ def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
         engine.loose.append(parameter)
     if device.type != "cpu":
         move_buffers(model, device)
+        for unit in engine.units:
+            move_buffers(unit.module, engine.card_of(unit).torch_device)
     model.__dict__["_fluxtrain_engine"] = engine
     model.__dict__["_fluxtrain_hooks"] = (
         model.register_forward_pre_hook(_before_model, with_kwargs=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -12,7 +13,8 @@ from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
-from fluxtrain.runtime.ahead import CopiesAhead
+from fluxtrain.runtime.cards.ahead import CopiesAhead
+from fluxtrain.runtime.cards.shared_arguments import SharedArguments
 from fluxtrain.runtime.counters import Counters
 
 
@@ -37,6 +39,11 @@ class Card:
             device, counters.downloaded, counters.sum_uploaded, arrivals=arrivals
         )
         self.activation_offload = ActivationOffload(device)
+        self.shared = SharedArguments()
+
+    def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
+        """Compute inside where this card's blocks do; see `Device.computing`."""
+        return self.device.computing(joins=joins)
 
     @property
     def torch_device(self) -> torch.device:

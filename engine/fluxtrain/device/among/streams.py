@@ -1,0 +1,110 @@
+"""One GPU among several of a process: its own compute stream, and chunks that come and go.
+
+torch's copy between two GPUs makes the current stream of each wait for the other's, so that the two
+compute in a row. Here chunks leave and land on streams of their own, blocks compute on a stream of
+their own, and only events order them. Code outside of blocks runs on torch's current stream, which
+waits for every block on its GPU and which no block on another GPU waits for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fluxtrain.device.page_locks import host_empty
+
+MOST_BEHIND = 3  # units that a GPU may be behind the host, whose memory is not free yet
+_CHECKED_BYTES = 1 << 22
+_peers: dict[tuple[int, int], bool] = {}  # whether copies between two GPUs arrive as they left
+
+
+class Among:
+    """The streams of one GPU that computes together with others."""
+
+    def __init__(
+        self, torch_device: torch.device, current: Callable[[], torch.cuda.Stream]
+    ) -> None:
+        self.torch_device = torch_device
+        self._outside = current  # the stream of the code around blocks
+        self._compute = torch.cuda.Stream(torch_device)
+        self.leaving = torch.cuda.Stream(torch_device)
+        self.landed_on = torch.cuda.Stream(torch_device)
+        self._behind: deque[torch.cuda.Event] = deque()
+
+    @contextmanager
+    def computing(self, *, joins: bool) -> Iterator[None]:
+        """Queue on the compute stream inside; the code around waits for it afterwards."""
+        outside, compute = self._outside(), self._compute
+        if outside == compute:
+            yield
+            return
+        if joins:
+            compute.wait_stream(outside)
+        try:
+            with torch.cuda.stream(compute):
+                yield
+        finally:
+            outside.wait_stream(compute)
+
+    def landing(self, like: Tensor) -> Tensor:
+        """Return memory such as `like`, which copies on the landing stream fill and blocks read."""
+        with torch.cuda.stream(self.landed_on):
+            made = torch.empty(like.shape, dtype=like.dtype, device=self.torch_device)
+        made.record_stream(self._compute)
+        made.record_stream(self._outside())
+        return made
+
+    def land(
+        self, to: Tensor, source: Tensor, after: Sequence[torch.cuda.Event], sender: Among
+    ) -> torch.cuda.Event:
+        """Copy `source` from `sender` to `to` here; return the event of its arrival."""
+        source.record_stream(sender.leaving)
+        landed_on, leaving = self.landed_on, sender.leaving
+        for event in after:
+            leaving.wait_event(event)
+        if reaches(sender.torch_device, self.torch_device):
+            # torch queues the copy on the sender's current stream, between two waits of this one's
+            with torch.cuda.stream(landed_on), torch.cuda.stream(leaving):
+                to.copy_(source, non_blocking=True)
+        else:
+            host = host_empty(tuple(source.shape), source.dtype, pin=True)
+            with torch.cuda.stream(leaving):
+                host.copy_(source, non_blocking=True)
+            left = torch.cuda.Event()
+            left.record(leaving)
+            landed_on.wait_event(left)
+            with torch.cuda.stream(landed_on):
+                to.copy_(host, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(landed_on)
+        return arrived
+
+    def keep_pace(self, point: torch.cuda.Event) -> None:
+        """Wait for the point of some units before, so that memory which copies hold comes free."""
+        self._behind.append(point)
+        if len(self._behind) > MOST_BEHIND:
+            self._behind.popleft().synchronize()
+
+
+def reaches(sender: torch.device, receiver: torch.device) -> bool:
+    """Tell whether one GPU's memory can be copied to another directly, tried once with bytes that
+    are compared: some systems (IOMMU, access control) corrupt such copies without an error."""
+    pair = (sender.index, receiver.index)
+    if pair not in _peers:
+        _peers[pair] = _copies_arrive(sender, receiver)
+    return _peers[pair]
+
+
+def _copies_arrive(sender: torch.device, receiver: torch.device) -> bool:
+    if not torch.cuda.can_device_access_peer(receiver.index, sender.index):
+        return False
+    made = torch.randint(0, 256, (_CHECKED_BYTES,), dtype=torch.uint8)
+    for device in (sender, receiver):
+        torch.cuda.synchronize(device)
+    there = made.to(sender)
+    back = there.to(receiver).cpu()
+    return bool(torch.equal(made, back))

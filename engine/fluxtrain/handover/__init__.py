@@ -1,0 +1,1 @@
+"""Tensors between blocks on different cards: chunks handed over as they are computed."""

@@ -1,0 +1,48 @@
+"""A tensor of one card, copied to another in the pieces that it is computed in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fluxtrain.runtime.cards.card import Card
+from fluxtrain.runtime.cards.pieces import note_pieces, pieces_of
+
+
+def carried(tensor: Tensor, source: Card, target: Card) -> Tensor:
+    """Return the tensor's copy on `target`, in torch's graph where it asks for a gradient. The copy
+    says piece by piece when it is there."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        found: Tensor = _Carried.apply(tensor, source, target)  # type: ignore[no-untyped-call]
+        return found
+    return _sent(tensor.detach(), tensor, source, target)
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, source: Card, target: Card) -> Tensor:
+        ctx.source, ctx.target = source, target
+        return _sent(tensor, tensor, source, target)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _sent(gradient, gradient, ctx.target, ctx.source), None, None
+
+
+def _sent(values: Tensor, known: Tensor, source: Card, target: Card) -> Tensor:
+    """Copy `values` to `target` as they are computed; `known` says when, if that is known."""
+    pieces = pieces_of(known)
+    made = target.device.landing(values)
+    if pieces is None or not values.dim():
+        point = target.device.land(made, values, [source.device.mark()], source.device)
+        rows = values.shape[0] if values.dim() else 1
+        return note_pieces(made, [(0, rows)], [point])
+    points = [
+        target.device.land(made[a:b], values[a:b], [point], source.device)
+        for (a, b), point in zip(pieces.spans, pieces.points, strict=True)
+    ]
+    return note_pieces(made, pieces.spans, points)

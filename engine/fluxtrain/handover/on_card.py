@@ -1,0 +1,58 @@
+"""Decorators of autograd functions: compute where the unit's card computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from fluxtrain.runtime.cards.card import Card
+from fluxtrain.runtime.cards.pieces import pieces_of
+from fluxtrain.runtime.passes import UnitCall
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def forward_on_card(forward: F) -> F:
+    """Run `forward(ctx, call, ...)` of an autograd function on the card of the call's unit."""
+
+    @wraps(forward)
+    def on_card(ctx: Any, call: UnitCall, *rest: Any) -> Any:
+        card = call.context.card_of(call.unit)
+        if len(call.context.cards) == 1:
+            return forward(ctx, call, *rest)
+        with card.computing():
+            found = forward(ctx, call, *rest)
+        return _handed_out(card, found)
+
+    return cast(F, on_card)
+
+
+def backward_on_card(backward: F) -> F:
+    """Run `backward(ctx, *gradients)`, whose `ctx.call` is known, on the card of the call's unit.
+
+    It waits for code outside of blocks only where that may have made a gradient: those of the next
+    block say piece by piece when they are there.
+    """
+
+    @wraps(backward)
+    def on_card(ctx: Any, *gradients: Tensor | None) -> Any:
+        context = ctx.call.context
+        if len(context.cards) == 1:
+            return backward(ctx, *gradients)
+        card = context.card_of(ctx.call.unit)
+        joins = any(one is not None and pieces_of(one) is None for one in gradients)
+        with card.computing(joins=joins):
+            found = backward(ctx, *gradients)
+        return _handed_out(card, found)
+
+    return cast(F, on_card)
+
+
+def _handed_out(card: Card, found: Any) -> Any:
+    for one in found if isinstance(found, tuple) else (found,):
+        if isinstance(one, Tensor):
+            card.device.hand_out(one)
+    return found

@@ -1,0 +1,55 @@
+"""Rows of a tensor that are computed, or arrive from another card, one chunk after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fluxtrain.device.device import Device
+from fluxtrain.guards.shared_memory import version_of
+
+_NAME = "_fluxtrain_pieces"  # on the tensor object, which autograd hands on as it is
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The points of a computation at which ranges of a tensor's rows are there."""
+
+    spans: tuple[tuple[int, int], ...]  # [first, stop) of each range
+    points: tuple[Any, ...]  # of a device, as `Device.mark`
+    version: int  # of the tensor when it was complete
+
+    def within(self, first: int, stop: int) -> list[Any]:
+        """Return the points after which the rows [first, stop) are there."""
+        pairs = zip(self.spans, self.points, strict=True)
+        return [point for (a, b), point in pairs if a < stop and first < b]
+
+
+def note_pieces(tensor: Tensor, spans: Sequence[tuple[int, int]], points: Iterable[Any]) -> Tensor:
+    """Remember when the tensor's rows are there; return it."""
+    setattr(tensor, _NAME, Pieces(tuple(spans), tuple(points), version_of(tensor)))
+    return tensor
+
+
+def pieces_of(tensor: Tensor) -> Pieces | None:
+    """Return when the tensor's rows are there; None where that is not known, or code has written
+    to it since."""
+    found: Pieces | None = getattr(tensor, _NAME, None)
+    return None if found is None or found.version != version_of(tensor) else found
+
+
+def wait_for_rows(device: Device, tensors: Iterable[Tensor], first: int, stop: int) -> None:
+    """Make the device's computation wait for rows of tensors whose pieces are known."""
+    for tensor in tensors:
+        pieces = pieces_of(tensor)
+        if pieces is not None:
+            for point in pieces.within(first, stop):
+                device.wait_for(point)
+
+
+def wait_for_all(device: Device, tensors: Iterable[Tensor]) -> None:
+    """Make the device's computation wait for all rows of these tensors."""
+    wait_for_rows(device, tensors, 0, 1 << 62)
