@@ -53,6 +53,6 @@ def backward_on_card(backward: F) -> F:
 
 def _handed_out(card: Card, found: Any) -> Any:
     for one in found if isinstance(found, tuple) else (found,):
-        if isinstance(one, Tensor):
+        if type(one) is Tensor:  # logits that are not computed yet have no memory
             card.device.hand_out(one)
     return found
