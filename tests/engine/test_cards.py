@@ -6,8 +6,16 @@ import copy
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
-from tests.on_cards import assert_same, llama, trained
+import fluxtrain
+from fluxtrain.errors import BadInput
+from fluxtrain.handover.handed import Handed
+from fluxtrain.plan.request import PlacementRequest
+from fluxtrain.runtime.cards.pieces import pieces_of
+from tests.on_cards import VOCABULARY, assert_same, batch, llama, trained, wrapped
 
 
 @pytest.mark.parametrize("cards", [2, 3])
@@ -28,3 +36,233 @@ def test_weights_and_states_are_those_of_one_card(cards: int, how: dict[str, Any
     model = llama()
     other = copy.deepcopy(model)
     assert_same(trained(model, None, **how), trained(other, cards, **how))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_every_dtype_and_a_tied_head_train_to_the_bits_of_one_card(
+    tied: bool, dtype: torch.dtype
+) -> None:
+    model = llama(tied=tied, dtype=dtype)
+    other = copy.deepcopy(model)
+    assert_same(trained(model, None, steps=3), trained(other, 2, steps=3))
+
+
+def test_blocks_are_dealt_in_turn_and_every_card_copies_its_own() -> None:
+    model = llama(5)
+    engine = wrapped(model, 2)
+    blocks = [unit for unit in engine.units if unit.group.kind == "block"]
+    assert [unit.card for unit in blocks] == [0, 1, 0, 1, 0]
+    assert all(unit.card == 0 for unit in engine.units if unit not in blocks)
+    model(**batch()).loss.backward()
+    engine.flush()
+    for card in engine.cards:
+        held = {slot.group for slot in card.window.slots if slot.group is not None}
+        assert held and all(group.placement.card == card.number for group in held)
+
+
+def test_chunks_of_a_block_begin_before_those_of_the_one_before_have_all_ended() -> None:
+    """The next block's first chunk needs the first piece of its input alone."""
+    model = llama(4)
+    engine = wrapped(model, 2)
+    seen: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    for number, layer in enumerate(model.model.layers):
+
+        def noted(module: nn.Module, args: Any, out: Any, number: int = number) -> None:
+            plain = out.plain if isinstance(out, Handed) else out
+            pieces = pieces_of(plain)
+            assert pieces is not None
+            seen.append((number, pieces.spans))
+
+        layer.register_forward_hook(noted)
+    model(**batch()).loss.backward()
+    engine.flush()
+    spans = ((0, 2), (2, 4), (4, 6), (6, 8))
+    assert seen == [(number, spans) for number in range(4)]
+
+
+class Between(nn.Module):
+    """A model that computes between its blocks with what they return."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.how = how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = first = self.embed(ids)
+        seen: list[Tensor] = []
+        for layer in self.layers:
+            out = layer(hidden)
+            if self.how == "residual":
+                hidden = hidden + out
+            elif self.how == "in place":
+                out.mul_(0.5)
+                hidden = out
+            elif self.how == "added in place":
+                out += first
+                hidden = out
+            elif self.how == "view":
+                hidden = out.reshape(-1, 16).view(out.shape)
+            elif self.how == "kept":
+                seen.append(out)
+                hidden = out
+            else:
+                hidden = out.detach() if layer is self.layers[2] else out
+        if seen:
+            hidden = torch.stack(seen).mean(0)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize(
+    "how", ["residual", "in place", "added in place", "view", "kept", "detached"]
+)
+def test_what_a_model_computes_between_its_blocks_is_right(how: str) -> None:
+    plain = Between(how)
+    found = []
+    for cards in (None, 2, 3):
+        model = copy.deepcopy(plain)
+        wrapped(model, cards)
+        ids = batch()["input_ids"]
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append(gradients | {"loss": loss.detach()})
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+def test_hooks_and_retained_gradients_between_blocks_are_served() -> None:
+    model = llama(4)
+    wrapped(model, 2)
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.retain_grad()
+        kept.append(out)
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(keep)
+    model(**batch()).loss.backward()
+    assert len(kept) == 4
+    assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in kept)
+
+
+@pytest.mark.parametrize("cards", [2, 3])
+def test_hidden_states_and_logits_without_gradients_are_those_of_one_card(cards: int) -> None:
+    model = llama(5).eval()
+    other = copy.deepcopy(model)
+    wrapped(model, None)
+    wrapped(other, cards)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            left, right = (one(**batch(), output_hidden_states=True) for one in (model, other))
+            assert torch.equal(left.logits, right.logits)
+            for a, b in zip(left.hidden_states, right.hidden_states, strict=True):
+                assert a.shape == b.shape and a.device == b.device
+                assert torch.equal(a, b)
+
+
+def test_generation_is_that_of_one_card() -> None:
+    model = llama(5).eval()
+    other = copy.deepcopy(model)
+    wrapped(model, None)
+    wrapped(other, 2)
+    prompt = batch()["input_ids"][:2, :5]
+    how = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    assert torch.equal(model.generate(prompt, **how), other.generate(prompt, **how))
+    assert torch.equal(
+        model.generate(prompt, num_beams=2, **how), other.generate(prompt, num_beams=2, **how)
+    )
+
+
+def test_several_passes_a_step_and_updates_in_backward_keep_the_bits() -> None:
+    found = []
+    for cards in (None, 2):
+        model = llama(5)
+        engine = wrapped(model, cards)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(3):
+            for part in range(2):
+                (model(**batch(2 * step + part)).loss / 2).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        for step in range(3):
+            loss = model(**batch(step)).loss
+            engine.begin_step_in_backward(optimizer, loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fluxtrain.sync(model)
+        found.append({n: v.clone() for n, v in model.state_dict().items()})
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("frozen", ["plain", "nf4", "int8"])
+def test_adapters_on_frozen_and_packed_weights_keep_the_bits(frozen: str) -> None:
+    found = []
+    for cards in (None, 2):
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+        model = get_peft_model(llama(4), config)
+        fluxtrain.wrap(model, device="cpu", cards=cards, chunk_rows=2, frozen=frozen,
+                       placement=PlacementRequest(offload="weights", device_groups=0))  # fmt: skip
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+        for step in range(3):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fluxtrain.sync(model)
+        trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        found.append({n: p.detach().clone() for n, p in trainable})
+    assert_same(*found)
+
+
+def test_a_state_of_one_card_is_loaded_by_two_and_back() -> None:
+    def go_on(cards: int | None, shards: dict[str, Any] | None) -> tuple[Any, Any]:
+        model = llama(4)
+        engine = wrapped(model, cards)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for name, tensors in (shards or {}).items():
+            engine.load_state_shard(name, tensors)
+        for step in range(2):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.flush()
+        return {
+            name: {key: value.clone() for key, value in tensors.items()}
+            for name, tensors in engine.state_shards()
+        }, model
+
+    one, _ = go_on(None, None)
+    two, _ = go_on(2, None)
+    left, _ = go_on(2, one)
+    right, _ = go_on(None, two)
+    for name in left:
+        assert_same(left[name], right[name])
+
+
+@pytest.mark.parametrize("cards", [0, -1, [], [0, 0], [-1]])
+def test_cards_that_cannot_be_are_refused(cards: Any) -> None:
+    with pytest.raises(BadInput, match="cards is"):
+        fluxtrain.wrap(llama(2), device="cpu", cards=cards)
+
+
+def test_more_cards_than_blocks_leave_some_without_any() -> None:
+    model = llama(2)
+    other = copy.deepcopy(model)
+    assert_same(trained(model, None, steps=2), trained(other, 4, steps=2))
+
+
+def test_unwrap_gives_the_model_back() -> None:
+    model = llama(4)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    wrapped(model, 2)
+    fluxtrain.unwrap(model)
+    assert_same(before, dict(model.state_dict()))
+    assert all(type(p) is nn.Parameter for p in model.parameters())

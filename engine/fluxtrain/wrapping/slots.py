@@ -31,6 +31,21 @@ def slots_for(
     return owners, [g for g, row in copied if g.kind == "block" and not row.resident]
 
 
+def make_slots(context: Context) -> None:
+    """Edges and resident blocks get a slot of their own, the other blocks share; packed weights
+    are unpacked into one scratch."""
+    rows = [group.placement for group in context.groups]
+    for card in context.cards:
+        mine = (group for group in context.groups if group.placement.card == card.number)
+        card.window.scratch.make(max((group.dense_bytes for group in mine), default=0))
+        owners, streamed = slots_for(context, card.number, rows)
+        for group in owners:
+            card.window.add_slot(group.weight_bytes, owner=group)
+        largest = max((group.weight_bytes for group in streamed), default=0)
+        for _ in range(context.plan.slots):
+            card.window.add_slot(largest)
+
+
 def dealt(placement: Placement, groups: Iterable[Group], cards: int) -> Placement:
     """Deal the blocks to so many cards in turn; those that share weights with others stay on the
     first one, with what stands outside of blocks."""

@@ -47,7 +47,7 @@ from fluxtrain.wrapping.module_patches import (
     release_module,
     replace_forward,
 )
-from fluxtrain.wrapping.slots import dealt, put_units_on_cards, slots_for
+from fluxtrain.wrapping.slots import dealt, make_slots, put_units_on_cards
 from fluxtrain.wrapping.target import compute_devices, free_capacity
 from fluxtrain.wrapping.unit_forward import UnitForward
 
@@ -286,7 +286,7 @@ def _furnish(
     put_units_on_cards(engine)
     choose_rows(engine)
     choose_vocab_chunks(engine)
-    _make_slots(engine)
+    make_slots(engine)
     choose_recompute(engine)
     _put_on(engine, model, parts)
 
@@ -344,21 +344,6 @@ def _make_units(
         replace_forward(module, UnitForward(engine, unit))
         guard_module(module, engine)
         engine.units.append(unit)
-
-
-def _make_slots(engine: Engine) -> None:
-    """Edges and resident blocks get a slot of their own, the other blocks share; packed weights
-    are unpacked into one scratch."""
-    rows = [group.placement for group in engine.groups]
-    for card in engine.cards:
-        mine = (group for group in engine.groups if group.placement.card == card.number)
-        card.window.scratch.make(max((group.dense_bytes for group in mine), default=0))
-        owners, streamed = slots_for(engine, card.number, rows)
-        for group in owners:
-            card.window.add_slot(group.weight_bytes, owner=group)
-        largest = max((group.weight_bytes for group in streamed), default=0)
-        for _ in range(engine.plan.slots):
-            card.window.add_slot(largest)
 
 
 def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
