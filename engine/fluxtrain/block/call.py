@@ -65,7 +65,7 @@ class Call(UnitCall):
         self.capture = capture
         self.chunks = [Chunk(span) for span in spans]
         self.rows = spans[-1][1]
-        self._device = self._card.torch_device
+        self._device, self._first = self._card.torch_device, context.device.torch_device
         self._autocast = Autocast.now(self._device)
         self._recomputes = unit.recomputes
         self._verifies = unit.recomputes and unit.checked_recomputes < _CHECKED_RECOMPUTES
@@ -86,8 +86,9 @@ class Call(UnitCall):
         differentiable: list[bool] = []
         for chunk in self.chunks:
             self._await(tensors, chunk.span)
-            chunk.random = RandomState.now(self._device, host=host)
-            results = self._record(chunk, self.given.inputs(tensors, chunk.span, again=False))
+            chunk.random = RandomState.now(self._first, host=host)
+            with chunk.random.lend(self._first, self._device):
+                results = self._record(chunk, self.given.inputs(tensors, chunk.span, again=False))
             chunk.result_rows = [r.shape[0] if r.dim() else 1 for r in results]
             differentiable = differentiable or [False] * len(results)
             for place, result in enumerate(results):

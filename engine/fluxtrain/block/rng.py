@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,20 @@ class RandomState:
     def now(device: torch.device, *, host: bool) -> RandomState:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return RandomState(torch.get_rng_state(), cuda, HostRandom.now() if host else None)
+
+    def lend(self, first: torch.device, device: torch.device) -> AbstractContextManager[None]:
+        """Draw inside, on `device`, what would be drawn on `first`, whose state this is: so blocks
+        on several GPUs draw one sequence, as on one."""
+        return nullcontext() if first == device else self._lent(first, device)
+
+    @contextmanager
+    def _lent(self, first: torch.device, device: torch.device) -> Iterator[None]:
+        assert self.cuda is not None
+        torch.cuda.set_rng_state(self.cuda, device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_rng_state(torch.cuda.get_rng_state(device), first)
 
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.cpu)

@@ -148,11 +148,12 @@ def take_in(owner: Owner, parameter: nn.Parameter) -> None:
     context = owner.context
     context.expect_gradients([owner.group])
     card = context.cards[owner.group.placement.card]
-    card.gradients.add(owner.group, owner.member, gradient.to(card.torch_device))
-    if owner.group.users <= 1 or torch._C._current_graph_task_id() < 0:
-        _finish(context, owner.group)
-    else:
-        context.graphs.enter_pass(lambda: _end_pass(context))
+    with card.computing():
+        card.gradients.add(owner.group, owner.member, gradient.to(card.torch_device))
+        if owner.group.users <= 1 or torch._C._current_graph_task_id() < 0:
+            _finish(context, owner.group)
+            return
+    context.graphs.enter_pass(lambda: _end_pass(context))
 
 
 def _finish(context: Context, group: Group) -> None:

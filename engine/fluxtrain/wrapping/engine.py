@@ -116,8 +116,13 @@ class Engine(Context):
         return self.counters.take_moves(limit)
 
     def take_stalls(self) -> dict[str, float]:
-        """Return the seconds that the computation waited since the last call, by cause."""
-        return self.device.stalls.take()
+        """Return the seconds that the computation waited since the last call, by cause; of several
+        cards those of the one that waited longest."""
+        found: dict[str, float] = {}
+        for card in self.cards:
+            for cause, seconds in card.device.stalls.take().items():
+                found[cause] = max(found.get(cause, 0.0), seconds)
+        return found
 
     # -- its training state ------------------------------------------------------------------------
 
