@@ -15,7 +15,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.handover.handed import Handed
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.runtime.cards.pieces import pieces_of
-from tests.on_cards import VOCABULARY, assert_same, batch, llama, trained, wrapped
+from tests.on_cards import LENGTH, ROWS, VOCABULARY, assert_same, batch, llama, trained, wrapped
 
 
 @pytest.mark.parametrize("cards", [2, 3])
@@ -266,3 +266,30 @@ def test_unwrap_gives_the_model_back() -> None:
     fluxtrain.unwrap(model)
     assert_same(before, dict(model.state_dict()))
     assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_every_card_counts_what_it_holds_and_what_comes_to_it() -> None:
+    model = llama(5)
+    engine = wrapped(model, 2)
+    for step in range(2):
+        model(**batch(step)).loss.backward()
+    engine.flush()
+    used, traffic, place = engine.memory(), engine.traffic(), engine.residency()
+    assert [card.number for card in used.cards] == [0, 1]
+    assert used.device_used_bytes == sum(card.used_bytes for card in used.cards)
+    assert all(sum(card.by.values()) == card.used_bytes for card in used.cards)
+    assert traffic.h2d_bytes == sum(card[0] for card in traffic.cards)
+    blocks = [group for group in engine.groups if group.kind == "block"]
+    others = sum(group.weight_bytes for group in blocks if group.placement.card == 1)
+    # its two blocks stay in its two slots; the second pass adds to the gradients of the first
+    assert traffic.cards[1][0] == others + others
+    hidden = ROWS * LENGTH * 32 * 2
+    assert traffic.cards[1][2] >= 2 * 2 * 2 * hidden  # to its 2 blocks, and their gradients back
+    assert place.cards == "01010"
+
+
+def test_one_card_tells_of_no_cards() -> None:
+    engine = wrapped(llama(2), None)
+    assert engine.memory().cards == ()
+    assert engine.traffic().cards == ()
+    assert engine.residency().cards == ""

@@ -102,7 +102,7 @@ class _Streamed(torch.autograd.Function):
             call.given.offload(card.activation_offload, tensors)
         end_forward(context, unit)
         ctx.save_for_backward(*call.finish_forward(tensors))
-        ctx.held_inputs = HeldInputs(context.counters, call.given.kept_bytes)
+        ctx.held_inputs = HeldInputs(card.counts, call.given.kept_bytes)
         found = {i: merging.take(i) for i in call.outputs.returned}
         merged = [rows for rows in found.values() if rows is not None]
         ctx.mark_non_differentiable(

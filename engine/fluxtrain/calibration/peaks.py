@@ -23,7 +23,11 @@ def measured_peaks(engine: Engine) -> dict[str, float | None]:
     between tensors. Both are None without a GPU, as all memory is then the host's.
     """
     on_gpu = engine.device.torch_device.type == "cuda"
-    used, reserved = engine.counters.device_peaks() if on_gpu else (None, None)
+    used: int | None = None
+    reserved: int | None = None
+    if on_gpu:  # of all cards together, as the plan's
+        peaks = [card.counts.device_peaks() for card in engine.cards]
+        used, reserved = sum(peak[0] for peak in peaks), sum(peak[1] for peak in peaks)
     return {
         "device_peak_bytes": used,
         "device_reserved_peak_bytes": reserved,

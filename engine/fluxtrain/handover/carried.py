@@ -37,6 +37,7 @@ def _sent(values: Tensor, known: Tensor, source: Card, target: Card) -> Tensor:
     """Copy `values` to `target` as they are computed; `known` says when, if that is known."""
     pieces = pieces_of(known)
     made = target.device.landing(values)
+    target.counts.landed_bytes += values.nbytes
     if pieces is None or not values.dim():
         point = target.device.land(made, values, [source.device.mark()], source.device)
         rows = values.shape[0] if values.dim() else 1

@@ -105,7 +105,8 @@ def _tidy(context: Context, *, fewer_wait: bool) -> None:
         sent = [g for g in mine if g.placement.gradients != "device"]
         card.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
     _give_back(context)
-    context.counters.measure_peaks_anew()
+    for card in context.cards:
+        card.counts.measure_peaks_anew()
 
 
 def _remove(slots: list[_Placed]) -> None:

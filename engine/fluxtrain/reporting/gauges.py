@@ -16,6 +16,7 @@ from fluxtrain.hardware.probe.probe import known_rates
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.events import (
+    CardTraffic,
     Event,
     MemorySampled,
     MovesMade,
@@ -48,6 +49,7 @@ class GaugeThread:
         self._process = psutil.Process()
         self._engine: Engine | None = None
         self._traffic: TrafficWindow | None = None
+        self._cards: tuple[tuple[int, int, int], ...] = ()  # their bytes at the last sample
         self._stopped = threading.Event()
         self._sampling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
@@ -123,6 +125,7 @@ class GaugeThread:
             host_arena_bytes=use.host_arena_bytes if use else 0,
             host_pinned_bytes=use.host_pinned_bytes if use else 0,
             host_limit_bytes=self._host_limit_bytes,
+            cards=use.cards if use else (),
         )
 
     def _traffic_since(self, engine: Engine) -> TrafficSampled | None:
@@ -144,7 +147,29 @@ class GaugeThread:
             d2h_ceiling_bytes_per_s=down,
             h2d_frozen_bytes=traffic.h2d_frozen_bytes,
             h2d_packed_bytes=traffic.h2d_packed_bytes,
+            cards=self._card_traffic(traffic.cards, event.window_s),
         )
+
+    def _card_traffic(
+        self, now: tuple[tuple[int, int, int], ...], window_s: float
+    ) -> tuple[CardTraffic, ...]:
+        """Return each card's bytes, and their rates since the last sample."""
+        before, self._cards = self._cards or ((0, 0, 0),) * len(now), now
+        found: list[CardTraffic] = []
+        for number, (counts, earlier) in enumerate(zip(now, before, strict=True)):
+            rates = [(new - old) / window_s for new, old in zip(counts, earlier, strict=True)]
+            found.append(
+                CardTraffic(
+                    number=number,
+                    h2d_bytes=counts[0],
+                    d2h_bytes=counts[1],
+                    landed_bytes=counts[2],
+                    h2d_bytes_per_s=rates[0],
+                    d2h_bytes_per_s=rates[1],
+                    landed_bytes_per_s=rates[2],
+                )
+            )
+        return tuple(found)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
@@ -163,6 +188,7 @@ def _residency(engine: Engine) -> ResidencySampled:
         blocks=place.blocks,
         frozen_bytes=place.frozen_bytes,
         packed_bytes=place.packed_bytes,
+        cards=place.cards,
     )
 
 

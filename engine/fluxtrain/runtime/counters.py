@@ -7,16 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fluxtrain.device.device import Device
 from fluxtrain.device.recorder import Recorder
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.group import Group
+from fluxtrain.runtime.cards.counts import CardCounts
 from fluxtrain.telemetry.events import Move
 
 _KEPT_MOVES = 256
-_HELD = ("allocated_bytes", "reserved_bytes")  # of torch's allocator
 _Noted = tuple[int, str, str, int, str, str, Transfer]  # step, block, what, bytes, way, cause
 
 
@@ -28,6 +26,7 @@ class Traffic:
     d2h_bytes: int
     h2d_frozen_bytes: int = 0  # in the model's dtype
     h2d_packed_bytes: int = 0
+    cards: tuple[tuple[int, int, int], ...] = ()  # up, down, from other cards; where several
 
 
 class Counters:
@@ -35,23 +34,34 @@ class Counters:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
+        self.cards = [CardCounts(device.torch_device) for device in devices]
         self.step = 0
-        self.block_input_bytes = 0
-        self.h2d_bytes = 0
         self.h2d_frozen_bytes = 0
         self.h2d_packed_bytes = 0
-        self.d2h_bytes = 0
-        self.peak_bytes = 0  # the most that was held
-        self._earlier_peaks = 0, 0  # in use and reserved, before torch's peaks were reset
         self._moves: deque[_Noted] = deque(maxlen=_KEPT_MOVES)
         self._move_count = 0
         self._lock = threading.Lock()
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Bytes copied to all cards."""
+        return sum(card.h2d_bytes for card in self.cards)
+
+    @property
+    def d2h_bytes(self) -> int:
+        """Bytes copied from all cards."""
+        return sum(card.d2h_bytes for card in self.cards)
+
+    @property
+    def block_input_bytes(self) -> int:
+        """Bytes of inputs that all cards hold for the backward pass."""
+        return sum(card.block_input_bytes for card in self.cards)
 
     def uploaded(self, group: Group, cause: str, transfer: Transfer, size_bytes: int) -> None:
         """Count an upload of the group's weights that was started."""
         self._recorder_of(group).copied("h2d", "weights", group.name, transfer)
         with self._lock:
-            self.h2d_bytes += size_bytes
+            self.cards[group.placement.card].h2d_bytes += size_bytes
             self._count_untrained(group, size_bytes)
             self._note(group, "weights", size_bytes, "C>G", cause, transfer)
 
@@ -59,18 +69,25 @@ class Counters:
         """Count a download of gradients that was started."""
         self._recorder_of(group).copied("d2h", "gradients", group.name, transfer)
         with self._lock:
-            self.d2h_bytes += size_bytes
+            self.cards[group.placement.card].d2h_bytes += size_bytes
             self._note(group, "gradients", size_bytes, "G>C", "gradient", transfer)
 
     def sum_uploaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
         """Count an upload of gradients of an earlier backward pass, which are added to."""
         self._recorder_of(group).copied("h2d", "gradients", group.name, transfer)
         with self._lock:
-            self.h2d_bytes += size_bytes
+            self.cards[group.placement.card].h2d_bytes += size_bytes
             self._note(group, "gradients", size_bytes, "C>G", "gradient", transfer)
 
     def traffic(self) -> Traffic:
-        return Traffic(self.h2d_bytes, self.d2h_bytes, self.h2d_frozen_bytes, self.h2d_packed_bytes)
+        cards = tuple((one.h2d_bytes, one.d2h_bytes, one.landed_bytes) for one in self.cards)
+        return Traffic(
+            self.h2d_bytes,
+            self.d2h_bytes,
+            self.h2d_frozen_bytes,
+            self.h2d_packed_bytes,
+            cards if len(cards) > 1 else (),
+        )
 
     def take_moves(self, limit: int) -> tuple[list[Move], int]:
         """Return the latest moves that have ended (at most `limit`, oldest first), and how many
@@ -90,19 +107,6 @@ class Counters:
             )
             for step, name, what, size, way, cause, transfer in taken
         ], total  # fmt: skip
-
-    def device_peaks(self) -> tuple[int, int]:
-        """Return the peaks of bytes that tensors used on the GPU and that torch reserved, ever."""
-        now_used, now_reserved = held_by_torch(self._devices[0].torch_device)
-        used, reserved = self._earlier_peaks
-        return max(used, now_used["peak"]), max(reserved, now_reserved["peak"])
-
-    def measure_peaks_anew(self) -> None:
-        """Reset torch's own peaks; `device_peaks` still covers the whole run."""
-        device = self._devices[0].torch_device
-        if device.type == "cuda":
-            self._earlier_peaks = self.device_peaks()
-            torch.cuda.reset_peak_memory_stats(device)
 
     def _recorder_of(self, group: Group) -> Recorder:
         return self._devices[group.placement.card].recorder
@@ -133,27 +137,15 @@ def frozen_bytes_of(group: Group) -> int:
     return group.weight_bytes - group.trained_bytes - packed_bytes_of(group)
 
 
-def held_by_torch(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    """Read the bytes (`current`, `peak`) that tensors use on the GPU, and that are reserved.
-
-    `torch.cuda.memory_allocated` and its like each sort all numbers of the allocator for one of
-    them, which would take the interpreter from the computation ten times a second.
-    """
-    numbers = torch.cuda.memory_stats_as_nested_dict(device)
-    nothing = {"current": 0, "peak": 0}  # before the first use of the GPU
-    used, reserved = (numbers.get(name, {}).get("all", nothing) for name in _HELD)
-    return used, reserved
-
-
 class HeldInputs:
     """Counts the bytes of one unit's inputs that are held from its forward to its backward."""
 
-    def __init__(self, counters: Counters, size_bytes: int) -> None:
-        self._counters, self._bytes = counters, size_bytes
-        counters.block_input_bytes += size_bytes
+    def __init__(self, counts: CardCounts, size_bytes: int) -> None:
+        self._counts, self._bytes = counts, size_bytes
+        counts.block_input_bytes += size_bytes
 
     def close(self) -> None:
-        self._counters.block_input_bytes -= self._bytes
+        self._counts.block_input_bytes -= self._bytes
         self._bytes = 0
 
     def __del__(self) -> None:

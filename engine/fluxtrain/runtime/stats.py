@@ -12,9 +12,11 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowBuffers
 from fluxtrain.plan.group_placement import Tier
 from fluxtrain.runtime.block_runs import Sizes, runs_of
+from fluxtrain.runtime.cards.card import Card
+from fluxtrain.runtime.cards.counts import held_by_torch
 from fluxtrain.runtime.context import Context
-from fluxtrain.runtime.counters import frozen_bytes_of, held_by_torch, packed_bytes_of
-from fluxtrain.telemetry.events import BlockRun
+from fluxtrain.runtime.counters import frozen_bytes_of, packed_bytes_of
+from fluxtrain.telemetry.events import BlockRun, CardMemory
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Residency:
     blocks: tuple[BlockRun, ...] = ()
     frozen_bytes: int = 0  # of the weights, in the model's dtype
     packed_bytes: int = 0  # of the weights, too
+    cards: str = ""  # the number of each block's card, where several compute
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class MemoryUse:
     device_by: dict[str, int]
     host_arena_bytes: int
     host_pinned_bytes: int
+    cards: tuple[CardMemory, ...] = ()  # where several compute
 
 
 def blocks_of(context: Context) -> list[BlockFacts]:
@@ -78,7 +82,12 @@ def residency(context: Context) -> Residency:
         runs_of((g.name, _sizes(g)) for g in blocks),
         sum(frozen_bytes_of(g) for g in context.groups),
         sum(packed_bytes_of(g) for g in context.groups),
+        "".join(_digit(g.placement.card) for g in blocks) if len(context.cards) > 1 else "",
     )
+
+
+def _digit(card: int) -> str:
+    return "0123456789abcdefghijklmnopqrstuvwxyz"[min(card, 35)]
 
 
 def _sizes(group: Group) -> Sizes:
@@ -92,63 +101,76 @@ def _sizes(group: Group) -> Sizes:
 
 
 def memory_use(context: Context) -> MemoryUse:
-    """Add up the bytes held now, by purpose."""
-    counters = context.counters
-    weights, gradients, states = _bytes_in("device", context.groups)
-    unpacked = sum(card.window.scratch.size_bytes for card in context.cards)
-    frozen, packed = _untrained_on_device(context)
+    """Add up the bytes held now, by purpose, on all cards and on each."""
+    cards = tuple(_card_memory(context, card) for card in context.cards)
+    by = {name: sum(card.by[name] for card in cards) for name in cards[0].by}
+    totals = [card.total_bytes for card in cards if card.total_bytes is not None]
+    budgets = [card.budget_bytes for card in cards if card.budget_bytes is not None]
+    return MemoryUse(
+        sum(totals) if totals else None,
+        sum(card.used_bytes for card in cards),
+        sum(card.peak_bytes for card in cards),
+        sum(budgets) if budgets else None,
+        by,
+        sum(_bytes_in("host", context.groups))
+        + sum(rows.host_bytes for rows in _row_buffers(context)),
+        page_locks.LOCKS.held_bytes,
+        cards if len(cards) > 1 else (),
+    )
+
+
+def _card_memory(context: Context, card: Card) -> CardMemory:
+    mine = [group for group in context.groups if group.placement.card == card.number]
+    weights, gradients, states = _bytes_in("device", mine)
+    unpacked = card.window.scratch.size_bytes
+    frozen, packed = _untrained_on_device(card, mine)
     by = {
-        "weights": _copied_bytes(context) + weights - unpacked - frozen - packed,
+        "weights": _copied_bytes(context, card) + weights - unpacked - frozen - packed,
         "frozen": frozen,
         "packed": packed,
         "unpacked": unpacked,
-        "gradients": sum(card.gradients.device_bytes for card in context.cards) + gradients,
+        "gradients": card.gradients.device_bytes + gradients,
         "optimizer": states,
-        "activations": max(0, counters.block_input_bytes),
+        "activations": max(0, card.counts.block_input_bytes),
         "workspace": 0,
         "cache": 0,
     }
-    device = context.device.torch_device
+    device = card.torch_device
     total: int | None = None
     if device.type == "cuda":
         allocated, reserved = (held["current"] for held in held_by_torch(device))
         by["workspace"] = max(0, allocated - sum(by.values()))
         by["cache"] = max(0, reserved - allocated)
         total = torch.cuda.get_device_properties(device).total_memory
-        counters.peak_bytes = counters.device_peaks()[1]
+        card.counts.peak_bytes = card.counts.device_peaks()[1]
     used = sum(by.values())
-    counters.peak_bytes = max(counters.peak_bytes, used)
-    return MemoryUse(
-        total,
-        used,
-        counters.peak_bytes,
-        context.plan.budget_bytes,
-        by,
-        sum(_bytes_in("host", context.groups))
-        + sum(rows.host_bytes for rows in _row_buffers(context)),
-        page_locks.LOCKS.held_bytes,
+    card.counts.peak_bytes = max(card.counts.peak_bytes, used)
+    return CardMemory(
+        number=card.number,
+        total_bytes=total,
+        used_bytes=used,
+        peak_bytes=card.counts.peak_bytes,
+        budget_bytes=context.plan.budget_bytes,
+        by=by,
     )
 
 
 def sample_peak(context: Context) -> None:
     """Update the peak of held bytes (on CUDA the allocator keeps it)."""
-    if context.device.torch_device.type != "cuda":
-        at_device = sum(_bytes_in("device", context.groups))
-        held = (
-            _copied_bytes(context)
-            + sum(card.gradients.device_bytes for card in context.cards)
-            + at_device
-        )
-        counters = context.counters
-        counters.peak_bytes = max(counters.peak_bytes, held + counters.block_input_bytes)
+    if context.device.torch_device.type == "cuda":
+        return
+    for card in context.cards:
+        mine = [group for group in context.groups if group.placement.card == card.number]
+        at_device = sum(_bytes_in("device", mine))
+        held = _copied_bytes(context, card) + card.gradients.device_bytes + at_device
+        counts = card.counts
+        counts.peak_bytes = max(counts.peak_bytes, held + counts.block_input_bytes)
 
 
-def _untrained_on_device(context: Context) -> tuple[int, int]:
-    """Add up frozen and packed weights of groups on the device, and of those that slots hold."""
-    there = [group for group in context.groups if group.placement.weights == "device"]
-    slots = [
-        slot for card in context.cards for slot in list(card.window.slots)
-    ]  # a copy: another thread may add one
+def _untrained_on_device(card: Card, mine: Iterable[Group]) -> tuple[int, int]:
+    """Add up frozen and packed weights of groups on the card, and of those that slots hold."""
+    there = [group for group in mine if group.placement.weights == "device"]
+    slots = list(card.window.slots)  # a copy: another thread may add one
     there += [slot.group for slot in slots if slot.group is not None]
     return sum(map(frozen_bytes_of, there)), sum(map(packed_bytes_of, there))
 
@@ -158,14 +180,16 @@ def _row_buffers(context: Context) -> list[RowBuffers]:
     return [rows for rows in every if rows is not None]
 
 
-def _copied_bytes(context: Context) -> int:
-    """Add up what weights from the host are copied into on the device."""
+def _copied_bytes(context: Context, card: Card) -> int:
+    """Add up what weights from the host are copied into on the card."""
+    found = card.window.size_bytes
+    if card.number:  # rows and vocabulary chunks are of what stands outside of blocks
+        return found
     rows = sum(rows.device_bytes for rows in _row_buffers(context))
     heads = [
         u.vocab_chunks for u in context.units
     ]  # a copy of the list: another thread may drop one
-    chunks = sum(head.device_bytes for head in heads if head is not None)
-    return sum(card.window.size_bytes for card in context.cards) + rows + chunks
+    return found + rows + sum(head.device_bytes for head in heads if head is not None)
 
 
 def _weights_letter(context: Context, group: Group) -> str:

@@ -151,6 +151,29 @@ class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
     left_out: bool = False  # its fp16 gradients overflowed: no weight was changed
 
 
+class CardMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """One card's share of `MemorySampled`."""
+
+    number: int
+    total_bytes: int | None
+    used_bytes: int
+    peak_bytes: int
+    budget_bytes: int | None
+    by: dict[str, int]
+
+
+class CardTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """One card's share of `TrafficSampled`; `landed` came from other cards."""
+
+    number: int
+    h2d_bytes: int
+    d2h_bytes: int
+    landed_bytes: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    landed_bytes_per_s: float
+
+
 class MemorySampled(Gauge, frozen=True, kw_only=True, tag="memory"):
     """Where every byte is. `device_by` partitions `device_used_bytes`.
 
@@ -168,6 +191,7 @@ class MemorySampled(Gauge, frozen=True, kw_only=True, tag="memory"):
     host_arena_bytes: int
     host_pinned_bytes: int
     host_limit_bytes: int | None
+    cards: tuple[CardMemory, ...] = ()  # where several compute; the totals are of all
 
 
 class TrafficSampled(Gauge, frozen=True, kw_only=True, tag="traffic"):
@@ -186,6 +210,7 @@ class TrafficSampled(Gauge, frozen=True, kw_only=True, tag="traffic"):
     d2h_ceiling_bytes_per_s: float | None = None
     h2d_frozen_bytes: int = 0  # of `h2d_bytes`: frozen weights in the model's dtype
     h2d_packed_bytes: int = 0  # of `h2d_bytes`: packed ones
+    cards: tuple[CardTraffic, ...] = ()  # where several compute; the totals are of all
 
 
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -216,6 +241,7 @@ class ResidencySampled(Gauge, frozen=True, kw_only=True, tag="residency"):
     blocks: tuple[BlockRun, ...] = ()  # the blocks behind the letters, in their order
     frozen_bytes: int = 0  # of the weights, in the model's dtype
     packed_bytes: int = 0  # of the weights, too
+    cards: str = ""  # the card of each block, a digit each (then letters); "" with one card
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

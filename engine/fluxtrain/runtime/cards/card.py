@@ -33,6 +33,7 @@ class Card:
         """`groups` are those of the whole model, `arrivals` their gradients on the host."""
         self.number = number
         self.device = device
+        self.counts = counters.cards[number]
         self.window = Window(device, counters.uploaded)
         self.ahead = CopiesAhead(self.window, groups, number)
         self.gradients = Gradients(
