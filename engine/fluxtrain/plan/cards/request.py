@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.cards.dealing import DealingRule
-from fluxtrain.plan.cards.work import Order
-from fluxtrain.plan.request import Auto, Count, Positive
+from fluxtrain.plan.request import Auto, Count, Positive, refuse_boolean
+
+Order = Literal["fast", "fixed"]  # of the sums in the head's gradient
 
 
 def _numbers(value: Any) -> Any:
@@ -21,15 +22,22 @@ def _numbers(value: Any) -> Any:
     return value
 
 
-def _each_once(cards: tuple[int, ...]) -> tuple[int, ...]:
+def _each_once(cards: Any) -> Any:
+    if not isinstance(cards, tuple):
+        return cards
     twice = sorted({card for card in cards if cards.count(card) > 1})
     if twice:
         raise ValueError(f"card {twice[0]} is named twice: name each card once")
     return cards
 
 
-Ids = Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_each_once)]
-Cards = Annotated[Auto | Positive | Ids, BeforeValidator(_numbers)]
+Ids = Annotated[tuple[Count, ...], Field(min_length=1)]
+Cards = Annotated[
+    Positive | Ids | Auto,
+    BeforeValidator(refuse_boolean),
+    BeforeValidator(_numbers),
+    AfterValidator(_each_once),
+]
 Numbers = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
@@ -48,7 +56,7 @@ class ParallelRequest:
         "gives them (CUDA_VISIBLE_DEVICES counts); the first of a list has embedding and head; "
         "auto takes those that make a step faster, or that the model does not fit without"
     )
-    dealing: Annotated[DealingRule | Numbers, BeforeValidator(_numbers)] = _setting(
+    dealing: Annotated[Numbers | DealingRule, BeforeValidator(_numbers)] = _setting(
         "how the blocks are dealt to the cards: speed, by measured seconds of a block on each, as "
         "far as its memory goes; memory, by the memory of each; even; or numbers of blocks such as "
         "[20, 16], one for each card; auto is speed, and even where no times are known"

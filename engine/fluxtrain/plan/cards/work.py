@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fluxtrain.plan.cards.rates import CardsRates
+from fluxtrain.plan.cards.request import Order
 from fluxtrain.plan.cards.shares import EDGES_CARD, Dealt
 from fluxtrain.plan.cost.calibration import Calibration, Line, chunked
 from fluxtrain.plan.cost.prefetch import UNEVEN
@@ -29,7 +30,6 @@ from fluxtrain.plan.footprint import (
 )
 from fluxtrain.plan.group_placement import GroupPlacement, table_of
 
-Order = Literal["fast", "fixed"]  # of the sums in the head's gradient
 _MEAN = sum(UNEVEN) / len(UNEVEN)
 
 
