@@ -74,6 +74,11 @@ _KEYS: dict[str, str] = {
     "fsdp_cpu_offload device_map zero_stage low_cpu_mem_usage",
     "placement.budget_gib": "max_memory gpu_memory_limit max_memory_mb gpu_memory_limit_gib",
     "placement.device": "device_type use_cpu no_cuda accelerator",
+    "parallel.cards": "num_gpus n_gpus gpus gpu_ids num_processes nproc_per_node world_size "
+    "n_gpu devices num_devices gpus_per_node device_ids cuda_devices "
+    "cuda_visible_devices visible_devices",
+    "parallel.dealing": "pipeline_parallel_split tensor_split gpu_split split_points "
+    "layers_per_gpu split_mode",
 }
 
 _SAYS: dict[str, str] = {  # what the name alone does not, after "did you mean KEY?"

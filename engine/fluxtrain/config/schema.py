@@ -21,12 +21,14 @@ from fluxtrain.config.section import Section, Several
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.config.tracker_settings import TrackerSettings
 from fluxtrain.errors import BadInput
+from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.request import Auto, PlacementRequest, Positive
 from fluxtrain.plan.states import OptimizerName, PackedFormat
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of dtypes
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Request = PlacementRequest | ParallelRequest  # sections that the planner declares
 
 
 class ModelSettings(Section):
@@ -239,6 +241,7 @@ class RunConfig(Section):
     samples: SampleSettings = Field(default_factory=SampleSettings)
     trackers: TrackerSettings = Field(default_factory=TrackerSettings)
     placement: PlacementRequest = Field(default_factory=PlacementRequest)
+    parallel: ParallelRequest = Field(default_factory=ParallelRequest)
 
     @model_validator(mode="after")
     def _warmup_within_the_run(self) -> RunConfig:
@@ -298,7 +301,7 @@ class RunConfig(Section):
 def settings(config: RunConfig) -> Iterator[Setting]:
     """Every setting of `config`, in the order of the schema."""
     for section_name in RunConfig.model_fields:
-        section: Section | PlacementRequest = getattr(config, section_name)
+        section: Section | Request = getattr(config, section_name)
         for name, default, description in _fields_of(section):
             value = _plain(getattr(section, name))
             yield Setting(
@@ -317,9 +320,9 @@ def _plain(value: Any) -> Any:
     return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
 
 
-def _fields_of(section: Section | PlacementRequest) -> Iterator[tuple[str, Any, str]]:
+def _fields_of(section: Section | Request) -> Iterator[tuple[str, Any, str]]:
     """Name, default and description of every setting of a section."""
-    if isinstance(section, PlacementRequest):
+    if not isinstance(section, Section):
         for knob in fields(section):
             yield knob.name, knob.default, str(knob.metadata["description"])
         return

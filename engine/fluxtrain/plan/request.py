@@ -106,7 +106,7 @@ class PlacementRequest:
         "fits otherwise"
     )
     budget_gib: Size | None = _knob(
-        "device memory that may be used, in GiB; all of it when left out", None
+        "device memory that may be used, in GiB, of each card; all of it when left out", None
     )
 
     @property

@@ -59,6 +59,20 @@ ACTIVATION_BYTES = 1 << 30  # for a chunk, where there is no budget
 
 
 @dataclass(frozen=True, kw_only=True)
+class CardNeed:
+    """What one of several cards is predicted to take."""
+
+    index: int  # torch's number of it; rows of the table name cards by their place in `cards`
+    name: str
+    blocks: int  # that it computes
+    longest_run: int  # of neighbouring blocks: they go chunk by chunk, with a flat sum each
+    device_bytes: int  # peak, with `landing_bytes`
+    landing_bytes: int  # buffers for chunks that come from other cards
+    budget_bytes: int | None
+    slots: int  # that its streamed blocks share
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where the bytes of a model go, what that is predicted to take, and why."""
 
@@ -70,6 +84,9 @@ class Placement:
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
     saving_bytes: int = 0  # weights of the device that are on the host while a file is written
     reached_bytes: int = 0  # what the process held at its fullest before this plan
+    cards: tuple[CardNeed, ...] = ()  # where several compute; the other numbers are of all together
+    head_on_all_cards: bool = False  # its chunks of tokens are dealt to them
+    step_s: float | None = None  # predicted, of several cards
 
     @property
     def offload(self) -> Offload:

@@ -1,0 +1,120 @@
+"""Which cards there are, and which of them compute. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fluxtrain.errors import BadInput
+from fluxtrain.plan.cards.request import ParallelRequest
+from fluxtrain.units import MIB, bytes_text
+
+ALIKE = 1.05  # times as long: cards that differ by less are equally fast
+MEMORY_STEP_BYTES = 256 * MIB  # a difference below it does not change which card comes first
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardCapacity:
+    """One card, as it is now."""
+
+    index: int  # torch's: of the cards that CUDA_VISIBLE_DEVICES leaves
+    name: str = ""
+    free_bytes: int | None = None  # None: no GPU, its memory is a buffer on the host
+    unusable: str = ""  # why it cannot compute this model, in words with the cure
+
+    @property
+    def text(self) -> str:
+        """Name it for people."""
+        return f"card {self.index} ({self.name})" if self.name else f"card {self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardsCapacity:
+    """All cards of a machine, and the memory of their host."""
+
+    cards: tuple[CardCapacity, ...]
+    host_available_bytes: int | None  # None: unknown, taken as enough
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether cards have memory of their own."""
+        return all(card.free_bytes is not None for card in self.cards)
+
+
+def usable_cards(
+    capacity: CardsCapacity, parallel: ParallelRequest, block_s: Sequence[float | None]
+) -> tuple[int, ...]:
+    """Return the cards that may compute, as positions in `capacity`, the one for embedding and head
+    first: the fastest, of equals the one with the most memory. Cards of a list, and cards for which
+    numbers of blocks were given, keep their order.
+
+    Raises BadInput for cards that are not there or cannot be used, and where none can.
+    """
+    if isinstance(parallel.cards, tuple):
+        return tuple(_position(capacity, index) for index in parallel.cards)
+    usable = [at for at, card in enumerate(capacity.cards) if not card.unusable]
+    if not usable:
+        raise BadInput("; ".join(f"{card.text}: {card.unusable}" for card in capacity.cards))
+    asked = parallel.cards
+    if isinstance(parallel.dealing, tuple) and asked == "auto":
+        asked = len(parallel.dealing)
+    if asked != "auto" and asked > len(usable):
+        raise BadInput(_too_many(capacity, asked, len(usable), parallel))
+    if isinstance(parallel.dealing, tuple):
+        return tuple(usable[: None if asked == "auto" else asked])
+    ordered = _fastest_first(capacity, usable, block_s)
+    return tuple(ordered[: None if asked == "auto" else asked])
+
+
+def _too_many(capacity: CardsCapacity, asked: int, usable: int, parallel: ParallelRequest) -> str:
+    there = ", ".join(card.text for card in capacity.cards)
+    which = f"parallel.cards = {asked}"
+    if parallel.cards == "auto":
+        which = f"parallel.dealing has numbers for {asked} cards"
+    left_out = "".join(f"; {c.text}: {c.unusable}" for c in capacity.cards if c.unusable)
+    return (
+        f"{which}, and {usable} can be used ({there}{left_out}): use at most {usable}, or check "
+        "CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _position(capacity: CardsCapacity, index: int) -> int:
+    at = next((at for at, card in enumerate(capacity.cards) if card.index == index), None)
+    if at is None:
+        there = ", ".join(card.text for card in capacity.cards) or "none"
+        raise BadInput(
+            f"parallel.cards names card {index}, and there are {there}: use their numbers, which "
+            "are torch's, or check CUDA_VISIBLE_DEVICES"
+        )
+    card = capacity.cards[at]
+    if card.unusable:
+        raise BadInput(f"parallel.cards names {card.text}: {card.unusable}")
+    return at
+
+
+def _fastest_first(
+    capacity: CardsCapacity, usable: Sequence[int], block_s: Sequence[float | None]
+) -> list[int]:
+    known = [(block_s[at] or 0.0, at) for at in usable]
+    classes: dict[int, int] = {}
+    number, first_s = 0, None
+    for seconds, at in sorted(known):
+        if first_s is not None and seconds > ALIKE * first_s:
+            number += 1
+            first_s = seconds
+        first_s = seconds if first_s is None else first_s
+        classes[at] = number
+
+    def key(at: int) -> tuple[int, int, int]:
+        free = capacity.cards[at].free_bytes or 0
+        return classes[at], -(free // MEMORY_STEP_BYTES), capacity.cards[at].index
+
+    return sorted(usable, key=key)
+
+
+def budget_text(card: CardCapacity, needed_bytes: int, limit_bytes: int) -> str:
+    """Say what a card lacks."""
+    return (
+        f"{card.text} needs {bytes_text(needed_bytes)} of its memory and {bytes_text(limit_bytes)} "
+        "may be used"
+    )

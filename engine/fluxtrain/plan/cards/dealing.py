@@ -1,0 +1,140 @@
+"""Deal a model's blocks to the cards of a machine. Pure arithmetic.
+
+Chunks of rows flow through the blocks, so a card works while its neighbours do only where the next
+block is on another card. Equal cards get blocks in turn. Unequal ones get numbers by which all are
+done at about the same time, spread evenly over the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from fluxtrain.errors import BadInput
+
+DealingRule = Literal["auto", "speed", "memory", "even"]
+Dealing = DealingRule | tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DealtCard:
+    """What dealing needs to know of one card."""
+
+    block_s: float | None = None  # to compute one block forward and backward; None: not measured
+    memory_bytes: int | None = None  # that blocks may take
+    most: int | None = None  # blocks that it holds; None: any number
+
+
+def deal(blocks: int, cards: Sequence[DealtCard], dealing: Dealing = "auto") -> tuple[int, ...]:
+    """Return the card of each block, in the order of the model.
+
+    Of more cards than blocks the first ones get a block each. The cards together must hold all
+    blocks (`most`). Raises BadInput for given numbers that do not make up the model.
+    """
+    if isinstance(dealing, tuple):
+        check_given(blocks, len(cards), dealing)
+        return spread_evenly(dealing)
+    return spread_evenly(counts_of(blocks, cards, dealing))
+
+
+def check_given(blocks: int, cards: int, counts: Sequence[int]) -> None:
+    """Raise BadInput unless there is a number for each card and together they are all blocks."""
+    told = ", ".join(map(str, counts))
+    if len(counts) != cards:
+        raise BadInput(
+            f"parallel.dealing = [{told}] has {len(counts)} numbers for {cards} cards: give one "
+            "number of blocks for each card"
+        )
+    if sum(counts) != blocks:
+        even = ", ".join(map(str, counts_of(blocks, [DealtCard()] * cards, "even")))
+        raise BadInput(
+            f"parallel.dealing = [{told}] deals {sum(counts)} blocks and the model has {blocks}: "
+            f"use numbers that make {blocks}, such as [{even}]"
+        )
+
+
+def counts_of(blocks: int, cards: Sequence[DealtCard], rule: DealingRule) -> tuple[int, ...]:
+    """Return how many blocks each card gets: each goes where the cards are then done earliest
+    (`speed`), or fullest by the same share (`memory`), of equals to the first card."""
+    each = _load_of_a_block(cards, rule)
+    most = [blocks if card.most is None else card.most for card in cards]
+    assert sum(most) >= blocks, "the cards do not hold the blocks"
+    counts = [min(1, most[at]) if at < blocks else 0 for at in range(len(cards))]
+    for _ in range(blocks - sum(counts)):
+        open_cards = (at for at in range(len(cards)) if counts[at] < most[at])
+        counts[min(open_cards, key=lambda at: ((counts[at] + 1) * each[at], at))] += 1
+    return tuple(counts)
+
+
+def _load_of_a_block(cards: Sequence[DealtCard], rule: DealingRule) -> list[float]:
+    """What one block adds to the load of each card, in any unit."""
+    seconds = [card.block_s for card in cards if card.block_s]
+    memory = [card.memory_bytes for card in cards if card.memory_bytes]
+    if rule in ("auto", "speed") and len(seconds) == len(cards):
+        return list(seconds)
+    if rule == "memory" and len(memory) == len(cards):
+        return [1 / size for size in memory]
+    return [1.0] * len(cards)
+
+
+def spread_evenly(counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the card of each block, `counts` blocks for each card.
+
+    Of any first blocks each card has its share, less or more than one block apart from it (a
+    schedule by deadlines: R. Tijdeman, The chairman assignment problem, 1980), and where two
+    neighbours would be on one card although they need not, some blocks change places.
+    """
+    total, given = sum(counts), [0] * len(counts)
+    found: list[int] = []
+    for at in range(total):
+        # the next block of a card may come from `given * total / count` on, and has to come
+        # before the one after that would
+        may = [c for c, n in enumerate(counts) if given[c] < n and given[c] * total <= at * n]
+        last = found[-1] if found else None
+        card = min(may, key=lambda c: ((given[c] + 1) * total / counts[c], c == last, c))
+        given[card] += 1
+        found.append(card)
+    return tuple(_neighbours_apart(found))
+
+
+def _neighbours_apart(cards: list[int]) -> list[int]:
+    """Turn around the shortest ranges of blocks that leave fewer neighbours on one card."""
+    cards = list(cards)
+    for at in range(1, len(cards)):
+        card = cards[at]
+        if cards[at - 1] != card:
+            continue
+        ends = [None, *cards, None]  # `ends[i]` stands before block i, `ends[i + 2]` behind it
+        behind = (
+            slice(at, stop + 1)
+            for stop in range(at, len(cards))
+            if cards[stop] != card != ends[stop + 2]
+        )
+        before = (
+            slice(start, at)
+            for start in range(at - 1, -1, -1)
+            if cards[start] != card != ends[start]
+        )
+        found = [one for one in (next(behind, None), next(before, None)) if one is not None]
+        if found:
+            turned = min(found, key=lambda one: one.stop - one.start)
+            cards[turned] = cards[turned][::-1]
+    return cards
+
+
+def pairs_together(cards: Sequence[int]) -> int:
+    """Count the neighbouring blocks that are on one card."""
+    return sum(one == other for one, other in pairwise(cards))
+
+
+def runs_of(cards: Sequence[int]) -> list[range]:
+    """Return the longest ranges of neighbouring blocks that are each on one card, in order."""
+    found: list[range] = []
+    for at, card in enumerate(cards):
+        if found and cards[found[-1].start] == card:
+            found[-1] = range(found[-1].start, at + 1)
+        else:
+            found.append(range(at, at + 1))
+    return found

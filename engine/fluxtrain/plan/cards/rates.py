@@ -1,0 +1,84 @@
+"""Measured rates of several cards: of each alone, of all at once, and between them. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fluxtrain.plan.cost.calibration import Calibration, Line
+from fluxtrain.plan.cost.rates import Rates
+
+BESIDE_THE_BUS = 1.5  # times the bus: a faster link between two cards is one of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardsRates:
+    """What steps on several cards are timed with. The host's rates are those of the first card."""
+
+    cards: tuple[Rates, ...]  # of each card while the others rest
+    # Bytes a second of all cards at once, added up; None: as each alone
+    up_together_bytes_per_s: float | None = None
+    down_together_bytes_per_s: float | None = None
+    # Between two cards, by (from, to), where a checked copy was right; others go through the host
+    peers: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    host_bytes_per_s: float | None = None  # of host memory, whatever uses it; None: no bound
+
+    def of(self, chosen: Sequence[int]) -> CardsRates:
+        """Return the rates of some cards, in the order given, each as fast as it is beside the
+        others where there are several."""
+        several = len(chosen) > 1
+        up = _share(self.up_together_bytes_per_s, [card.up for card in self.cards], several)
+        down = _share(self.down_together_bytes_per_s, [card.down for card in self.cards], several)
+        at = {card: number for number, card in enumerate(chosen)}
+        return CardsRates(
+            cards=tuple(_slower(self.cards[card], up, down) for card in chosen),
+            peers={(at[a], at[b]): r for (a, b), r in self.peers.items() if a in at and b in at},
+            host_bytes_per_s=self.host_bytes_per_s,
+        )
+
+    def peer_bytes_per_s(self, source: int, target: int) -> float | None:
+        """Return the rate of copies between two cards; None: they go through the host."""
+        return self.peers.get((source, target))
+
+    def is_own_link(self, source: int, target: int) -> bool:
+        """Return whether copies between two cards leave the bus to the host alone."""
+        rate = self.peers.get((source, target), 0.0)
+        return rate > BESIDE_THE_BUS * max(self.cards[source].down, self.cards[target].up)
+
+
+def _share(together: float | None, alone: Sequence[float], several: bool) -> float:
+    if together is None or not several:
+        return 1.0
+    return min(1.0, together / sum(alone))
+
+
+def _slower(rates: Rates, up: float, down: float) -> Rates:
+    """Return the rates of a card that gets these shares of its bus."""
+    if up == down == 1.0:
+        return rates
+    return replace(
+        rates,
+        h2d_bytes_per_s=up * rates.up,
+        d2h_bytes_per_s=down * rates.down,
+        h2d_both_bytes_per_s=up * rates.up_both,
+        d2h_both_bytes_per_s=down * rates.down_both,
+    )
+
+
+def times_as_long(calibration: Calibration, factor: float) -> Calibration:
+    """Return what blocks take on a card that needs `factor` times as long as the one where they
+    were timed; the host is as fast as it is."""
+
+    def slower(line: Line) -> Line:
+        return Line(base=factor * line.base, slope=factor * line.slope)
+
+    kept = calibration.kept_backward
+    return replace(
+        calibration,
+        forward=slower(calibration.forward),
+        backward=slower(calibration.backward),
+        outside_forward=slower(calibration.outside_forward),
+        outside_backward=slower(calibration.outside_backward),
+        kept_backward=None if kept is None else slower(kept),
+        device_update_s=factor * calibration.device_update_s,
+    )

@@ -1,0 +1,351 @@
+"""The placement over several cards: within each budget, the fastest predicted, and explained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.cards.choose import place_on_cards
+from fluxtrain.plan.cards.rates import CardsRates
+from fluxtrain.plan.cards.request import ParallelRequest
+from fluxtrain.plan.cards.residency import LANDING_BUFFERS
+from fluxtrain.plan.choices.placement import Placement, place
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.request import RunRequest
+from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
+from fluxtrain.units import GIB
+
+HIDDEN, VOCABULARY = 1536, 32_000
+ROW = RowFacts(
+    hidden=HIDDEN,
+    vocabulary=VOCABULARY,
+    sequence_length=1024,
+    dtype_bytes=2,
+    activation_bytes=activation_estimate(HIDDEN, 8960, 1024, 2),
+)
+SET = RunRequest(batch_rows=16, chunk_rows=4)
+FIXED = ParallelRequest(order="fixed")
+
+
+def model(layers: int = 8, block: int = 46_797_824, **frozen: Any) -> ModelFacts:
+    """Blocks between an embedding and a head of their own."""
+
+    def group(name: str, size: int, **rest: Any) -> GroupFacts:
+        kind = "block" if name.startswith("layers") else "edge"
+        rest = {"trained_bf16": size} | rest
+        return GroupFacts(**{"name": name, "kind": kind, "weight_bytes": 2 * size} | rest)
+
+    edge = VOCABULARY * HIDDEN
+    return ModelFacts(
+        groups=(
+            group("embed_tokens", edge, table_rows=VOCABULARY),
+            *(group(f"layers.{at}", block, **frozen) for at in range(layers)),
+            group("norm", HIDDEN),
+            group("lm_head", edge),
+        ),
+        head_parameters=edge,
+        row=ROW,
+    )
+
+
+MODEL = model()
+
+
+def rates(*flops: float, bus: float = 50e9) -> CardsRates:
+    """Cards of these operations a second on one host, linked to each other."""
+    from fluxtrain.plan.cost.rates import Rates
+
+    every = range(len(flops))
+    return CardsRates(
+        cards=tuple(
+            Rates(
+                has_gpu=True,
+                matmul_per_s=one,
+                adamw_per_s=4.5e9,
+                h2d_bytes_per_s=bus,
+                d2h_bytes_per_s=bus,
+            )
+            for one in flops
+        ),
+        peers={(a, b): 300e9 for a in every for b in every if a != b},
+    )
+
+
+def machine(*free_gib: float, host_gib: float = 200) -> CardsCapacity:
+    return CardsCapacity(
+        cards=tuple(
+            CardCapacity(index=at, name="RTX 4090", free_bytes=int(free * GIB))
+            for at, free in enumerate(free_gib)
+        ),
+        host_available_bytes=int(host_gib * GIB),
+    )
+
+
+def told(placement: Placement, name: str) -> tuple[str, str]:
+    choice = next(one for one in placement.choices if one.name == name)
+    return choice.value, choice.because
+
+
+TWO = rates(250e12, 250e12)
+
+
+def test_two_cards_are_taken_where_they_are_faster_and_the_plan_says_by_how_much() -> None:
+    found = place_on_cards(MODEL, machine(8, 8), TWO, SET, ParallelRequest())
+    value, because = told(found, "parallel.cards")
+    assert value == "2"
+    assert "card 0 (RTX 4090), card 1 (RTX 4090)" in because
+    assert "a step" in because and "with 1" in because
+    assert [row.card for row in found.groups] == [0, *([0, 1] * 4), 0, 0]
+    assert [card.blocks for card in found.cards] == [4, 4]
+    assert found.step_s is not None
+    assert told(found, "parallel.dealing")[0] == "[4, 4]"
+
+
+def test_every_card_has_buffers_for_chunks_that_come_from_others() -> None:
+    found = place_on_cards(MODEL, machine(8, 8), TWO, SET, FIXED)
+    landing = LANDING_BUFFERS * 16 * 1024 * HIDDEN * 2
+    assert [card.landing_bytes for card in found.cards] == [landing, landing]
+    assert found.device_bytes == sum(card.device_bytes for card in found.cards)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.floats(3.0, 12), min_size=2, max_size=4),
+    st.sampled_from(["auto", "memory", "even"]),
+    st.booleans(),
+    st.sampled_from([30.0, 200.0]),
+)
+def test_no_card_is_over_its_budget_and_all_together_not_over_the_host(
+    free: list[float], dealing: Any, timed: bool, host_gib: float
+) -> None:
+    capacity = machine(*free, host_gib=host_gib)
+    known = rates(*[250e12 / (1 + at) for at in range(len(free))]) if timed else None
+    asked = ParallelRequest(cards=len(free), dealing=dealing, order="fixed")
+    try:
+        found = place_on_cards(MODEL, capacity, known, SET, asked)
+    except DoesNotFit:
+        return
+    assert sum(card.blocks for card in found.cards) == MODEL.layers
+    for card in found.cards:
+        assert card.budget_bytes == capacity.cards[card.index].free_bytes
+        assert card.device_bytes <= AUTO_SHARE * (card.budget_bytes or 0)
+    assert found.need.host_bytes <= HOST_SHARE * host_gib * GIB
+    assert [row.name for row in found.groups] == [group.name for group in MODEL.groups]
+    assert all(row.card == 0 for row in found.groups if row.kind == "edge")
+    assert (found.step_s is not None) == timed
+
+
+@pytest.mark.parametrize("known", [None, TWO], ids=["by the rule", "timed"])
+def test_what_fits_on_all_cards_together_streams_nothing(known: CardsRates | None) -> None:
+    alone = place(MODEL, Capacity(device_free_bytes=7 * GIB, host_available_bytes=None), SET)
+    assert alone.offload != "none"
+    found = place_on_cards(MODEL, machine(7, 7), known, SET, FIXED)
+    assert found.offload == "none"
+    assert found.need.arena_bytes == 0
+    assert [card.slots for card in found.cards] == [0, 0]
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["by the rule", "timed, on a slow bus"])
+def test_a_small_card_gets_the_blocks_that_it_holds_where_all_then_fit(timed: bool) -> None:
+    known = rates(250e12, 250e12, bus=1e9) if timed else None
+    found = place_on_cards(MODEL, machine(9, 3.8), known, SET, FIXED)
+    even = place_on_cards(MODEL, machine(9, 3.8), known, SET, replace(FIXED, dealing=(4, 4)))
+    assert (found.offload, even.offload) == ("none", "weights")
+    assert [card.blocks for card in found.cards] == [5, 3]
+    if timed:
+        assert found.step_s is not None and even.step_s is not None
+        assert found.step_s < even.step_s
+
+
+def test_on_a_fast_bus_a_small_card_rather_streams_than_gets_fewer_blocks() -> None:
+    found = place_on_cards(MODEL, machine(9, 3.8), TWO, SET, FIXED)
+    fewer = place_on_cards(MODEL, machine(9, 3.8), TWO, SET, replace(FIXED, dealing=(5, 3)))
+    assert [card.blocks for card in found.cards] == [4, 4]
+    assert found.step_s is not None and fewer.step_s is not None
+    assert found.step_s < fewer.step_s
+
+
+def test_frozen_packed_weights_lie_on_both_cards_together() -> None:
+    size = 400_000_000
+    frozen = {"trained_bf16": 0, "frozen": size, "weight_bytes": size // 2, "storage": "nf4"}
+    packed = model(8, size, **frozen, packed_bytes=size // 2, dense_bytes=2 * size)
+    request = RunRequest(batch_rows=4, chunk_rows=1)
+    alone = place_on_cards(packed, machine(3.7), rates(1e14), request, FIXED)
+    both = place_on_cards(packed, machine(3.7, 3.7), rates(1e14, 1e14), request, FIXED)
+    assert alone.slots > 0
+    assert [card.slots for card in both.cards] == [0, 0]
+
+
+def test_one_card_is_placed_as_without_others() -> None:
+    capacity = Capacity(device_free_bytes=8 * GIB, host_available_bytes=200 * GIB)
+    alone = place_timed(MODEL, capacity, SET, Timing(rates=TWO.cards[0]))
+    assert place_on_cards(MODEL, machine(8), rates(250e12), SET, ParallelRequest()) == alone
+    asked = place_on_cards(MODEL, machine(8, 8), TWO, SET, ParallelRequest(cards=1))
+    assert replace(asked, choices=alone.choices) == alone
+    assert told(asked, "parallel.cards") == ("1", "as set")
+    ruled = place(MODEL, capacity, SET)
+    assert place_on_cards(MODEL, machine(8), None, SET, ParallelRequest()) == ruled
+
+
+def test_a_card_that_would_hold_the_others_up_is_left_out_and_that_is_said() -> None:
+    found = place_on_cards(MODEL, machine(8, 8), rates(250e12, 3e12), SET, ParallelRequest())
+    value, because = told(found, "parallel.cards")
+    assert found.cards == ()
+    assert value == "1"
+    assert "card 1 (RTX 4090) is left out" in because
+
+
+def test_the_fastest_card_comes_first_and_has_the_edges() -> None:
+    found = place_on_cards(MODEL, machine(8, 8), rates(100e12, 250e12), SET, FIXED)
+    assert [card.index for card in found.cards] == [1, 0]
+    assert found.cards[0].blocks > found.cards[1].blocks
+
+
+def test_of_equally_fast_cards_the_one_with_more_memory_comes_first() -> None:
+    found = place_on_cards(MODEL, machine(7, 8), rates(250e12, 249e12), SET, FIXED)
+    assert [card.index for card in found.cards] == [1, 0]
+
+
+def test_cards_of_a_list_keep_their_order() -> None:
+    asked = replace(FIXED, cards=(2, 0), dealing=(3, 5))
+    found = place_on_cards(MODEL, machine(8, 8, 8), rates(1e14, 1e14, 1e14), SET, asked)
+    assert [(card.index, card.blocks) for card in found.cards] == [(2, 3), (0, 5)]
+
+
+def test_of_more_cards_than_blocks_as_many_as_blocks_compute() -> None:
+    small = model(layers=2)
+    asked = replace(FIXED, cards=3)
+    found = place_on_cards(small, machine(8, 8, 8), rates(1e14, 1e14, 1e14), SET, asked)
+    assert [card.blocks for card in found.cards] == [1, 1]
+    assert "the model has 2 blocks" in told(found, "parallel.cards")[1]
+
+
+def test_neighbours_on_one_card_have_slots_for_their_run_and_one_copy() -> None:
+    asked = replace(FIXED, dealing=(6, 2))
+    found = place_on_cards(MODEL, machine(4.2, 4.2), TWO, SET, asked)
+    runs = [card.longest_run for card in found.cards]
+    assert max(runs) > 1
+    for card in found.cards:
+        assert card.slots == 0 or card.slots > card.longest_run
+
+
+def test_by_itself_there_are_at_least_two_chunks_a_card_where_that_is_faster() -> None:
+    request = RunRequest(batch_rows=16)
+    slow_compute = rates(5e12, 5e12)
+    found = place_on_cards(MODEL, machine(8, 8), slow_compute, request, FIXED)
+    assert found.chunk_rows is not None
+    assert 16 // found.chunk_rows >= 4
+    assert "chunks keep 2 cards busy" in told(found, "placement.chunk_rows")[1]
+
+
+def test_the_head_is_on_all_cards_where_that_pays_and_the_order_is_free() -> None:
+    wide = replace(MODEL, row=replace(ROW, vocabulary=400_000))
+    fast = place_on_cards(wide, machine(9, 9), TWO, SET, ParallelRequest(cards=2))
+    fixed = place_on_cards(wide, machine(9, 9), TWO, SET, replace(FIXED, cards=2))
+    assert fast.head_on_all_cards and not fixed.head_on_all_cards
+    assert fast.step_s is not None and fixed.step_s is not None
+    assert fast.step_s < fixed.step_s
+    assert told(fast, "parallel.order")[0] == "fast"
+    assert told(fixed, "parallel.order") == ("fixed", "as set: the same bits as one card's")
+
+
+def test_without_rates_every_card_that_can_be_used_computes_by_the_rule() -> None:
+    found = place_on_cards(MODEL, machine(8, 8), None, SET, ParallelRequest())
+    assert len(found.cards) == 2
+    assert found.step_s is None
+    assert "no times are known" in told(found, "parallel.cards")[1]
+
+
+def test_without_a_gpu_pretended_cards_compute_only_where_they_are_asked_for() -> None:
+    pretended = CardsCapacity(
+        cards=(CardCapacity(index=0), CardCapacity(index=1)), host_available_bytes=64 * GIB
+    )
+    assert place_on_cards(MODEL, pretended, None, SET, ParallelRequest()).cards == ()
+    found = place_on_cards(MODEL, pretended, None, SET, ParallelRequest(cards=2))
+    assert [card.blocks for card in found.cards] == [4, 4]
+    assert [card.budget_bytes for card in found.cards] == [None, None]
+    assert found.offload == "weights"
+
+
+def test_rows_need_not_be_known() -> None:
+    unknown = replace(MODEL, row=None)
+    found = place_on_cards(unknown, machine(8, 8), TWO, RunRequest(), ParallelRequest())
+    assert [row.card for row in found.groups].count(1) == found.cards[1].blocks > 0
+    assert found.batch_rows == 0
+
+
+def test_a_batch_left_to_the_planner_is_one_of_its_own() -> None:
+    found = place_on_cards(MODEL, machine(8, 8), TWO, RunRequest(data_rows=20), FIXED)
+    assert found.batch_rows in (1, 2, 4, 8, 16)
+
+
+def test_cards_that_cannot_be_used_are_left_out_with_the_reason() -> None:
+    old = CardCapacity(index=1, name="GTX 1080", free_bytes=8 * GIB, unusable="it has no bf16")
+    capacity = replace(machine(8), cards=(*machine(8).cards, old))
+    found = place_on_cards(MODEL, capacity, TWO, SET, ParallelRequest())
+    assert found.cards == ()
+    assert "card 1 (GTX 1080) is left out: it has no bf16" in told(found, "parallel.cards")[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"cards": 3}, ["parallel.cards = 3", "2 can be used", "card 1 (RTX 4090)"]),
+        ({"cards": (0, 5)}, ["card 5", "card 0 (RTX 4090), card 1"]),
+        ({"cards": (1, 1)}, ["card 1 is named twice"]),
+        ({"cards": 0}, ["parallel.cards is 0"]),
+        ({"cards": "both"}, ["parallel.cards is 'both'"]),
+        ({"dealing": (4, 5)}, ["deals 9 blocks", "has 8", "[4, 4]"]),
+        ({"dealing": (3, 3, 2)}, ["numbers for 3 cards", "2 can be used"]),
+        ({"dealing": (4, 4), "cards": (0,)}, ["2 numbers for 1 cards"]),
+        ({"dealing": "random"}, ["parallel.dealing is 'random'", "speed"]),
+        ({"dealing": (8, 0)}, ["parallel.dealing is (8, 0)"]),
+        ({"order": "loose"}, ["parallel.order is 'loose'", "fixed"]),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_with_the_cure(
+    asked: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(BadInput) as refused:
+        place_on_cards(MODEL, machine(8, 8), TWO, SET, ParallelRequest(**asked))
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_a_card_that_cannot_be_used_is_refused_where_it_is_named() -> None:
+    old = CardCapacity(index=0, name="GTX 1080", free_bytes=8 * GIB, unusable="it has no bf16")
+    only = CardsCapacity(cards=(old,), host_available_bytes=None)
+    for asked in (ParallelRequest(cards=(0,)), ParallelRequest()):
+        with pytest.raises(BadInput, match="GTX 1080.*it has no bf16"):
+            place_on_cards(MODEL, only, None, SET, asked)
+
+
+def test_a_refusal_names_the_card_the_numbers_and_the_cure() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        place_on_cards(MODEL, machine(8, 1), TWO, SET, replace(FIXED, cards=2))
+    words = str(refused.value)
+    assert words.startswith("card 1 (RTX 4090)")
+    assert "of device memory" in words and "leave it out of parallel.cards" in words
+
+
+def test_a_card_with_room_for_some_rows_says_how_many() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        place_on_cards(MODEL, machine(8, 1.2), TWO, SET, replace(FIXED, cards=2))
+    words = str(refused.value)
+    assert "4 of 8 blocks" in words and "parallel.cards" in words
+
+
+def test_a_host_too_small_for_all_cards_is_told_what_would_fit() -> None:
+    narrow = model(layers=8)
+    narrow = replace(narrow, groups=tuple(replace(g, narrow=g.trained) for g in narrow.groups))
+    asked = replace(FIXED, cards=2)
+    with pytest.raises(DoesNotFit) as refused:
+        place_on_cards(narrow, machine(3.2, 3.2, host_gib=5), TWO, SET, asked)
+    assert "host of 2 cards" in str(refused.value)
+    assert "train.states=8bit fits with" in str(refused.value)
