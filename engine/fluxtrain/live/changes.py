@@ -168,7 +168,7 @@ class LiveChanges:
                 return
             if self._measured is not None:
                 self._measure(step)
-            elif self._steady.worth_a_look:
+            elif self._steady.worth_a_look and not self._context.several_cards:
                 self._adviser.look(self._steady.looked_at(), self.settings, self._known_use())
 
     def disturbed(self) -> None:

@@ -46,7 +46,7 @@ def resettle(context: Context, placement: Placement) -> None:
         for card in context.cards:
             owners, streamed = slots_for(context, card.number, placement.groups)
             gone += _owned(card, owners, fresh)
-            gone += _shared(card, streamed, placement.slots, fresh)
+            gone += _shared(card, streamed, placement.slots_of(card.number), fresh)
         prepared = [
             prepare_move(group, row, pin=context.device.pins and row.weights != "device")
             for group, row in moving

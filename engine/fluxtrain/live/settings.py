@@ -85,6 +85,11 @@ class LiveContext:
     has_gpu: bool
 
     @property
+    def several_cards(self) -> bool:
+        """Whether the blocks are on more than one card."""
+        return bool(self.placement.cards)
+
+    @property
     def layout(self) -> Layout:
         """As it was planned."""
         return self.placement.layout
@@ -171,6 +176,11 @@ def settings_after(
 
     Raises BadInput when it makes no sense for this run, DoesNotFit when there is no room for it.
     """
+    if context.several_cards and change.name != "chunk_rows":
+        raise BadInput(
+            f"{change.name} cannot change while several cards train: set it for the next run; "
+            "chunk_rows can"
+        )
     if getattr(now, change.name) == change.value:
         raise BadInput(f"{change.name} is {change.value} already")
     _check_range(context, now, change)
@@ -215,6 +225,9 @@ def steps_down(context: LiveContext, now: LiveSettings) -> list[Change]:
     the device by choice (no computation is lost with them), or where the host has no room for
     them, and next, half of the blocks that keep their activations, then half of the chunk, and of
     the smallest chunk half of the resident blocks, else of the parts on the device."""
+    if context.several_cards:
+        half = Change(name="chunk_rows", value=now.chunk_rows // 2)
+        return [half] if now.chunk_rows > 1 else []
     staying = context.layout_with(now).activations_on_device
     first = [Change(name="activations_on_device", value=0)] if staying else []
     return [*first, *_later_steps(context, now)]

@@ -44,7 +44,10 @@ class Forecast:
         On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
         """
         rates = self._rates
-        if isinstance(rates, str) or (self.capacity.has_gpu and self.request.offload == "max"):
+        of_one_card = not self.placement.cards
+        if isinstance(rates, str) or not of_one_card:
+            return ()
+        if self.capacity.has_gpu and self.request.offload == "max":
             return ()
         return tuple(self._option(plan, steps) for plan in self._frontier(rates).plans())
 
@@ -54,7 +57,14 @@ class Forecast:
         if isinstance(rates, str):
             return None
         found = cost(self.facts, self.layout, rates, clips=self.clips, passes=self.passes)
-        return _time(found, steps)
+        step_s = self.placement.step_s
+        if step_s is None:
+            return _time(found, steps)
+        # of several cards: the parts are those of one, the time is that of the pipeline
+        tokens_per_s = found.tokens_per_s * found.step_s / step_s
+        return msgspec.structs.replace(
+            _time(found, steps), step_s=step_s, tokens_per_s=tokens_per_s, eta_s=step_s * steps
+        )
 
     @property
     def because(self) -> str:

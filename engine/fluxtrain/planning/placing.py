@@ -26,6 +26,9 @@ from fluxtrain.methods.method import method_of
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability, Precision
 from fluxtrain.optimizer.third_party_packages import check_third_party
+from fluxtrain.plan.cards.capacity import CardsCapacity
+from fluxtrain.plan.cards.choose import place_on_cards
+from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.choices.ranked import STOPS
 from fluxtrain.plan.choices.reasons import without_effect
@@ -35,6 +38,7 @@ from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_esti
 from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat, StorageFormat
+from fluxtrain.planning.cards import cards_of, rates_of_cards
 from fluxtrain.planning.device_budget import hold_to_budget
 from fluxtrain.planning.keeping import packed_cache
 from fluxtrain.telemetry.events import ChoiceMade
@@ -146,12 +150,14 @@ def decide(
     request = request_of(config, facts, batch_rows, data_rows)
     has_gpu = device == "cuda"
     timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
-    placement = place_timed(
-        facts,
-        capacity or capacity_of(machine, device),
-        request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB),
-        timing,
-    )
+    asked = request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB)
+    cards = None if capacity is not None else _several_cards(config, machine, device)
+    if cards is None:
+        placement = place_timed(facts, capacity or capacity_of(machine, device), asked, timing)
+    else:
+        share = 1.0 if timing is None else timing.share
+        rates = None if timing is None else rates_of_cards(cards, timing.rates)
+        placement = place_on_cards(facts, cards, rates, asked, config.parallel, share=share)
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
@@ -159,6 +165,16 @@ def decide(
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
     )
+
+
+def _several_cards(config: RunConfig, machine: Machine, device: str) -> CardsCapacity | None:
+    """Return the cards of this machine; None where one is there, or the optimizer's package updates
+    on one."""
+    cards = cards_of(config, machine, device)
+    asked = config.parallel != ParallelRequest()
+    if config.train.optimizer != "adamw" or (len(cards.cards) == 1 and not asked):
+        return None
+    return cards
 
 
 def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:
@@ -246,9 +262,9 @@ def wrapped(
     keeping: Keeping | None = None
     if frozen != "plain" and loaded.weight_files and config.model.packed_cache:
         keeping = partial(packed_cache, loaded, frozen, say)
-    streamed = wrap_placed(
-        loaded.model, device, placement, states=states, frozen=frozen, keeping=keeping
-    )
+    how: dict[str, Any] = {"states": states, "frozen": frozen, "keeping": keeping}
+    cards = [card.index for card in placement.cards] or None
+    streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
     engine = engine_of(streamed)
     for text in without_effect(request_of(config, facts, None, None), placement.choices):
         engine.say(text)

@@ -102,7 +102,7 @@ class Context:
     def begin_next_step(self) -> None:
         """Prefetch the first units of the next forward, each as soon as it is updated."""
         for card in self.cards:
-            card.ahead.begin_next_step(self.plan.slots)
+            card.ahead.begin_next_step(self.plan.slots_of(card.number))
 
     def say(self, text: str) -> None:
         """Log a warning for the user, once for each text."""

@@ -42,7 +42,7 @@ def begin_forward(context: Context, unit: Unit) -> None:
     for group in unit.groups:
         check_writes(group)
     unit.check_identity()
-    context.card_of(unit).ahead.reach("forward", unit, context.plan.slots)
+    context.card_of(unit).ahead.reach("forward", unit, context.plan.slots_of(unit.card))
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def begin_backward(ctx: Any) -> Context:
     context.graphs.begin_backward(ctx)
     context.graphs.enter_pass(lambda: _end_pass(context))
     card = context.card_of(unit)
-    card.ahead.reach("backward", unit, context.plan.slots)
+    card.ahead.reach("backward", unit, context.plan.slots_of(card.number))
     for group in () if unit.in_vocab_chunks else unit.groups:
         card.gradients.prefetch(group)
     return context

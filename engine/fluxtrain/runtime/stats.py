@@ -150,7 +150,7 @@ def _card_memory(context: Context, card: Card) -> CardMemory:
         total_bytes=total,
         used_bytes=used,
         peak_bytes=card.counts.peak_bytes,
-        budget_bytes=context.plan.budget_bytes,
+        budget_bytes=context.plan.budget_of(card.number),
         by=by,
     )
 

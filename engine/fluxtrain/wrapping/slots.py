@@ -42,7 +42,7 @@ def make_slots(context: Context) -> None:
         for group in owners:
             card.window.add_slot(group.weight_bytes, owner=group)
         largest = max((group.weight_bytes for group in streamed), default=0)
-        for _ in range(context.plan.slots):
+        for _ in range(context.plan.slots_of(card.number)):
             card.window.add_slot(largest)
 
 

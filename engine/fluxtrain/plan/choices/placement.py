@@ -151,8 +151,19 @@ class Placement:
         rows = (replace(row, activations=activations) for row in self.groups)
         return replace(self, groups=tuple(rows))
 
+    def budget_of(self, card: int) -> int | None:
+        """Device memory that may be used of a card."""
+        return self.cards[card].budget_bytes if self.cards else self.budget_bytes
+
+    def slots_of(self, card: int) -> int:
+        """Slots that the streamed blocks of a card share."""
+        return self.cards[card].slots if self.cards else self.slots
+
     def with_layout(self, facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Placement:
-        """The same run placed as `layout` says, with its predicted peaks."""
+        """The same run placed as `layout` says, with its predicted peaks. On several cards only the
+        chunk changes."""
+        if self.cards:
+            return replace(self, layout=replace(self.layout, chunk_rows=layout.chunk_rows))
         return replace(
             self,
             **_laid_out(facts, layout),
