@@ -140,6 +140,50 @@ def chunks_of(head: HeadLoss, tokens: int | None) -> PlainChunks | FusedChunks:
     return PlainChunks(head, tokens)
 
 
+@dataclass
+class TokenSums:
+    """Where the gradients of a loss over tokens go; None: not wanted."""
+
+    hidden: Tensor | None = None  # (N, H), each token's
+    weight: Tensor | None = None  # (V, H) fp32, added to
+    bias: Tensor | None = None  # (V,) fp32, added to
+
+    def of(self, rows: slice) -> TokenSums:
+        """Return the same for a range of the tokens."""
+        return TokenSums(None if self.hidden is None else self.hidden[rows], self.weight, self.bias)
+
+    def like(self, hidden: Tensor) -> TokenSums:
+        """Return new ones, zero, for other tokens (n, H) beside them."""
+
+        def zeros(total: Tensor | None) -> Tensor | None:
+            if total is None:
+                return None
+            return torch.zeros(total.shape, dtype=total.dtype, device=hidden.device)
+
+        gradient = None if self.hidden is None else torch.empty_like(hidden)
+        return TokenSums(gradient, zeros(self.weight), zeros(self.bias))
+
+
+def loss_of_tokens(
+    head: HeadLoss, hidden: Tensor, losses: Tensor, sums: TokenSums, tokens: int | None
+) -> None:
+    """Write the cross entropy of hidden (N, H) to `losses` (N,), in nats, and add its gradients to
+    `sums`, in chunks of `tokens` (None: by memory)."""
+    chunks = chunks_of(head, tokens)
+    for start in range(0, hidden.shape[0], max(1, chunks.tokens)):
+        rows = slice(start, start + chunks.tokens)
+        inner = hidden[rows]
+        slope = chunks.slope(inner, rows, losses[rows])  # (n, V)
+        if slope is None:
+            continue
+        if sums.hidden is not None:
+            torch.mm(slope, head.weight, out=sums.hidden[rows])
+        if sums.weight is not None:
+            add_product_(sums.weight, slope.t(), inner)
+        if sums.bias is not None:
+            sums.bias += slope.sum(0, dtype=torch.float32)
+
+
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left (a, b) @ right (b, c) to total (a, c) fp32, without rounding the product first where
     the device's library has such a product."""

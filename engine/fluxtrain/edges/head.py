@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fluxtrain.edges.chunk_loss import HeadLoss, add_product_, chunks_of
+from fluxtrain.edges.chunk_loss import HeadLoss, TokenSums, loss_of_tokens
 from fluxtrain.edges.chunked_head import vocab_chunked_cross_entropy
 from fluxtrain.edges.head_call import NO_TARGETS, HeadCall, outside
 from fluxtrain.edges.module_head import loss_of_module
+from fluxtrain.edges.shared_head import is_shared, loss_on_all_cards
 from fluxtrain.edges.steps import Step, Steps, after, cast, step_of
 from fluxtrain.edges.uncomputed import Computed, with_gradient
 from fluxtrain.errors import MisusedModel
@@ -355,16 +356,16 @@ def _forward_chunks(
     linear: Any = call.unit.module
     weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
     target, count, wrong = call.targets()
+    sums = TokenSums()
     if for_hidden:
-        call.hidden_gradient = torch.empty_like(hidden)
-    weight_sum = bias_sum = None
+        sums.hidden = call.hidden_gradient = torch.empty_like(hidden)
     if for_weight:
-        weight_sum = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
-        call.sums[id(linear.weight)] = weight_sum
+        sums.weight = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
+        call.sums[id(linear.weight)] = sums.weight
     if for_bias:
         assert bias is not None
-        bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
-        call.sums[id(linear.bias)] = bias_sum
+        sums.bias = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
+        call.sums[id(linear.bias)] = sums.bias
     head = HeadLoss(
         weight=weight,
         bias=bias,
@@ -374,18 +375,9 @@ def _forward_chunks(
         steps=call.steps,
         wants_slope=for_hidden or for_weight or for_bias,
     )
-    chunks = chunks_of(head, call.context.head_tokens)
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    for start in range(0, hidden.shape[0], chunks.tokens):
-        rows = slice(start, start + chunks.tokens)
-        inner = hidden[rows].detach()  # (n, H)
-        slope = chunks.slope(inner, rows, losses[rows])  # (n, V)
-        if slope is None:
-            continue
-        if call.hidden_gradient is not None:
-            torch.mm(slope, weight, out=call.hidden_gradient[rows])
-        if weight_sum is not None:
-            add_product_(weight_sum, slope.t(), inner)
-        if bias_sum is not None:
-            bias_sum += slope.sum(0, dtype=torch.float32)
+    if is_shared(call.context, len(losses)):
+        loss_on_all_cards(call, head, hidden.detach(), losses, sums)
+    else:
+        loss_of_tokens(head, hidden.detach(), losses, sums, call.context.head_tokens)
     return (losses.sum() / count).masked_fill(wrong, torch.nan)

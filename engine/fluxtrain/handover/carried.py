@@ -18,7 +18,7 @@ def carried(tensor: Tensor, source: Card, target: Card) -> Tensor:
     if torch.is_grad_enabled() and tensor.requires_grad:
         found: Tensor = _Carried.apply(tensor, source, target)  # type: ignore[no-untyped-call]
         return found
-    return _sent(tensor.detach(), tensor, source, target)
+    return sent(tensor, source, target)
 
 
 class _Carried(torch.autograd.Function):
@@ -31,6 +31,11 @@ class _Carried(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _sent(gradient, gradient, ctx.target, ctx.source), None, None
+
+
+def sent(values: Tensor, source: Card, target: Card) -> Tensor:
+    """Return a copy of `values` on `target`, outside of torch's graph; it says when it is there."""
+    return _sent(values.detach(), values, source, target)
 
 
 def _sent(values: Tensor, known: Tensor, source: Card, target: Card) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from fluxtrain.device.device import Device
 from fluxtrain.gradients.gradients import Gradients
@@ -41,6 +42,8 @@ class Card:
         )
         self.activation_offload = ActivationOffload(device)
         self.shared = SharedArguments()
+        # its copy of a head whose tokens all cards share, with the version of the weights
+        self.head_weight: tuple[int, Tensor] | None = None
 
     def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
         """Compute inside where this card's blocks do; see `Device.computing`."""

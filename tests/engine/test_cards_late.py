@@ -1,0 +1,108 @@
+"""Chunks between cards that arrive as late as they may: only when the computation waits for them.
+
+A card's memory holds NaN until then, so whatever reads a chunk without waiting for it is found.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fluxtrain
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.wrapping import wrap as wrapping
+from fluxtrain.wrapping.engine import engine_of
+from tests.on_cards import assert_same, batch, llama, trained, wrapped
+
+
+class Later:
+    """A copy that is made when something waits for it."""
+
+    def __init__(self, copy_now: Callable[[], object], after: Sequence[Any]) -> None:
+        self._copy_now: Callable[[], object] | None = copy_now
+        self._after = list(after)
+
+    def arrive(self) -> None:
+        for point in self._after:
+            if isinstance(point, Later):
+                point.arrive()
+        if self._copy_now is not None:
+            self._copy_now()
+        self._copy_now = None
+
+
+class LateDevice(CpuDevice):
+    """A processor's part to which copies from others come late."""
+
+    made = 0
+
+    def landing(self, like: Tensor) -> Tensor:
+        made = super().landing(like)
+        return made.fill_(torch.nan) if made.is_floating_point() else made.zero_()
+
+    def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
+        LateDevice.made += 1
+        return Later(lambda: to.data.copy_(source.data), after)
+
+    def wait_for(self, point: Any) -> None:
+        if isinstance(point, Later):
+            point.arrive()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapping, "open_device", lambda device, one_of_several=False: LateDevice())
+    monkeypatch.setattr(LateDevice, "made", 0)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"activations": "host"},
+        {"offload": "none"},
+        {"resident_blocks": 3, "blocks_without_recompute": 2},
+        {"embedding": "rows", "head": "chunks"},
+    ],
+    ids=str,
+)
+def test_nothing_is_read_before_it_arrives(how: dict[str, Any]) -> None:
+    model = llama(6)
+    other = copy.deepcopy(model)
+    one, several = trained(model, None, **how), trained(other, 3, **how)
+    assert LateDevice.made > 0
+    assert_same(one, several)
+
+
+@pytest.mark.usefixtures("late")
+def test_nothing_is_read_early_without_gradients_and_in_generation() -> None:
+    model = llama(5).eval()
+    other = copy.deepcopy(model)
+    wrapped(model, None)
+    wrapped(other, 2)
+    with torch.no_grad():
+        assert torch.equal(model(**batch()).logits, other(**batch()).logits)
+    prompt = batch()["input_ids"][:2, :5]
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(prompt, **how), other.generate(prompt, **how))
+
+
+@pytest.mark.usefixtures("late")
+def test_a_head_on_all_cards_waits_for_what_it_reads() -> None:
+    model = llama(4, dtype=torch.float32)
+    wrapped(model, 2)
+    engine = engine_of(model)
+    engine.plan = replace(engine.plan, head_on_all_cards=True)
+    loss = model(**batch()).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(g is not None and torch.isfinite(g).all() for g in gradients)
+    fluxtrain.unwrap(model)

@@ -1,0 +1,100 @@
+"""The head's loss with its tokens dealt to all cards, beside the head on one card."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+import fluxtrain
+from fluxtrain.wrapping.engine import Engine
+from tests.on_cards import VOCABULARY, batch, llama, wrapped
+
+
+def shared(engine: Engine) -> Engine:
+    engine.plan = replace(engine.plan, head_on_all_cards=True)
+    return engine
+
+
+def gradients(model: nn.Module, step: int = 0, **how: Any) -> dict[str, Tensor]:
+    loss = model(**batch(step), **how).loss
+    loss.backward()
+    found = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found | {"loss": loss.detach().float()}
+
+
+def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], most: float) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        scale = float(value.abs().max()) or 1.0
+        assert float((right[name] - value).abs().max()) <= most * scale, name
+
+
+@pytest.mark.parametrize("cards", [2, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_those_of_a_head_on_one_card(
+    cards: int, tied: bool, dtype: torch.dtype
+) -> None:
+    model = llama(4, tied=tied, dtype=dtype)
+    other = copy.deepcopy(model)
+    wrapped(model, cards)
+    engine = shared(wrapped(other, cards))
+    most = 1e-5 if dtype == torch.float32 else 2e-2
+    for step in range(2):
+        assert_close(gradients(model, step), gradients(other, step), most)
+    assert all(card.head_weight is not None for card in engine.cards[1:])
+
+
+def test_soft_caps_and_a_bias_are_applied_on_every_card() -> None:
+    torch.manual_seed(2)
+    config = Gemma2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=VOCABULARY, final_logit_softcapping=3.0,
+        use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).train()
+    model.lm_head = nn.Linear(32, VOCABULARY, bias=True)
+    other = copy.deepcopy(model)
+    wrapped(model, 2)
+    shared(wrapped(other, 2))
+    assert_close(gradients(model), gradients(other), 1e-5)
+
+
+def test_a_changed_weight_reaches_every_card_and_an_unchanged_one_is_not_sent_again() -> None:
+    model = llama(3, dtype=torch.float32)
+    other = copy.deepcopy(model)
+    wrapped(model, 2)
+    engine = shared(wrapped(other, 2))
+    for one in (model, other):
+        optimizer = torch.optim.AdamW(one.parameters(), 1e-2)
+        for step in range(3):
+            one(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with engine.evaluating(), torch.no_grad():
+        before = engine.traffic().cards[1][2]
+        first = other(**batch(9)).loss
+        once = engine.traffic().cards[1][2] - before
+        second = other(**batch(9)).loss
+        twice = engine.traffic().cards[1][2] - before - once
+        plain = model(**batch(9)).loss
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, plain, rtol=1e-4, atol=1e-4)
+    assert once - twice == VOCABULARY * 32 * 4
+
+
+def test_fewer_tokens_than_cards_stay_on_the_first_card() -> None:
+    model = llama(3)
+    engine = shared(wrapped(model, 4))
+    ids = batch()["input_ids"][:1, :3]
+    model(input_ids=ids, labels=ids).loss.backward()
+    engine.flush()
+    assert all(card.head_weight is None for card in engine.cards)
+    fluxtrain.unwrap(model)
