@@ -47,7 +47,8 @@ def chunks(context: Context, unit: Unit, rows: int, tree: Tree, tensors: Sequenc
         wait_for_all(context.card_of(unit).device, tensors)
         with bound(context, unit, "probe"):
             row_bytes = saved_row_bytes(unit, tree, tensors)
-        context.chunk_rows = context.plan.chunk_for(row_bytes, rows)
+        most = max(1, rows // (2 * len(context.cards))) if len(context.cards) > 1 else rows
+        context.chunk_rows = min(most, context.plan.chunk_for(row_bytes, rows))  # keep all busy
     return rows > context.chunk_rows
 
 

@@ -17,6 +17,7 @@ from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.rates import CardsRates, times_as_long
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.units import GIB
+from fluxtrain.wrapping.target import in_process_group
 
 _TIMED_BYTES = 64 << 20  # of a copy between two cards
 _TIMES = 5
@@ -37,10 +38,16 @@ def cards_of(config: RunConfig, machine: Machine, device: str) -> CardsCapacity:
         return CardsCapacity(cards=cards, host_available_bytes=available)
     needs_bf16 = torch.cuda.get_device_capability(0) >= _BF16
     found = tuple(
-        _card(index, config.placement.budget_gib, needs_bf16=needs_bf16)
-        for index in range(torch.cuda.device_count())
+        _card(index, config.placement.budget_gib, needs_bf16=needs_bf16) for index in _seen()
     )
     return CardsCapacity(cards=found, host_available_bytes=available)
+
+
+def _seen() -> range | tuple[int, ...]:
+    """Return the numbers of the cards that this process may use: of a group's, one each."""
+    return (
+        (torch.cuda.current_device(),) if in_process_group() else range(torch.cuda.device_count())
+    )
 
 
 def _card(index: int, budget_gib: float | None, *, needs_bf16: bool) -> CardCapacity:

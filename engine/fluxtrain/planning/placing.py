@@ -151,7 +151,7 @@ def decide(
     has_gpu = device == "cuda"
     timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
     asked = request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB)
-    cards = None if capacity is not None else _several_cards(config, machine, device)
+    cards = None if capacity is not None else _several_cards(config, machine, device, facts)
     if cards is None:
         placement = place_timed(facts, capacity or capacity_of(machine, device), asked, timing)
     else:
@@ -167,9 +167,13 @@ def decide(
     )
 
 
-def _several_cards(config: RunConfig, machine: Machine, device: str) -> CardsCapacity | None:
-    """Return the cards of this machine; None where one is there, or the optimizer's package updates
-    on one."""
+def _several_cards(
+    config: RunConfig, machine: Machine, device: str, facts: ModelFacts
+) -> CardsCapacity | None:
+    """Return the cards of this machine; None where one is there, where the optimizer's package
+    updates on one, or where blocks share weights."""
+    if any(group.kind == "block" and group.users > 1 for group in facts.groups):
+        return None
     cards = cards_of(config, machine, device)
     asked = config.parallel != ParallelRequest()
     if config.train.optimizer != "adamw" or (len(cards.cards) == 1 and not asked):

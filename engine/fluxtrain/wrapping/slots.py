@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from fluxtrain.edges.embedding import passes_in_parts
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
-from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.runtime.context import Context
 
@@ -44,19 +42,6 @@ def make_slots(context: Context) -> None:
         largest = max((group.weight_bytes for group in streamed), default=0)
         for _ in range(context.plan.slots_of(card.number)):
             card.window.add_slot(largest)
-
-
-def dealt(placement: Placement, groups: Iterable[Group], cards: int) -> Placement:
-    """Deal the blocks to so many cards in turn; those that share weights with others stay on the
-    first one, with what stands outside of blocks."""
-    if cards == 1:
-        return placement
-    alone = {group.name for group in groups if group.kind == "block" and group.users == 1}
-    places = {
-        name: at for at, name in enumerate(r.name for r in placement.groups if r.name in alone)
-    }
-    rows = [replace(row, card=places.get(row.name, 0) % cards) for row in placement.groups]
-    return replace(placement, groups=tuple(rows))
 
 
 def put_units_on_cards(context: Context) -> None:

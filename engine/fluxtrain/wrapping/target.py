@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,7 +13,12 @@ from fluxtrain.errors import BadInput
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.mapped import cool, copied_bytes
-from fluxtrain.plan.facts import Capacity
+from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.cards.choose import place_on_cards
+from fluxtrain.plan.cards.request import ParallelRequest
+from fluxtrain.plan.choices.placement import Placement, place_for_any_rows
+from fluxtrain.plan.facts import Capacity, ModelFacts
+from fluxtrain.plan.request import RunRequest, count_or
 
 
 def compute_device(device: str | torch.device | None) -> torch.device:
@@ -42,13 +49,18 @@ def compute_devices(
     device: str | torch.device | None, cards: int | Sequence[int] | None
 ) -> list[torch.device]:
     """Return the devices of so many cards, or of those numbers; the CPU may be there several times.
+    None: every GPU, of which the plan takes those that help; only the one that is named, or one in
+    each process of a group.
 
     Raises BadInput as `compute_device`, and for a card that is not there or is named twice.
     """
     first = compute_device(device)
-    if cards is None:
+    index: int | None = first.index  # torch types it as never None
+    alone = first.type == "cpu" or index is not None or in_process_group()
+    if cards is None and alone:
         return [first]
-    numbers = list(range(cards)) if isinstance(cards, int) else list(cards)
+    asked = torch.cuda.device_count() if cards is None else cards
+    numbers = list(range(asked)) if isinstance(asked, int) else list(asked)
     if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
         raise BadInput(f"cards is {cards!r}: use how many, from 1, or each card's number once")
     if first.type == "cpu":
@@ -57,6 +69,26 @@ def compute_devices(
     if max(numbers) >= there:
         raise BadInput(f"cards is {cards!r}, but torch sees {there}: use numbers below {there}")
     return [torch.device("cuda", number) for number in numbers]
+
+
+def in_process_group() -> bool:
+    """Tell whether this is one process of several that a launcher started, each with its card."""
+    return int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+def cards_capacity(model: nn.Module, devices: Sequence[torch.device]) -> CardsCapacity:
+    """What is free on each of these devices once the model's weights have left their places."""
+    capacities = [free_capacity(model, device) for device in devices]
+    on_gpus = devices[0].type == "cuda"
+    names = [torch.cuda.get_device_name(one) if on_gpus else "" for one in devices]
+    numbers = [one.index if on_gpus else number for number, one in enumerate(devices)]
+    return CardsCapacity(
+        cards=tuple(
+            CardCapacity(index=index, name=name, free_bytes=one.device_free_bytes)
+            for index, name, one in zip(numbers, names, capacities, strict=True)
+        ),
+        host_available_bytes=capacities[0].host_available_bytes,
+    )
 
 
 def free_capacity(model: nn.Module, device: torch.device) -> Capacity:
@@ -75,3 +107,24 @@ def free_capacity(model: nn.Module, device: torch.device) -> Capacity:
         device_free_bytes=torch.cuda.mem_get_info(here)[0] + cached + weights,
         host_available_bytes=available,
     )
+
+
+def placed(
+    facts: ModelFacts, model: nn.Module, devices: Sequence[torch.device], asked: RunRequest
+) -> tuple[Placement, list[torch.device]]:
+    """Place a model whose rows nobody knows yet; also return the devices that compute, in the order
+    of the placement's cards. Blocks that share weights are computed on one.
+
+    Raises BadInput and DoesNotFit as `place_for_any_rows`.
+    """
+    shares = any(group.kind == "block" and group.users > 1 for group in facts.groups)
+    if len(devices) == 1 or shares:
+        first = devices[0]
+        return place_for_any_rows(facts, free_capacity(model, first), asked), [first]
+    capacities = cards_capacity(model, devices)
+    numbers = tuple(card.index for card in capacities.cards)
+    found = place_on_cards(facts, capacities, None, asked, ParallelRequest(cards=numbers))
+    chunk_rows = count_or(asked.chunk_rows, 0)  # else by the memory of a row, when one is there
+    found = replace(found, layout=replace(found.layout, chunk_rows=chunk_rows))
+    at = {card.index: device for card, device in zip(capacities.cards, devices, strict=True)}
+    return found, [at[card.index] for card in found.cards] or [devices[0]]

@@ -26,7 +26,7 @@ from fluxtrain.memory.packed import Kept, all_dense_weights
 from fluxtrain.memory.unit import Unit
 from fluxtrain.optimizer.hook import install as install_adoption
 from fluxtrain.optimizer.plain_state import let_go
-from fluxtrain.plan.choices.placement import Placement, place_for_any_rows
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.choices.reasons import without_effect
 from fluxtrain.plan.group_placement import check_groups, refuse_unused
 from fluxtrain.plan.request import PlacementRequest, RunRequest
@@ -47,8 +47,8 @@ from fluxtrain.wrapping.module_patches import (
     release_module,
     replace_forward,
 )
-from fluxtrain.wrapping.slots import dealt, make_slots, put_units_on_cards
-from fluxtrain.wrapping.target import compute_devices, free_capacity
+from fluxtrain.wrapping.slots import make_slots, put_units_on_cards
+from fluxtrain.wrapping.target import compute_devices, placed
 from fluxtrain.wrapping.unit_forward import UnitForward
 
 # Opens, for the groups before their weights move, where packed weights are kept.
@@ -78,8 +78,8 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     begin anew, unsaid: give it `fluxtrain.plain_optimizer_state(state_dict)`.
 
     device: where blocks are computed (None: the GPU when torch can use it, else the CPU).
-    cards: how many GPUs compute together, or which (None: one); blocks are dealt to them in turn.
-        With device="cpu" so many parts of the processor that take the same ways.
+    cards: how many GPUs compute together, or which (None: those that help); blocks are dealt to
+        them. With device="cpu" so many parts of the processor that take the same ways (None: one).
     offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream,
         with `max` through the fewest slots; `auto` chooses by free memory.
     chunk_rows: rows of a batch that a block computes at a time (None: by memory).
@@ -163,8 +163,7 @@ def _put_engine(
         refuse_unused(placement.groups, cards=len(devices))
     else:
         facts = model_facts(model, parts, groups, borrowed)
-        placement = place_for_any_rows(facts, free_capacity(model, devices[0]), asked)
-        placement = dealt(placement, groups.values(), len(devices))
+        placement, devices = placed(facts, model, devices, asked)
         told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         several = len(devices) > 1
