@@ -37,7 +37,7 @@ def wrapped(
     request = PlacementRequest(
         **{"offload": "weights", "device_groups": 0, "resident_blocks": 0, **how}
     )
-    fluxtrain.wrap(model, device=device, cards=cards, chunk_rows=chunk_rows, placement=request)
+    fluxtrain.wrap(model, device=device, cards=cards or 1, chunk_rows=chunk_rows, placement=request)
     return engine_of(model)
 
 

@@ -75,7 +75,7 @@ def wrapped(
     from fluxtrain.wrapping.engine import engine_of
 
     fluxtrain.wrap(
-        small, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **rest
+        small, device=device, cards=1, offload=offload, chunk_rows=chunk_rows, overlap=True, **rest
     )
     engine = engine_of(small)
     try:

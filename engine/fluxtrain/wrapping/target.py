@@ -56,8 +56,9 @@ def compute_devices(
     """
     first = compute_device(device)
     index: int | None = first.index  # torch types it as never None
-    alone = first.type == "cpu" or index is not None or in_process_group()
-    if cards is None and alone:
+    if cards == 1 or (cards is None and (first.type == "cpu" or index is not None)):
+        return [first]
+    if cards is None and in_process_group():
         return [first]
     asked = torch.cuda.device_count() if cards is None else cards
     numbers = list(range(asked)) if isinstance(asked, int) else list(asked)
@@ -65,6 +66,8 @@ def compute_devices(
         raise BadInput(f"cards is {cards!r}: use how many, from 1, or each card's number once")
     if first.type == "cpu":
         return [first] * len(numbers)
+    if index is not None:
+        raise BadInput(f"device is {first} and cards is {cards!r}: leave the number of one out")
     there = torch.cuda.device_count()
     if max(numbers) >= there:
         raise BadInput(f"cards is {cards!r}, but torch sees {there}: use numbers below {there}")

@@ -108,9 +108,8 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     steps["deferred_moments"] = deferred_moments or None
     if isinstance(placement, Placement):
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
-        _put_engine(
-            model, compute_devices(device, cards), placement, states, frozen, overlap=overlap
-        )
+        devices = compute_devices(device, cards or len(placement.cards) or 1)
+        _put_engine(model, devices, placement, states, frozen, overlap=overlap)
         return model
     request = replace(_request_of(placement), **asked)
     if device is None and request.device != "auto":
@@ -137,7 +136,7 @@ def wrap_placed(
     beside the computation, packed weights that may be kept on disk, and its files' pages given
     back as soon as they were read."""
     refuse_unsupported(model)
-    target = compute_devices(device, cards)
+    target = compute_devices(device, cards or 1)
     how: dict[str, Any] = {"overlap": True, "keeping": keeping, "drops": True}
     _put_engine(model, target, placement, states, frozen, **how)
     return model
