@@ -99,9 +99,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
-    refuse_other_objects(model)
-    take_over_quantised(model)
-    refuse_unsupported(model)
+    _take_over(model)
     asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
     asked = {name: value for name, value in asked.items() if value is not None}
     steps: dict[str, Any] = {"optimizer_in_backward": optimizer_in_backward}
@@ -112,14 +110,20 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
         _put_engine(model, devices, placement, states, frozen, overlap=overlap)
         return model
     request = replace(_request_of(placement), **asked)
-    if device is None and request.device != "auto":
-        device = request.device
+    device = request.device if device is None and request.device != "auto" else device
     made = RunRequest.of(request, **steps)
     _put_engine(model, compute_devices(device, cards), made, states, frozen, overlap=overlap)
     return model
 
 
 auto_wrap = wrap  # the same under another name
+
+
+def _take_over(model: nn.Module) -> None:
+    """Refuse what cannot be wrapped; let layers that bitsandbytes has quantised be packed ones."""
+    refuse_other_objects(model)
+    take_over_quantised(model)
+    refuse_unsupported(model)
 
 
 def wrap_placed(
