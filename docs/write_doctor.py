@@ -39,6 +39,9 @@ It ends with exit code 0 when all self-tests pass and with 1 when one fails; fin
 
 - **Measured**: what this process may really use (affinity, control groups, page locks), not what
   the machine has. What could not be measured is `-`; `fluxtrain probe` says why.
+- **Several cards**: which card of nvidia-smi each of torch's is, the bus and the arithmetic of each
+  alone, all buses at once, and copies between every two: their bytes are compared first, and a pair
+  that delivers others gets no rate. Cards that other programs fill, or that MIG splits, are named.
 - **Findings**: what works slower, or fits less, than on a machine of this class, with its numbers
   and the cure; first what does not work at all, then by how much there is to gain.
 - **Self-tests**: a tiny model of Llama's shape, always bit for bit. Every instruction set of the

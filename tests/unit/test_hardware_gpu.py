@@ -26,6 +26,7 @@ class Driver:
     """NVML with cards of our making; `refuses` names the functions that fail."""
 
     cards: int = 2
+    split: tuple[int, ...] = ()  # cards whose MIG mode is on
     refuses: tuple[str, ...] = ()
     NVMLError = DriverError
     open_count: int = 0
@@ -61,7 +62,7 @@ class Driver:
         return ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060")[handle]
 
     def answer_nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return ("GPU-aaaa-1", "GPU-bbbb-2")[handle]
+        return f"MIG-cccc-{handle}" if handle >= 100 else ("GPU-aaaa-1", "GPU-bbbb-2")[handle]
 
     def answer_nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(total=(24, 12)[handle] * GIB, free=(20, 11)[handle] * GIB)
@@ -89,6 +90,19 @@ class Driver:
 
     def answer_nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(busId=f"00000000:0{handle + 1}:00.0")
+
+    def answer_nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:  # noqa: N802
+        if handle not in self.split:
+            raise DriverError("Not Supported")
+        return (1, 1)
+
+    def answer_nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:  # noqa: N802
+        return 7
+
+    def answer_nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, number: int) -> int:  # noqa: N802
+        if number not in (0, 2):
+            raise DriverError("Not Found")
+        return 100 + number
 
     def answer_nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
         mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=GIB)
@@ -132,6 +146,8 @@ def test_every_card_is_described(driver: Driver, tmp_path: Path) -> None:
         power_limit_w=300.0,
         power_default_w=450.0,
         numa_node=1,
+        mig=False,
+        mig_slices=(),
         unknown={},
     )
     assert (small.index, small.pcie_width, small.other_processes) == (1, 8, ())
@@ -206,6 +222,26 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(
 ) -> None:
     environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert [gpu.index for gpu in read_gpus(driver).visible(environment)] == indices
+
+
+@pytest.mark.parametrize(
+    ("value", "indices"),
+    [
+        ("MIG-cccc-102", [1]),
+        ("MIG-cccc-1", [1]),
+        ("0,MIG-cccc-100", [0, 1]),
+        ("MIG-GPU-bbbb-2/3/0", [1]),
+        ("MIG-dddd", []),
+    ],
+)
+def test_a_slice_of_mig_is_its_card(driver: Driver, value: str, indices: list[int]) -> None:
+    driver.split = (1,)
+    found = read_gpus(driver)
+    whole, split = found.gpus
+    assert (whole.mig, whole.mig_slices) == (False, ())
+    assert (split.mig, split.mig_slices) == (True, ("MIG-cccc-100", "MIG-cccc-102"))
+    visible = found.visible({"CUDA_VISIBLE_DEVICES": value})
+    assert [gpu.index for gpu in visible] == indices
 
 
 @pytest.fixture

@@ -37,7 +37,29 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     power_limit_w: float | None = None
     power_default_w: float | None = None  # as the card was sold
     numa_node: int | None = None  # whose memory is near
+    mig: bool | None = None  # split into slices, of which CUDA gives a process one
+    mig_slices: tuple[str, ...] | None = None  # their UUIDs
     unknown: dict[str, str] = {}
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """One card as torch sees it, where there are several."""
+
+    index: int  # torch's: of the cards that CUDA_VISIBLE_DEVICES leaves, in CUDA's order
+    gpu: int | None  # `Gpu.index` of the same card, as nvidia-smi counts; None: not found there
+    name: str
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    compute_capability: str | None
+    bf16: bool | None = None
+    numa_node: int | None = None
+    unusable: str = ""  # why no training can use it, with the cure
+
+    @property
+    def text(self) -> str:
+        """Name it for people, with the driver's number where that is another."""
+        other = f", GPU {self.gpu} of nvidia-smi" if self.gpu not in (None, self.index) else ""
+        return f"card {self.index} ({self.name}{other})"
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import time
 from typing import ClassVar
 
 from fluxtrain.client.answer import Answer
-from fluxtrain.client.machine import Disk, Machine, Rate
+from fluxtrain.client.machine import Card, Disk, Machine, Rate
 
 
 class ProbeAnswer(Answer, frozen=True, kw_only=True):
@@ -17,6 +17,7 @@ class ProbeAnswer(Answer, frozen=True, kw_only=True):
     machine: Machine
     disk: Disk
     rates: dict[str, Rate]
+    cards: tuple[Card, ...] = ()  # as torch sees them, where there are several
     measured_at_s: float  # Unix time of the rates
     measuring_s: float  # what that took
     others_share: float | None = None  # of all processors, used by other programs meanwhile

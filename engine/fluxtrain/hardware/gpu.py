@@ -23,7 +23,8 @@ class Gpus:
     def visible(self, environment: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
         """Return the cards that CUDA_VISIBLE_DEVICES leaves to programs.
 
-        As CUDA reads it: indices or beginnings of UUIDs; the first unknown name ends the list.
+        As CUDA reads it: indices, beginnings of UUIDs or slices of MIG; the first unknown name ends
+        the list.
         """
         wanted = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
         if wanted is None:
@@ -116,7 +117,7 @@ def _none(reason: str, driver_folder: Path) -> Gpus:
             *("name", "uuid", "memory_total_bytes", "memory_free_bytes", "other_processes"),
             *("compute_capability", "pcie_generation", "pcie_width", "bf16"),
             *("pcie_card_generation", "pcie_card_width", "power_limit_w", "power_default_w"),
-            "numa_node",
+            *("numa_node", "mig", "mig_slices"),
         ),
         reason,
     )
@@ -146,6 +147,7 @@ def _read_gpu(nvml: Any, index: int, devices: Path) -> Gpu:
     node = None if bus is None else _numa_node(bus, devices)
     if bus is not None and node is None:
         unknown["numa_node"] = "the kernel names no node for its slot"
+    slices = _mig_slices(nvml, handle)
     return Gpu(
         index=index,
         name=ask("name", lambda: _text(nvml.nvmlDeviceGetName(handle))),
@@ -172,6 +174,8 @@ def _read_gpu(nvml: Any, index: int, devices: Path) -> Gpu:
             "power_default_w", lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1e3
         ),
         numa_node=node,
+        mig=slices is not None,
+        mig_slices=slices or (),
         unknown=unknown,
     )
 
@@ -203,9 +207,31 @@ def _numa_node(bus: str, devices: Path) -> int | None:
     return node if node >= 0 else None  # -1: a machine with one node
 
 
+def _mig_slices(nvml: Any, handle: Any) -> tuple[str, ...] | None:
+    """Return the UUIDs of a card's MIG slices; None where it is not split: most cards cannot be."""
+    try:
+        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+            return None
+        most = int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))
+    except nvml.NVMLError:
+        return None
+    found: list[str] = []
+    for number in range(most):
+        try:
+            one = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            found.append(_text(nvml.nvmlDeviceGetUUID(one)))
+        except nvml.NVMLError:  # no slice of this number
+            continue
+    return tuple(found)
+
+
 def _is_named(gpu: Gpu, name: str) -> bool:
     if name.isdigit():
         return gpu.index == int(name)
+    if name.startswith("MIG-"):  # a slice: by its own UUID, or MIG-<UUID of the card>/<numbers>
+        card, numbered, _ = name.removeprefix("MIG-").partition("/")
+        slices = gpu.mig_slices or ()
+        return card == gpu.uuid if numbered else any(one.startswith(name) for one in slices)
     return bool(name) and gpu.uuid is not None and gpu.uuid.startswith(name)
 
 

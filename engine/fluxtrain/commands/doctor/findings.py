@@ -8,13 +8,14 @@ from fluxtrain.client.doctor import Finding, Level
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor.card_findings import card_findings
 from fluxtrain.commands.doctor.host_findings import host_findings
+from fluxtrain.commands.doctor.several_cards import several_cards_findings
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 def findings(probe: ProbeAnswer) -> tuple[Finding, ...]:
     """Return what is slow for a machine of this class and what to change, the most useful first."""
-    return ranked([*card_findings(probe), *host_findings(probe)])
+    return ranked([*card_findings(probe), *several_cards_findings(probe), *host_findings(probe)])
 
 
 def ranked(found: list[Finding]) -> tuple[Finding, ...]:

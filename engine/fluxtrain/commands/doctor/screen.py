@@ -7,6 +7,7 @@ import textwrap
 from fluxtrain.client.doctor import DoctorAnswer
 from fluxtrain.client.machine import Gpu, Machine, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.hardware.cards.table import card_lines
 from fluxtrain.hardware.probe.table import age_text, link_text, no_gpu_reason
 from fluxtrain.units import UNKNOWN, bytes_text, rate_text
 
@@ -50,6 +51,8 @@ def _measured(probe: ProbeAnswer) -> list[str]:
         lines += _wrapped(f"GPU {gpu.index}", _gpu_text(gpu))
     if machine.gpus:
         lines += _wrapped("bus", _bus_text(probe))
+        for what, text in card_lines(probe):
+            lines += _wrapped(what, text)
     else:
         lines += _wrapped("GPU", f"none: {no_gpu_reason(machine)}")
     lines += _wrapped("disk", _disk_text(probe))

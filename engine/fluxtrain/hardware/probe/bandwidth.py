@@ -98,11 +98,16 @@ def matmul_rate(
 
 
 def bus_rates(
-    device: str = "cuda", limit_s: float = BUS_LIMIT_S, size_bytes: int = COPY_BYTES
+    device: str = "cuda",
+    limit_s: float = BUS_LIMIT_S,
+    size_bytes: int = COPY_BYTES,
+    *,
+    pageable: bool = True,
 ) -> dict[str, Rate]:
     """Measure bytes a second between host and GPU for each of `BUS_RATES`.
 
-    Pinned each way alone, pinned both ways at once (some hosts collapse then), and pageable.
+    Pinned each way alone, pinned both ways at once (some hosts collapse then), and `pageable`. The
+    device must be torch's current one.
     """
     import torch
 
@@ -112,7 +117,6 @@ def bus_rates(
         return dict.fromkeys(BUS_RATES, TOO_LITTLE)
     on_device = torch.ones(size_bytes, dtype=torch.uint8, device=device)
     landing = torch.empty_like(on_device)
-    pageable = torch.ones(size_bytes, dtype=torch.uint8)
     rates: dict[str, Rate] = {}
     try:
         pinned = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=True)
@@ -125,8 +129,10 @@ def bus_rates(
         rates["d2h_pinned"] = _copy_rate(home, on_device, limit_s)
         up, down = _rates_both_ways(landing, pinned, home, on_device, limit_s)
         rates |= {"h2d_both_ways": up, "d2h_both_ways": down}
-    rates["h2d_pageable"] = _copy_rate(landing, pageable, limit_s)
-    rates["d2h_pageable"] = _copy_rate(pageable, on_device, limit_s)
+    if pageable:
+        ordinary = torch.ones(size_bytes, dtype=torch.uint8)
+        rates["h2d_pageable"] = _copy_rate(landing, ordinary, limit_s)
+        rates["d2h_pageable"] = _copy_rate(ordinary, on_device, limit_s)
     return rates
 
 

@@ -22,6 +22,14 @@ from fluxtrain.client.machine import Disk, Machine, Rate
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.cache import cache_file, is_fresh
+from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG, peer_names, peer_rates
+from fluxtrain.hardware.cards.rates import (
+    TOGETHER,
+    further_card_names,
+    further_card_rates,
+    rates_together,
+)
+from fluxtrain.hardware.cards.seen import cards_seen
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.others import is_calm_after, others_share, read_use
@@ -44,7 +52,7 @@ PROBE_LIMIT_S = 20.0
 LAST_START_S = 15.0  # each measurement takes 5 s at most, except the bus, which comes first
 FAILED_AGE_S = 300.0  # before a failed measurement is tried again
 MORE_BYTES = GIB // 2  # or, if memory was lacking, until so much more is free
-FORMAT = 3  # of the cache; a reader ignores another one
+FORMAT = 4  # of the cache; a reader ignores another one
 GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
 LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
 
@@ -64,6 +72,14 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
     machine, disk = read_machine(), read_disk(folder)
     place = _cache_path(machine, disk)
     cached = None if fresh else _cached(place)
+    return replace(_found(cached, machine, disk, folder, say), cards=cards_seen(machine))
+
+
+def _found(
+    cached: ProbeAnswer | None, machine: Machine, disk: Disk, folder: Path, say: Report
+) -> ProbeAnswer:
+    """Return cached rates that are still good, or measure."""
+    place = _cache_path(machine, disk)
     if cached is not None and not is_calm_after(cached.others_share):
         cached = replace(cached, disk=disk, from_cache=True)
         failed_before = _worth_another_try(cached, machine)
@@ -126,7 +142,9 @@ def _worth_another_try(cached: ProbeAnswer, machine: Machine) -> frozenset[str]:
     missing = {
         name: rate
         for name, rate in cached.rates.items()
-        if rate.per_s is None and (machine.gpus or name not in GPU_RATES)
+        if rate.per_s is None
+        and (machine.gpus or name not in GPU_RATES)
+        and not rate.how.startswith((NO_ACCESS, WRONG))  # a card's answer, not a failure
     }
     tried_at_s = cached.tried_again_at_s or cached.measured_at_s
     if time.time() - tried_at_s > FAILED_AGE_S:
@@ -165,6 +183,7 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
         "bus": (BUS_RATES, lambda: bus_rates(size_bytes=size)),
         "GPU arithmetic": (("gpu_matmul",), lambda: {"gpu_matmul": matmul_rate("cuda")}),
         "page locks": (("pin",), lambda: {"pin": pin_rate(available)}),
+        **_between_cards(len(machine.gpus), size),
     }
     return {
         **(on_gpu if machine.gpus else {}),
@@ -172,6 +191,17 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
         "AdamW": (("adamw", "adamw_8bit"), adamw),
         "CPU arithmetic": (("cpu_matmul",), arithmetic),
         "disk": (("disk_write", "disk_read"), disk),
+    }
+
+
+def _between_cards(cards: int, size: int) -> dict[str, tuple[tuple[str, ...], Measurement]]:
+    """Return what is measured where there are several cards."""
+    if cards < 2:
+        return {}
+    return {
+        "copies between cards": (peer_names(cards), lambda: peer_rates(cards)),
+        "all cards at once": (TOGETHER, lambda: rates_together(cards, size)),
+        "the other cards": (further_card_names(cards), lambda: further_card_rates(cards, size)),
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fluxtrain.client.machine import Disk, Gpu, Machine, Rate, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.hardware.cards.table import card_rows
 from fluxtrain.hardware.others import beside_text
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 
@@ -22,7 +23,12 @@ def probe_text(probe: ProbeAnswer) -> str:
 
 def probe_rows(probe: ProbeAnswer) -> list[Row]:
     """Return every fact and rate."""
-    return [*machine_rows(probe.machine), *disk_rows(probe.disk), *rate_rows(probe.rates)]
+    return [
+        *machine_rows(probe.machine),
+        *card_rows(probe.cards),
+        *disk_rows(probe.disk),
+        *rate_rows(probe.rates),
+    ]
 
 
 def age_text(probe: ProbeAnswer) -> str:
