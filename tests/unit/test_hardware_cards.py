@@ -12,14 +12,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from fluxtrain.client.machine import Card, Gpu, GpuProcess, Machine, Rate
+from fluxtrain.client.machine import TOGETHER, Card, Gpu, GpuProcess, Machine, Rate
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor.several_cards import several_cards_findings
 from fluxtrain.hardware.cards import peers, rates
 from fluxtrain.hardware.cards.copies import TorchCopies
 from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG, peer_names, peer_rates
 from fluxtrain.hardware.cards.rates import (
-    TOGETHER,
     further_card_names,
     further_card_rates,
     rates_together,

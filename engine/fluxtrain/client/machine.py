@@ -121,6 +121,19 @@ class Rate(msgspec.Struct, frozen=True):
         return self.per_s is None and self.how.startswith(TOO_LITTLE_MEMORY)
 
 
+TOGETHER = ("cards_h2d", "cards_d2h", "cards_both_ways")  # of all cards at once, added up
+
+
+def card_rate_name(card: int, name: str) -> str:
+    """Name a rate of one card by torch's number of it: the first card's have no number."""
+    return f"card{card}_{name}" if card else name
+
+
+def peer_name(source: int, target: int) -> str:
+    """Name the rate of copies from one card to another."""
+    return f"peer_{source}_{target}"
+
+
 def rate_value_text(name: str, per_s: float | None) -> str:
     """A rate in the unit that people rate such a thing in, as 24.9 GB/s or 744 TFLOP/s."""
     if per_s is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
-from fluxtrain.client.machine import Rate
+from fluxtrain.client.machine import Rate, peer_name
 from fluxtrain.hardware.cards.copies import Copies, TorchCopies
 from fluxtrain.hardware.probe.rate import best_rate, failed
 from fluxtrain.units import MIB, bytes_text
@@ -23,11 +23,6 @@ REPEATS = 5
 LIMIT_S = 0.25  # for a pair: eight cards have 56
 NO_ACCESS = "no peer access: copies between them go through the host"
 WRONG = "peer access gives wrong bytes"
-
-
-def peer_name(source: int, target: int) -> str:
-    """Name the rate of copies from one card to another."""
-    return f"peer_{source}_{target}"
 
 
 def peer_names(cards: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fluxtrain.client.machine import Rate
+from fluxtrain.client.machine import TOGETHER, Rate, card_rate_name
 from fluxtrain.hardware.cards.copies import Copies, TorchCopies
 from fluxtrain.hardware.probe.bandwidth import (
     COPY_BYTES,
@@ -22,15 +22,9 @@ from fluxtrain.hardware.probe.rate import TOO_LITTLE, best_rate, failed
 from fluxtrain.units import bytes_text
 
 ONE_CARD = ("h2d_pinned", "d2h_pinned", "h2d_both_ways", "d2h_both_ways", "gpu_matmul")
-TOGETHER = ("cards_h2d", "cards_d2h", "cards_both_ways")
 LIMIT_S = 0.5
 MATMUL_LIMIT_S = 0.75
 REPEATS = 5
-
-
-def card_rate_name(card: int, name: str) -> str:
-    """Name a rate of one card: the first card's have no number."""
-    return f"card{card}_{name}" if card else name
 
 
 def further_card_names(cards: int) -> tuple[str, ...]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fluxtrain.client.machine import Card, rate_value_text
+from fluxtrain.client.machine import TOGETHER, Card, card_rate_name, peer_name, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG, peer_name
-from fluxtrain.hardware.cards.rates import TOGETHER, card_rate_name
+from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG
 from fluxtrain.units import UNKNOWN, bytes_text, rate_text
 
 Row = tuple[str, str, str]

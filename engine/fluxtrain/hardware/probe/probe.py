@@ -18,13 +18,12 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from fluxtrain.client.machine import Disk, Machine, Rate
+from fluxtrain.client.machine import TOGETHER, Disk, Machine, Rate
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG, peer_names, peer_rates
 from fluxtrain.hardware.cards.rates import (
-    TOGETHER,
     further_card_names,
     further_card_rates,
     rates_together,

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fluxtrain.client.machine import TOGETHER, card_rate_name, peer_name
 from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.updates import BF16_UPDATE_BYTES
 
+NOISE = 1.05  # times as fast: less between two measured rates of arithmetic is none
+COPY_READS_AND_WRITES = 2  # bytes of host memory for each that is copied within it
 BESIDE_THE_BUS = 1.5  # times the bus: a faster link between two cards is one of its own
 
 
@@ -62,6 +66,58 @@ def _slower(rates: Rates, up: float, down: float) -> Rates:
         d2h_bytes_per_s=down * rates.down,
         h2d_both_bytes_per_s=up * rates.up_both,
         d2h_both_bytes_per_s=down * rates.down_both,
+    )
+
+
+def cards_rates_from(
+    first: Rates,
+    per_s: Mapping[str, float | None],
+    cards: Sequence[int],
+    timed: Mapping[int, Calibration] | None = None,
+) -> CardsRates:
+    """Return the rates of the cards with these of torch's numbers, from those of a probe by name.
+
+    `first` are those of card 0, with the times of one block where it was timed. `timed` are the
+    times of a block on other cards; of one that is missing, card 0's by the rates of their
+    arithmetic. What was not measured of a card counts as card 0's.
+    """
+    known = {name: float(rate) for name, rate in per_s.items() if rate}
+    adamw, copies = BF16_UPDATE_BYTES * first.adamw_per_s, known.get("host_copy", 0.0)
+    peers = ((a, b, known.get(peer_name(one, other)))
+             for a, one in enumerate(cards) for b, other in enumerate(cards) if a != b)  # fmt: skip
+    up, down = (known.get(name) for name in TOGETHER[:2])
+    return CardsRates(
+        cards=tuple(_of_card(card, first, known, timed or {}) for card in cards),
+        up_together_bytes_per_s=up,
+        down_together_bytes_per_s=down,
+        peers={(a, b): rate for a, b, rate in peers if rate is not None},
+        host_bytes_per_s=max(adamw, COPY_READS_AND_WRITES * copies),
+    )
+
+
+def _of_card(
+    card: int, first: Rates, known: Mapping[str, float], timed: Mapping[int, Calibration]
+) -> Rates:
+    if card == 0:
+        return first
+    matmul, own = known.get("gpu_matmul"), known.get(card_rate_name(card, "gpu_matmul"))
+    factor = 1.0 if matmul is None or own is None else matmul / own
+    factor = factor if max(factor, 1 / factor) > NOISE else 1.0
+    tried = timed.get(card)
+    if tried is None and first.calibration is not None:
+        tried = first.calibration if factor == 1.0 else times_as_long(first.calibration, factor)
+
+    def bus(name: str, otherwise: float | None) -> float | None:
+        return known.get(card_rate_name(card, name), otherwise)
+
+    return replace(
+        first,
+        matmul_per_s=first.matmul_per_s / factor,
+        h2d_bytes_per_s=bus("h2d_pinned", first.h2d_bytes_per_s),
+        d2h_bytes_per_s=bus("d2h_pinned", first.d2h_bytes_per_s),
+        h2d_both_bytes_per_s=bus("h2d_both_ways", first.h2d_both_bytes_per_s),
+        d2h_both_bytes_per_s=bus("d2h_both_ways", first.d2h_both_bytes_per_s),
+        calibration=tried,
     )
 
 
