@@ -117,7 +117,24 @@ class Residency:
         return tuple(found)
 
     def _settle(self, dealt: Dealt, card: int, host_bytes: int | None) -> Settled:
-        run = longest_run(dealt, card)
+        """Place one card's share; as another card's that is the same in all but names."""
+        run, facts = longest_run(dealt, card), dealt.share(card)
+        rates = None if self.rates is None else self.rates.cards[card]
+        alike = (
+            *(card == EDGES_CARD, run, host_bytes, self.budget_bytes(card), rates),
+            tuple(id(group.unnamed) for group in facts.groups),
+        )
+        found = self._known.get(alike)
+        if found is None:
+            found = self._known[alike] = self._settled_anew(dealt, card, host_bytes, run)
+        search = replace(found.search, facts=facts)
+        return replace(found, card=self.cards[card], search=search)
+
+    @cached_property
+    def _known(self) -> dict[tuple[object, ...], Settled]:
+        return {}
+
+    def _settled_anew(self, dealt: Dealt, card: int, host_bytes: int | None, run: int) -> Settled:
         found = self._placed(dealt, card, host_bytes, run, self.request)
         if 0 < found.slots <= run:  # each block of a run computes, and one more is copied
             deeper = replace(self.request, prefetch=run)
