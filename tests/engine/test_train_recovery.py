@@ -267,13 +267,14 @@ def test_a_session_answers_while_it_lives_and_frees_everything_after(tmp_path: P
         assert send_command(run.socket, "pause").ok
         assert session.requests.paused
         assert not send_command(run.socket, "fly").ok
+        assert not send_command(run.socket, "apply").ok
         with pytest.raises(BadInput, match="in use"):
             Session(run)
     assert not run.socket.exists()
     with run.lock():
         pass
     answers = [e for e in journal(run) if isinstance(e, ev.CommandAnswered)]
-    assert [(a.command, a.ok) for a in answers] == [("pause", True), ("fly", False)]
+    assert [(a.command, a.ok) for a in answers] == [("pause", True), ("apply", False)]
     beats = [e for e in journal(run) if isinstance(e, ev.Heartbeat)]
     assert beats[-1].phase == "starting"
 

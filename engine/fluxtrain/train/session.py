@@ -26,12 +26,15 @@ from fluxtrain.reporting.failures import as_told
 from fluxtrain.reporting.gauges import GaugeThread
 from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.reporting.trackers.opening import Trackers
+from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import ControlServer
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
 from fluxtrain.trace.timeline import TimelineThread
-from fluxtrain.train.requests import Requests, Signals
+from fluxtrain.train.requests import COMMANDS, Requests, Signals
+
+COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE = 0.5, 100  # in the journal
 
 
 class Session:
@@ -63,6 +66,8 @@ class Session:
         self.requests = Requests()
         self.signals = Signals(self.requests, self._at_once)
         self._control = ControlServer(run_dir.socket, self._answer)
+        self._commands_told = Allowance(COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE)
+        self._commands_untold = 0
         self.gauges = GaugeThread(
             self.announcer, live=live_fd is not None, host_limit_bytes=host_limit_bytes
         )
@@ -158,6 +163,17 @@ class Session:
     def _answer(self, command: str, arguments: dict[str, Any]) -> tuple[bool, str]:
         ok, message = self.requests.handle(command, arguments)
         told = arguments if ok else {}  # arguments of refused commands are not checked
+        if command not in COMMANDS:
+            return ok, message
+        if not self._commands_told.take():  # so that no client fills the disk
+            self._commands_untold += 1
+            return ok, message
+        if self._commands_untold:
+            self.announcer.warn(
+                f"{self._commands_untold} commands came faster than {COMMANDS_TOLD_PER_S:g} a "
+                "second for long: they were answered and are not in the journal"
+            )
+            self._commands_untold = 0
         self.announcer.emit(
             CommandAnswered(command=command, ok=ok, message=message, arguments=told)
         )
