@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fluxtrain.interrupts import ImmediateInterrupts
+from fluxtrain.parent import end_with_parent
 
 
 def main() -> None:
     """Read the command, then run it; it ends the process."""
+    end_with_parent()
     with ImmediateInterrupts():
         from fluxtrain.cli import main as command
     command()
