@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fluxtrain.data.encoding.tokenizer import encoded
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.errors import BadInput
@@ -61,7 +62,7 @@ class Prompting:
         """Return the tokens of a prompt. Raises BadInput where it cannot be written."""
         prompt.check()
         if prompt.messages is None and self._template is None:
-            return list(self._tokenizer(prompt.text)["input_ids"])
+            return encoded(self._tokenizer, [prompt.text or ""])[0]
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
         if self._template is None:
             raise BadInput(
@@ -73,7 +74,7 @@ class Prompting:
             text = self._template.render(messages, opened=True)
         except TemplateRefused as error:
             raise BadInput(f"{prompt.where}: the model's chat template says: {error}") from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encoded(self._tokenizer, [text], add_special_tokens=False)[0]
 
 
 def template_of(opened: DecodedModel) -> ChatTemplate | None:

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from fluxtrain.bounded import within
 from fluxtrain.data.hub import network_errors
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.models.copies import Copied, copied_by_loading
@@ -43,6 +44,7 @@ from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, read_beside
 
 DEMO = "demo"
+TOKENIZER_LIMIT_S = 60.0  # converting a large vocabulary takes up to half of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,9 +237,10 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
 def tokenizer_of_folder(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder. Raises BadInput where its files are missing or damaged."""
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trusted, local_files_only=True
-        )
+        with within(f"{folder}: its tokenizer", limit_s=TOKENIZER_LIMIT_S):
+            return AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trusted, local_files_only=True
+            )
     except (FluxTrainError, MemoryError):
         raise
     except Exception as error:  # whatever damaged files make the library raise

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from fluxtrain.bounded import tell_last_words_to
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import (
@@ -82,6 +83,7 @@ class Session:
 
     def __enter__(self) -> Session:
         self.signals.__enter__()
+        tell_last_words_to(self._end_at_once)
         return self
 
     def __exit__(
@@ -91,6 +93,7 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.signals.deferred = True  # no signal interrupts the record
+        tell_last_words_to(None)
         try:
             self.gauges.close()
             self.timeline.close()
@@ -146,6 +149,11 @@ class Session:
     def resume_command(self) -> str:
         """Return the command that continues this run."""
         return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}"
+
+    def _end_at_once(self, refusal: FluxTrainError) -> None:
+        """Record why the process ends while native code of a model's tokenizer never does."""
+        self._record_failure(refusal, refusal)
+        self._control.abandon()
 
     def _at_once(self) -> str:
         """Remove the socket and name the newest checkpoint, as the process ends at once."""
