@@ -78,7 +78,7 @@ class within:  # noqa: N801 - reads as a sentence: with within(...)
             _watch.end(self)
         if self.exceeded:
             raise self.refusal() from None
-        if kind is not None and kind.__name__ == _PANIC:
+        if kind is not None and kind.__name__ == _PANIC and "ThreadPool" not in str(error):
             words = str(error).strip().splitlines()
             raise BadInput(
                 f"{self.what} failed ({words[0] if words else 'without a word'}): {self.cure}"
@@ -102,8 +102,8 @@ class _Watch:
 
     def begin(self, one: within) -> None:
         if not self._started:
-            self._started = True
             threading.Thread(target=self._watch, name="bounded", daemon=True).start()
+            self._started = True
         self.running[id(one)] = one
         if not self._busy.is_set():
             self._busy.set()

@@ -244,6 +244,8 @@ def tokenizer_of_folder(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
     except (FluxTrainError, MemoryError):
         raise
     except Exception as error:  # whatever damaged files make the library raise
+        if "start new thread" in str(error):
+            raise
         raise BadInput(
             f"{folder}: its tokenizer cannot be loaded ({_first_line(error)}): copy the "
             "tokenizer's files of the original model into it"
@@ -314,7 +316,8 @@ def _shape(folder: Path, trusted: bool) -> PretrainedConfig:
 
 def unloadable(folder: Path | str, error: Exception) -> Exception:
     """Return an error that says what is wrong with the folder; `error` itself if memory ran out."""
-    if "allocate memory" in str(error) or "out of memory" in str(error):
+    words = str(error)
+    if any(text in words for text in ("allocate memory", "out of memory", "start new thread")):
         return error
     return BadInput(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}")
 

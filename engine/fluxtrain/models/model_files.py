@@ -155,8 +155,9 @@ def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
                 dtype, shape, (first, last) = (
                     tensor["dtype"], tensor["shape"], tensor["data_offsets"],
                 )  # fmt: skip
-                sizes_known = all(isinstance(size, int) and size >= 0 for size in shape)
-                sound = isinstance(dtype, str) and sizes_known and 0 <= first <= last
+                # whole numbers as the library reads them: it takes neither 0.0 nor false
+                sizes_known = all(_is_size(size) for size in (*shape, first, last))
+                sound = isinstance(dtype, str) and sizes_known and first <= last
                 if not sound or (dtype in _BYTES and last - first != _BYTES[dtype] * prod(shape)):
                     raise ValueError(f"{name}: {dtype} {shape} at {first}..{last}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -164,6 +165,10 @@ def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
             f"{path} is not a safetensors file or its header is damaged: download it again"
         ) from error
     return dict(header)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _data_bytes(header: dict[str, Any]) -> int:
