@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -95,11 +96,11 @@ class Session:
         self.signals.deferred = True  # no signal interrupts the record
         tell_last_words_to(None)
         try:
-            self.gauges.close()
-            self.timeline.close()
+            self._say(self.gauges.close)
+            self._say(self.timeline.close)
             if self._trackers is not None:
                 stopped = error is None or isinstance(as_told(error), Interrupted)
-                self._trackers.close(failed=not stopped)
+                self._say(partial(self._trackers.close, failed=not stopped))
             self._record_end(error)
         finally:
             self._control.close()
