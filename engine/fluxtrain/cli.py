@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.main import get_command
 
-from fluxtrain import init_cli, result_cli, system_limits
+from fluxtrain import init_cli, result_cli
 from fluxtrain.commands import options
 from fluxtrain.commands.options import (
     Config,
@@ -33,7 +33,6 @@ from fluxtrain.hardware import allocator, openmp
 from fluxtrain.interrupts import ImmediateInterrupts
 from fluxtrain.output import complain, hush_libraries, leave, print_json, say, silent, tell
 from fluxtrain.rundir.standard_streams import open_standard_streams
-from fluxtrain.telemetry.printable import printable
 from fluxtrain.units import loss_text
 
 if TYPE_CHECKING:
@@ -98,6 +97,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 
     def opened(run_dir: Path) -> None:
         if not json and live_fd is None:
+            from fluxtrain.telemetry.printable import printable
             from fluxtrain.telemetry.typed import typed
 
             with contextlib.suppress(NoSpace):  # for what is printed: the run has its own disk
@@ -302,6 +302,7 @@ def schema() -> None:
 def runs(json: Json = False, debug: Debug = False) -> None:
     """List the runs, newest first ($FLUXTRAIN_RUNS, or ./runs)."""
     from fluxtrain.rundir.run_dir import list_runs, runs_root
+    from fluxtrain.telemetry.printable import printable
 
     if runs_root().is_file():
         raise BadInput(f"{runs_root()} is a file: set FLUXTRAIN_RUNS to the folder of the runs")
@@ -370,7 +371,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         allocator.let_segments_grow()
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        system_limits.fit_into_limits(given, complain)
         ended = get_command(app)(given, standalone_mode=False)  # app() replaces sys.excepthook too
         code = EXIT_FINISHED if ended is None else tell(typer.Exit(ended), debug=False)
     except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code

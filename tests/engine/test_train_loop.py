@@ -360,8 +360,7 @@ def test_a_run_pauses_goes_on_saves_and_stops_when_told(
     assert [ok for ok, _ in control.answers] == [False, True, True, True, True]
     assert "pause, resume, checkpoint, stop" in control.answers[0][1]
     events = list(read_events(run_dir / "events.ndjson"))
-    known = [command for _, command in script[1:]]  # what is no command is not written down
-    assert [a.command for a in of(ev.CommandAnswered, events)] == known
+    assert [a.command for a in of(ev.CommandAnswered, events)] == [c for _, c in script[1:]]
     phases = [phase.phase for phase in of(ev.PhaseChanged, events)]
     assert phases[-1] == "stopping"
     paused = phases.index("paused")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import struct
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fluxtrain.config.schema import demo_config, validate
-from fluxtrain.config.text import apply_overrides, parse_yaml
+from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
+from fluxtrain.decoding.prompts import read_prompts
 from fluxtrain.errors import BadInput
 from fluxtrain.models.model_files import safetensors_header
 from fluxtrain.rundir.control import Answer, ControlServer
@@ -220,3 +222,31 @@ def test_odd_offsets_are_refused_before_anything_is_loaded(tmp_path: Path, offse
     header = {**HEADER, "a": {**HEADER["a"], "data_offsets": offsets}}
     with pytest.raises(BadInput, match="header is damaged: download it again"):
         safetensors_header(written(tmp_path / "w", json.dumps(header).encode()))
+
+
+# -- files without an end --------------------------------------------------------------------------
+
+
+def test_a_configuration_without_an_end_is_refused() -> None:
+    with pytest.raises(BadInput, match="/dev/zero has no end that a configuration has"):
+        read_text(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_prompts_without_an_end_are_refused_and_nothing_waits_for_them(
+    tmp_path: Path, kind: str
+) -> None:
+    path = Path("/dev/zero")
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(BadInput, match="is a pipe or a device: --prompts takes a text file"):
+        read_prompts(path)
+
+
+def test_prompts_of_any_size_are_refused_by_their_size(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BadInput, match="has 1.00 TiB, and --prompts takes at most 256 MiB"):
+        read_prompts(path)

@@ -24,7 +24,11 @@ def read_text(path: Path) -> str:
                 f"{path} has {path.stat().st_size:,} bytes: that is not a configuration file; "
                 "put data under data.path"
             )
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # a pipe or a device has no size
+            data = file.read(CONFIG_LIMIT_BYTES + 1)
+        if len(data) > CONFIG_LIMIT_BYTES:
+            raise BadInput(f"{path} has no end that a configuration has: name a file of settings")
+        return data.decode("utf-8")
     except FileNotFoundError:
         raise BadInput(
             f"{path}: no such file; `fluxtrain train --demo` needs none, and "

@@ -12,6 +12,9 @@ from fluxtrain.data.encoding.tokenizer import encoded
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.errors import BadInput
+from fluxtrain.units import bytes_text
+
+PROMPTS_LIMIT_BYTES = 256 << 20
 
 Conversation = list[dict[str, Any]]
 _KEYS = "a JSON string, or an object with `prompt` or `messages`"
@@ -92,7 +95,16 @@ def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
     Raises BadInput where there is no file or no prompt, naming the line that cannot be used.
     """
     try:
-        lines = path.expanduser().read_text(encoding="utf-8-sig").splitlines()
+        file = path.expanduser()
+        size_bytes = file.stat().st_size
+        if not file.is_file() and not file.is_dir():
+            raise BadInput(f"{path} is a pipe or a device: {named} takes a text file")
+        if size_bytes > PROMPTS_LIMIT_BYTES:
+            raise BadInput(
+                f"{path} has {bytes_text(size_bytes)}, and {named} takes at most "
+                f"{bytes_text(PROMPTS_LIMIT_BYTES)}: divide it into several files"
+            )
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError as error:
         raise BadInput(f"{path} does not exist: check {named}") from error
     except (OSError, UnicodeDecodeError) as error:
