@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.decoding.sampling import _mend
+from fluxtrain.decoding.sampling import Sampling, _mend
+from fluxtrain.decoding.writing import write
+from fluxtrain.errors import BadInput
 from fluxtrain.models import generation
 from fluxtrain.models.generation import stops_of
+from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train import run as run_module
+from fluxtrain.train.samples import TrainedModel
 from tests.hostile import many
 
 values = (
@@ -84,9 +89,35 @@ def test_a_sample_that_fails_after_the_training_is_a_warning_and_the_run_is_fini
 
 
 def test_stop_strings_of_a_model_are_no_obstacle_to_a_sample() -> None:
-    from fluxtrain.models.loading import ModelSource, load_model
-
     loaded = load_model(ModelSource())
     loaded.model.generation_config.stop_strings = ["the"]
     text = generation.sample_text(loaded.model, loaded.tokenizer, "Once", max_new_tokens=4)
     assert text.startswith("Once")
+
+
+@pytest.mark.parametrize(
+    "told", [{"bad_words_ids": [[-1]]}, {"sequence_bias": {"a": 1}}, {"forced_eos_token_id": 10**9}]
+)
+def test_settings_that_transformers_refuses_are_bad_input_with_its_words(
+    told: dict[str, Any],
+) -> None:
+    loaded = load_model(ModelSource())
+    for name, value in told.items():
+        setattr(loaded.model.generation_config, name, value)
+    model = TrainedModel(loaded=loaded, device=torch.device("cpu"))
+    with pytest.raises(BadInput, match=r"demo: its generation settings cannot be used \(.+\)"):
+        write(model, [[1, 2, 3]], Sampling(max_new_tokens=2))
+
+
+def test_an_error_of_ours_is_not_taken_for_one_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = load_model(ModelSource())
+    model = TrainedModel(loaded=loaded, device=torch.device("cpu"))
+
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(loaded.model, "forward", fails)
+    with pytest.raises(ValueError, match="a bug"):
+        write(model, [[1, 2, 3]], Sampling(max_new_tokens=2))
