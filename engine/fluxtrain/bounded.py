@@ -94,8 +94,13 @@ class _Watch:
     """The thread that watches, and what runs now. It is started with the first that runs."""
 
     def __init__(self) -> None:
-        self.running: dict[int, within] = {}
         self.last_words: Callable[[FluxTrainError], None] = lambda refusal: None
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        """Watch nothing; a forked process has no thread of its parent."""
+        self.running: dict[int, within] = {}
         self._lock = threading.Lock()
         self._busy = threading.Event()
         self._started = False

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.decoding.sampling import Sampling, _mend
+from fluxtrain.decoding.streaming import text_of
 from fluxtrain.decoding.writing import write
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.models import generation
 from fluxtrain.models.generation import stops_of
 from fluxtrain.models.loading import ModelSource, load_model
@@ -86,6 +87,31 @@ def test_a_sample_that_fails_after_the_training_is_a_warning_and_the_run_is_fini
     said = "the model is saved, and no sample of it is shown: There are one or more stop strings"
     assert said in warned
     assert isinstance(told[-1], ev.Done) and told[-1].exit_code == 0
+
+
+def test_an_interrupt_while_the_sample_is_made_is_no_fault_of_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> str:
+        raise Interrupted("stopped", 130)
+
+    monkeypatch.setattr(run_module, "sample_text", interrupted)
+    monkeypatch.setattr(run_module.Run, "measure", lambda self: pytest.fail("it went on"))
+    with pytest.raises(Interrupted):
+        trained(tmp_path, monkeypatch)
+    assert list(tmp_path.glob("*/model/model.safetensors"))
+
+
+def test_a_tokenizer_that_panics_on_an_answer_is_bad_input_which_ends_samples_alone() -> None:
+    class PanicException(BaseException):
+        """What libraries in Rust raise."""
+
+    class Panics:
+        def decode(self, token_ids: Any, **options: Any) -> Any:
+            raise PanicException("index out of bounds")
+
+    with pytest.raises(BadInput, match="the decoder .* failed .index out of bounds."):
+        text_of(Panics(), [1, 2])
 
 
 def test_stop_strings_of_a_model_are_no_obstacle_to_a_sample() -> None:

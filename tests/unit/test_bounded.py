@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -103,3 +104,18 @@ def test_native_code_that_never_ends_ends_with_the_process_and_its_words(native:
     assert done.returncode == EXIT_BAD_INPUT
     assert done.stderr == "error: the thing did not end within 0 s: mend it\n"
     assert "told: the thing did not end" in done.stdout
+
+
+def test_a_forked_process_has_a_watch_of_its_own() -> None:
+    with within("the thing"):
+        pass
+    child = os.fork()
+    if not child:
+        try:
+            with within("the thing", limit_s=0.2):
+                spin()
+        except BadInput:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from fluxtrain.bounded import within
+
 _MOST_TOKENS = 1 << 31
 
 
@@ -44,7 +46,8 @@ def sample_text(
             ids = generate(**encoded, generation_config=settings, tokenizer=tokenizer)
     finally:
         model.train(was_training)
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    with within("the decoder of the model's tokenizer", 4 * len(ids[0])):
+        return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def stop_at(

@@ -22,6 +22,7 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, BatchSource, in_order
+from fluxtrain.errors import Interrupted
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes
@@ -260,6 +261,8 @@ class Run:
         loaded, prompt = self._inputs.loaded, self._inputs.prompt
         try:
             text = sample_text(loaded.model, loaded.tokenizer, prompt)
+        except Interrupted:
+            raise
         except Exception as error:  # noqa: BLE001 - models bring code and settings of their own
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._session.announcer.warn(
