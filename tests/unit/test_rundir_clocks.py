@@ -112,3 +112,12 @@ def test_the_silence_of_a_trainer_is_told_by_a_clock_that_nobody_sets(
         silence_s = run.silence_s()
         assert silence_s is not None and 20 <= silence_s < 30
         assert run.summary().word() == "stalled"
+
+
+def test_a_run_that_goes_on_after_the_clock_was_set_back_is_running(run: RunDir) -> None:
+    run.write_json(run.result, {"exit_code": 143})
+    later_s = time.time() + 3600
+    os.utime(run.result, (later_s, later_s))  # as written before the clock was set back
+    assert run.liveness() == "stopped"
+    with run.lock():
+        assert run.liveness() == "running"

@@ -214,6 +214,10 @@ class RunDir:
             mark = msgspec.json.encode(ProcessMark.mine()) + b"\n"
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, mark, 0)
+            # ends on record are of earlier processes, also where the clock was set back since
+            newest_ns = max(_written_ns(self.error), _written_ns(self.result)) + 1
+            if newest_ns > os.fstat(descriptor).st_mtime_ns:
+                os.utime(descriptor, ns=(newest_ns, newest_ns))
             check_space(self.path, RUN_SPACE_BYTES)
         except FluxTrainError:
             os.close(descriptor)
