@@ -21,7 +21,7 @@ COMPUTING = (
 )  # fmt: skip
 OWN_THREADS = 12  # control, gauges, timeline, copies, updates and the like, with some to spare
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")  # each has threads
-LEAST_ADDRESS_BYTES = 5 << 28  # what the libraries of a run map, and a little model
+LEAST_ADDRESS_BYTES = 2 << 30  # what the libraries of a run map, and a little model
 
 
 def fit_into_limits(
