@@ -21,6 +21,7 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.signal import Signal
 
+from fluxtrain.rundir.process import boot_id
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.printable import printable
 from fluxtui.actions.action_screen import ActionScreen
@@ -236,9 +237,14 @@ class AppBase(App[None]):
                 state=news.state,
                 link=news.link,
                 timeline=news.timeline,
-                wall_s=self._wall_clock(),
+                **self._clocks(),
             )
         self.redraw()
+
+    def _clocks(self) -> dict[str, Any]:
+        return {
+            "wall_s": self._wall_clock(), "monotonic_s": time.monotonic(), "boot": boot_id(),
+        }  # fmt: skip
 
     def compare_with(self, run_dir: Path | None) -> None:
         """Draw the curves of another run beside this one's; None draws this one alone."""
@@ -276,7 +282,7 @@ class AppBase(App[None]):
     def take_machine(self, message: MachineSampled) -> None:
         """Keep the machine's newest sample and pass it to the screens that show it. It is drawn
         with the next news of the run, which come more often, also while the trainer is silent."""
-        self.view = replace(self.view, machine_sample=message.sample, wall_s=self._wall_clock())
+        self.view = replace(self.view, machine_sample=message.sample, **self._clocks())
         self.machine_signal.publish(message.sample)
 
     def redraw(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable
 
 from fluxtrain.errors import BadInput
@@ -26,6 +27,8 @@ from fluxtui.wizard.answers.training import (
     Value,
     read_answer,
 )
+
+MOST_COLUMNS, MOST_ROWS = 1000, 500  # of a screen: several times what is sold
 
 _EPILOG = """\
 Leaving the app never stops a training; --attach shows it again. Exit codes are those of
@@ -123,3 +126,12 @@ def _reader(question: TrainingQuestion) -> Callable[[str], Value]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
+
+
+def forget_odd_sizes() -> None:
+    """Drop LINES and COLUMNS of a size that no terminal has, by which a screen would be made: the
+    terminal is asked for its own."""
+    for name, most in (("LINES", MOST_ROWS), ("COLUMNS", MOST_COLUMNS)):
+        told = os.environ.get(name, "")
+        if told and not (told.isascii() and told.isdecimal() and 0 < int(told[:9]) <= most):
+            del os.environ[name]

@@ -23,7 +23,7 @@ from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.typed import typed
-from fluxtui.command_line import answers_of, make_parser
+from fluxtui.command_line import answers_of, forget_odd_sizes, make_parser
 from fluxtui.wizard.answers.answers import Answers
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ STARTED_S = 1.0  # by then the first screens are drawn
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; users' mistakes are one line on standard error."""
     open_standard_streams()
+    forget_odd_sizes()
     options = make_parser().parse_args(arguments)
     if not draws_utf8() and sys.stderr.isatty():
         print(

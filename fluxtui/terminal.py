@@ -23,6 +23,7 @@ from textual import events
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 
+from fluxtui.command_line import MOST_COLUMNS, MOST_ROWS
 from fluxtui.widgets.screen_updates import shorter
 
 if TYPE_CHECKING:
@@ -119,6 +120,11 @@ class TerminalDriver(LinuxDriver):
         """Pass text to the output's thread; write nothing while the terminal is the shell's."""
         if self._output is not None:
             self._output.write(shorter(data), whatever_waits=self._leaving)
+
+    def _get_terminal_size(self) -> tuple[int, int]:
+        """Return columns and rows, no more than a screen can have: `stty` takes any number."""
+        columns, rows = super()._get_terminal_size()
+        return min(columns, MOST_COLUMNS), min(rows, MOST_ROWS)
 
     def start_application_mode(self) -> None:
         """Take the terminal."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import typer
 
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interrupted, NoSpace
+from fluxtrain.reporting.failures import as_told  # here: where memory ran out nothing is imported
 
 TRACKER_THREADS = "tracker-"  # how their names begin
 
@@ -34,8 +35,6 @@ def tell(error: BaseException, *, debug: bool) -> int:
     if (usage := _usage_message(error)) is not None:
         complain(usage)
         return EXIT_BAD_INPUT
-    from fluxtrain.reporting.failures import as_told
-
     if debug:
         traceback.print_exception(error)
     told = as_told(error)

@@ -23,7 +23,7 @@ def heading(view: View, width: int) -> Line:
         return (("not part of a recording", "dim"),)
     sample = view.machine
     if sample is None and view.machine_sample is not None:
-        return stale_note(view.wall_s - view.machine_sample.wall_s)
+        return stale_note(view.monotonic_s - view.machine_sample.monotonic_s)
     gpus = sample.gpus if sample else ()
     if not gpus:
         return ()
@@ -56,7 +56,9 @@ def machine_line(view: View, width: int) -> Line:
     sample = view.machine
     if sample is None:
         old = view.machine_sample
-        note = stale_note(view.wall_s - old.wall_s) if old is not None else ((UNKNOWN, "dim"),)
+        note: Line = ((UNKNOWN, "dim"),)
+        if old is not None:
+            note = stale_note(view.monotonic_s - old.monotonic_s)
         return (("machine ", "dim"), *note)
     gpus = sample.gpus
     parts = [short(gpu, "GPU" if len(gpus) == 1 else "") for gpu in gpus]

@@ -63,7 +63,7 @@ def eta(view: View) -> Line:
         return (("ETA ", "dim"), (UNKNOWN, "dim"))
     left_s = time_left_s(step.eta_s, view.age_s(step) or 0.0, step.total_steps - step.step)
     spread_text = f" ± {whole_text(step.eta_spread_s)}" if step.eta_spread_s is not None else ""
-    clock = clock_text(view.now_s + left_s, view.now_s)
+    clock = clock_text(view.clock_s + left_s, view.clock_s)
     return (
         ("ETA ", "dim"),
         (whole_text(left_s), "strong"),

@@ -41,7 +41,7 @@ class MachineSampler:
         memory = psutil.virtual_memory()
         rss_bytes, cores_used = self._trainer_use(trainer_pid)
         return MachineSample(
-            wall_s=time.time(),
+            monotonic_s=time.monotonic(),
             cpu=psutil.cpu_percent() / 100.0,
             cores=psutil.cpu_count() or 1,
             memory_used_bytes=memory.total - memory.available,

@@ -6,13 +6,26 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from fluxtrain.telemetry.events import AnyEvent
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower, SchemaTooNew
 from fluxtui.sources.source import Batch
 from fluxtui.state.status import Link
+from fluxtui.state.steady import SteadyClock
 
 POLL_EVENTS = 5000
+
+
+def _steady(events: list[AnyEvent]) -> list[AnyEvent]:
+    """Return the events with the times by which they are played, whatever the clock did."""
+    clock, played = SteadyClock(), []
+    for event in events:
+        clock = clock.after(event)
+        steady_s = clock.time_of(event)
+        played.append(event if steady_s == event.wall_s else replace(event, wall_s=steady_s))
+    return played
 
 
 class ReplaySource:
@@ -68,7 +81,7 @@ class ReplaySource:
     def _read(self) -> None:
         self._started_s = self._clock()
         try:
-            self._events = JournalFollower(self._path).read_all()
+            self._events = _steady(JournalFollower(self._path).read_all())
         except SchemaTooNew as error:
             self._problem = printable(str(error))
         except OSError as error:

@@ -48,7 +48,7 @@ class GpuSample:
 class MachineSample:
     """The machine at one moment; None for a value that cannot be measured."""
 
-    wall_s: float
+    monotonic_s: float
     cpu: float | None  # 0 to 1 over all cores
     cores: int
     memory_used_bytes: int | None

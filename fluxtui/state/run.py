@@ -18,6 +18,7 @@ from fluxtrain.units import bytes_text, duration_text, loss_text, speed_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History, spaced
 from fluxtui.state.samples import Rounds, until, with_sample
+from fluxtui.state.steady import SteadyClock
 from fluxtui.words import counted
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -90,13 +91,21 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int = 0
     last_wall_s: float | None = None
     started_wall_s: float | None = None  # of the newest process
+    clock: SteadyClock = SteadyClock()  # of the newest process: all times are by it
+    set_by_s: float = 0.0  # how much the wall clock was set since that process began
 
     def after(self, event: ev.AnyEvent) -> RunState:
         """The state once `event` has happened."""
         if not abs(event.wall_s) < LATEST_WALL_S:
             event = replace(event, wall_s=self.last_wall_s or 0.0)
+        clock = self.clock.after(event)
+        told_s, before = event.wall_s, self
+        if (steady_s := clock.time_of(event)) != told_s:
+            event = replace(event, wall_s=steady_s)
+        if clock is not self.clock or told_s - steady_s != self.set_by_s:
+            before = replace(self, clock=clock, set_by_s=told_s - steady_s)
         fold = _FOLDS.get(type(event))
-        state = fold(self, event) if fold else self
+        state = fold(before, event) if fold else before
         return replace(
             state, seen=self.seen + 1, dropped=max(self.dropped, event.dropped)
             if not isinstance(event, ev.Hello) else event.dropped,
@@ -137,7 +146,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _logged(state: RunState, event: ev.Event, level: Level, kind: str, text: str) -> RunState:
-    return replace(state, log=state.log.appended(LogLine(event.wall_s, level, kind, text)))
+    wall_s = event.wall_s + state.set_by_s  # as the clock on the wall told it
+    return replace(state, log=state.log.appended(LogLine(wall_s, level, kind, text)))
 
 
 def _rewound(state: RunState, step: int) -> RunState:

@@ -47,6 +47,8 @@ class View:
     link: Link = field(default_factory=Link)
     machine_sample: MachineSample | None = None
     wall_s: float = 0.0  # the clock on the wall
+    monotonic_s: float = 0.0  # the clock that nobody sets
+    boot: str = ""  # of this machine, from which that clock counts
     chart: ChartSettings = field(default_factory=ChartSettings)
     read_only: bool = False
     advice_at: int = 0  # which piece of advice is selected, the best first
@@ -60,7 +62,13 @@ class View:
         last = self.state.last_wall_s
         if last is not None and (self.link.replay or self.closed_in_order):
             return last
-        return self.wall_s
+        now_s = self.state.clock.now_s(self.monotonic_s, self.boot)
+        return self.wall_s if now_s is None else now_s
+
+    @property
+    def clock_s(self) -> float:
+        """The present as the clock on the wall tells it, for times of day."""
+        return self.now_s if self.link.replay or self.closed_in_order else self.wall_s
 
     @property
     def closed_in_order(self) -> bool:
@@ -132,6 +140,6 @@ class View:
     def machine(self) -> MachineSample | None:
         """The newest sample of this machine while it is young."""
         sample = self.machine_sample
-        if sample is None or self.wall_s - sample.wall_s > MACHINE_LIMIT_S:
+        if sample is None or self.monotonic_s - sample.monotonic_s > MACHINE_LIMIT_S:
             return None
         return sample

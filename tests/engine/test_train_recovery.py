@@ -24,6 +24,7 @@ from fluxtrain.errors import (
     Interrupted,
     NoSpace,
 )
+from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import send_command
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
@@ -267,15 +268,33 @@ def test_a_session_answers_while_it_lives_and_frees_everything_after(tmp_path: P
         assert send_command(run.socket, "pause").ok
         assert session.requests.paused
         assert not send_command(run.socket, "fly").ok
+        assert not send_command(run.socket, "apply").ok
         with pytest.raises(BadInput, match="in use"):
             Session(run)
     assert not run.socket.exists()
     with run.lock():
         pass
     answers = [e for e in journal(run) if isinstance(e, ev.CommandAnswered)]
-    assert [(a.command, a.ok) for a in answers] == [("pause", True), ("fly", False)]
+    assert [(a.command, a.ok) for a in answers] == [("pause", True), ("apply", False)]
     beats = [e for e in journal(run) if isinstance(e, ev.Heartbeat)]
     assert beats[-1].phase == "starting"
+
+
+def test_no_flood_of_commands_fills_the_journal(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with open_session(run) as session:
+        for _ in range(3000):
+            assert not session._answer("nope" * 9, {"x": "y" * 999})[0]
+        assert run.journal.stat().st_size < 1 << 14
+        for _ in range(1500):
+            assert session._answer("pause", {})[0] and session._answer("resume", {})[0]
+        session._commands_told = Allowance(1e9, 1)
+        assert session._answer("pause", {})[0]
+    told = journal(run)
+    commands = [event.command for event in told if isinstance(event, ev.CommandAnswered)]
+    assert 100 <= len(commands) <= 110 and set(commands) == {"pause", "resume"}
+    warned = [event.text for event in told if isinstance(event, ev.LogWritten)]
+    assert any("commands came faster than" in text for text in warned), "how many are missing"
 
 
 def test_a_refused_session_leaves_the_others_files_alone(tmp_path: Path) -> None:

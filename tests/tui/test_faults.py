@@ -58,7 +58,7 @@ class Load:
     def sample(self, trainer_pid: int | None = None) -> MachineSample:
         self.samples += 1
         gpu = GpuSample(name="card", utilisation=0.5, power_w=100.0 + self.samples)
-        return MachineSample(time.time(), 0.25, 8, 1 << 30, 2 << 30, None, None, (gpu,))
+        return MachineSample(time.monotonic(), 0.25, 8, 1 << 30, 2 << 30, None, None, (gpu,))
 
 
 async def test_of_a_silent_engine_only_the_machine_is_of_now(

@@ -187,7 +187,7 @@ def test_a_process_that_computes_and_draws_is_told_once() -> None:
 
 
 def drawn(sample: MachineSample | None, width: int = 60, height: int = 10) -> str:
-    view = View(machine_sample=sample, wall_s=100.0)
+    view = View(machine_sample=sample, monotonic_s=100.0)
     lines = framed(PANELS["machine"], view, width, height, "box")
     return "\n".join("".join(text for text, _ in spans) for spans in lines)
 
@@ -239,7 +239,7 @@ def test_what_was_not_measured_is_a_dash() -> None:
 
 
 def test_an_old_sample_is_not_shown_as_the_present(card: GpuSample) -> None:
-    old = changed(sampled(card), wall_s=90.0)
+    old = changed(sampled(card), monotonic_s=90.0)
     assert "91%" not in drawn(old) and "-" in drawn(old)
     assert "last sample 10 s ago" in drawn(old)
     assert drawn(old).splitlines()[1:] == drawn(None).splitlines()[1:]
@@ -268,7 +268,7 @@ def test_the_heading_counts_the_gpus_and_says_what_the_mark_means(eight: list[Gp
 
 
 def line_of(sample: MachineSample | None, width: int = 80, **view: Any) -> str:
-    whole = machine_line(View(machine_sample=sample, wall_s=100.0, **view), width)
+    whole = machine_line(View(machine_sample=sample, monotonic_s=100.0, **view), width)
     assert width_of(whole) <= width
     return "".join(text for text, _ in whole)
 
@@ -293,5 +293,5 @@ def test_one_line_of_eighty_cells_holds_four_gpus(eight: list[GpuSample]) -> Non
 
 def test_one_line_never_shows_the_machine_of_now_as_that_of_a_recording(card: GpuSample) -> None:
     assert "91%" not in line_of(sampled(card), link=Link(replay=True))
-    assert "last sample 10 s ago" in line_of(changed(sampled(card), wall_s=90.0))
+    assert "last sample 10 s ago" in line_of(changed(sampled(card), monotonic_s=90.0))
     assert line_of(None) == "machine -"

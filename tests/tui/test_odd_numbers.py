@@ -156,7 +156,7 @@ def test_the_machine_is_a_table_with_columns_for_each_gpu() -> None:
         GpuSample(name="NVIDIA H200", index=1, throttled_by=("heat", "power limit")),
     )
     sample = MachineSample(10.0, 0.5, 2, 1 << 30, 2 << 30, None, 1.5, gpus)
-    written = csv_tables.csv_of("machine", View(machine_sample=sample, wall_s=10.5))
+    written = csv_tables.csv_of("machine", View(machine_sample=sample, monotonic_s=10.5))
     [row] = csv.DictReader(written.splitlines())
     assert (row["cpu"], row["memory_total_bytes"], row["trainer_cpu"]) == (
         "0.5",
@@ -169,5 +169,5 @@ def test_the_machine_is_a_table_with_columns_for_each_gpu() -> None:
 
 def test_a_machine_without_gpus_is_a_table_too() -> None:
     sample = MachineSample(10.0, None, 2, None, None, None, None)
-    written = csv_tables.csv_of("machine", View(machine_sample=sample, wall_s=10.5))
+    written = csv_tables.csv_of("machine", View(machine_sample=sample, monotonic_s=10.5))
     assert [row["cores"] for row in csv.DictReader(written.splitlines())] == ["2"]

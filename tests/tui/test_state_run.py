@@ -309,8 +309,8 @@ def test_a_machine_sample_is_shown_for_seconds_only(made: ModuleType) -> None:
     from fluxtui.state.machine_sample import MachineSample
 
     sample = MachineSample(100.0, 0.5, 2, 1, 2, None, None)
-    assert View(machine_sample=sample, wall_s=104.0).machine is sample
-    assert View(machine_sample=sample, wall_s=106.0).machine is None
+    assert View(machine_sample=sample, monotonic_s=104.0).machine is sample
+    assert View(machine_sample=sample, monotonic_s=106.0).machine is None
     assert {field.name for field in fields(MachineSample)} >= {"cpu", "gpus", "trainer_rss_bytes"}
 
 

@@ -100,14 +100,16 @@ def test_on_a_low_screen_the_first_sample_stands_above_the_lengths(
 
 def test_what_the_machine_does_now_is_told_beside_what_was_measured(known: WizardView) -> None:
     gpu = GpuSample(name="card", utilisation=0.5, processes=(GpuProcess(pid=7),))
-    sample = MachineSample(time.time(), 0.25, 8, 1 << 30, 4 << 30, None, None, (gpu,))
+    sample = MachineSample(time.monotonic(), 0.25, 8, 1 << 30, 4 << 30, None, None, (gpu,))
     live = dataclasses.replace(known, machine=sample)
     for page in (hardware_page, aside):
         shown = page(live, 80).plain
         assert "GPU 50%" in shown and "CPU 25%" in shown and "1 other on the GPU" in shown
     waiting = WizardView(machine=sample)
     assert "CPU 25%" in hardware_page(waiting, 80).plain, "also while it is being measured"
-    old = dataclasses.replace(known, machine=dataclasses.replace(sample, wall_s=1.0))
+    old = dataclasses.replace(
+        known, machine=dataclasses.replace(sample, monotonic_s=sample.monotonic_s - 60)
+    )
     assert "CPU 25%" not in hardware_page(old, 80).plain
 
 

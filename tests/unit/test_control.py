@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -158,17 +159,98 @@ def test_a_silent_client_is_dropped_after_a_while(
     server.close()
 
 
-def test_more_clients_than_the_limit_are_turned_away_and_the_others_stay(
-    path: Path, server: ControlServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("server")
+def test_silent_clients_in_every_place_leave_one_to_a_client_that_asks(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "CLIENTS_LIMIT", 3)
-    clients = [connected(path) for _ in range(3)]
-    assert all(ask(client, b'{"command":"pause"}\n')["ok"] for client in clients)
-    with pytest.raises(NotReachable):
-        send_command(path, "pause")
-    assert all(ask(client, b'{"command":"pause"}\n')["ok"] for client in clients)
-    for client in clients:
+    silent = [connected(path) for _ in range(12)]
+    active = connected(path)
+    for _ in range(3):
+        assert ask(active, b'{"command":"pause"}\n')["ok"]
+        assert send_command(path, "pause").ok
+    for client in (active, *silent):
         client.close()
+
+
+def answered_in(seconds: float, clients: list[socket.socket]) -> int:
+    """How many requests the clients get answered, each sending as fast as it can."""
+    counts = []
+
+    def flood(client: socket.socket) -> None:
+        client.settimeout(0.2)
+        got = 0
+        while time.monotonic() < until_s:
+            with contextlib.suppress(TimeoutError):
+                client.sendall(b'{"command":"unknown"}\n' * 100)
+            with contextlib.suppress(TimeoutError):
+                got += client.recv(1 << 16).count(b"\n")
+        counts.append(got)
+
+    until_s = time.monotonic() + seconds
+    threads = [threading.Thread(target=flood, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts)
+
+
+def test_what_clients_send_beyond_their_rate_waits_and_another_client_is_answered(
+    path: Path, server: ControlServer
+) -> None:
+    flooding = [connected(path) for _ in range(6)]
+    told: list[Answer] = []
+
+    def ask_meanwhile() -> None:
+        for _ in range(3):
+            time.sleep(0.4)
+            told.append(send_command(path, "pause"))
+
+    asking = threading.Thread(target=ask_meanwhile)
+    asking.start()
+    answered = answered_in(1.4, flooding)
+    asking.join()
+    assert answered <= control.BURST + 3 * control.TURNS_PER_S
+    assert [answer.ok for answer in told] == [True] * 3
+    spent_s = clock_of_thread_s(server)
+    assert answered_in(1.0, flooding) <= 2 * control.TURNS_PER_S
+    assert clock_of_thread_s(server) - spent_s < 0.01 * 1.5  # a hundredth; it may last a bit longer
+    for client in flooding:
+        client.close()
+
+
+def clock_of_thread_s(server: ControlServer) -> float:
+    """The processor time that the server's thread has taken."""
+    assert server._thread is not None and server._thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(server._thread.ident))
+
+
+def test_clients_that_come_and_go_without_end_take_no_time_from_the_training(
+    path: Path, server: ControlServer
+) -> None:
+    until_s = time.monotonic() + 1.0
+    while time.monotonic() < until_s:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(0.2)
+            with contextlib.suppress(OSError):
+                client.connect(str(path))
+                client.sendall(b"{")
+    assert clock_of_thread_s(server) < 0.05
+    assert send_command(path, "pause").ok
+
+
+def test_a_client_that_sends_a_byte_at_a_time_takes_no_time_from_the_training(
+    path: Path, server: ControlServer
+) -> None:
+    with connected(path) as client:
+        client.setblocking(False)
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            with contextlib.suppress(BlockingIOError):
+                client.send(b"x")
+        assert clock_of_thread_s(server) < 0.05
+        assert send_command(path, "pause").ok
 
 
 def test_a_dead_trainers_socket_is_replaced_and_a_living_one_is_not(path: Path) -> None:

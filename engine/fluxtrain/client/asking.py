@@ -15,6 +15,7 @@ import msgspec
 
 from fluxtrain.client.answer import Answer
 from fluxtrain.errors import EXIT_BUG, FluxTrainError
+from fluxtrain.parent import environment_of_child
 
 T = TypeVar("T", bound=Answer)
 _LINE_LIMIT_BYTES = 1 << 24  # of a line on standard error
@@ -37,15 +38,18 @@ async def ask_engine(
 ) -> T:
     """Run the command of `answer` with `--json` and `arguments`, and return what it prints.
 
-    Cancelling the task ends the process. `said` gets every line of its standard error as it comes;
-    `environment` is added to ours; `program` replaces `python -m fluxtrain`.
+    Cancelling the task ends the process, and so does the end of this one. `said` gets every line of
+    its standard error as it comes; `environment` is added to ours; `program` replaces
+    `python -m fluxtrain`.
 
     Raises:
         EngineRefused: the process failed, or printed something else than such an answer.
     """
     started_by = program or (sys.executable, "-P", "-m", "fluxtrain")
     command = (*started_by, answer.COMMAND, "--json", *arguments)
-    starting = asyncio.ensure_future(_started(command, {**os.environ, **(environment or {})}))
+    starting = asyncio.ensure_future(
+        _started(command, {**environment_of_child(), **(environment or {})})
+    )
     ended = asyncio.ensure_future(_ended(starting, said))
     try:
         code, output, errors = await asyncio.shield(ended)

@@ -14,6 +14,7 @@ import msgspec
 from fluxtrain.client.asking import EngineRefused, last_words
 from fluxtrain.client.generation import COMMAND, Ask, Event, Stop, encoded, read_event
 from fluxtrain.errors import EXIT_BUG
+from fluxtrain.parent import environment_of_child
 
 _LINE_LIMIT_BYTES = 1 << 24
 
@@ -42,6 +43,7 @@ class Talk:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
+            env=environment_of_child(),
             limit=_LINE_LIMIT_BYTES,
         )  # fmt: skip
         return Talk(process, said)

@@ -9,7 +9,7 @@ import yaml
 
 from fluxtrain.commands.paths import refuse_missing_paths
 from fluxtrain.config.schema import RunConfig, settings, validate
-from fluxtrain.config.text import parse_yaml
+from fluxtrain.config.text import Loader, parse_yaml
 from fluxtrain.errors import BadInput, NoSpace
 
 COMMENTS = {
@@ -81,7 +81,7 @@ def _scalar(value: object) -> str:
     if not isinstance(value, str):
         return str(value)
     try:
-        plain = yaml.safe_load(f"[{value}]") == [value]
-    except yaml.YAMLError:
+        plain = yaml.load(f"[{value}]", Loader=Loader) == [value]
+    except (yaml.YAMLError, RecursionError):
         plain = False
     return value if plain else json.dumps(value, ensure_ascii=False)

@@ -10,6 +10,7 @@ import yaml
 
 from fluxtrain.errors import BadInput
 
+MOST_BITS = 64  # of a number: no setting takes more, and Python refuses to print long ones
 CONFIG_LIMIT_BYTES = 1 << 20  # a configuration is a page; more is a data file given by mistake
 
 
@@ -23,7 +24,11 @@ def read_text(path: Path) -> str:
                 f"{path} has {path.stat().st_size:,} bytes: that is not a configuration file; "
                 "put data under data.path"
             )
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # a pipe or a device has no size
+            data = file.read(CONFIG_LIMIT_BYTES + 1)
+        if len(data) > CONFIG_LIMIT_BYTES:
+            raise BadInput(f"{path} has no end that a configuration has: name a file of settings")
+        return data.decode("utf-8")
     except FileNotFoundError:
         raise BadInput(
             f"{path}: no such file; `fluxtrain train --demo` needs none, and "
@@ -79,11 +84,40 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
                 "this --set out; where a setting may have none, `null` says so"
             ) from None
         except (yaml.YAMLError, RecursionError):
-            raise BadInput(f"--set {override}: {value!r} is not a YAML value; quote it") from None
+            raise BadInput(
+                f"--set {key}: {shortened(value)} is not a YAML value; quote it"
+            ) from None
     return result
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
+    """A SafeLoader that says where a value cannot be: a date that no calendar has, a number with
+    more digits than any setting takes."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise _no_value(node, str(error)) from None
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise _no_value(node, f"a number of more than {MOST_BITS} bits")
+        return value
+
+
+def _no_value(node: yaml.Node, why: str) -> yaml.MarkedYAMLError:
+    text = str(node.value) if isinstance(node, yaml.ScalarNode) else "this"
+    return yaml.constructor.ConstructorError(
+        None, None, f"{shortened(text)} is no value ({why}); quote it where it is text",
+        node.start_mark,
+    )  # fmt: skip
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """Return a text that someone wrote, or its beginning."""
+    return repr(text if len(text) <= limit else f"{text[:limit]}...")
+
+
+class _UniqueKeys(Loader):
     """A SafeLoader that refuses a key given twice, where YAML would keep the last in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -103,7 +137,7 @@ class _NoValue(yaml.YAMLError):
     """Nothing is written where a value should be."""
 
 
-class _Stated(yaml.SafeLoader):
+class _Stated(Loader):
     """A SafeLoader that refuses what is left empty, where YAML would take it for null."""
 
     def get_single_node(self) -> yaml.Node:

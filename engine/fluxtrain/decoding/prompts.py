@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fluxtrain.data.encoding.tokenizer import encoded
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.errors import BadInput
+from fluxtrain.units import bytes_text
+
+PROMPTS_LIMIT_BYTES = 256 << 20
 
 Conversation = list[dict[str, Any]]
 _KEYS = "a JSON string, or an object with `prompt` or `messages`"
@@ -61,7 +65,7 @@ class Prompting:
         """Return the tokens of a prompt. Raises BadInput where it cannot be written."""
         prompt.check()
         if prompt.messages is None and self._template is None:
-            return list(self._tokenizer(prompt.text)["input_ids"])
+            return encoded(self._tokenizer, [prompt.text or ""])[0]
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
         if self._template is None:
             raise BadInput(
@@ -73,7 +77,7 @@ class Prompting:
             text = self._template.render(messages, opened=True)
         except TemplateRefused as error:
             raise BadInput(f"{prompt.where}: the model's chat template says: {error}") from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encoded(self._tokenizer, [text], add_special_tokens=False)[0]
 
 
 def template_of(opened: DecodedModel) -> ChatTemplate | None:
@@ -91,7 +95,16 @@ def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
     Raises BadInput where there is no file or no prompt, naming the line that cannot be used.
     """
     try:
-        lines = path.expanduser().read_text(encoding="utf-8-sig").splitlines()
+        file = path.expanduser()
+        size_bytes = file.stat().st_size
+        if not file.is_file() and not file.is_dir():
+            raise BadInput(f"{path} is a pipe or a device: {named} takes a text file")
+        if size_bytes > PROMPTS_LIMIT_BYTES:
+            raise BadInput(
+                f"{path} has {bytes_text(size_bytes)}, and {named} takes at most "
+                f"{bytes_text(PROMPTS_LIMIT_BYTES)}: divide it into several files"
+            )
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError as error:
         raise BadInput(f"{path} does not exist: check {named}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import GenerationConfig
 
@@ -82,10 +83,17 @@ def settings_for(opened: DecodedModel, sampling: Sampling, most: int) -> Generat
 def _mend(settings: Any) -> None:
     """Replace values of a model's generation settings that transformers refuses while it draws,
     such as the temperature 0, which means the most likely token."""
-    if settings.temperature is not None and settings.temperature <= 0:
-        settings.do_sample = False
     for name, (is_possible, without) in _POSSIBLE.items():
         value = getattr(settings, name, None)
+        if name == "temperature" and _is_number(value) and value <= 0:
+            settings.do_sample = False
         if value is not None:
-            found = value if is_possible(value) else without
+            found = value if _is_number(value) and is_possible(value) else without
             setattr(settings, name, type(without)(found))  # transformers wants 2.0 where 2 is said
+    told = getattr(settings, "stop_strings", None)
+    strings = told if isinstance(told, list) else [told]
+    settings.stop_strings = [one for one in strings if isinstance(one, str) and one] or None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from fluxtrain.bounded import within
+
 _INCOMPLETE = "�"  # what a tokenizer makes of a character whose bytes are not all there
 
 
@@ -15,10 +17,12 @@ class Decoder(Protocol):
 
 
 def text_of(tokenizer: Decoder, tokens: list[int]) -> str:
-    """Return the text of an answer's tokens, without special ones and without tidying spaces."""
-    return str(
-        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+    """Return the text of an answer's tokens, without special ones and without tidying spaces.
+    Raises BadInput where its tokenizer panics."""
+    with within("the decoder of the model's tokenizer", 4 * len(tokens)):
+        return str(
+            tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
 
 class TextStream:

@@ -61,12 +61,21 @@ def write(
             torch.seed()
         else:
             torch.manual_seed(sampling.seed)
-        ids: Tensor = generate(
-            **inputs,
-            generation_config=settings,
-            streamer=_Heard(stream, set(stops(opened))) if stream else None,
-            stopping_criteria=StoppingCriteriaList([_Stopped(stopped)]),
-        )
+        try:
+            ids: Tensor = generate(
+                **inputs,
+                generation_config=settings,
+                streamer=_Heard(stream, set(stops(opened))) if stream else None,
+                stopping_criteria=StoppingCriteriaList([_Stopped(stopped)]),
+                tokenizer=opened.tokenizer,  # for stop strings
+            )
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            if not _of_settings(error):
+                raise
+            raise BadInput(
+                f"{opened.name}: its generation settings cannot be used ({error}): repair its "
+                "generation_config.json, or take that file away"
+            ) from error
     if stream:
         stream.end()
     seconds = time.perf_counter() - started_s
@@ -76,6 +85,15 @@ def write(
         _written(opened, row, len(prompt), "stopped" if stopped() else limit, most, seconds)
         for row, prompt in zip(rows, prompts, strict=True)
     ]
+
+
+def _of_settings(error: BaseException) -> bool:
+    """Return whether transformers' own code for generation raised an error: it checks what the
+    model's settings ask for when it is needed first."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "/transformers/generation/" in trace.tb_frame.f_code.co_filename
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from fluxtrain.bounded import within
+
+_MOST_TOKENS = 1 << 31
+
 
 def sample_text(
     model: PreTrainedModel,
@@ -38,10 +42,12 @@ def sample_text(
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(seed or 0)
             generate: Any = model.generate
-            ids = generate(**encoded, generation_config=settings)
+            # the tokenizer is for stop strings, which a model's own settings may have
+            ids = generate(**encoded, generation_config=settings, tokenizer=tokenizer)
     finally:
         model.train(was_training)
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    with within("the decoder of the model's tokenizer", 4 * len(ids[0])):
+        return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def stop_at(
@@ -73,10 +79,11 @@ def stop_at(
 
 
 def stops_of(settings: Any) -> list[int]:
-    """Return the tokens that generation stops at by its settings; -1 is no token."""
+    """Return the tokens that generation stops at by its settings; -1 is no token, and neither is a
+    text or a number that no vocabulary reaches."""
     told = getattr(settings, "eos_token_id", None)
     several = told if isinstance(told, list) else [told]
-    return [int(one) for one in several if one is not None and one >= 0]
+    return [one for one in several if type(one) is int and 0 <= one < _MOST_TOKENS]
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

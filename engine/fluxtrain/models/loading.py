@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from fluxtrain.bounded import within
 from fluxtrain.data.hub import network_errors
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.models.copies import Copied, copied_by_loading
@@ -43,6 +44,7 @@ from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, read_beside
 
 DEMO = "demo"
+TOKENIZER_LIMIT_S = 60.0  # converting a large vocabulary takes up to half of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,12 +237,15 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
 def tokenizer_of_folder(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder. Raises BadInput where its files are missing or damaged."""
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trusted, local_files_only=True
-        )
+        with within(f"{folder}: its tokenizer", limit_s=TOKENIZER_LIMIT_S):
+            return AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trusted, local_files_only=True
+            )
     except (FluxTrainError, MemoryError):
         raise
     except Exception as error:  # whatever damaged files make the library raise
+        if "start new thread" in str(error):
+            raise
         raise BadInput(
             f"{folder}: its tokenizer cannot be loaded ({_first_line(error)}): copy the "
             "tokenizer's files of the original model into it"
@@ -311,7 +316,8 @@ def _shape(folder: Path, trusted: bool) -> PretrainedConfig:
 
 def unloadable(folder: Path | str, error: Exception) -> Exception:
     """Return an error that says what is wrong with the folder; `error` itself if memory ran out."""
-    if "allocate memory" in str(error) or "out of memory" in str(error):
+    words = str(error)
+    if any(text in words for text in ("allocate memory", "out of memory", "start new thread")):
         return error
     return BadInput(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}")
 

@@ -12,7 +12,7 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -29,7 +29,8 @@ TOKENIZER_FILES = (
 SAMPLES = 64  # of each weight file, for its key
 SAMPLE_BYTES = 1 << 16
 MOST_LAYERS = 4096  # four times as many as the deepest models have
-_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_LAYER_KEY = re.compile(r"(^|_)(layers?|depth)$")  # num_hidden_layers, decoder_layers, n_layer
+_DEEPEST_PART = 4  # of a configuration within others
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub repository
@@ -154,8 +155,9 @@ def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
                 dtype, shape, (first, last) = (
                     tensor["dtype"], tensor["shape"], tensor["data_offsets"],
                 )  # fmt: skip
-                sizes_known = all(isinstance(size, int) and size >= 0 for size in shape)
-                sound = isinstance(dtype, str) and sizes_known and 0 <= first <= last
+                # whole numbers as the library reads them: it takes neither 0.0 nor false
+                sizes_known = all(_is_size(size) for size in (*shape, first, last))
+                sound = isinstance(dtype, str) and sizes_known and first <= last
                 if not sound or (dtype in _BYTES and last - first != _BYTES[dtype] * prod(shape)):
                     raise ValueError(f"{name}: {dtype} {shape} at {first}..{last}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -163,6 +165,10 @@ def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
             f"{path} is not a safetensors file or its header is damaged: download it again"
         ) from error
     return dict(header)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _data_bytes(header: dict[str, Any]) -> int:
@@ -221,21 +227,29 @@ def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
 
 def refuse_impossible_sizes(config: Mapping[str, Any], where: str) -> None:
     """Raise BadInput, naming `where`, for a configuration without vocabulary or width, or with more
-    than `MOST_LAYERS` layers (also in a part, such as its text model): every layer is made before
-    anything else is known of the model."""
+    than `MOST_LAYERS` layers by whatever word (also in a part, such as its text model): every layer
+    is made before anything else is known of the model."""
     for key in ("vocab_size", "hidden_size"):
         told = config.get(key)
         if isinstance(told, int) and told < 1:
             raise BadInput(f"{where} says {key} = {told}: copy or download it again")
-    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    for part in parts:
-        for key in _LAYER_KEYS:
-            told = part.get(key)
-            if isinstance(told, int) and told > MOST_LAYERS:
+    for part in _parts(config):
+        for key, told in part.items():
+            counted = len(told) if key == "layer_types" and isinstance(told, list) else told
+            is_count = key == "layer_types" or _LAYER_KEY.search(str(key)) is not None
+            if is_count and isinstance(counted, int | float) and counted > MOST_LAYERS:
                 raise BadInput(
-                    f"{where} says {key} = {told:,}, and models of up to {MOST_LAYERS:,} layers "
+                    f"{where} says {key} = {counted:,}, and models of up to {MOST_LAYERS:,} layers "
                     "can be trained: copy or download it again"
                 )
+
+
+def _parts(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    yield config
+    if depth < _DEEPEST_PART:
+        for part in config.values():
+            if isinstance(part, Mapping):
+                yield from _parts(part, depth + 1)
 
 
 def _json_object(path: Path) -> dict[str, Any]:

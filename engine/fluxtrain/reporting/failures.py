@@ -13,7 +13,12 @@ _UNUSABLE = frozenset(
         errno.ENOTDIR, errno.EPERM, errno.EROFS, errno.ESTALE,
     }
 )  # fmt: skip
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+_NO_MEMORY = (
+    "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory",
+    "failed to map segment",
+)  # fmt: skip
+_NO_THREAD = ("can't start new thread", "thread creation failed", "threadpoolbuild")
+_PANIC = "PanicException"  # of libraries in Rust; no Exception, and of no module to import
 
 
 def as_told(error: BaseException) -> FluxTrainError | None:
@@ -34,13 +39,20 @@ def as_told(error: BaseException) -> FluxTrainError | None:
     words = str(error).lower()
     if isinstance(error, RuntimeError) and words.startswith("could not determine home"):
         return BadInput("a path starts with ~ and a name that is no user here: write it in full")
+    told_by_library = isinstance(error, RuntimeError | ImportError | OSError)
     ran_out = isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in words for text in _NO_MEMORY)
+        told_by_library and any(text in words for text in _NO_MEMORY)
     )
-    if isinstance(error, RuntimeError) and "can't start new thread" in words:
+    panicked = type(error).__name__ == _PANIC
+    if (panicked or told_by_library) and any(text in words for text in _NO_THREAD):
         return DoesNotFit(
             "the system refuses another thread: raise its limit of processes and threads (`ulimit "
             "-u`, a container's pids limit), or of memory (`ulimit -v`), or close other programs"
+        )
+    if panicked:
+        return BadInput(
+            f"a library of the tokenizer or of the weights' files failed ({_first_line(error)}): "
+            "copy or download the model's folder again"
         )
     if ran_out:
         return DoesNotFit(

@@ -46,6 +46,14 @@ def newest_step(journal: Path) -> StepFinished | None:
     return None
 
 
+def newest_t_s(journal: Path) -> float | None:
+    """Return the trainer's monotonic clock at the newest event in the journal's end."""
+    for line in tail_lines(journal):
+        if (event := _glance(line)) is not None:
+            return event.t_s
+    return None
+
+
 def newest_phase(journal: Path) -> RunPhase | None:
     """Return the newest phase that the run told in the journal's end."""
     for line in tail_lines(journal):

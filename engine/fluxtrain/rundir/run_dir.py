@@ -3,7 +3,8 @@
     runs/<id>/  run.json  plan.json  events.ndjson  engine.log  error.json  result.json
                 timeline.ring  pid  ctl.sock  checkpoints/  model/
 
-`pid` names the process that uses the directory and carries the lock. `result.json` and `error.json`
+`pid` names the process that uses the directory and carries the lock; the directory is in use while
+either lives. `result.json` and `error.json`
 hold `exit_code`; older than `pid` they belong to an earlier process of the same run.
 """
 
@@ -22,7 +23,13 @@ from typing import Any
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.rundir.glance import ending_of_journal, first_hello, newest_phase, newest_step
+from fluxtrain.rundir.glance import (
+    ending_of_journal,
+    first_hello,
+    newest_phase,
+    newest_step,
+    newest_t_s,
+)
 from fluxtrain.rundir.process import ProcessMark
 from fluxtrain.rundir.states import RunState, state_of_exit, state_word
 from fluxtrain.telemetry.events import RunPhase
@@ -38,6 +45,7 @@ from fluxtrain.telemetry.typed import typed
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
 MARK_LIMIT_BYTES = 1 << 16
+LOCK_TRIES, LOCK_PAUSE_S = 5, 0.02  # whoever only looks holds the lock for microseconds
 REMOTE_SILENCE_S = 30.0  # a run on another host is dead when its journal is silent for longer
 
 
@@ -206,6 +214,10 @@ class RunDir:
             mark = msgspec.json.encode(ProcessMark.mine()) + b"\n"
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, mark, 0)
+            # ends on record are of earlier processes, also where the clock was set back since
+            newest_ns = max(_written_ns(self.error), _written_ns(self.result)) + 1
+            if newest_ns > os.fstat(descriptor).st_mtime_ns:
+                os.utime(descriptor, ns=(newest_ns, newest_ns))
             check_space(self.path, RUN_SPACE_BYTES)
         except FluxTrainError:
             os.close(descriptor)
@@ -224,7 +236,13 @@ class RunDir:
             return None
 
     def silence_s(self) -> float | None:
-        """Return the seconds since the journal last grew; heartbeats make it grow every second."""
+        """Return the seconds since the journal last grew; heartbeats make it grow every second.
+
+        Of a trainer on this machine they are told by a clock that nobody sets.
+        """
+        told_s = newest_t_s(self.journal) if self._shares_clock() else None
+        if told_s is not None and 0 < told_s <= time.monotonic():
+            return time.monotonic() - told_s
         try:
             return max(0.0, time.time() - self.journal.stat().st_mtime)
         except OSError:
@@ -246,6 +264,9 @@ class RunDir:
         hello, step = first_hello(self.journal), newest_step(self.journal)
         started_s = hello.wall_s if hello else self.path.stat().st_mtime
         silence_s = self.silence_s()
+        stepped_s = step.wall_s if step else 0.0
+        if step is not None and 0 < step.t_s <= time.monotonic() and self._shares_clock():
+            stepped_s = time.time() - (time.monotonic() - step.t_s)
         return RunSummary(
             run_id=self.run_id,
             path=str(self.path),
@@ -260,7 +281,7 @@ class RunDir:
             exit_code=ending.get("exit_code"),
             message=printable(str(ending.get("message", ""))),
             eta_s=step.eta_s if step else None,
-            stepped_s=step.wall_s if step else 0.0,
+            stepped_s=stepped_s,
             step_s=step.step_s if step else None,
             phase=newest_phase(self.journal),
             saved_model=str(self.model) if self.model.is_dir() else None,
@@ -281,11 +302,15 @@ class RunDir:
                 self.path.rmdir()
 
     def _claim(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            held = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                held = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+            if not held:
+                break
+            time.sleep(LOCK_PAUSE_S)
         user = self.user()
         if held or (user is not None and user.is_local and user.is_alive()):
             who = f"process {user.pid} on {user.host}" if user else "another process"
@@ -294,6 +319,20 @@ class RunDir:
                 f"watch it with `{typed('fluxtrain-tui')} --attach {self.path}`, stop it, "
                 "or choose another --run-dir"
             )
+
+    def _shares_clock(self) -> bool:
+        """Return whether the trainer is alive and its monotonic clock is that of this process."""
+        user = self.user()
+        return user is not None and user.shares_clock and user.is_alive()
+
+    def _is_locked(self) -> bool:
+        """Return whether a process holds the directory's lock, whatever is written of it."""
+        try:
+            with open_to_read(self.pid) as file:
+                fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno == errno.EWOULDBLOCK
+        return False
 
     def _ending(self) -> dict[str, Any]:
         """Return how the newest process of the run ended, by its files; {} if it wrote none."""
@@ -316,8 +355,10 @@ class RunDir:
         user = self.user()
         if user is None:
             return "dead" if self.journal.exists() else "waiting"
+        if (user.is_local and user.is_alive()) or self._is_locked():
+            return "running"  # a process of another container is known by its lock alone
         if user.is_local:
-            return "running" if user.is_alive() else "dead"
+            return "dead"
         silence_s = self.silence_s()
         return "running" if silence_s is not None and silence_s < REMOTE_SILENCE_S else "dead"
 

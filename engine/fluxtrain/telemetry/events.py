@@ -62,6 +62,7 @@ class Hello(Event, frozen=True, kw_only=True, tag="hello"):
     phase_names: tuple[str, ...] = ()
     rank: int | None = None  # of adapters; None: there are none
     storage: str = "plain"  # of frozen weights: plain, or how they are packed
+    boot: str = ""  # the id of the machine's boot, from which t_s counts; "": not known
 
 
 class ChoiceMade(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,7 +66,7 @@ class Requests:
         if command == "stop":
             self._stop_code = EXIT_TERMINATED
             return True, "stops after this step, once its checkpoint is written"
-        return False, f"unknown command {command!r}: use {', '.join(COMMANDS)}"
+        return False, f"unknown command {command[:40]!r}: use {', '.join(COMMANDS)}"
 
     def stop(self, exit_code: int) -> None:
         """Ask for a stop. Safe in a signal handler: it takes no lock that the loop could hold."""

@@ -22,6 +22,7 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, BatchSource, in_order
+from fluxtrain.errors import Interrupted
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes
@@ -252,15 +253,25 @@ class Run:
         self._method.save(loaded, self._config.method, session.run_dir.model)
         session.model_path = str(session.run_dir.model)
         if self._inputs.prompt:
-            text = sample_text(loaded.model, loaded.tokenizer, self._inputs.prompt)
-            session.announcer.emit(
-                SampleGenerated(
-                    step=session.model_step,
-                    prompt=self._inputs.prompt,
-                    text=text.removeprefix(self._inputs.prompt),
-                )
-            )
+            self._show_sample(session.model_step)
         self.measure()
+
+    def _show_sample(self, step: int) -> None:
+        """Show what the model makes of a prompt. It is saved: what goes wrong is a warning."""
+        loaded, prompt = self._inputs.loaded, self._inputs.prompt
+        try:
+            text = sample_text(loaded.model, loaded.tokenizer, prompt)
+        except Interrupted:
+            raise
+        except Exception as error:  # noqa: BLE001 - models bring code and settings of their own
+            words = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._session.announcer.warn(
+                f"the model is saved, and no sample of it is shown: {words}"
+            )
+            return
+        self._session.announcer.emit(
+            SampleGenerated(step=step, prompt=prompt, text=text.removeprefix(prompt))
+        )
 
     def measure(self) -> None:
         """Report predicted and measured values to journal, console and result.json.

@@ -79,6 +79,7 @@ def first_hello(config: RunConfig, run_dir: RunDir, machine: str) -> Hello:
         run_dir=str(run_dir.path),
         pid=mark.pid,
         pid_start_s=mark.start_s,
+        boot=mark.boot,
         version=fluxtrain.__version__,
         model=config.model.path,
         method=config.method.name,

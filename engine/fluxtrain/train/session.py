@@ -7,9 +7,11 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
+from fluxtrain.bounded import tell_last_words_to
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import (
@@ -26,12 +28,15 @@ from fluxtrain.reporting.failures import as_told
 from fluxtrain.reporting.gauges import GaugeThread
 from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.reporting.trackers.opening import Trackers
+from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import ControlServer
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
 from fluxtrain.trace.timeline import TimelineThread
-from fluxtrain.train.requests import Requests, Signals
+from fluxtrain.train.requests import COMMANDS, Requests, Signals
+
+COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE = 0.5, 100  # in the journal
 
 
 class Session:
@@ -63,6 +68,8 @@ class Session:
         self.requests = Requests()
         self.signals = Signals(self.requests, self._at_once)
         self._control = ControlServer(run_dir.socket, self._answer)
+        self._commands_told = Allowance(COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE)
+        self._commands_untold = 0
         self.gauges = GaugeThread(
             self.announcer, live=live_fd is not None, host_limit_bytes=host_limit_bytes
         )
@@ -77,6 +84,7 @@ class Session:
 
     def __enter__(self) -> Session:
         self.signals.__enter__()
+        tell_last_words_to(self._end_at_once)
         return self
 
     def __exit__(
@@ -86,12 +94,13 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.signals.deferred = True  # no signal interrupts the record
+        tell_last_words_to(None)
         try:
-            self.gauges.close()
-            self.timeline.close()
+            self._say(self.gauges.close)
+            self._say(self.timeline.close)
             if self._trackers is not None:
                 stopped = error is None or isinstance(as_told(error), Interrupted)
-                self._trackers.close(failed=not stopped)
+                self._say(partial(self._trackers.close, failed=not stopped))
             self._record_end(error)
         finally:
             self._control.close()
@@ -142,6 +151,11 @@ class Session:
         """Return the command that continues this run."""
         return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}"
 
+    def _end_at_once(self, refusal: FluxTrainError) -> None:
+        """Record why the process ends while native code of a model's tokenizer never does."""
+        self._record_failure(refusal, refusal)
+        self._control.abandon()
+
     def _at_once(self) -> str:
         """Remove the socket and name the newest checkpoint, as the process ends at once."""
         self._control.abandon()
@@ -158,6 +172,17 @@ class Session:
     def _answer(self, command: str, arguments: dict[str, Any]) -> tuple[bool, str]:
         ok, message = self.requests.handle(command, arguments)
         told = arguments if ok else {}  # arguments of refused commands are not checked
+        if command not in COMMANDS:
+            return ok, message
+        if not self._commands_told.take():  # so that no client fills the disk
+            self._commands_untold += 1
+            return ok, message
+        if self._commands_untold:
+            self.announcer.warn(
+                f"{self._commands_untold} commands came faster than {COMMANDS_TOLD_PER_S:g} a "
+                "second for long: they were answered and are not in the journal"
+            )
+            self._commands_untold = 0
         self.announcer.emit(
             CommandAnswered(command=command, ok=ok, message=message, arguments=told)
         )

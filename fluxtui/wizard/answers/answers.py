@@ -173,9 +173,11 @@ def listed_sources(text: str) -> list[Any] | None:
         return None
     import yaml
 
+    from fluxtrain.config.text import Loader
+
     try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError:
+        found = yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, RecursionError):
         return None
     return found if isinstance(found, list) else None
 

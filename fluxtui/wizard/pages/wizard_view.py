@@ -68,7 +68,9 @@ class WizardView:
         """What this machine does at the moment, in one line; nothing while that is not known."""
         if self.machine is None:
             return ()
-        return machine_line(RunView(machine_sample=self.machine, wall_s=time.time()), width)
+        return machine_line(
+            RunView(machine_sample=self.machine, monotonic_s=time.monotonic()), width
+        )
 
     @property
     def machine_lines(self) -> tuple[str, ...]:

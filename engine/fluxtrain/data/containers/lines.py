@@ -13,6 +13,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text
 
 LINE_LIMIT_BYTES = 64 << 20
+BLANK_BYTES = 256 << 10  # of lines without a word in a row: what follows of them teaches nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,11 @@ class Line:
 
 
 def lines(source: Source) -> Iterator[Line | Problem]:
-    """Yield every line; one that is no UTF-8, holds a NUL or is too long is a `Problem`."""
+    """Yield every line; one that is no UTF-8, holds a NUL or is too long is a `Problem`. Of blank
+    lines in a row those beyond `BLANK_BYTES` are left out."""
     number, offset = (source.at if source.jumped else 1), source.at
     unit: Literal["line", "byte"] = "byte" if source.jumped else "line"
+    blank_bytes = 0
     while raw := source.readline(LINE_LIMIT_BYTES + 1):
         origin = Origin(source.name, number, unit)
         too_long = len(raw) > LINE_LIMIT_BYTES
@@ -41,8 +44,10 @@ def lines(source: Source) -> Iterator[Line | Problem]:
             raw = source.readline(1 << 20)
         if nul < 0 and not too_long:
             yield _decoded(raw, origin, offset)
+        blank_bytes = 0 if raw.strip() else blank_bytes + len(raw)
+        skipped = source.skip_blank_lines() if blank_bytes > BLANK_BYTES else 0
         offset = source.at
-        number = offset if source.jumped else number + 1
+        number = offset if source.jumped else number + 1 + skipped
 
 
 def text_lines(source: Source) -> Iterator[Line]:

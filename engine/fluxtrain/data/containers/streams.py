@@ -97,6 +97,18 @@ class Source:
         """Return the next bytes; b"" at the end."""
         return self._taken(lambda: self.file.read(most_bytes))
 
+    def skip_blank_lines(self) -> int:
+        """Skip the lines of white space that come next, as fast as bytes are read; return how many
+        there were."""
+        skipped = 0
+        while ahead := self._ahead():
+            blank = ahead[: len(ahead) - len(ahead.lstrip())]
+            whole = blank.rfind(b"\n") + 1  # what stands before words is theirs
+            if not whole:
+                break
+            skipped += self.read(whole).count(b"\n")
+        return skipped
+
     def jump(self, offset: int) -> None:
         """Go on with the first line that begins behind `offset`; for files that are not packed.
 
@@ -116,6 +128,14 @@ class Source:
         if self._unpacked is not None:
             whole *= self._unpacked.made_bytes / max(1, self._raw.tell())
         return min(1.0, self.at / max(1.0, whole))
+
+    def _ahead(self) -> bytes:
+        """Return bytes that come next, without taking them."""
+        assert isinstance(self.file, io.BufferedReader)
+        try:
+            return self.file.peek(_BUFFER_BYTES)
+        except OSError:
+            return b""  # said by the next read
 
     def _taken(self, read: Callable[[], bytes]) -> bytes:
         try:

@@ -6,7 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from fluxtrain.bounded import within
 from fluxtrain.data.rendering.chat_template import ChatTemplate
+from fluxtrain.errors import BadInput, FluxTrainError
+
+_WHAT = "the tokenizer of the model"
+_CURE = "copy the tokenizer's files of the original model into the folder, or use another model"
 
 
 class Tokenizer(Protocol):
@@ -52,13 +57,11 @@ class TokenKinds:
         """Encode texts as they are, without the special tokens of a whole sequence."""
         if not texts:
             return []
-        found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        return [list(ids) for ids in found["input_ids"]]
+        return encoded(self._tokenizer, texts, add_special_tokens=False)
 
     def encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts with the special tokens that the tokenizer puts around a sequence."""
-        found = self._tokenizer(list(texts), verbose=False)
-        return [list(ids) for ids in found["input_ids"]]
+        return encoded(self._tokenizer, texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones with it."""
@@ -81,3 +84,17 @@ class TokenKinds:
         if token not in self._blank:
             self._blank[token] = not self.decode([token]).strip()
         return self._blank[token]
+
+
+def encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    """Return the tokens of texts. Raises BadInput for a tokenizer that does not end, takes memory
+    without end, or fails."""
+    with within(_WHAT, sum(map(len, texts)), _CURE):
+        try:
+            found = tokenizer(list(texts), verbose=False, **options)["input_ids"]
+        except (FluxTrainError, MemoryError, OSError):
+            raise
+        except Exception as error:  # its parts fail in any way on text that they do not know
+            words = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise BadInput(f"{_WHAT} failed on a text ({words}): {_CURE}") from error
+    return [list(ids) for ids in found]

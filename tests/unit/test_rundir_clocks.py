@@ -1,0 +1,123 @@
+"""A running trainer is alive by its ticks and its lock, whatever the clock on the wall does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fluxtrain.rundir import process
+from fluxtrain.rundir.process import ProcessMark
+from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.telemetry.events import Heartbeat
+
+LIVENESS = """
+import sys
+from fluxtrain.rundir.run_dir import RunDir
+print(RunDir(sys.argv[1]).liveness())
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "run").mkdir()
+    return RunDir(tmp_path / "run")
+
+
+@pytest.mark.parametrize("set_by_s", [3600.0, -3600.0, 3.0])
+def test_a_clock_that_is_set_makes_no_trainer_dead(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, set_by_s: float
+) -> None:
+    with run.lock():
+        told_s = process._boot_s()
+        monkeypatch.setattr(process, "_boot_s", lambda: told_s + set_by_s)
+        monkeypatch.setattr(RunDir, "_is_locked", lambda self: False)  # the mark alone tells
+        assert run.liveness() == "running"
+
+
+def test_a_changed_boot_time_of_the_kernel_makes_no_trainer_dead(
+    run: RunDir, tmp_path: Path
+) -> None:
+    text = Path("/proc/stat").read_text()
+    booted_s = next(line for line in text.splitlines() if line.startswith("btime "))
+    (tmp_path / "stat").write_text(text.replace(booted_s, f"btime {int(booted_s[6:]) + 3600}"))
+    bound = 'mount --bind "$1" /proc/stat && exec "$2" -c "$3" "$4"'
+    with run.lock():
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", bound, "-", tmp_path / "stat",
+             sys.executable, LIVENESS, run.path],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip("no name space can be made here")
+    assert done.stdout.strip() == "running", done.stderr
+
+
+def test_a_process_that_the_mark_does_not_name_is_known_by_its_lock(run: RunDir) -> None:
+    with run.lock():
+        other = msgspec.structs.replace(ProcessMark.mine(), pid=2**22 - 1)  # as in a container
+        run.pid.write_bytes(msgspec.json.encode(other))
+        assert run.liveness() == "running"
+    run.pid.write_bytes(msgspec.json.encode(other))
+    run.journal.write_bytes(b"")
+    assert run.liveness() == "dead"
+
+
+def test_a_look_at_a_run_never_keeps_a_trainer_from_its_lock(run: RunDir) -> None:
+    gone = msgspec.structs.replace(ProcessMark.mine(), start_ticks=1)
+    run.pid.write_bytes(msgspec.json.encode(gone))
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            run.liveness()
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    for looker in lookers:
+        looker.start()
+    try:
+        for _ in range(50):
+            run.lock().release()
+            run.pid.write_bytes(msgspec.json.encode(gone))
+    finally:
+        stop.set()
+        for looker in lookers:
+            looker.join()
+
+
+def test_another_boot_of_the_same_host_is_another_life(run: RunDir) -> None:
+    mark = msgspec.structs.replace(ProcessMark.mine(), boot="an-earlier-one")
+    run.journal.write_bytes(b"")
+    os.utime(run.journal, (time.time() - 300, time.time() - 300))
+    run.pid.write_bytes(msgspec.json.encode(mark))
+    assert run.liveness() == "dead"
+
+
+@pytest.mark.parametrize("set_by_s", [3600.0, -3600.0])
+def test_the_silence_of_a_trainer_is_told_by_a_clock_that_nobody_sets(
+    run: RunDir, set_by_s: float
+) -> None:
+    with run.lock():
+        beat = Heartbeat(
+            phase="training", step=1, t_s=time.monotonic() - 20, wall_s=time.time() + set_by_s
+        )
+        run.journal.write_bytes(msgspec.json.encode(beat) + b"\n")
+        os.utime(run.journal, (time.time() + set_by_s, time.time() + set_by_s))
+        silence_s = run.silence_s()
+        assert silence_s is not None and 20 <= silence_s < 30
+        assert run.summary().word() == "stalled"
+
+
+def test_a_run_that_goes_on_after_the_clock_was_set_back_is_running(run: RunDir) -> None:
+    run.write_json(run.result, {"exit_code": 143})
+    later_s = time.time() + 3600
+    os.utime(run.result, (later_s, later_s))  # as written before the clock was set back
+    assert run.liveness() == "stopped"
+    with run.lock():
+        assert run.liveness() == "running"
