@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import open_plain
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.storage import open_to_read
 
 _HERE = RunDir(".")
 # Files that a run writes, and `fluxtrain trace` by default.
@@ -82,7 +82,7 @@ def _is_own(path: Path, run_dir: Path) -> bool:
 def _is_of_the_wizard(path: Path) -> bool:
     mark = CONFIG_MARK.encode()
     try:
-        with open_to_read(path) as file:
+        with open_plain(path) as file:
             return file.read(len(mark)) == mark
     except OSError:
         return False

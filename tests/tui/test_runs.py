@@ -14,8 +14,9 @@ import pytest
 
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
+from fluxtui.actions.resuming import cannot_resume
 from fluxtui.screens.dialogs import DeleteDialog, ResumeDialog
-from fluxtui.screens.runs import RunsScreen, cannot_resume
+from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run, size_bytes
 from fluxtui.state.view import View
 from fluxtui.widgets.run_rows import columns, left_text, run_detail, run_row

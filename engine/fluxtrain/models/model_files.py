@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import read_plain, refuse_foreign
 from fluxtrain.units import bytes_text
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library refuses longer ones too
@@ -174,6 +175,7 @@ def model_config(folder: Path) -> dict[str, Any]:
 
     Raises BadInput if it is missing or damaged, of quantised weights or of impossible sizes.
     """
+    refuse_foreign(folder)
     path = folder / "config.json"
     if not path.exists():
         if (folder / "adapter_config.json").exists():
@@ -242,7 +244,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadInput(f"{path} is not a file: copy or download it again")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_plain(path, follow=True))  # links that leave were refused
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not JSON ({error}): copy or download it again") from error
     if not isinstance(value, dict):

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.plain_files import is_plain_folder, open_plain, open_to_write, refuse_odd
 from fluxtrain.rundir.glance import ending_of_journal, first_hello, newest_phase, newest_step
 from fluxtrain.rundir.process import ProcessMark
 from fluxtrain.rundir.states import RunState, state_of_exit, state_word
@@ -29,7 +30,6 @@ from fluxtrain.telemetry.events import RunPhase
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.storage import (
     check_space,
-    open_to_read,
     read_json,
     storage_error,
     write_json,
@@ -38,6 +38,7 @@ from fluxtrain.telemetry.typed import typed
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
 MARK_LIMIT_BYTES = 1 << 16
+TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
 REMOTE_SILENCE_S = 30.0  # a run on another host is dead when its journal is silent for longer
 
 
@@ -189,6 +190,15 @@ class RunDir:
         """The trained model."""
         return self.path / "model"
 
+    def refuse_odd(self) -> None:
+        """Raise BadInput where a link, a pipe or a device stands in the place of something that a
+        run reads or writes: it would choose files beyond the folder."""
+        refuse_odd(
+            (self.run, self.plan, self.journal, self.timeline, self.log, self.result, self.error,
+             self.pid),
+            (self.checkpoints, self.model, *(self.path / name for name in TRACKERS)),
+        )  # fmt: skip
+
     def lock(self) -> RunLock:
         """Claim the directory (made if missing); `BadInput` names the process that has it.
 
@@ -196,9 +206,7 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # not through a link, whose target would be truncated below
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self.pid, flags, 0o644)
+            descriptor = open_to_write(self.pid, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise storage_error(self.path, error) from error
         try:
@@ -218,7 +226,7 @@ class RunDir:
     def user(self) -> ProcessMark | None:
         """Return the process that last locked the directory and did not release it."""
         try:
-            with open_to_read(self.pid) as file:
+            with open_plain(self.pid) as file:
                 return msgspec.json.decode(file.read(MARK_LIMIT_BYTES), type=ProcessMark)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
@@ -238,7 +246,8 @@ class RunDir:
     def has_trained(self) -> bool:
         """Return whether any process of the run made a step, as far as checkpoints and the
         journal's end tell."""
-        return any(self.checkpoints.glob("step-*")) or newest_step(self.journal) is not None
+        has_checkpoint = is_plain_folder(self.checkpoints) and any(self.checkpoints.glob("step-*"))
+        return has_checkpoint or newest_step(self.journal) is not None
 
     def summary(self) -> RunSummary:
         """Return state and newest numbers, read from the journal's end and the small files."""
@@ -263,7 +272,7 @@ class RunDir:
             stepped_s=step.wall_s if step else 0.0,
             step_s=step.step_s if step else None,
             phase=newest_phase(self.journal),
-            saved_model=str(self.model) if self.model.is_dir() else None,
+            saved_model=str(self.model) if is_plain_folder(self.model) else None,
         )
 
     def write_json(self, path: Path, value: Any) -> None:

@@ -15,7 +15,7 @@ from fluxtrain.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_
 from fluxtrain.checkpoint.fingerprint import fingerprint
 from fluxtrain.checkpoint.randomness import fix_threads, seed_everything
 from fluxtrain.checkpoint.recovery import Target
-from fluxtrain.checkpoint.writer import CheckpointWriter, newest_valid, trainer_content
+from fluxtrain.checkpoint.writer import CheckpointWriter, newest_resumable, trainer_content
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
@@ -71,6 +71,7 @@ def train(
     machine = read_machine()
     limit = machine.memory_total_bytes
     with Session(target.run_dir, live_fd=live_fd, json=json, host_limit_bytes=limit) as session:
+        session.trusts_code = config.model.trust_remote_code
         opened(target.run_dir.path)
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
@@ -158,7 +159,7 @@ class Run:
         session.gauges.watch(self.engine, self.checkpoints)
         session.timeline.watch(self.engine.device.recorder)
         if checkpoint is not None:
-            session.state = self.checkpoints.restore(checkpoint, self.engine, self.data)
+            session.state = self.checkpoints.resume(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
         self._changes = self._live_changes()
         self.loop = self._training_loop(optimizer)
@@ -339,8 +340,8 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
         return None
     remove_unfinished(target.run_dir.checkpoints)
     if target.checkpoint is not None:
-        return read_checkpoint(target.checkpoint)
-    found = newest_valid(target.run_dir.checkpoints, session.announcer.warn)
+        return replace(read_checkpoint(target.checkpoint), named=True)
+    found = newest_resumable(target.run_dir.checkpoints, session.announcer.warn)
     if found is None:
         session.announcer.warn("no checkpoint was written yet: the run starts at its first step")
     return found
@@ -352,4 +353,5 @@ def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
         return config.train.batch_rows
     if checkpoint is None:
         return None
-    return int(trainer_content(checkpoint)["fingerprint"]["batch_rows"])
+    rows = trainer_content(checkpoint)["fingerprint"].get("batch_rows")
+    return rows if isinstance(rows, int) and rows > 0 else None  # None is refused when restored

@@ -46,7 +46,9 @@ class Session:
         host_limit_bytes: int | None = None,
     ) -> None:
         self.run_dir = run_dir
+        self.trusts_code = False  # the user has said that the model's own code may run
         self._started_s = time.monotonic()
+        run_dir.refuse_odd()
         with ExitStack() as taken:  # released where a later one fails
             self._lock = run_dir.lock()
             taken.callback(self._lock.release)
@@ -140,7 +142,8 @@ class Session:
     @property
     def resume_command(self) -> str:
         """Return the command that continues this run."""
-        return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}"
+        trust = " --set model.trust_remote_code=true" if self.trusts_code else ""
+        return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}{trust}"
 
     def _at_once(self) -> str:
         """Remove the socket and name the newest checkpoint, as the process ends at once."""

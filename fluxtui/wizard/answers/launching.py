@@ -14,6 +14,7 @@ from fluxtrain.telemetry.storage import storage_error, write_bytes
 from fluxtrain.telemetry.typed import typed_line
 from fluxtui.home import expanded
 from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME
+from fluxtui.sources.trust import TRUST, trusts_code
 from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.answers.configuring import (
     as_arguments,
@@ -95,7 +96,8 @@ def prepare(answers: Answers, root: Path | None = None) -> Launch:
     """
     if answers.start == "resume":
         path = Path(answers.resume_run)
-        return Launch(run_dir=path, arguments=("--resume", str(path)), config_text="")
+        trust = TRUST if trusts_code(path) else ()  # the page says so
+        return Launch(run_dir=path, arguments=("--resume", str(path), *trust), config_text="")
     run = _made(answers, root)
     config = run.path / CONFIG_NAME
     text = yaml_text(answers)
