@@ -259,12 +259,10 @@ def _refuse_remote_code(folder: Path, config: dict[str, Any], trusted: bool) -> 
     tokenizer = folder / "tokenizer_config.json"
     if tokenizer.exists() and "auto_map" in _json_object(tokenizer):
         asking.append(tokenizer.name)
-    kernels = [key for key in _KERNEL_KEYS if "/" in str(config.get(key, ""))]
-    if kernels:
+    if kernel := _kernel_of_the_hub(config):
         raise BadInput(
-            f"{folder} wants to run an attention kernel from the hub ({kernels[0]} = "
-            f"{config[kernels[0]]!r} in config.json): remove that line, or set "
-            "model.trust_remote_code to true"
+            f"{folder} wants to run an attention kernel from the hub ({kernel} in config.json): "
+            "remove that line, or set model.trust_remote_code to true"
         )
     if asking:
         raise BadInput(
@@ -272,6 +270,22 @@ def _refuse_remote_code(folder: Path, config: dict[str, Any], trusted: bool) -> 
             "read that code, then set model.trust_remote_code to true; or remove `auto_map` if "
             f"transformers has its own {config['model_type']!r}"
         )
+
+
+def _kernel_of_the_hub(config: dict[str, Any]) -> str:
+    """Return the setting that names a repository of kernels, also of a part such as the text model;
+    "" for none."""
+    left: list[Any] = [config]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            named = [key for key in _KERNEL_KEYS if "/" in str(part.get(key, ""))]
+            if named:
+                return f"{named[0]} = {part[named[0]]!r:.200}"
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return ""
 
 
 def _weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:
