@@ -95,8 +95,8 @@ def refuse_odd(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
             if os.path.lexists(path) and (kind := kind_of(path)) not in fitting:
                 leads = f" to {os.path.realpath(path)}" if path.is_symlink() else ""
                 raise BadInput(
-                    f"{path} is {kind or 'a file'}{leads}, and a run writes it itself: the folder "
-                    "was made elsewhere or altered; remove it, or put in its place what it leads to"
+                    f"{path} is {kind or 'a file'}{leads}, and a run writes it itself: remove it, "
+                    "put what it leads to in its place, or choose another --run-dir"
                 )
 
 

@@ -339,9 +339,9 @@ class RunsScreen(RunScreen):
             self.app.run_worker(partial(self._delete, run), thread=True, group="delete")
 
     def _delete(self, run: RunSummary) -> None:
-        kept = contents(Path(run.path)).kept_text
         try:
-            freed = bytes_text(remove_run(Path(run.path), self.flux.runs_folder))
+            found = remove_run(Path(run.path), self.flux.runs_folder)
+            freed, kept = bytes_text(found.own_bytes), found.kept_text
             self._deleted = run.path
         except FluxTrainError as error:
             self.app.call_from_thread(self._refused, "delete", str(error))

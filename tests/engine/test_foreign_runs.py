@@ -15,6 +15,7 @@ from fluxtrain.checkpoint.recovery import resumed_config
 from fluxtrain.cli import main
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
+from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.train.session import Session
@@ -98,7 +99,7 @@ def test_the_command_that_goes_on_says_again_what_the_user_said(
 # --- links and special files ----------------------------------------------------------------------
 
 FILES = ("run.json", "plan.json", "events.ndjson", "engine.log", "result.json", "error.json",
-         "pid", "timeline.ring")  # fmt: skip
+         "pid", "timeline.ring", "model-files.json")  # fmt: skip
 FOLDERS = ("checkpoints", "model", "trackers", "tensorboard", "wandb")
 
 
@@ -149,7 +150,7 @@ def test_a_run_folder_that_the_user_names_by_a_link_is_the_run(tmp_path: Path) -
     run = a_run(tmp_path / "run")
     (tmp_path / "link").symlink_to(run.path)
     named = RunDir(tmp_path / "link")
-    named.refuse_odd()
+    refuse_odd_places(named)
     assert resumed_config(named, []) == resumed_config(run, [])
 
 

@@ -32,6 +32,7 @@ from fluxtrain.checkpoint.shard_file import (
 )
 from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.plain_files import is_plain_folder, kind_of, open_plain, read_plain
+from fluxtrain.rundir.own_files import of_checkpoint, open_folder, visit
 from fluxtrain.units import bytes_text
 
 FORMAT = 1
@@ -115,7 +116,7 @@ def write_checkpoint(
         files = _write_files(temporary, step, shards, trainer_state)
         _sync_folder(temporary)
         if is_plain_folder(final):  # only a damaged checkpoint of the step is written again
-            shutil.rmtree(final)
+            _remove_own(final)
         else:
             final.unlink(missing_ok=True)
         temporary.rename(final)
@@ -192,7 +193,28 @@ def remove(path: Path) -> None:
     """Remove a checkpoint; rename it first, so that a kill leaves no half of it under its name."""
     doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove_own(doomed)
+
+
+def _remove_own(path: Path) -> None:
+    """Remove what a run wrote into a checkpoint's folder; where something else is in it, the folder
+    stays under another name."""
+    try:
+        folder = open_folder(path)
+    except OSError:
+        return
+    try:
+        others = visit(folder, of_checkpoint, remove=True).others
+    except OSError:
+        return  # tried again when the next checkpoint is written
+    finally:
+        os.close(folder)
+    if not others:
+        path.rmdir()
+        return
+    name = f"kept-from-{path.name.removeprefix(_TEMPORARY).removeprefix('old-')}"
+    taken = (path.with_name(f"{name}-{number}" if number else name) for number in range(1000))
+    path.rename(next(place for place in taken if not os.path.lexists(place)))
 
 
 def remove_unfinished(root: Path) -> None:
@@ -203,7 +225,7 @@ def remove_unfinished(root: Path) -> None:
         if path.is_symlink():
             path.unlink()
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_own(path)
 
 
 def load_shard_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor]]]:

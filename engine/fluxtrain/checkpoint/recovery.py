@@ -16,6 +16,7 @@ from typing import Any
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
 from fluxtrain.plain_files import is_plain_folder, read_plain
+from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.trace.ring import is_ring
@@ -23,7 +24,12 @@ from fluxtrain.trace.ring import is_ring
 AUTO = "auto"
 TRUST, DISTRUST = "model.trust_remote_code=true", "model.trust_remote_code=false"
 _MANIFEST = "manifest.json"
-_MARKS = ({"config", "versions"}, {"choices", "chunk_rows"}, {"exit_code", "message"})
+_MARKS = (
+    {"config", "versions"},
+    {"choices", "chunk_rows"},
+    {"exit_code", "message"},
+    {"model_files"},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +159,7 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
     """
     from fluxtrain.config.text import apply_overrides
 
-    run_dir.refuse_odd()
+    refuse_odd_places(run_dir)
     try:
         content = json.loads(read_plain(run_dir.run))["config"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -232,7 +238,8 @@ def _started_in(run_dir: Path) -> Target:
 def _refuse_others_files(chosen: RunDir) -> None:
     """Raise BadInput for a folder whose files the run would replace. Files of an earlier process
     of the run that made no step may be replaced."""
-    own = (chosen.run, chosen.plan, chosen.result, chosen.error, chosen.pid, chosen.timeline)
+    facts = (chosen.run, chosen.plan, chosen.result, chosen.error, chosen.model_list)
+    own = (*facts, chosen.pid, chosen.timeline)
     there = [path for path in own if os.path.lexists(path) and not _is_of_a_run(path, chosen)]
     if there:
         raise BadInput(

@@ -1,7 +1,7 @@
 """The run directory: the files of one run, and the lock of the process that uses it.
 
     runs/<id>/  run.json  plan.json  events.ndjson  engine.log  error.json  result.json
-                timeline.ring  pid  ctl.sock  checkpoints/  model/
+                timeline.ring  pid  ctl.sock  checkpoints/  model/  model-files.json
 
 `pid` names the process that uses the directory and carries the lock. `result.json` and `error.json`
 hold `exit_code`; older than `pid` they belong to an earlier process of the same run.
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.plain_files import is_plain_folder, open_plain, open_to_write, refuse_odd
+from fluxtrain.plain_files import is_plain_folder, open_plain, open_to_write
 from fluxtrain.rundir.glance import ending_of_journal, first_hello, newest_phase, newest_step
 from fluxtrain.rundir.process import ProcessMark
 from fluxtrain.rundir.states import RunState, state_of_exit, state_word
@@ -38,7 +38,6 @@ from fluxtrain.telemetry.typed import typed
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
 MARK_LIMIT_BYTES = 1 << 16
-TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
 REMOTE_SILENCE_S = 30.0  # a run on another host is dead when its journal is silent for longer
 
 
@@ -190,19 +189,16 @@ class RunDir:
         """The trained model."""
         return self.path / "model"
 
-    def refuse_odd(self) -> None:
-        """Raise BadInput where a link, a pipe or a device stands in the place of something that a
-        run reads or writes: it would choose files beyond the folder."""
-        refuse_odd(
-            (self.run, self.plan, self.journal, self.timeline, self.log, self.result, self.error,
-             self.pid),
-            (self.checkpoints, self.model, *(self.path / name for name in TRACKERS)),
-        )  # fmt: skip
+    @property
+    def model_list(self) -> Path:
+        """The names and sizes of the trained model's files."""
+        return self.path / "model-files.json"
 
-    def lock(self) -> RunLock:
+    def lock(self, space_bytes: int = RUN_SPACE_BYTES) -> RunLock:
         """Claim the directory (made if missing); `BadInput` names the process that has it.
 
-        Also raises `BadInput` for a read-only directory and `NoSpace` for a full one.
+        Also raises `BadInput` for a read-only directory, and `NoSpace` where fewer than
+        `space_bytes` are free.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -214,7 +210,7 @@ class RunDir:
             mark = msgspec.json.encode(ProcessMark.mine()) + b"\n"
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, mark, 0)
-            check_space(self.path, RUN_SPACE_BYTES)
+            check_space(self.path, space_bytes)
         except FluxTrainError:
             os.close(descriptor)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, BatchSource, in_order
+from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes
@@ -36,6 +38,7 @@ from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.planning.row_length import with_row_length
 from fluxtrain.reporting.trackers.opening import refuse_missing_trackers
+from fluxtrain.rundir.own_files import kept_beside, model_files, note_model, of_model, others_in
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
@@ -250,7 +253,10 @@ class Run:
         session.model_step = choose_final_weights(
             wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
         )
+        self._keep_others_files()
         self._method.save(loaded, self._config.method, session.run_dir.model)
+        with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
+            note_model(session.run_dir)
         session.model_path = str(session.run_dir.model)
         if self._inputs.prompt:
             text = sample_text(loaded.model, loaded.tokenizer, self._inputs.prompt)
@@ -262,6 +268,16 @@ class Run:
                 )
             )
         self.measure()
+
+    def _keep_others_files(self) -> None:
+        """Move what is not of the run out of its model's folder, which is about to be replaced."""
+        run_dir = self._session.run_dir
+        for name in others_in(run_dir.model, of_model(model_files(run_dir))):
+            place = kept_beside(run_dir.model / name, run_dir.path / "kept-from-model")
+            self._session.announcer.warn(
+                f"{run_dir.model / name} is not of the run, and its model is saved again: it is "
+                f"{place} now"
+            )
 
     def measure(self) -> None:
         """Report predicted and measured values to journal, console and result.json.

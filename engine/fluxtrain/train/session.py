@@ -27,6 +27,7 @@ from fluxtrain.reporting.gauges import GaugeThread
 from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.reporting.trackers.opening import Trackers
 from fluxtrain.rundir.control import ControlServer
+from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
@@ -48,7 +49,7 @@ class Session:
         self.run_dir = run_dir
         self.trusts_code = False  # the user has said that the model's own code may run
         self._started_s = time.monotonic()
-        run_dir.refuse_odd()
+        refuse_odd_places(run_dir)
         with ExitStack() as taken:  # released where a later one fails
             self._lock = run_dir.lock()
             taken.callback(self._lock.release)
