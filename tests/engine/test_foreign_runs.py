@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from fluxtrain.checkpoint.recovery import resumed_config
 from fluxtrain.cli import main
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir.own_files import refuse_odd_places
+from fluxtrain.rundir.own_files import note_model, refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, list_runs
 from fluxtrain.telemetry.storage import read_json
+from fluxtrain.train.run import Run
 from fluxtrain.train.session import Session
 
 Call = Callable[..., tuple[int, str]]
@@ -152,6 +154,19 @@ def test_a_run_folder_that_the_user_names_by_a_link_is_the_run(tmp_path: Path) -
     named = RunDir(tmp_path / "link")
     refuse_odd_places(named)
     assert resumed_config(named, []) == resumed_config(run, [])
+
+
+def test_others_files_in_a_model_that_is_saved_again_are_moved_and_told(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    told: list[str] = []
+    note_model(run)
+    (run.model / "notes.txt").write_text("mine")
+    trained: Any = Run.__new__(Run)
+    trained._session = SimpleNamespace(run_dir=run, announcer=SimpleNamespace(warn=told.append))
+    trained._keep_others_files()
+    assert os.listdir(run.model) == ["config.json"]
+    assert (run.path / "kept-from-model" / "notes.txt").read_text() == "mine"
+    assert len(told) == 1 and "is not of the run" in told[0] and "kept-from-model" in told[0]
 
 
 def test_a_record_as_large_as_the_disk_is_no_record(tmp_path: Path) -> None:
