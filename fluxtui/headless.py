@@ -90,7 +90,7 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
                 return _ended(run, code if told is None else told, silent=told is None)
             time.sleep(POLL_PERIOD_S)
     except KeyboardInterrupt:
-        print(f"{run.run_id}: detached; training goes on", file=sys.stderr)
+        print(f"{printable(run.run_id)}: detached; training goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader has left (`| head`, a broken connection)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit

@@ -80,6 +80,7 @@ def word_piece() -> Callable[[Sequence[str]], list[list[int]]]:
 
 
 KINDS = {one.__name__: one for one in (byte_level, sentencepiece, unigram, word_piece)}
+ACROSS = ("prepending", "sentencepiece")  # their tokens may reach across words: none, or refused
 TRAINED: dict[str, Callable[[Sequence[str]], list[list[int]]]] = {}
 
 
@@ -118,9 +119,11 @@ def test_the_tokens_of_pieces_are_those_of_the_whole(
     try:
         assert encode_bounded([text], counted) == [whole]
     except BadInput:
-        assert kind == "prepending", "its tokens reach across words"
+        assert kind in ACROSS
         return
     assert max(calls, default=0) <= 600 + 300
+    if kind in ACROSS:
+        return
     cuts = sorted(places.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     expected = [
         next((i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), len(ids))

@@ -38,8 +38,10 @@ def test_a_run_tells_which_code_it_wants_to_run(
 ) -> None:
     folder = a_run(tmp_path / "run", made, trusts)
     assert trusts_code(folder) == (MODEL if trusts else "")
-    launch = prepare(Answers(start="resume", resume_run=str(folder)))
-    assert launch.arguments == ("--resume", str(folder), *(TRUST if trusts else ()))
+    answers = Answers(start="resume", resume_run=str(folder))
+    shown = prepare(answers, was_shown=True)
+    assert shown.arguments == ("--resume", str(folder), *(TRUST if trusts else ()))
+    assert prepare(answers).arguments == ("--resume", str(folder)), "nobody was asked"
     (folder / "run.json").write_text("[]")
     assert trusts_code(folder) == ""
 

@@ -85,10 +85,11 @@ def run_name(answers: Answers) -> str:
     return "demo" if answers.data_source == "demo" else f"demo-{Path(answers.data_file).stem}"
 
 
-def prepare(answers: Answers, root: Path | None = None) -> Launch:
+def prepare(answers: Answers, root: Path | None = None, *, was_shown: bool = False) -> Launch:
     """Make a run directory below `root` and write the configuration into it.
 
-    A run that goes on has its directory and its configuration.
+    A run that goes on has its directory and its configuration. If the last page `was_shown`, which
+    says so, the user trusts its model's own code too.
 
     Raises:
         BadInput: the directory cannot be made or written.
@@ -96,7 +97,7 @@ def prepare(answers: Answers, root: Path | None = None) -> Launch:
     """
     if answers.start == "resume":
         path = Path(answers.resume_run)
-        trust = TRUST if trusts_code(path) else ()  # the page says so
+        trust = TRUST if was_shown and trusts_code(path) else ()
         return Launch(run_dir=path, arguments=("--resume", str(path), *trust), config_text="")
     run = _made(answers, root)
     config = run.path / CONFIG_NAME
