@@ -135,7 +135,7 @@ class CheckpointWriter:
                 return self.restore(checkpoint, engine, data)
             except Damaged as damage:
                 if checkpoint.named:
-                    raise
+                    raise with_cure(damage) from None
                 self._announcer.warn(f"skipped a damaged checkpoint: {damage}")
             older = newest_resumable(self._root, self._announcer.warn, checkpoint.path.name)
             assert older is not None, "without an older one it raises"
@@ -293,6 +293,13 @@ def newest_resumable(
     if before is not None:
         raise _all_damaged(root)
     return None
+
+
+def with_cure(damage: Damaged) -> Damaged:
+    """Add what to do about a damaged checkpoint that the user named."""
+    return Damaged(
+        f"{damage}: name another checkpoint, or the run's folder to go on from its newest whole one"
+    )
 
 
 def _all_damaged(root: Path) -> BadInput:

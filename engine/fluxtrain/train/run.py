@@ -12,11 +12,16 @@ import msgspec
 
 from fluxtrain.calibration.peaks import measured_peaks
 from fluxtrain.checkpoint import writer as checkpoint_writer
-from fluxtrain.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
+from fluxtrain.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, remove_unfinished
 from fluxtrain.checkpoint.fingerprint import fingerprint
 from fluxtrain.checkpoint.randomness import fix_threads, seed_everything
 from fluxtrain.checkpoint.recovery import Target
-from fluxtrain.checkpoint.writer import CheckpointWriter, newest_resumable, trainer_content
+from fluxtrain.checkpoint.writer import (
+    CheckpointWriter,
+    newest_resumable,
+    trainer_content,
+    with_cure,
+)
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
@@ -356,7 +361,10 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
         return None
     remove_unfinished(target.run_dir.checkpoints)
     if target.checkpoint is not None:
-        return replace(read_checkpoint(target.checkpoint), named=True)
+        try:
+            return replace(read_checkpoint(target.checkpoint), named=True)
+        except Damaged as damage:
+            raise with_cure(damage) from None
     found = newest_resumable(target.run_dir.checkpoints, session.announcer.warn)
     if found is None:
         session.announcer.warn("no checkpoint was written yet: the run starts at its first step")
