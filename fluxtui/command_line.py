@@ -6,9 +6,11 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable
+from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.finding import LAST, find_run
+from fluxtrain.telemetry.printable import printable_lines
 from fluxtui.wizard.answers.answers import (
     BASES,
     DATA_FORMATS,
@@ -36,9 +38,16 @@ Leaving the app never stops a training; --attach shows it again. Exit codes are 
 130 and 143 stopped after a checkpoint, 1 a bug."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Prints arguments that are wrong without the terminal codes in them."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(printable_lines(message), file)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command's options."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fluxtrain-tui",
         description="Set up a training, start it, and watch it.",
         epilog=_EPILOG,

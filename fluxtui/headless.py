@@ -23,6 +23,7 @@ from fluxtrain.telemetry.events import (
     Hello,
     StepFinished,
 )
+from fluxtrain.telemetry.journal import tail_lines
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtrain.units import count_text, duration_text, loss_text
@@ -90,7 +91,7 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
                 return _ended(run, code if told is None else told, silent=told is None)
             time.sleep(POLL_PERIOD_S)
     except KeyboardInterrupt:
-        print(f"{run.run_id}: detached; training goes on", file=sys.stderr)
+        print(f"{printable(run.run_id)}: detached; training goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader has left (`| head`, a broken connection)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
@@ -119,11 +120,8 @@ def _news(journal: JournalFollower) -> list[AnyEvent]:
 def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:
     """Return the exit code; if the trainer ended without reporting why, print its last output."""
     if silent:
-        try:
-            printed = run.log.read_text(errors="replace").strip().splitlines()
-        except OSError:
-            printed = []
-        last = printed[-1] if printed else "nothing was printed"
+        printed = (line.decode("utf-8", "replace").strip() for line in tail_lines(run.log))
+        last = next(filter(None, printed), "nothing was printed")
         said = printable(f"{run.run_id}: the trainer is gone without a word: {last}")
         print(said, file=sys.stderr)
     return EXIT_BUG if code is None or code < 0 else code

@@ -114,7 +114,7 @@ def _line_by_line(answers: Answers | None, at_once: bool) -> int:
     if isinstance(outcome, Attach):
         return follow_lines(outcome.run_dir)
     trainer = begin(outcome)
-    print(f"run: {trainer.run_dir.path}; Ctrl-C leaves it running", flush=True)
+    print(f"run: {printable(str(trainer.run_dir.path))}; Ctrl-C leaves it running", flush=True)
     return follow_lines(trainer.run_dir.path, trainer.exit_code)
 
 

@@ -41,6 +41,7 @@ settings.register_profile(
     max_examples=100 if EXPLORES else 40,
 )  # fmt: skip
 settings.load_profile("fluxtrain")
+MANY = 2000 if EXPLORES else 25  # examples of what somebody else may have made
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -76,7 +76,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
-    from fluxtrain.checkpoint.recovery import find, new_run, stored_config, truly_told
+    from fluxtrain.checkpoint.recovery import find, new_run, resumed_config, truly_told
     from fluxtrain.trace.export import check_trace_path, traced
 
     if trace is not None:
@@ -90,7 +90,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         assert found is not None, "either the configuration or the run is named"
         if not found.resumes:
             raise BadInput(f"{found.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
-        chosen = stored_config(found.run_dir, overrides)
+        chosen = resumed_config(found.run_dir, overrides)
     with ImmediateInterrupts():  # packages turn an interrupt of their import into other errors
         from fluxtrain.train.run import train as train_run
     gc.freeze()  # packages stay with the process: 0.2 s less each time the collector is asked

@@ -33,10 +33,10 @@ def tell(error: BaseException, *, debug: bool) -> int:
         complain("interrupted before anything was started")
         return EXIT_INTERRUPTED
     if (usage := _usage_message(error)) is not None:
-        complain(usage)
+        complain(usage if usage.startswith("Usage:") else _one_line(usage))
         return EXIT_BAD_INPUT
     if debug:
-        traceback.print_exception(error)
+        complain("".join(traceback.format_exception(error)).rstrip())
     told = as_told(error)
     if told is not None:
         kind = "stopped" if isinstance(told, Interrupted) else "error"
@@ -109,6 +109,8 @@ def silent(_: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Print to standard error; nothing for an empty text."""
+    """Print to standard error, without terminal codes, which arguments and names of files may hold;
+    nothing for an empty text."""
     if text:
-        print(text, file=sys.stderr, flush=True)
+        harmless = "\n".join(map(_one_line, text.split("\n")))
+        print(harmless, file=sys.stderr, flush=True)

@@ -16,17 +16,18 @@ from textual.widgets import Input
 
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
-from fluxtrain.rundir.states import RunState
 from fluxtrain.telemetry.storage import read_json
-from fluxtrain.units import UNKNOWN, bytes_text
+from fluxtrain.units import bytes_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.actions.new_run import take_launch
 from fluxtui.actions.results import open_chat, open_evaluation
+from fluxtui.actions.resuming import RESUME, cannot_resume, way_on
 from fluxtui.panels.machine import machine_line
 from fluxtui.panels.panel import key_of
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run
 from fluxtui.sources.run_list import Column, RunOrder
+from fluxtui.sources.trust import TRUST, trusts_code
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
@@ -40,12 +41,7 @@ from fluxtui.words import counted
 if TYPE_CHECKING:
     from fluxtui.wizard.answers.launching import Outcome
 
-STATE_TOLD: dict[RunState, str] = {
-    "stopped": "was stopped", "failed": "failed", "dead": "died", "waiting": "waits",
-    "running": "runs", "finished": "finished", "refused": "was refused",
-}  # fmt: skip
 GONE = "the run that was under the cursor is gone: choose another one"
-RESUME = ("--resume", "auto")
 REFRESH_PERIOD_S = 3.0
 NO_RUNS = "no runs here yet"
 LOOKING = "looking ..."
@@ -238,9 +234,11 @@ class RunsScreen(RunScreen):
         if reason:
             self._refused("resume", reason)
             return
-        self.app.push_screen(ResumeDialog(run.run_id, way_on(run)), partial(self._resume_if, run))
+        code = trusts_code(run.path)
+        dialog = ResumeDialog(run.run_id, way_on(run, code))
+        self.app.push_screen(dialog, partial(self._resume_if, run, TRUST if code else ()))
 
-    def _resume_if(self, run: RunSummary, resume: bool | None) -> None:
+    def _resume_if(self, run: RunSummary, trust: tuple[str, ...], resume: bool | None) -> None:
         if not resume:
             return
         from fluxtrain.rundir.launch import start_trainer
@@ -250,7 +248,7 @@ class RunsScreen(RunScreen):
             if reason:
                 self._refused("resume", reason)
                 return
-            self.flux.trainer = start_trainer(RESUME, run.path)
+            self.flux.trainer = start_trainer((*RESUME, *trust), run.path)
         except (FluxTrainError, OSError) as error:
             self.flux.notify(str(error), title="Not resumed", severity="error")
             return
@@ -341,9 +339,9 @@ class RunsScreen(RunScreen):
             self.app.run_worker(partial(self._delete, run), thread=True, group="delete")
 
     def _delete(self, run: RunSummary) -> None:
-        kept = contents(Path(run.path)).kept_text
         try:
-            freed = bytes_text(remove_run(Path(run.path), self.flux.runs_folder))
+            found = remove_run(Path(run.path), self.flux.runs_folder)
+            freed, kept = bytes_text(found.own_bytes), found.kept_text
             self._deleted = run.path
         except FluxTrainError as error:
             self.app.call_from_thread(self._refused, "delete", str(error))
@@ -360,26 +358,3 @@ def with_attached(runs: list[RunSummary], run_dir: Path | None) -> list[RunSumma
     with suppress(OSError):
         return [RunDir(run_dir).summary(), *runs]
     return runs
-
-
-def way_on(run: RunSummary) -> str:
-    """Say what resuming a run does, for a person who is asked."""
-    if run.state == "refused":
-        return f"It was refused: {run.message}. It is tried again with the same settings."
-    done = UNKNOWN if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"
-    found = sorted((Path(run.path) / "checkpoints").glob("step-*"))
-    newest = found[-1].name.removeprefix("step-").lstrip("0") if found else ""
-    whence = f"from its newest checkpoint, step {newest}" if newest else "from its beginning"
-    return (
-        f"It {STATE_TOLD[run.state]} at step {done}; it goes on {whence}, in a process of its own."
-    )
-
-
-def cannot_resume(run: RunSummary, view: View) -> str:
-    """Say why a run cannot be resumed; "" if it can."""
-    if run.state == "running":
-        return f"{run.run_id} is running: {key_of(view, 'list_choose')} attaches to it"
-    if run.state == "finished":
-        clone = key_of(view, "clone_run")
-        return f"{run.run_id} has finished: {clone} makes a new run with its settings"
-    return ""

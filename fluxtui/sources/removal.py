@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import open_plain
+from fluxtrain.rundir.own_files import (
+    Rule,
+    Visited,
+    model_files,
+    of_checkpoints,
+    of_model,
+    of_trackers,
+    open_folder,
+    visit,
+)
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.storage import open_to_read
 
 _HERE = RunDir(".")
 # Files that a run writes, and `fluxtrain trace` by default.
@@ -18,26 +31,21 @@ OWN = frozenset(
     path.name
     for path in (
         _HERE.run, _HERE.plan, _HERE.journal, _HERE.timeline, _HERE.log, _HERE.result, _HERE.error,
-        _HERE.pid, _HERE.socket, _HERE.checkpoints, _HERE.model, _HERE.path / "trace.json.gz",
+        _HERE.pid, _HERE.model_list, _HERE.path / "trace.json.gz",
     )
 )  # fmt: skip
-OWN_CHECKPOINTS = ("step-", ".writing-")  # how names begin among a run's checkpoints
 CONFIG_NAME = "config.yaml"  # the wizard's file beside them, and how it begins
 CONFIG_MARK = "# Written by fluxtrain-tui for the run in this folder, and deleted with it.\n"
+_CUT_OFF = re.compile(r"\.(?P<name>.+)\.\d+\.tmp")  # by a trainer that was killed
+_UNFINISHED_MODEL = re.compile(r"\.model-(?P<old>old-)?[a-z0-9_]{8}")
 
 
 @dataclass(frozen=True)
 class Contents:
     """The content of a run's folder, in the order of names."""
 
-    run_dir: Path
-    own: tuple[Path, ...]
-    others: tuple[Path, ...]  # they stay
-
-    @property
-    def own_bytes(self) -> int:
-        """Return the bytes that deleting the run frees."""
-        return sum(size_bytes(path) for path in self.own)
+    own_bytes: int  # what deleting the run frees
+    others: tuple[str, ...] = ()  # paths in it that stay
 
     @property
     def kept_text(self) -> str:
@@ -46,61 +54,73 @@ class Contents:
             return ""
         more = f" and {len(self.others) - 1} more" if len(self.others) > 1 else ""
         stay = "stay: not" if more else "stays: not"
-        first = printable(str(self.others[0].relative_to(self.run_dir)))
-        return f"{first}{more} {stay} of the run"
+        return f"{printable(self.others[0])}{more} {stay} of the run"
 
 
 def contents(run_dir: Path) -> Contents:
-    """Return a folder's content; none if it cannot be read. If its checkpoints folder holds other
-    files too, list each entry of that folder."""
-    run = RunDir(run_dir)
-    found, checkpoints = _within(run.path), run.checkpoints
-    beside = [] if checkpoints.is_symlink() else _within(checkpoints)
-    if not all(path.name.startswith(OWN_CHECKPOINTS) for path in beside):
-        found = sorted({*found, *beside} - {checkpoints})
-    own = tuple(path for path in found if _is_own(path, run.path))
-    return Contents(run.path, own, tuple(path for path in found if path not in own))
-
-
-def _within(folder: Path) -> list[Path]:
+    """Return a folder's content; none if it cannot be read or is a link."""
     try:
-        return sorted(folder.iterdir())
+        folder = open_folder(run_dir)
     except OSError:
-        return []
+        return Contents(0)
+    try:
+        return _told(visit(folder, _rule_of(folder)))
+    except OSError:
+        return Contents(0)
+    finally:
+        os.close(folder)
 
 
-def _is_own(path: Path, run_dir: Path) -> bool:
-    """Return whether a run wrote the file, also one cut off when the trainer was killed."""
-    name = path.name
-    if path.parent != run_dir:
-        return name.startswith(OWN_CHECKPOINTS)
-    if name == CONFIG_NAME:
-        return _is_of_the_wizard(path)
-    return name in OWN or any(name.startswith((f".{own}.", f".{own}-")) for own in OWN)
+def _told(found: Visited) -> Contents:
+    return Contents(found.own_bytes, tuple(found.others))
+
+
+def _place(folder: int) -> Path:
+    """Return a path that leads to the folder of a handle, whatever became of its name."""
+    return Path(f"/proc/self/fd/{folder}")
+
+
+def _rule_of(folder: int) -> Rule:
+    """Return the rule of the run in the folder of a handle, with its own list of saved files."""
+    listed = model_files(RunDir(_place(folder)))
+
+    def rule(name: str, facts: os.stat_result) -> Rule | bool:
+        if stat.S_ISDIR(facts.st_mode):
+            return _rule_of_folder(name, listed)
+        if name == _HERE.socket.name:
+            return stat.S_ISSOCK(facts.st_mode)
+        if not stat.S_ISREG(facts.st_mode):
+            return False
+        if name == CONFIG_NAME:
+            return _is_of_the_wizard(_place(folder) / name)
+        cut_off = _CUT_OFF.fullmatch(name)
+        return name in OWN or (cut_off is not None and cut_off["name"] in OWN)
+
+    return rule
+
+
+def _rule_of_folder(name: str, listed: Mapping[str, int] | None) -> Rule | bool:
+    if name == _HERE.checkpoints.name:
+        return of_checkpoints
+    if name == _HERE.model.name:
+        return of_model(listed)
+    if name in ("trackers", "tensorboard"):
+        return of_trackers
+    unfinished = _UNFINISHED_MODEL.fullmatch(name)
+    if unfinished is None:
+        return False
+    if unfinished["old"] is None:
+        return of_model(None)
+    return lambda inner, _: of_model(listed) if inner == _HERE.model.name else False
 
 
 def _is_of_the_wizard(path: Path) -> bool:
     mark = CONFIG_MARK.encode()
     try:
-        with open_to_read(path) as file:
+        with open_plain(path) as file:
             return file.read(len(mark)) == mark
     except OSError:
         return False
-
-
-def size_bytes(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder; a link counts as itself, not as its
-    target."""
-    if path.is_symlink() or not path.is_dir():
-        return path.lstat().st_size if os.path.lexists(path) else 0
-    total = 0
-    for parent, _, names in os.walk(path, followlinks=False):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue  # gone meanwhile
-    return total
 
 
 def check_removable(run_dir: Path, root: Path) -> None:
@@ -118,36 +138,65 @@ def check_removable(run_dir: Path, root: Path) -> None:
         raise BadInput(f"{run.run_id} is running: stop it first")
 
 
-def remove_run(run_dir: Path, root: Path) -> int:
-    """Delete a run with its checkpoints and its model; returns the bytes that this freed. Its
+def remove_run(run_dir: Path, root: Path) -> Contents:
+    """Delete a run with its checkpoints and its model; returns what that freed and what stayed. Its
     folder goes too, unless something else is in it.
 
     The run's lock is held meanwhile, so no trainer can begin to use what is being deleted. Links
-    inside are removed as links.
+    inside stay, as a run writes none.
 
     Raises:
         BadInput: it must not be deleted, or cannot be.
     """
     check_removable(run_dir, root)
-    freed_bytes = contents(run_dir).own_bytes
-    with RunDir(run_dir).lock():
-        found = contents(run_dir)
+    with _held(run_dir, root) as (runs, folder):
+        before = visit(folder, _rule_of(folder)).own_bytes
         try:
-            for path in found.own:
-                _remove(path)
-            if not found.others:
-                run_dir.rmdir()
+            with _locked(run_dir, folder):
+                found = _told(visit(folder, _rule_of(folder), remove=True))
+            if not found.others and _is_still(run_dir.name, runs, folder):
+                os.rmdir(run_dir.name, dir_fd=runs)
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
+            reason = error.strerror or str(error)
+            where = error.filename if isinstance(error.filename, str) else ""
             raise BadInput(
-                f"{error.filename or run_dir} cannot be deleted: {reason}; the rest of the run is "
-                "still there"
+                f"{where or run_dir} cannot be deleted: {reason}; the rest of the run is still "
+                "there"
             ) from error
-    return freed_bytes
+        return Contents(before, found.others)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+@contextmanager
+def _held(run_dir: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """Hold handles of the runs folder and the run's; the names may lead elsewhere from now on."""
+    handles: list[int] = []
+    try:
+        handles.append(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        handles.append(open_folder(run_dir.name, handles[0]))
+    except OSError as error:
+        for handle in handles:
+            os.close(handle)
+        raise BadInput(f"{run_dir} cannot be deleted: {error.strerror}") from error
+    try:
+        yield handles[0], handles[1]
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+@contextmanager
+def _locked(run_dir: Path, folder: int) -> Iterator[None]:
+    """Hold the lock of the run in the folder of a handle. Raises BadInput where it is in use."""
+    held = RunDir(_place(folder))
+    try:
+        lock = held.lock(space_bytes=0)  # it frees some
+    except BadInput as error:
+        raise BadInput(str(error).replace(str(held.path), str(run_dir))) from error
+    with lock:
+        yield
+
+
+def _is_still(name: str, runs: int, folder: int) -> bool:
+    """Return whether a name in the runs folder still leads to the folder of a handle."""
+    there = os.stat(name, dir_fd=runs, follow_symlinks=False)
+    return os.path.samestat(there, os.fstat(folder))

@@ -81,7 +81,7 @@ class ReplaySource:
     def _read(self) -> None:
         self._started_s = self._clock()
         try:
-            self._events = _steady(JournalFollower(self._path).read_all())
+            self._events = _steady(JournalFollower(self._path, follow=True).read_all())
         except SchemaTooNew as error:
             self._problem = printable(str(error))
         except OSError as error:

@@ -128,7 +128,7 @@ class LinearWizard(TrainingDialogue):
         if answers.step != "launch":
             return None
         try:
-            launch = prepare(answers, self.view.root)
+            launch = prepare(answers, self.view.root, was_shown=True)
         except FluxTrainError as error:
             self._say(f"error: {error}")
             raise GoBack from None

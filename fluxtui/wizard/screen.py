@@ -250,7 +250,7 @@ class WizardScreen(WizardFrame):
     async def _launch(self) -> None:
         """Make the run directory in a thread and end the wizard with it."""
         try:
-            launch = await asyncio.to_thread(prepare, self.answers, self.root)
+            launch = await asyncio.to_thread(prepare, self.answers, self.root, was_shown=True)
         except FluxTrainError as error:
             self.launch_error, self._launching = str(error), False
             self.redraw()

@@ -244,3 +244,30 @@ def test_the_run_state_survives_json_exactly() -> None:
     assert again == state
     assert again.last_loss == 7.7
     assert again.first_loss == 1 / 3
+
+
+def test_files_of_others_in_a_checkpoint_outlive_it_under_another_name(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, step, shards(step), {})
+        (tmp_path / f"step-{step:08d}" / "notes.txt").write_text(f"of {step}")
+    prune(tmp_path, keep=1, step=30)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000030"]
+    for step in (10, 20):
+        kept = tmp_path / f"kept-from-step-{step:08d}"
+        assert [path.name for path in kept.iterdir()] == ["notes.txt"]
+        assert (kept / "notes.txt").read_text() == f"of {step}"
+    write_checkpoint(tmp_path, 10, shards(10), {})
+    (tmp_path / "step-00000010" / "notes.txt").write_text("later")
+    prune(tmp_path, keep=1, step=30)
+    assert (tmp_path / "kept-from-step-00000010-1" / "notes.txt").read_text() == "later"
+
+
+def test_a_linked_folder_of_checkpoints_is_neither_read_nor_tidied(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    write_checkpoint(real, 10, shards(), {})
+    (real / ".writing-step-00000020").mkdir()
+    (tmp_path / "linked").symlink_to(real)
+    assert list_checkpoints(tmp_path / "linked") == []
+    remove_unfinished(tmp_path / "linked")
+    prune(tmp_path / "linked", keep=0, step=99)
+    assert sorted(os.listdir(real)) == [".writing-step-00000020", "step-00000010"]

@@ -47,6 +47,9 @@ class FakeEngine:
     def shard_bytes(self) -> int:
         return 40
 
+    def shard_names(self) -> list[str]:
+        return list(self.shards)
+
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         self.shards[name] = {key: value.clone() for key, value in tensors.items()}
 
@@ -240,17 +243,18 @@ def test_the_best_checkpoint_gives_way_last_and_never_where_it_is_to_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_best: bool
 ) -> None:
     made, _ = writer(tmp_path, needs_best=needs_best)
+    engine: Any = FakeEngine(0)
     for step in (5, 10):
         made.write(state_of_best(step, 5), FakeEngine(step), FakeData())
     free(monkeypatch, tmp_path, 2)  # nothing is left, and the best is the older one
     if needs_best:
         with pytest.raises(NoSpace):
             made.write(state_of_best(15, 5), FakeEngine(15), FakeData())
-        assert made.best(state_of_best(10, 5)).step == 5
+        assert made.best(state_of_best(10, 5), engine).step == 5
     else:
         made.write(state_of_best(15, 5), FakeEngine(15), FakeData())
-        assert made.best(state_of_best(15, 5)) is None
-        assert made.best(state_of_best(15, 15)).step == 15
+        assert made.best(state_of_best(15, 5), engine) is None
+        assert made.best(state_of_best(15, 15), engine).step == 15
 
 
 def test_the_best_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
@@ -259,7 +263,7 @@ def test_the_best_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
         made.write(state_of_best(step, min(step, 10)), FakeEngine(step), FakeData())
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000010"]
     engine: Any = FakeEngine(99)
-    made.load_weights(made.best(state_of_best(20, 10)), engine)
+    made.load_weights(made.best(state_of_best(20, 10), engine), engine)
     assert torch.equal(engine.shards["a"]["w"], FakeEngine(10).shards["a"]["w"])
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
+from fluxtui.actions.resuming import cannot_resume
 from fluxtui.screens.dialogs import DeleteDialog, ResumeDialog
-from fluxtui.screens.runs import RunsScreen, cannot_resume
-from fluxtui.sources.removal import check_removable, contents, remove_run, size_bytes
+from fluxtui.screens.runs import RunsScreen
+from fluxtui.sources.removal import check_removable, contents, remove_run
 from fluxtui.state.view import View
 from fluxtui.widgets.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.widgets.spans import width_of
@@ -32,8 +33,8 @@ def runs(tmp_path: Path, made: ModuleType) -> Path:
     root = tmp_path / "runs"
     made.write(root / "ours" / "events.ndjson", made.training(80))
     made.write(root / "other" / "events.ndjson", made.finished())
-    (root / "other" / "checkpoints" / "step-200").mkdir(parents=True)
-    (root / "other" / "checkpoints" / "step-200" / "weights").write_bytes(b"x" * 5000)
+    (step := root / "other" / "checkpoints" / "step-00000200").mkdir(parents=True)
+    (step / "shard-00000.safetensors").write_bytes(b"x" * 5000)
     config = {"model": {"path": "demo"}, "data": {"path": "demo"}, "train": {"steps": 77}}
     (root / "other" / "run.json").write_text(json.dumps({"config": config}))
     return root
@@ -50,8 +51,8 @@ def summary(**changes: Any) -> RunSummary:
 
 
 def test_a_run_is_deleted_with_all_that_it_wrote_and_the_others_stay(runs: Path) -> None:
-    before = size_bytes(runs / "other")
-    assert remove_run(runs / "other", runs) == before > 5000
+    before = contents(runs / "other").own_bytes
+    assert remove_run(runs / "other", runs).own_bytes == before > 5000
     assert not (runs / "other").exists() and (runs / "ours" / "events.ndjson").exists()
 
 
@@ -64,7 +65,7 @@ def test_what_a_run_did_not_write_stays_and_is_told(runs: Path) -> None:
     (other / "notes" / "events.ndjson").write_text("mine too")
     (other / ".run.json.17.tmp").write_text("left by a trainer that was killed")
     assert contents(other).kept_text == "data.jsonl and 1 more stay: not of the run"
-    assert remove_run(other, runs) == run_bytes + len("left by a trainer that was killed")
+    assert remove_run(other, runs).own_bytes == run_bytes + len("left by a trainer that was killed")
     assert sorted(path.name for path in other.iterdir()) == ["data.jsonl", "notes"]
     assert (other / "notes" / "events.ndjson").read_text() == "mine too"
 
@@ -130,11 +131,12 @@ def test_a_link_is_not_followed_neither_as_the_run_nor_inside_it(
     os.symlink(precious, runs / "link")
     with pytest.raises(BadInput, match="is a link"):
         check_removable(runs / "link", runs)
-    before = size_bytes(runs / "other")
+    before = contents(runs / "other").own_bytes
     os.symlink(precious, runs / "other" / "model")
-    assert size_bytes(runs / "other") == before
-    remove_run(runs / "other", runs)
+    assert contents(runs / "other").own_bytes == before
+    assert remove_run(runs / "other", runs).others == ("model",)
     assert (precious / "events.ndjson").exists()
+    assert os.listdir(runs / "other") == ["model"]
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ def refusal(path: Path, **settings: Any) -> str:
     return str(refused.value)
 
 
-def test_a_folder_follows_links_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
-    folder, beside = tmp_path / "data", tmp_path / "beside"
+def test_a_folder_follows_links_inside_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
     (folder / "inner").mkdir(parents=True)
-    beside.mkdir()
+    (beside := folder / ".beside").mkdir()
     write(folder, "a.jsonl", LINE)
     write(beside, "b.jsonl", LINE.replace(b"a", b"b"))
     write(folder, "_c.jsonl", LINE)
@@ -50,6 +50,51 @@ def test_a_folder_follows_links_and_counts_what_it_leaves_out(tmp_path: Path) ->
     assert len(found) == 3
     left = {Path(name).name for name in report.left_out_files}
     assert left == {"nowhere.jsonl", "pipe.jsonl", "socket.jsonl"}
+
+
+def hub_snapshot(root: Path) -> Path:
+    """A data set as the hub's client keeps it: links into a folder of blobs."""
+    snapshot = root / "datasets--a--b" / "snapshots" / "1f0c" / "data"
+    snapshot.mkdir(parents=True)
+    (root / "datasets--a--b" / "blobs").mkdir()
+    (root / "datasets--a--b" / "blobs" / "77aa").write_bytes(LINE)
+    (snapshot / "train.jsonl").symlink_to("../../../blobs/77aa")
+    return snapshot.parent
+
+
+@pytest.mark.parametrize("named", ["link.jsonl", "data", "data/a*", "hub", "hub/**/*.jsonl"])
+def test_links_that_are_named_or_lead_to_the_hubs_blobs_are_followed(
+    tmp_path: Path, named: str
+) -> None:
+    write(tmp_path, "a.jsonl", LINE)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    (tmp_path / "real").mkdir()
+    write(tmp_path / "real", "a.jsonl", LINE)
+    (tmp_path / "data").symlink_to(tmp_path / "real")
+    (tmp_path / "hub").symlink_to(hub_snapshot(tmp_path / "cache"))
+    assert [row.text for row in rows(str(tmp_path / named))] == ["a"]
+
+
+@pytest.mark.parametrize("named", ["data", "data/*.jsonl", "data/**/*.jsonl", "hub"])
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_links_that_lead_out_of_a_folder_are_refused_with_the_cure(
+    tmp_path: Path, named: str, linked: str
+) -> None:
+    folder = hub_snapshot(tmp_path) if named == "hub" else tmp_path / "data"
+    folder.mkdir(exist_ok=True)
+    (secret := tmp_path / "secret").mkdir()
+    write(folder, "a.jsonl", LINE)
+    write(secret, "key.jsonl", LINE)
+    if linked == "file":
+        (folder / "b.jsonl").symlink_to(secret / "key.jsonl")
+    else:
+        (folder / "b").symlink_to(secret)
+    path = str(folder) if named == "hub" else str(tmp_path / named)
+    if (named, linked) == ("data/*.jsonl", "folder"):
+        assert [row.text for row in rows(path)] == ["a"], "the pattern reaches no linked folder"
+        return
+    said = refusal(Path(path))
+    assert str(secret) in said and "name that itself in data.path" in said
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ from fluxtrain.checkpoint.shard_file import (
     write_tensors,
 )
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.plain_files import is_plain_folder, kind_of, open_plain, read_plain
+from fluxtrain.rundir.own_files import of_checkpoint, open_folder, visit
 from fluxtrain.units import bytes_text
 
 FORMAT = 1
@@ -49,10 +51,11 @@ class Checkpoint:
     step: int
     bytes: int
     shards: tuple[tuple[str, str], ...]  # (the engine's name, the file's name)
+    named: bool = False  # by the user: no other one takes its place
 
     def trainer_state(self) -> dict[str, Any]:
         """Return what the trainer saves beside the engine's shards."""
-        state: dict[str, Any] = json.loads((self.path / TRAINER).read_text("utf-8"))
+        state: dict[str, Any] = json.loads(read_plain(self.path / TRAINER))
         return state
 
     def load_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -112,8 +115,8 @@ def write_checkpoint(
         temporary.mkdir()
         files = _write_files(temporary, step, shards, trainer_state)
         _sync_folder(temporary)
-        if final.is_dir():  # only a damaged checkpoint of the step is written again
-            shutil.rmtree(final)
+        if is_plain_folder(final):  # only a damaged checkpoint of the step is written again
+            _remove_own(final)
         else:
             final.unlink(missing_ok=True)
         temporary.rename(final)
@@ -135,14 +138,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         Damaged: a file is missing, short or altered; the message says which.
     """
+    if not is_plain_folder(path):
+        raise Damaged(f"{path.name} is {kind_of(path) or 'a file'}, and no checkpoint's folder")
     manifest = _manifest(path)
     files = {}
     for name, facts in manifest["files"].items():
         expected = WrittenFile(facts["bytes"], facts["sha256"])
         try:
-            found_bytes = (path / name).stat().st_size
-        except OSError:
+            found_bytes = _size_bytes(path / name)
+        except FileNotFoundError:
             raise Damaged(f"{path.name}: {name} is missing") from None
+        except OSError as error:
+            raise Damaged(f"{path.name}: {name} cannot be read: {error.strerror}") from None
         if found_bytes != expected.bytes:
             raise Damaged(
                 f"{path.name}: {name} has {found_bytes:,} bytes instead of {expected.bytes:,}"
@@ -155,9 +162,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """List folders with the name of a checkpoint, the newest step first, unchecked."""
-    if not root.is_dir():
+    if not is_plain_folder(root):
         return []
     return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
+
+
+def _size_bytes(path: Path) -> int:
+    """Return the size of a regular file. Raises OSError for anything else, also for a link."""
+    with open_plain(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def prune(root: Path, keep: int, step: int, best_step: int | None = None) -> None:
@@ -180,13 +193,39 @@ def remove(path: Path) -> None:
     """Remove a checkpoint; rename it first, so that a kill leaves no half of it under its name."""
     doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove_own(doomed)
+
+
+def _remove_own(path: Path) -> None:
+    """Remove what a run wrote into a checkpoint's folder; where something else is in it, the folder
+    stays under another name."""
+    try:
+        folder = open_folder(path)
+    except OSError:
+        return
+    try:
+        others = visit(folder, of_checkpoint, remove=True).others
+    except OSError:
+        return  # tried again when the next checkpoint is written
+    finally:
+        os.close(folder)
+    if not others:
+        path.rmdir()
+        return
+    name = f"kept-from-{path.name.removeprefix(_TEMPORARY).removeprefix('old-')}"
+    taken = (path.with_name(f"{name}-{number}" if number else name) for number in range(1000))
+    path.rename(next(place for place in taken if not os.path.lexists(place)))
 
 
 def remove_unfinished(root: Path) -> None:
     """Remove the files that a process left when it was killed while writing or pruning."""
+    if not is_plain_folder(root):
+        return
     for path in root.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            _remove_own(path)
 
 
 def load_shard_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -231,9 +270,9 @@ def _write_files(
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+        manifest = json.loads(read_plain(path / MANIFEST))
     except (OSError, ValueError, RecursionError):
-        raise Damaged(f"{path.name}: {MANIFEST} is missing or cut off") from None
+        raise Damaged(f"{path.name}: {MANIFEST} is missing, cut off or no regular file") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise Damaged(f"{path.name}: checkpoint format {found}, this version reads {FORMAT}")
@@ -242,6 +281,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     check_content(manifest, _Manifest, f"{path.name}: {MANIFEST}")
     if not {TRAINER, *(name for _, name in manifest["shards"])} <= manifest["files"].keys():
         raise Damaged(f"{path.name}: {MANIFEST} lacks entries")
+    if len({name for name, _ in manifest["shards"]}) < len(manifest["shards"]):
+        raise Damaged(f"{path.name}: {MANIFEST} names a group twice")
     return manifest
 
 

@@ -15,13 +15,21 @@ from typing import Any
 
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
+from fluxtrain.plain_files import is_plain_folder, read_plain
+from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.trace.ring import is_ring
 
 AUTO = "auto"
+TRUST, DISTRUST = "model.trust_remote_code=true", "model.trust_remote_code=false"
 _MANIFEST = "manifest.json"
-_MARKS = ({"config", "versions"}, {"choices", "chunk_rows"}, {"exit_code", "message"})
+_MARKS = (
+    {"config", "versions"},
+    {"choices", "chunk_rows"},
+    {"exit_code", "message"},
+    {"model_files"},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +155,13 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
     """Return the configuration that `run_dir` was started with.
 
     Raises:
-        BadInput: no configuration can be read.
+        BadInput: no configuration can be read, or a link stands in its folder.
     """
     from fluxtrain.config.text import apply_overrides
 
+    refuse_odd_places(run_dir)
     try:
-        content = json.loads(run_dir.run.read_text("utf-8"))["config"]
+        content = json.loads(read_plain(run_dir.run))["config"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         content = None
     if not isinstance(content, dict):
@@ -162,12 +171,32 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
     return validate(apply_overrides(content, overrides or []), str(run_dir.run))
 
 
+def resumed_config(run_dir: RunDir, overrides: list[str]) -> RunConfig:
+    """Return the configuration that `run_dir` goes on with, where the user names no other one.
+
+    The folder may be made elsewhere, so it cannot say that its model's code is to be trusted.
+
+    Raises:
+        BadInput: no configuration can be read, or only the folder wants code to be run.
+    """
+    config = stored_config(run_dir, overrides)
+    if not config.model.trust_remote_code:
+        return config
+    if stored_config(run_dir, [DISTRUST, *overrides]).model.trust_remote_code:
+        return config
+    raise BadInput(
+        f"{run_dir.run} wants to run Python code that comes with its model "
+        f"({config.model.path}), and a run's folder may be made by anybody: read that code, then "
+        f"add --set {TRUST}; or --set {DISTRUST} to go on without it"
+    )
+
+
 def has_run(run_dir: RunDir) -> bool:
     """Return whether a run was started here before. A folder `checkpoints` alone does not tell:
     other programs use that name too."""
     if run_dir.journal.exists():
         return True
-    folders = run_dir.checkpoints.glob("*")
+    folders = run_dir.checkpoints.glob("*") if is_plain_folder(run_dir.checkpoints) else ()
     return any(path.match("step-*") or (path / _MANIFEST).exists() for path in folders)
 
 
@@ -209,7 +238,8 @@ def _started_in(run_dir: Path) -> Target:
 def _refuse_others_files(chosen: RunDir) -> None:
     """Raise BadInput for a folder whose files the run would replace. Files of an earlier process
     of the run that made no step may be replaced."""
-    own = (chosen.run, chosen.plan, chosen.result, chosen.error, chosen.pid, chosen.timeline)
+    facts = (chosen.run, chosen.plan, chosen.result, chosen.error, chosen.model_list)
+    own = (*facts, chosen.pid, chosen.timeline)
     there = [path for path in own if os.path.lexists(path) and not _is_of_a_run(path, chosen)]
     if there:
         raise BadInput(
@@ -254,7 +284,7 @@ def _newest_of(config: RunConfig) -> RunDir | None:
     for folder in folders:
         run = RunDir(folder)
         try:
-            same = json.loads(run.run.read_text("utf-8"))["config"] == wanted
+            same = json.loads(read_plain(run.run))["config"] == wanted
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if same and run.liveness() != "finished":

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
+
 LOSS_TAIL = 200
 
 
@@ -60,5 +62,5 @@ class RunState:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RunState:
-        """Read the result of `to_json`."""
-        return cls(**content)
+        """Read the result of `to_json`. Raises msgspec.ValidationError for another one."""
+        return msgspec.convert(content, cls)

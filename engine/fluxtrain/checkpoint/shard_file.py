@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fluxtrain.plain_files import open_plain
+
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -122,7 +124,7 @@ def hash_file(path: Path) -> WrittenFile:
     """Return size and sha256 of the file that is on disk now."""
     digest = hashlib.sha256()
     size = 0
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
             size += len(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,7 @@ from fluxtrain.checkpoint.checkpoint import (
 from fluxtrain.checkpoint.randomness import random_state, restore_random_state
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import CheckpointWritten
 from fluxtrain.telemetry.storage import free_bytes
@@ -122,26 +123,62 @@ class CheckpointWriter:
         )
         return self.last
 
+    def resume(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
+        """Restore from `checkpoint`, or from the newest one before it that is whole, if it turns
+        out to lack what this model needs and the user did not name it.
+
+        Raises:
+            BadInput: none is whole, or it belongs to another run.
+        """
+        while True:
+            try:
+                return self.restore(checkpoint, engine, data)
+            except Damaged as damage:
+                if checkpoint.named:
+                    raise with_cure(damage) from None
+                self._announcer.warn(f"skipped a damaged checkpoint: {damage}")
+            older = newest_resumable(self._root, self._announcer.warn, checkpoint.path.name)
+            assert older is not None, "without an older one it raises"
+            checkpoint = older
+
     def restore(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
         """Restore engine, data and random generators from `checkpoint`.
 
         Raises:
             BadInput: it belongs to another model, data or configuration; says what differs.
+            Damaged: it lacks a part of the model, or holds what no trainer writes.
         """
         content = trainer_content(checkpoint)
         _refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
-        data.load_state_dict(content["data"])
+        self.refuse_incomplete(checkpoint, engine)
+        with _damage_of(checkpoint):
+            state = RunState.from_json(content["run"])
+            if state.step != checkpoint.step:
+                raise ValueError(f"{TRAINER} is of step {state.step}")
+            data.load_state_dict(content["data"])
+            if engine.loss_scale is not None:
+                engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         self.load_weights(checkpoint, engine)
         engine.chunk_rows = content["chunk_rows"]
-        if engine.loss_scale is not None:
-            engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
-        restore_random_state(content["random"])
+        with _damage_of(checkpoint):
+            restore_random_state(content["random"])
         self._tell_of_threads(content["threads"])
         self.last = checkpoint
         self._cadence.done(checkpoint.step, 0.0)
-        return RunState.from_json(content["run"])
+        return state
 
-    def best(self, state: RunState) -> Checkpoint | None:
+    def refuse_incomplete(self, checkpoint: Checkpoint, engine: Engine) -> None:
+        """Raise Damaged for a checkpoint without a shard of every group: what is missing would keep
+        the weights that the run began with."""
+        needed = (*engine.shard_names(), *self._optimizer.shard_names)
+        held = {name for name, _ in checkpoint.shards}
+        if lacking := [name for name in needed if name not in held]:
+            raise Damaged(
+                f"{checkpoint.path.name}: its manifest lacks {len(lacking)} of the {len(needed)} "
+                f"groups of the model, first {lacking[0]!r}"
+            )
+
+    def best(self, state: RunState, engine: Engine) -> Checkpoint | None:
         """Return the checkpoint of the best evaluation; None where there is none.
 
         Raises Damaged.
@@ -151,13 +188,21 @@ class CheckpointWriter:
         if self.last is not None and self.last.step == state.best_step:
             return self.last
         folder = step_folder(self._root, state.best_step)
-        return read_checkpoint(folder) if folder.is_dir() else None
+        if not folder.is_dir():
+            return None
+        found = read_checkpoint(folder)
+        self.refuse_incomplete(found, engine)
+        return found
 
     def load_weights(self, checkpoint: Checkpoint, engine: Engine) -> None:
-        """Load weights and states alone, as nothing is trained afterwards."""
+        """Load weights and states alone, as nothing is trained afterwards. Raises Damaged."""
         for name, tensors in load_shard_tensors(checkpoint):
-            if not self._optimizer.load_state_shard(name, tensors):
+            if self._optimizer.load_state_shard(name, tensors):
+                continue
+            try:
                 engine.load_state_shard(name, tensors)
+            except BadInput as error:
+                raise Damaged(f"{checkpoint.path.name}: {error}") from error
         self.read_bytes += checkpoint.bytes
 
     def _tell_of_threads(self, before: int) -> None:
@@ -212,28 +257,75 @@ class CheckpointWriter:
         return f"the last good checkpoint is {self.last.path} (step {self.last.step})"
 
 
-def newest_valid(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+def newest_valid(
+    root: Path, warn: Callable[[str], None], before: str | None = None
+) -> Checkpoint | None:
     """Find the newest checkpoint without damage; name and skip damaged ones.
 
+    before: the name of a folder; only those of earlier steps are looked at.
     None if there are no checkpoints. Raises BadInput if all are damaged.
     """
-    found = list_checkpoints(root)
+    found = [path for path in list_checkpoints(root) if before is None or path.name < before]
     for path in found:
         try:
             return read_checkpoint(path)
         except Damaged as damage:
             warn(f"skipped a damaged checkpoint: {damage}")
     if found:
-        raise BadInput(
-            f"all {len(found)} checkpoints under {root} are damaged: start again in another "
-            "--run-dir"
-        )
+        raise _all_damaged(root)
     return None
+
+
+def newest_resumable(
+    root: Path, warn: Callable[[str], None], before: str | None = None
+) -> Checkpoint | None:
+    """Find the newest checkpoint whose trainer's state can be read too, as `newest_valid` does.
+
+    None if there are no checkpoints. Raises BadInput if none is whole, also `before` a folder.
+    """
+    while (found := newest_valid(root, warn, before)) is not None:
+        try:
+            trainer_content(found)
+            return found
+        except Damaged as damage:
+            warn(f"skipped a damaged checkpoint: {damage}")
+        before = found.path.name
+    if before is not None:
+        raise _all_damaged(root)
+    return None
+
+
+def with_cure(damage: Damaged) -> Damaged:
+    """Add what to do about a damaged checkpoint that the user named."""
+    return Damaged(
+        f"{damage}: name another checkpoint, or the run's folder to go on from its newest whole one"
+    )
+
+
+def _all_damaged(root: Path) -> BadInput:
+    return BadInput(
+        f"all {len(list_checkpoints(root))} checkpoints under {root} are damaged: start again in "
+        "another --run-dir"
+    )
+
+
+@contextmanager
+def _damage_of(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raise Damaged for errors that content makes which no trainer writes, if its seal is right."""
+    try:
+        yield
+    except FluxTrainError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise Damaged(f"{checkpoint.path.name}: {TRAINER} is not what was written ({e})") from e
 
 
 def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read what `CheckpointWriter.write` wrote. Raises Damaged for anything else."""
-    content = checkpoint.trainer_state()
+    try:
+        content = checkpoint.trainer_state()
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{checkpoint.path.name}: {TRAINER} cannot be read ({error})") from None
     check_content(content, _Content, f"{checkpoint.path.name}: {TRAINER}")
     return content
 

@@ -21,6 +21,7 @@ from fluxtrain.models.export import save_model
 from fluxtrain.models.loading import DEMO, ModelSource, load_model, model_folder
 from fluxtrain.models.model_files import ModelFiles, base_key, check_model_folder
 from fluxtrain.models.precision import DTYPES
+from fluxtrain.plain_files import read_plain
 from fluxtrain.plan.states import PACKED_FORMATS, StorageFormat
 
 ONTO = ("dequantised", "original")
@@ -147,7 +148,7 @@ def _packed(given: str | None) -> StorageFormat:
 
 def _refuse_quantised(folder: Path) -> None:
     try:
-        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: Any = json.loads(read_plain(folder / "config.json", follow=True))
         told = config["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # what is damaged is told by those who read it

@@ -16,6 +16,7 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
 from fluxtrain.methods.trained_on import TrainedOn, trained_on
 from fluxtrain.models.model_files import safetensors_header
+from fluxtrain.plain_files import refuse_foreign
 from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.run_dir import RunDir
 
@@ -47,6 +48,7 @@ def find_adapter(named: str) -> AdapterSource:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise _incomplete(folder, name)
+    refuse_foreign(folder)
     safetensors_header(folder / WEIGHTS)
     return AdapterSource(
         folder=folder,

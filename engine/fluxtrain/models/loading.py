@@ -42,6 +42,7 @@ from fluxtrain.models.precision import (
 )
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, read_beside
+from fluxtrain.plain_files import refuse_foreign
 
 DEMO = "demo"
 TOKENIZER_LIMIT_S = 60.0  # converting a large vocabulary takes up to half of it
@@ -135,6 +136,8 @@ def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, Pretra
     folder = model_folder(source, with_weights=False)
     if folder == Path(source.path).expanduser():
         check_model_folder(folder, source.trust_remote_code)
+    else:
+        refuse_foreign(folder)
     return tokenizer_of_folder(folder, source.trust_remote_code), _shape(
         folder, source.trust_remote_code
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import read_plain, refuse_foreign
 from fluxtrain.units import bytes_text
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library refuses longer ones too
@@ -180,6 +181,7 @@ def model_config(folder: Path) -> dict[str, Any]:
 
     Raises BadInput if it is missing or damaged, of quantised weights or of impossible sizes.
     """
+    refuse_foreign(folder)
     path = folder / "config.json"
     if not path.exists():
         if (folder / "adapter_config.json").exists():
@@ -256,7 +258,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadInput(f"{path} is not a file: copy or download it again")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_plain(path, follow=True))  # links that leave were refused
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not JSON ({error}): copy or download it again") from error
     if not isinstance(value, dict):
@@ -271,12 +273,10 @@ def _refuse_remote_code(folder: Path, config: dict[str, Any], trusted: bool) -> 
     tokenizer = folder / "tokenizer_config.json"
     if tokenizer.exists() and "auto_map" in _json_object(tokenizer):
         asking.append(tokenizer.name)
-    kernels = [key for key in _KERNEL_KEYS if "/" in str(config.get(key, ""))]
-    if kernels:
+    if kernel := _kernel_of_the_hub(config):
         raise BadInput(
-            f"{folder} wants to run an attention kernel from the hub ({kernels[0]} = "
-            f"{config[kernels[0]]!r} in config.json): remove that line, or set "
-            "model.trust_remote_code to true"
+            f"{folder} wants to run an attention kernel from the hub ({kernel} in config.json): "
+            "remove that line, or set model.trust_remote_code to true"
         )
     if asking:
         raise BadInput(
@@ -284,6 +284,22 @@ def _refuse_remote_code(folder: Path, config: dict[str, Any], trusted: bool) -> 
             "read that code, then set model.trust_remote_code to true; or remove `auto_map` if "
             f"transformers has its own {config['model_type']!r}"
         )
+
+
+def _kernel_of_the_hub(config: dict[str, Any]) -> str:
+    """Return the setting that names a repository of kernels, also of a part such as the text model;
+    "" for none."""
+    left: list[Any] = [config]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            named = [key for key in _KERNEL_KEYS if "/" in str(part.get(key, ""))]
+            if named:
+                return f"{named[0]} = {part[named[0]]!r:.200}"
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return ""
 
 
 def _weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:

@@ -47,6 +47,12 @@ def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield "loose", {str(i): p.detach().cpu() for i, p in enumerate(context.loose)}
 
 
+def shard_names(context: Context) -> list[str]:
+    """Return the names of all shards, which a checkpoint must hold."""
+    names = [group.name for group in context.groups if group.trained]
+    return [*names, "loose"] if context.loose else names
+
+
 def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) -> None:
     """Restore one shard exactly. Raises BadInput if it belongs to another model."""
     context.flush()
@@ -82,7 +88,10 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
 
 def _load_state(context: Context, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
     """Load masters, moments and step; moments of a shard from before the first step are zero."""
-    member.step = int(tensors.get(f"{member.name}.{_STEP}", torch.zeros(1))[0])
+    step = tensors.get(f"{member.name}.{_STEP}", torch.zeros(1, dtype=torch.int64))
+    if step.numel() != 1 or step.is_floating_point():
+        raise BadInput(f"the checkpoint's {group.name}.{member.name}.{_STEP} is no number of steps")
+    member.step = int(step)
     context.owners[group][member.index].stepper = None  # any optimizer may go on
     if member.step:
         group.ensure_state()

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from fluxtrain.telemetry.storage import storage_error, unlinked
+from fluxtrain.plain_files import open_to_write
+from fluxtrain.telemetry.storage import storage_error
 
 _OWN = "fluxtrain.run"  # lines of the run itself; not passed to `tell`
 _OTHERS = ("fluxtrain", "py.warnings", "transformers", "torch")
@@ -25,7 +26,7 @@ class RunLog:
     def __init__(self, path: Path) -> None:
         try:
             self._file = open(  # noqa: SIM115 - `close` does
-                path, "a", encoding="utf-8", errors="backslashreplace", opener=unlinked
+                path, "a", encoding="utf-8", errors="backslashreplace", opener=open_to_write
             )
         except OSError as error:
             raise storage_error(path, error) from error

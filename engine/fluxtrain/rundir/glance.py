@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fluxtrain.plain_files import open_plain
 from fluxtrain.telemetry.events import (
     AnyEvent,
     Done,
@@ -17,7 +18,6 @@ from fluxtrain.telemetry.events import (
 )
 from fluxtrain.telemetry.frames import SchemaTooNew, decode_line
 from fluxtrain.telemetry.journal import tail_lines
-from fluxtrain.telemetry.storage import open_to_read
 
 
 def _glance(line: bytes) -> AnyEvent | None:
@@ -31,7 +31,7 @@ def _glance(line: bytes) -> AnyEvent | None:
 def first_hello(journal: Path) -> Hello | None:
     """Return how a run began; None where its journal does not tell."""
     try:
-        with open_to_read(journal) as file:
+        with open_plain(journal) as file:
             event = _glance(file.read(1 << 16).partition(b"\n")[0])
     except OSError:
         return None

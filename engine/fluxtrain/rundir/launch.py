@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fluxtrain.plain_files import open_to_write
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.live import widen_pipe
 from fluxtrain.telemetry.reader import PipeReader
-from fluxtrain.telemetry.storage import storage_error, unlinked
+from fluxtrain.telemetry.storage import storage_error
 
 # -P: a file of the user's folder that is named like a module must not take its place.
 TRAINER = (sys.executable, "-P", "-m", "fluxtrain", "train")
@@ -60,7 +61,7 @@ def start_trainer(
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        log = open(run.log, "ab", opener=unlinked)  # noqa: SIM115 - closed below
+        log = open(run.log, "ab", opener=open_to_write)  # noqa: SIM115 - closed below
     except OSError as error:
         raise storage_error(run.log, error) from error
     read_end, write_end = os.pipe()

@@ -1,7 +1,7 @@
 """The run directory: the files of one run, and the lock of the process that uses it.
 
     runs/<id>/  run.json  plan.json  events.ndjson  engine.log  error.json  result.json
-                timeline.ring  pid  ctl.sock  checkpoints/  model/
+                timeline.ring  pid  ctl.sock  checkpoints/  model/  model-files.json
 
 `pid` names the process that uses the directory and carries the lock; the directory is in use while
 either lives. `result.json` and `error.json`
@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.plain_files import is_plain_folder, open_plain, open_to_write
 from fluxtrain.rundir.glance import (
     ending_of_journal,
     first_hello,
@@ -36,7 +37,6 @@ from fluxtrain.telemetry.events import RunPhase
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.storage import (
     check_space,
-    open_to_read,
     read_json,
     storage_error,
     write_json,
@@ -197,16 +197,20 @@ class RunDir:
         """The trained model."""
         return self.path / "model"
 
-    def lock(self) -> RunLock:
+    @property
+    def model_list(self) -> Path:
+        """The names and sizes of the trained model's files."""
+        return self.path / "model-files.json"
+
+    def lock(self, space_bytes: int = RUN_SPACE_BYTES) -> RunLock:
         """Claim the directory (made if missing); `BadInput` names the process that has it.
 
-        Also raises `BadInput` for a read-only directory and `NoSpace` for a full one.
+        Also raises `BadInput` for a read-only directory, and `NoSpace` where fewer than
+        `space_bytes` are free.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # not through a link, whose target would be truncated below
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self.pid, flags, 0o644)
+            descriptor = open_to_write(self.pid, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise storage_error(self.path, error) from error
         try:
@@ -218,7 +222,7 @@ class RunDir:
             newest_ns = max(_written_ns(self.error), _written_ns(self.result)) + 1
             if newest_ns > os.fstat(descriptor).st_mtime_ns:
                 os.utime(descriptor, ns=(newest_ns, newest_ns))
-            check_space(self.path, RUN_SPACE_BYTES)
+            check_space(self.path, space_bytes)
         except FluxTrainError:
             os.close(descriptor)
             raise
@@ -230,7 +234,7 @@ class RunDir:
     def user(self) -> ProcessMark | None:
         """Return the process that last locked the directory and did not release it."""
         try:
-            with open_to_read(self.pid) as file:
+            with open_plain(self.pid) as file:
                 return msgspec.json.decode(file.read(MARK_LIMIT_BYTES), type=ProcessMark)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
@@ -256,7 +260,8 @@ class RunDir:
     def has_trained(self) -> bool:
         """Return whether any process of the run made a step, as far as checkpoints and the
         journal's end tell."""
-        return any(self.checkpoints.glob("step-*")) or newest_step(self.journal) is not None
+        has_checkpoint = is_plain_folder(self.checkpoints) and any(self.checkpoints.glob("step-*"))
+        return has_checkpoint or newest_step(self.journal) is not None
 
     def summary(self) -> RunSummary:
         """Return state and newest numbers, read from the journal's end and the small files."""
@@ -284,7 +289,7 @@ class RunDir:
             stepped_s=stepped_s,
             step_s=step.step_s if step else None,
             phase=newest_phase(self.journal),
-            saved_model=str(self.model) if self.model.is_dir() else None,
+            saved_model=str(self.model) if is_plain_folder(self.model) else None,
         )
 
     def write_json(self, path: Path, value: Any) -> None:
@@ -328,7 +333,7 @@ class RunDir:
     def _is_locked(self) -> bool:
         """Return whether a process holds the directory's lock, whatever is written of it."""
         try:
-            with open_to_read(self.pid) as file:
+            with open_plain(self.pid) as file:
                 fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             return error.errno == errno.EWOULDBLOCK

@@ -8,13 +8,15 @@ it, and the next writer cuts it off.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from fluxtrain.plain_files import open_plain, open_to_write
 from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
 from fluxtrain.telemetry.frames import Skipped, classify_line, decode_line
-from fluxtrain.telemetry.storage import open_to_read, storage_error
+from fluxtrain.telemetry.storage import storage_error
 
 TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
 
@@ -25,9 +27,7 @@ class JournalWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-            )
+            self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             raise storage_error(path, error) from error
         self._end = self._cut_torn_tail()
@@ -74,7 +74,7 @@ def read_events(path: Path, on_skipped: list[Skipped] | None = None) -> Iterator
 
     A torn last line is ignored. Raises `SchemaTooNew` for another major version of the schema.
     """
-    with open(path, "rb") as file:
+    with io.BufferedReader(open_plain(path, follow=True)) as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
@@ -88,7 +88,7 @@ def read_events(path: Path, on_skipped: list[Skipped] | None = None) -> Iterator
 def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
     """Return the whole lines in a file's last `limit_bytes`, newest first; [] without a file."""
     try:
-        with open_to_read(path) as file:
+        with open_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - limit_bytes)
             file.seek(start)

@@ -10,10 +10,10 @@ import io
 import os
 from pathlib import Path
 
+from fluxtrain.plain_files import open_plain
 from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
 from fluxtrain.telemetry.frames import SchemaTooNew, Skipped, classify_line, decode_line
 from fluxtrain.telemetry.printable import is_plain, printable_texts
-from fluxtrain.telemetry.storage import open_to_read
 
 __all__ = ["JournalFollower", "PipeReader", "SchemaTooNew", "decode_line"]
 
@@ -50,10 +50,14 @@ class _Lines:
 
 
 class JournalFollower:
-    """Follows a journal that may not exist yet, grows, or was cut by a resumed trainer."""
+    """Follows a journal that may not exist yet, grows, or was cut by a resumed trainer.
 
-    def __init__(self, path: Path, poll_bytes: int = POLL_BYTES) -> None:
+    `follow`: the path may be a link, as of a recording that the user names.
+    """
+
+    def __init__(self, path: Path, poll_bytes: int = POLL_BYTES, *, follow: bool = False) -> None:
         self.path = path
+        self._follow = follow
         self.restarts = 0  # times the file was replaced or cut before the read position
         self._poll_bytes = max(poll_bytes, 2 * FRAME_LIMIT_BYTES)
         self._offset = 0  # always at the start of a line, so a torn tail is read again
@@ -77,7 +81,7 @@ class JournalFollower:
         Raises `SchemaTooNew` for a run of another major version.
         """
         try:
-            with open_to_read(self.path) as file:
+            with open_plain(self.path, follow=self._follow) as file:
                 return self._read(file)
         except FileNotFoundError:
             return []

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import shutil
-import stat
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
+from fluxtrain.plain_files import read_plain
 from fluxtrain.units import bytes_text
 
-JSON_LIMIT_BYTES = 32 << 20  # a plan of a hundred thousand blocks is smaller
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -> FluxTrainError:
     """Return the error to raise for a failed write at `path`: `NoSpace` (5) or `BadInput` (2)."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
+    reason = error.strerror or str(error)
     if error.errno not in NO_SPACE_ERRNOS:
         return BadInput(
             f"cannot write {path}: {reason}: choose a folder that you can write with --run-dir, "
@@ -78,32 +76,11 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
-def open_to_read(path: Path) -> io.FileIO:
-    """Open a file without a buffer; OSError for a pipe or a device, whose reading may never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+def read_json(path: Path, *, follow: bool = False) -> dict[str, Any] | None:
+    """Return the object in `path`; None if the file is missing, no regular file, no JSON object, or
+    too large. A link is followed if `follow`."""
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    except OSError:
-        os.close(descriptor)
-        raise
-    return io.FileIO(descriptor, "rb")
-
-
-def unlinked(path: str, flags: int) -> int:
-    """Open for `open` without following a link at the path's end (OSError), whose target may belong
-    to another user."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in `path`; None if the file is missing, no JSON object, or too large."""
-    try:
-        with open_to_read(path) as file:
-            data = file.read(JSON_LIMIT_BYTES + 1)
-        if len(data) > JSON_LIMIT_BYTES:
-            return None
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(read_plain(path, follow=follow), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from fluxtrain.telemetry.storage import open_to_read
+from fluxtrain.plain_files import open_plain, open_to_write
 from fluxtrain.trace.lanes import (
     Head,
     StepLanes,
@@ -36,7 +36,7 @@ _SLOTS_AT = 4096
 def is_ring(path: Path) -> bool:
     """Return whether a file begins as rings of every version do."""
     try:
-        with open_to_read(path) as file:
+        with open_plain(path) as file:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
@@ -49,9 +49,7 @@ class RingWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        # not through a link, whose target would be truncated below
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(path, flags, 0o644)
+        self._file = open_to_write(path, os.O_RDWR | os.O_CREAT)
         self._written = self._process = 0
         try:
             if _layout(self._file) is None:
@@ -118,17 +116,17 @@ class RingReader:
     def poll(self) -> bool:
         """Read new records; return whether `steps` changed."""
         try:
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            file = open_plain(self._path)
         except OSError:
             changed = self.exists or bool(self.steps)
             self._records, self._seen, self.exists, self.steps = {}, None, False, ()
             return changed
         try:
-            return self._read(file)
+            return self._read(file.fileno())
         except OSError:
             return False
         finally:
-            os.close(file)
+            file.close()
 
     def _read(self, file: int) -> bool:
         facts = os.fstat(file)

@@ -46,7 +46,7 @@ def choose_final_weights(
     if wanted == "last" or state.best_step in (None, state.step):
         return state.step
     try:
-        found = checkpoints.best(state)
+        found = checkpoints.best(state, engine)
     except Damaged as damage:
         found, why = None, str(damage)
     else:

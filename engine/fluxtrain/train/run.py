@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,18 +12,23 @@ import msgspec
 
 from fluxtrain.calibration.peaks import measured_peaks
 from fluxtrain.checkpoint import writer as checkpoint_writer
-from fluxtrain.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
+from fluxtrain.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, remove_unfinished
 from fluxtrain.checkpoint.fingerprint import fingerprint
 from fluxtrain.checkpoint.randomness import fix_threads, seed_everything
 from fluxtrain.checkpoint.recovery import Target
-from fluxtrain.checkpoint.writer import CheckpointWriter, newest_valid, trainer_content
+from fluxtrain.checkpoint.writer import (
+    CheckpointWriter,
+    newest_resumable,
+    trainer_content,
+    with_cure,
+)
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, BatchSource, in_order
-from fluxtrain.errors import Interrupted
+from fluxtrain.errors import FluxTrainError, Interrupted
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes
@@ -37,6 +43,7 @@ from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.planning.row_length import with_row_length
 from fluxtrain.reporting.trackers.opening import refuse_missing_trackers
+from fluxtrain.rundir.own_files import kept_beside, model_files, note_model, of_model, others_in
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
@@ -72,6 +79,7 @@ def train(
     machine = read_machine()
     limit = machine.memory_total_bytes
     with Session(target.run_dir, live_fd=live_fd, json=json, host_limit_bytes=limit) as session:
+        session.trusts_code = config.model.trust_remote_code
         opened(target.run_dir.path)
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
@@ -159,7 +167,7 @@ class Run:
         session.gauges.watch(self.engine, self.checkpoints)
         session.timeline.watch(self.engine.device.recorder)
         if checkpoint is not None:
-            session.state = self.checkpoints.restore(checkpoint, self.engine, self.data)
+            session.state = self.checkpoints.resume(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
         self._changes = self._live_changes()
         self.loop = self._training_loop(optimizer)
@@ -250,11 +258,24 @@ class Run:
         session.model_step = choose_final_weights(
             wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
         )
+        self._keep_others_files()
         self._method.save(loaded, self._config.method, session.run_dir.model)
+        with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
+            note_model(session.run_dir)
         session.model_path = str(session.run_dir.model)
         if self._inputs.prompt:
             self._show_sample(session.model_step)
         self.measure()
+
+    def _keep_others_files(self) -> None:
+        """Move what is not of the run out of its model's folder, which is about to be replaced."""
+        run_dir = self._session.run_dir
+        for name in others_in(run_dir.model, of_model(model_files(run_dir))):
+            place = kept_beside(run_dir.model / name, run_dir.path / "kept-from-model")
+            self._session.announcer.warn(
+                f"{run_dir.model / name} is not of the run, and its model is saved again: it is "
+                f"{place} now"
+            )
 
     def _show_sample(self, step: int) -> None:
         """Show what the model makes of a prompt. It is saved: what goes wrong is a warning."""
@@ -350,8 +371,11 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
         return None
     remove_unfinished(target.run_dir.checkpoints)
     if target.checkpoint is not None:
-        return read_checkpoint(target.checkpoint)
-    found = newest_valid(target.run_dir.checkpoints, session.announcer.warn)
+        try:
+            return replace(read_checkpoint(target.checkpoint), named=True)
+        except Damaged as damage:
+            raise with_cure(damage) from None
+    found = newest_resumable(target.run_dir.checkpoints, session.announcer.warn)
     if found is None:
         session.announcer.warn("no checkpoint was written yet: the run starts at its first step")
     return found
@@ -363,4 +387,5 @@ def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
         return config.train.batch_rows
     if checkpoint is None:
         return None
-    return int(trainer_content(checkpoint)["fingerprint"]["batch_rows"])
+    rows = trainer_content(checkpoint)["fingerprint"].get("batch_rows")
+    return rows if isinstance(rows, int) and rows > 0 else None  # None is refused when restored

@@ -30,6 +30,7 @@ from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.reporting.trackers.opening import Trackers
 from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import ControlServer
+from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
@@ -51,7 +52,9 @@ class Session:
         host_limit_bytes: int | None = None,
     ) -> None:
         self.run_dir = run_dir
+        self.trusts_code = False  # the user has said that the model's own code may run
         self._started_s = time.monotonic()
+        refuse_odd_places(run_dir)
         with ExitStack() as taken:  # released where a later one fails
             self._lock = run_dir.lock()
             taken.callback(self._lock.release)
@@ -149,7 +152,8 @@ class Session:
     @property
     def resume_command(self) -> str:
         """Return the command that continues this run."""
-        return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}"
+        trust = " --set model.trust_remote_code=true" if self.trusts_code else ""
+        return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}{trust}"
 
     def _end_at_once(self, refusal: FluxTrainError) -> None:
         """Record why the process ends while native code of a model's tokenizer never does."""

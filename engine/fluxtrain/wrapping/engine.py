@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.optimizer.state_shards import load_state_shard, shard_bytes, state_shards
+from fluxtrain.optimizer.state_shards import (
+    load_state_shard,
+    shard_bytes,
+    shard_names,
+    state_shards,
+)
 from fluxtrain.optimizer.step_in_backward import StepInBackward
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import Traffic
@@ -133,6 +138,10 @@ class Engine(Context):
     def shard_bytes(self) -> int:
         """Return the most bytes that all shards take now."""
         return shard_bytes(self)
+
+    def shard_names(self) -> list[str]:
+        """Return the names of all shards."""
+        return shard_names(self)
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Restore one shard exactly. Raises BadInput when it belongs to another model."""

@@ -73,7 +73,7 @@ def save_draft(answers: Answers, path: Path) -> bool:
 def load_draft(path: Path) -> Answers | None:
     """The kept answers; None if there are none, they cannot be read, or they are the defaults."""
     try:
-        fields = read_json(path)
+        fields = read_json(path, follow=True)
         answers = _answers(fields) if fields is not None else None
     except (TypeError, ValueError):
         return None
@@ -114,6 +114,13 @@ def acceptable(name: str, value: object) -> bool:
     return isinstance(value, str)
 
 
+def _without_trust(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out that code of the model may run: a run's record cannot say so for the user."""
+    model = dict(config.get("model", {}))
+    model.pop("trust_remote_code", None)
+    return {**config, "model": model} if "model" in config else config
+
+
 def answers_from_run(config: dict[str, Any]) -> Answers:
     """The wizard's answers out of a run's own record, which anybody may have written.
 
@@ -121,7 +128,7 @@ def answers_from_run(config: dict[str, Any]) -> Answers:
         BadInput: it holds what no configuration does.
     """
     try:
-        answers = answers_from_config(config)
+        answers = answers_from_config(_without_trust(config))
     except (AttributeError, TypeError, ValueError) as error:
         raise BadInput(f"its configuration cannot be understood: {error}") from error
     for field in dataclasses.fields(Answers):

@@ -14,6 +14,7 @@ from fluxtrain.telemetry.storage import storage_error, write_bytes
 from fluxtrain.telemetry.typed import typed_line
 from fluxtui.home import expanded
 from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME
+from fluxtui.sources.trust import TRUST, trusts_code
 from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.answers.configuring import (
     as_arguments,
@@ -84,10 +85,11 @@ def run_name(answers: Answers) -> str:
     return "demo" if answers.data_source == "demo" else f"demo-{Path(answers.data_file).stem}"
 
 
-def prepare(answers: Answers, root: Path | None = None) -> Launch:
+def prepare(answers: Answers, root: Path | None = None, *, was_shown: bool = False) -> Launch:
     """Make a run directory below `root` and write the configuration into it.
 
-    A run that goes on has its directory and its configuration.
+    A run that goes on has its directory and its configuration. If the last page `was_shown`, which
+    says so, the user trusts its model's own code too.
 
     Raises:
         BadInput: the directory cannot be made or written.
@@ -95,7 +97,8 @@ def prepare(answers: Answers, root: Path | None = None) -> Launch:
     """
     if answers.start == "resume":
         path = Path(answers.resume_run)
-        return Launch(run_dir=path, arguments=("--resume", str(path)), config_text="")
+        trust = TRUST if was_shown and trusts_code(path) else ()
+        return Launch(run_dir=path, arguments=("--resume", str(path), *trust), config_text="")
     run = _made(answers, root)
     config = run.path / CONFIG_NAME
     text = yaml_text(answers)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.models.model_files import ModelFiles, check_model_folder
-from fluxtrain.telemetry.storage import open_to_read
+from fluxtrain.plain_files import open_plain
 from fluxtrain.units import bytes_text, count_text
 from fluxtui.home import expanded, home_folder
 from fluxtui.words import counted
@@ -116,7 +116,7 @@ def _licence(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(config.get("license"), str):
         return str(config["license"])
     try:
-        with open_to_read(folder / "README.md") as card:
+        with open_plain(folder / "README.md", follow=True) as card:
             head = card.read(_CARD_BYTES).decode("utf-8", "replace")
     except OSError:
         return None

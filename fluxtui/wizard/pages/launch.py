@@ -6,6 +6,7 @@ from textual.content import Content
 
 from fluxtrain.units import bytes_text
 from fluxtui.home import expanded
+from fluxtui.sources.trust import question_of_trust, trusts_code
 from fluxtui.wizard.answers.launching import command_text
 from fluxtui.wizard.answers.training import question_of
 from fluxtui.wizard.checks.known_runs import run_rows
@@ -80,7 +81,8 @@ def summary_rows(view: WizardView) -> list[tuple[str, str]]:
 
 def resumed_rows(view: WizardView) -> list[tuple[str, str]]:
     """What is known about the run that goes on."""
-    for run in view.runs:
-        if run.path == view.answers.resume_run:
-            return list(run_rows(run))
-    return [("run", view.answers.resume_run)]
+    path = view.answers.resume_run
+    known = [list(run_rows(run)) for run in view.runs if run.path == path]
+    code = trusts_code(path)
+    asked = [("trust", question_of_trust(code))] if code else []
+    return [*(known[0] if known else [("run", path)]), *asked]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fluxtrain.data.containers.record import Record
-from fluxtrain.data.containers.streams import INSTALL, Source
+from fluxtrain.data.containers.streams import INSTALL, Source, opened_raw
 from fluxtrain.data.row import Origin
 from fluxtrain.errors import BadInput, NoSpace
 
@@ -74,7 +74,7 @@ def _pyarrow(name: str) -> Any:
 def _seekable(source: Source) -> Iterator[Any]:
     """Yield a file to jump in; a packed one is unpacked to a temporary file."""
     if source.compression is None:
-        with source.path.open("rb") as file:
+        with opened_raw(source.path) as file:
             yield file
         return
     with tempfile.TemporaryFile() as unpacked:

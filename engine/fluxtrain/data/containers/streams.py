@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import open_plain
 from fluxtrain.units import bytes_text
 
 Compression = Literal["gzip", "zstandard"]
@@ -54,7 +55,7 @@ def opened_raw(path: Path) -> BinaryIO:
             raise BadInput(f"{path} does not exist: check data.path")
         if not path.is_file():
             raise BadInput(f"{path} is not a regular file: data is read more than once")
-        return path.open("rb")
+        return io.BufferedReader(open_plain(path, follow=True))
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error
 

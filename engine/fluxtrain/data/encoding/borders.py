@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
+from fluxtrain.data.encoding.long_texts import common_lengths
 from fluxtrain.data.encoding.tokenizer import TokenKinds
 
 # A part is encoded behind one of these: some tokenizers treat the beginning of a text otherwise.
@@ -49,16 +50,16 @@ def _cut(parts: list[list[int]]) -> Cut:
 def _encode_one(
     text: str, places: Sequence[int], parts: list[str], whole: list[int], kinds: TokenKinds
 ) -> Cut:
-    prefixes = kinds.encode([text[:place] for place in places])
-    if all(whole[: len(prefix)] == prefix for prefix in prefixes):
-        return Cut(whole, [len(prefix) for prefix in prefixes])
+    prefixes = common_lengths(text, places, whole, kinds.encode_at_once)
+    if all(is_all for _, is_all in prefixes):
+        return Cut(whole, [same for same, _ in prefixes])
     wanted = kinds.decode(whole)
     for anchor in _ANCHORS:
         behind = _behind(anchor, parts, kinds)
         if behind is not None and kinds.decode(list(chain.from_iterable(behind))) == wanted:
             return _cut(behind)
     # Nothing gives the same text: a token that lies on both sides counts to the later one.
-    return Cut(whole, [_common(prefix, whole) for prefix in prefixes])
+    return Cut(whole, [same for same, _ in prefixes])
 
 
 def _behind(anchor: str, parts: list[str], kinds: TokenKinds) -> list[list[int]] | None:
@@ -68,7 +69,3 @@ def _behind(anchor: str, parts: list[str], kinds: TokenKinds) -> list[list[int]]
     if any(ids[: len(before)] != before for ids in later):
         return None
     return [first, *(ids[len(before) :] for ids in later)]
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))

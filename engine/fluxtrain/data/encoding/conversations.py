@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from fluxtrain.data.encoding.borders import encode_with_places
+from fluxtrain.data.encoding.long_texts import too_large, too_long
 from fluxtrain.data.encoding.notes import Notes, RowRefused
 from fluxtrain.data.encoding.samples import Sample, sample_of
 from fluxtrain.data.encoding.texts import TextEncoder
@@ -16,6 +17,7 @@ from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.data.rendering.left_out import left_out, lost_answer
 from fluxtrain.data.row import Row
 
+MOST_RENDERED_CHARACTERS = 2 << 30  # answers times characters
 OPENING = "an opening answer from what is learnt"
 
 
@@ -62,7 +64,10 @@ class ConversationEncoder:
     def _rendered(self, row: Row, notes: Notes) -> list[Rendering]:
         try:
             check_weights(row)
+            check_size(row)
             found = renderings(row, self._template)
+            for one in found:
+                check_length(one.text)
         except TemplateRefused as error:
             notes.refuse(row, RowRefused(f"the chat template refuses this: {error}"))
             return []
@@ -139,7 +144,7 @@ class PlainEncoder:
 
     def encode(self, rows: Sequence[Row], notes: Notes) -> Iterator[Sample]:
         """Yield a sample a row; the completion and the end of sequence are learnt."""
-        pairs = [_prompt_and_completion(row) for row in rows]
+        rows, pairs = self._pairs(rows, notes)
         cuts = encode_with_places([(a + b, [len(a)]) for a, b in pairs], self._kinds)
         for row, cut in zip(rows, cuts, strict=True):
             ids, added = self._texts.bordered(row, cut.ids, notes)
@@ -149,6 +154,20 @@ class PlainEncoder:
                 continue
             yield sample_of(row, ids, _marks(len(ids), [(first, len(ids))]))
 
+    def _pairs(self, rows: Sequence[Row], notes: Notes) -> tuple[list[Row], list[tuple[str, str]]]:
+        """Return the rows that are not too long, with their prompts and completions."""
+        kept, pairs = [], []
+        for row in rows:
+            pair = _prompt_and_completion(row)
+            try:
+                check_length("".join(pair))
+            except RowRefused as error:
+                notes.refuse(row, error)
+                continue
+            kept.append(row)
+            pairs.append(pair)
+        return kept, pairs
+
 
 def check_weights(row: Row) -> None:
     """Raise RowRefused for a weight between 0 and 1: messages are learnt, or only seen."""
@@ -157,6 +176,25 @@ def check_weights(row: Row) -> None:
             raise RowRefused(
                 f"message {number} has the weight {weight:g}: a message is learnt (1) or not (0)"
             )
+
+
+def check_length(text: str) -> None:
+    """Raise RowRefused for a text that cannot be encoded in bounded memory."""
+    if why := too_long(text):
+        raise RowRefused(f"{why}: divide the row")
+
+
+def check_size(row: Row) -> None:
+    """Raise RowRefused for a row that is too long, or would be rendered up to so many answers that
+    it takes minutes."""
+    if why := too_large(row.characters):
+        raise RowRefused(f"{why}: divide the row")
+    answers = sum(message["role"] == "assistant" for message in row.messages)
+    if answers * row.characters > MOST_RENDERED_CHARACTERS:
+        raise RowRefused(
+            f"it has {answers:,} answers in {row.characters:,} characters, and is rendered up to "
+            f"each of them: at most {MOST_RENDERED_CHARACTERS:,} characters are, so divide the row"
+        )
 
 
 def _prompt_and_completion(row: Row) -> tuple[str, str]:

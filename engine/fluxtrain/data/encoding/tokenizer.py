@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fluxtrain.bounded import within
+from fluxtrain.data.encoding.long_texts import encode_bounded
 from fluxtrain.data.rendering.chat_template import ChatTemplate
 from fluxtrain.errors import BadInput, FluxTrainError
 
@@ -54,7 +55,12 @@ class TokenKinds:
         self._special = re.compile(named) if named else None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts as they are, without the special tokens of a whole sequence."""
+        """Encode texts as they are, without the special tokens of a whole sequence; the tokenizer
+        gets them in calls of bounded size."""
+        return encode_bounded(texts, self.encode_at_once)
+
+    def encode_at_once(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts as `encode` does, in one call of the tokenizer."""
         if not texts:
             return []
         return encoded(self._tokenizer, texts, add_special_tokens=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from fluxtrain.data.containers.opening import READABLE, SUFFIXES, is_about_data, suffix_of
 from fluxtrain.data.shapes.convert import KeyRules
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import leaves
 
 _EVALUATION = ("test", "valid", "validation", "val", "dev", "eval", "heldout", "held_out")
 
@@ -37,8 +38,10 @@ class Found:
 def files_of(path: str, key: str = "data.path") -> Found:
     """Return the files that a path, a folder or a glob means, in the order of their names.
 
-    Links are followed, and a file that several of them reach is taken once. Raises BadInput if
-    there are none, or if a folder holds files for training and for evaluation.
+    The path itself may be a link. Links that a folder or a glob has must stay inside, or lead to
+    the blobs of the hub's cache; a file that several of them reach is taken once. Raises BadInput
+    for other links, if there are no files, or if a folder holds files for training and for
+    evaluation.
     """
     named = Path(os.path.expanduser(path))
     try:
@@ -46,6 +49,7 @@ def files_of(path: str, key: str = "data.path") -> Found:
             return _of_folder(named, key)
         if not named.exists() and glob.has_magic(path):
             matches = sorted(Path(match) for match in glob.glob(str(named), recursive=True))
+            _refuse_leaving(matches, _root_of(str(named)), key)
             files, left_out = _once([match for match in matches if not match.is_dir()])
             if not files:
                 raise BadInput(f"{key} {path} matches no file: check the pattern")
@@ -59,7 +63,7 @@ def files_of(path: str, key: str = "data.path") -> Found:
 
 
 def _of_folder(folder: Path, key: str) -> Found:
-    visible = _visible(folder)
+    visible = _visible(folder, key)
     data = [path for path in visible if suffix_of(path) in SUFFIXES and not is_about_data(path)]
     files, _ = _once([path for path in data if not _is_private(path.relative_to(folder))])
     taken, named = set(files), set(data)
@@ -93,7 +97,25 @@ def _names(path: Path, folder: Path, words: Sequence[str]) -> bool:
     return any(word in pieces for pieces in named for word in words)
 
 
-def _visible(folder: Path) -> list[Path]:
+def _root_of(pattern: str) -> Path:
+    """Return the folder that a glob begins in: what stands before its first magic part."""
+    parts = Path(pattern).parts
+    magic = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return Path(*parts[:magic])
+
+
+def _refuse_leaving(paths: Sequence[Path], folder: Path, key: str) -> None:
+    """Raise BadInput for a path that leads out of its folder to a file, which nobody has named."""
+    for path in paths:
+        real = leaves(path, folder)
+        if real is not None and real.exists():
+            raise BadInput(
+                f"{path} leads to {real}, outside of {folder}: name that itself in {key}, which "
+                "may be a list, or put a copy in the place of the link"
+            )
+
+
+def _visible(folder: Path, key: str) -> list[Path]:
     """Return all that is not a folder, at any depth, but for names that begin with a dot."""
     found: list[Path] = []
     seen: set[str] = set()  # folders, so that links to one above end
@@ -104,7 +126,10 @@ def _visible(folder: Path) -> list[Path]:
             continue
         seen.add(real)
         inner[:] = sorted(name for name in inner if not name.startswith("."))
-        found += [Path(here, name) for name in names if not name.startswith(".")]
+        files = [Path(here, name) for name in names if not name.startswith(".")]
+        links = [Path(here, name) for name in inner if os.path.islink(Path(here, name))]
+        _refuse_leaving([*links, *(path for path in files if path.is_symlink())], folder, key)
+        found += files
     return sorted(found)
 
 

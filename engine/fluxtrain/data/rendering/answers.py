@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.data.row import Message, Row
 
+LARGEST_CHARACTERS = 32 << 20  # of all renderings of a row
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -121,6 +123,12 @@ def _by_prefixes(
         if shared is None:
             shared = Rendering(text=_with_the_rest(text, messages, index, row, template, made))
             made.append(shared)
+            kept = sum(len(one.text) for one in made)
+            if len(made) > 1 and kept > LARGEST_CHARACTERS:
+                raise TemplateRefused(
+                    f"it writes {len(made):,} answers in {kept:,} characters, as each is rendered "
+                    f"otherwise, and at most {LARGEST_CHARACTERS:,} are kept: divide the row"
+                )
         start = _start(text, messages, index, row, template)
         shared.answers.insert(0, Answer(start=start, end=len(text)))
     return made

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import read_plain
 
 AUTO = "auto"
+TEMPLATE_LIMIT_BYTES = 1 << 20
 
 _CALLS = (
     "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>\n{\"name\": ' + (c['function']['name'] | "
@@ -149,7 +151,7 @@ def use_template(tokenizer: NamingTokenizer, chosen: str) -> None:
 
 def _from_file(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path, TEMPLATE_LIMIT_BYTES, follow=True).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"data.chat_template {path} cannot be read: {error}") from error
     if not text.strip():

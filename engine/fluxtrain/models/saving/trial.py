@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.models.saving.beside import CONFIG, GENERATION, Beside
+from fluxtrain.models.saving.beside import CONFIG, GENERATION, TOKENIZER
 
 _PROBE = "The quick brown fox, 1 + 2 = 3.\n\tüß 漢字"
 
@@ -23,7 +23,8 @@ def try_saving(loaded: LoadedModel, write: Callable[[Path], None]) -> None:
     Raises BadInput for what cannot be written or read; later, it would be said when the training is
     done.
     """
-    trusted = any("auto_map" in (loaded.beside.json(name) or {}) for name in _names(loaded.beside))
+    # code is named in these two alone, and they are refused before loading unless it is trusted
+    trusted = any("auto_map" in (loaded.beside.json(name) or {}) for name in (CONFIG, TOKENIZER))
     with tempfile.TemporaryDirectory(prefix="fluxtrain-trial-") as made:
         folder = Path(made)
         _tried("written", loaded, lambda: write(folder))
@@ -66,7 +67,3 @@ def _compare(loaded: LoadedModel, folder: Path, trusted: bool) -> None:
         raise ValueError("its chat template is another one")
     if again(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
         raise ValueError("it makes other tokens of the same text")
-
-
-def _names(beside: Beside) -> list[str]:
-    return [name for name in beside.files if name.endswith("config.json")]

@@ -1,0 +1,138 @@
+"""Opens files that somebody else may have made: regular ones of bounded size, never through a link.
+
+A path that the user names may be a link (`follow=True`). What is found inside a folder may not,
+or the folder would choose which files of this machine are read and written: docs/security.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from fluxtrain.errors import BadInput
+
+JSON_LIMIT_BYTES = 32 << 20  # a plan or a manifest of a hundred thousand blocks is smaller
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_plain(path: Path, *, follow: bool = False) -> io.FileIO:
+    """Open a regular file without a buffer, and without waiting.
+
+    Raises OSError for everything else: a pipe or a device, whose reading may never end, and a link
+    unless `follow`.
+    """
+    return io.FileIO(_opened(path, os.O_RDONLY, follow=follow), "rb")
+
+
+def read_plain(path: Path, limit_bytes: int = JSON_LIMIT_BYTES, *, follow: bool = False) -> bytes:
+    """Return the content of a regular file. Raises OSError for what `open_plain` refuses, and for
+    more than `limit_bytes`."""
+    with open_plain(path, follow=follow) as file:
+        parts, left = [], limit_bytes + 1
+        while left > 0 and (part := file.read(min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+    if left <= 0:
+        raise OSError(errno.EFBIG, f"it has more than {limit_bytes:,} bytes", os.fspath(path))
+    return b"".join(parts)
+
+
+def open_to_write(path: Path | str, flags: int) -> int:
+    """Open or make a regular file for writing, as `opener` of `open` too; return its descriptor.
+
+    Raises OSError for a link, whose target may belong to another user, a pipe and a device.
+    """
+    return _opened(path, flags, follow=False)
+
+
+def _opened(path: Path | str, flags: int, *, follow: bool) -> int:
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            told = "symbolic links are not followed here"
+            raise OSError(errno.ELOOP, told, os.fspath(path)) from None
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads, a socket
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return descriptor
+
+
+def kind_of(path: Path) -> str:
+    """Name what is at a path, itself and not where it leads: `a named pipe`; "" for a regular file
+    and for nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.lstat(path).st_mode), "")
+    except OSError:
+        return ""
+
+
+def is_plain_folder(path: Path) -> bool:
+    """Return whether a path is a folder itself, and no link to one."""
+    return kind_of(path) == "a folder"
+
+
+def refuse_odd(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
+    """Raise BadInput for `files` and `folders` that are there and are something else, such as a
+    link; whatever is missing passes."""
+    for paths, fitting in ((files, ("",)), (folders, ("a folder",))):
+        for path in paths:
+            if os.path.lexists(path) and (kind := kind_of(path)) not in fitting:
+                leads = f" to {os.path.realpath(path)}" if path.is_symlink() else ""
+                raise BadInput(
+                    f"{path} is {kind or 'a file'}{leads}, and a run writes it itself: remove it, "
+                    "put what it leads to in its place, or choose another --run-dir"
+                )
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise BadInput for a model's folder with a link that leads out of it, or with a special file.
+
+    In the hub's cache links lead to the blobs of the same repository. Names that begin with a dot
+    are no part of a model.
+    """
+    folder = Path(os.path.realpath(folder))
+    for path in _entries(folder):
+        kind = kind_of(path)
+        if kind == "a symbolic link":
+            if (target := leaves(path, folder)) is not None:
+                raise BadInput(
+                    f"{path} is a link to {target}, outside of the model's folder: put a copy of "
+                    "the file in its place, or name the folder that it leads to"
+                )
+            kind = kind_of(Path(os.path.realpath(path)))
+        if kind not in ("", "a folder"):
+            raise BadInput(f"{path} is {kind}, and a model has none: remove it from the folder")
+
+
+def leaves(link: Path, folder: Path) -> Path | None:
+    """Return where a link leads, if that is outside of `folder` and not one of the blobs beside
+    the hub's snapshots; None if it stays inside."""
+    real, root = Path(os.path.realpath(link)), Path(os.path.realpath(folder))
+    if real.is_relative_to(root):
+        return None
+    for snapshots in root.parents[:1]:
+        if snapshots.name == "snapshots" and real.parent == snapshots.parent / "blobs":
+            return None
+    return real
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    for here, inner, names in os.walk(folder, followlinks=False):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        yield from (Path(here, name) for name in (*inner, *names) if not name.startswith("."))
