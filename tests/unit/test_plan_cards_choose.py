@@ -247,7 +247,8 @@ def test_by_itself_there_are_at_least_two_chunks_a_card_where_that_is_faster() -
 
 def test_the_head_is_on_all_cards_where_that_pays_and_the_order_is_free() -> None:
     wide = replace(MODEL, row=replace(ROW, vocabulary=400_000))
-    fast = place_on_cards(wide, machine(9, 9), TWO, SET, ParallelRequest(cards=2))
+    free = ParallelRequest(cards=2, order="fast")
+    fast = place_on_cards(wide, machine(9, 9), TWO, SET, free)
     fixed = place_on_cards(wide, machine(9, 9), TWO, SET, replace(FIXED, cards=2))
     assert fast.head_on_all_cards and not fixed.head_on_all_cards
     assert fast.step_s is not None and fixed.step_s is not None

@@ -65,7 +65,7 @@ class ParallelRequest:
         "fast: where it pays, the head's chunks of tokens are dealt to all cards, so that its "
         "gradient is summed in another order than on one card; fixed: the head is on one card, and "
         "every weight has the same bits as with one card",
-        "fast",
+        "fixed",
     )
 
 
