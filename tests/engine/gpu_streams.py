@@ -115,7 +115,7 @@ def streaming(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[devices.CudaDe
         here.stream.queue(copy)
 
     class OnThreads(devices.CudaDevice):
-        def __init__(self, _: torch.device) -> None:
+        def __init__(self, _: torch.device, *, one_of_several: bool = False) -> None:
             super().__init__(torch.device("cuda", 0))
             self.torch_device = torch.device("cpu")
             self.recorder = Recorder(HostClock())

@@ -116,7 +116,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """From now on wrapped models compute on a slow device, and their updates are slow too."""
     devices: list[SlowDevice] = []
 
-    def opened(_: torch.device) -> SlowDevice:
+    def opened(_: torch.device, *, one_of_several: bool = False) -> SlowDevice:
         devices.append(SlowDevice(seed))
         return devices[-1]
 

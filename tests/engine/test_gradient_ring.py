@@ -76,7 +76,7 @@ def test_a_host_with_room_for_the_ring_alone_runs_steps_in_backward_only(
         for in_backward in (True, False)
     )
     room = Capacity(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
-    monkeypatch.setattr("fluxtrain.wrapping.wrap.free_capacity", lambda *_: room)
+    monkeypatch.setattr("fluxtrain.wrapping.target.free_capacity", lambda *_: room)
     wrap_with(
         LlamaForCausalLM(CONFIG).to(torch.bfloat16),
         device="cpu",

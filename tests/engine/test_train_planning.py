@@ -187,20 +187,21 @@ class FakeEngine:
 
     def traffic(self) -> Any:
         return SimpleNamespace(
-            h2d_bytes=self.h2d_bytes, d2h_bytes=5, h2d_frozen_bytes=40, h2d_packed_bytes=30
-        )
+            h2d_bytes=self.h2d_bytes, d2h_bytes=5, h2d_frozen_bytes=40, h2d_packed_bytes=30,
+            cards=((self.h2d_bytes, 5, 2), (0, 0, 7)),
+        )  # fmt: skip
 
     def memory(self) -> Any:
         return SimpleNamespace(
             device_total_bytes=100, device_used_bytes=60, device_peak_bytes=70,
             device_budget_bytes=90, device_by={"weights": 60}, host_arena_bytes=7,
-            host_pinned_bytes=3,
+            host_pinned_bytes=3, cards=(),
         )  # fmt: skip
 
     def residency(self) -> Any:
         return SimpleNamespace(
             weights="GC", gradients="..", optimizer="CC", weights_bytes=1, gradients_bytes=2,
-            optimizer_bytes=3, blocks=(), frozen_bytes=4, packed_bytes=5,
+            optimizer_bytes=3, blocks=(), frozen_bytes=4, packed_bytes=5, cards="01",
         )  # fmt: skip
 
     def take_moves(self, limit: int) -> Any:
@@ -229,6 +230,8 @@ def test_bus_ceilings_are_those_that_a_probe_measured_on_this_machine(
     thread.sample()
     traffic = next(event for event in kept.events if isinstance(event, ev.TrafficSampled))
     assert traffic.h2d_ceiling_bytes_per_s == 5e10
+    assert [card.landed_bytes for card in traffic.cards] == [2, 7]
+    assert traffic.cards[1].landed_bytes_per_s > 0
     assert traffic.d2h_ceiling_bytes_per_s is None
 
 

@@ -114,7 +114,7 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
         (GroupPlacement.on("moon", name="a"), "a: weights is 'moon': use one of device, host"),  # type: ignore[arg-type]
         (GroupPlacement(name="a", activations="x"), "activations is 'x': use one of kept"),  # type: ignore[arg-type]
         (GroupPlacement(name="a", transfers=("x",)), "transfer 'x' is unknown: use whole"),  # type: ignore[arg-type]
-        (GroupPlacement(name="a", card=1), "card 1 cannot be used yet"),
+        (GroupPlacement(name="a", card=1), "there is no card 1: use one of 0 to 0"),
     ],
 )
 def test_what_the_engine_cannot_do_yet_is_refused(row: GroupPlacement, reason: str) -> None:
