@@ -9,26 +9,30 @@ from functools import cache
 
 import torch
 
-from fluxtrain.client.machine import Machine
+from fluxtrain.client.machine import TOGETHER, Machine
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.device.among.streams import reaches
-from fluxtrain.hardware.allocator import limit_within, segments_grow
+from fluxtrain.hardware.cards.seen import BF16_CAPABILITY, cards_seen, of_one_generation
+from fluxtrain.hardware.probe.probe import known_rates
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
-from fluxtrain.plan.cards.rates import CardsRates, times_as_long
+from fluxtrain.plan.cards.rates import CardsRates, cards_rates_from, times_as_long
 from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.units import GIB
+from fluxtrain.plan.cost.updates import BF16_UPDATE_BYTES
+from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.wrapping.target import in_process_group
 
 _TIMED_BYTES = 64 << 20  # of a copy between two cards
 _TIMES = 5
 _SIZE = 4096  # of the product that tells how fast a card computes
 _ALIKE = 0.05  # cards of one kind differ by less, from moment to moment
-_BF16 = (8, 0)  # the least compute capability with it
 
 
-def cards_of(config: RunConfig, machine: Machine, device: str) -> CardsCapacity:
-    """Return the cards that torch sees, with what of each may be used. Without a GPU these are as
-    many parts of the processor as `parallel.cards` asks for."""
+def cards_of(
+    config: RunConfig, machine: Machine, device: str, limit_bytes: int | None
+) -> CardsCapacity:
+    """Return the cards that torch sees, with what of each may be used: at most `limit_bytes`, which
+    a budget leaves beside CUDA's own share and which torch's allocator is held to on each. Without
+    a GPU these are as many parts of the processor as `parallel.cards` asks for."""
     available = machine.memory_available_bytes
     if device != "cuda":
         asked = config.parallel.cards
@@ -36,44 +40,41 @@ def cards_of(config: RunConfig, machine: Machine, device: str) -> CardsCapacity:
         indices = (0,) if numbers == "auto" else tuple(numbers)
         cards = tuple(CardCapacity(index=index) for index in indices)
         return CardsCapacity(cards=cards, host_available_bytes=available)
-    needs_bf16 = torch.cuda.get_device_capability(0) >= _BF16
-    found = tuple(
-        _card(index, config.placement.budget_gib, needs_bf16=needs_bf16) for index in _seen()
-    )
+    here = torch.cuda.current_device()
+    needs_bf16 = torch.cuda.get_device_capability(here) >= BF16_CAPABILITY
+    seen = of_one_generation(cards_seen(machine), needs_bf16=needs_bf16)
+    if in_process_group() or len(seen) < 2:
+        return CardsCapacity(
+            cards=(_capacity(here, "", limit_bytes),), host_available_bytes=available
+        )
+    found = tuple(_capacity(card.index, card.unusable or "", limit_bytes) for card in seen)
     return CardsCapacity(cards=found, host_available_bytes=available)
 
 
-def _seen() -> range | tuple[int, ...]:
-    """Return the numbers of the cards that this process may use: of a group's, one each."""
-    return (
-        (torch.cuda.current_device(),) if in_process_group() else range(torch.cuda.device_count())
-    )
-
-
-def _card(index: int, budget_gib: float | None, *, needs_bf16: bool) -> CardCapacity:
+def _capacity(index: int, unusable: str, limit_bytes: int | None) -> CardCapacity:
+    """Return what is free of a card; one that is not usable is not touched, which would take some
+    hundred MiB of it."""
+    properties = torch.cuda.get_device_properties(index)
+    if unusable:
+        return CardCapacity(index=index, name=properties.name, free_bytes=0, unusable=unusable)
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    unusable = ""
-    if needs_bf16 and torch.cuda.get_device_capability(index) < _BF16:
-        unusable = "it does not compute in bf16, as card 0 does: set model.dtype=float16"
-    if budget_gib is not None:
-        # CUDA's own share of this process, which is not there before its first use of the card
-        torch.zeros(1, device=torch.device("cuda", index))
-        now_bytes = torch.cuda.mem_get_info(index)[0]
-        context_bytes = max(0, free_bytes - now_bytes)
-        left_bytes = max(0, min(int(budget_gib * GIB), total_bytes) - context_bytes)
-        limit_bytes = limit_within(left_bytes, grow=segments_grow())
-        torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, index)
-        free_bytes = min(now_bytes, limit_bytes)
-    name = torch.cuda.get_device_name(index)
-    return CardCapacity(index=index, name=name, free_bytes=free_bytes, unusable=unusable)
+    if limit_bytes is not None:
+        free_bytes = min(free_bytes, limit_bytes)
+        share = min(1.0, limit_bytes / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share, index)
+    return CardCapacity(index=index, name=properties.name, free_bytes=free_bytes)
 
 
 def rates_of_cards(cards: CardsCapacity, first: Rates) -> CardsRates:
-    """Return the rates of all cards, from those of the card that was measured and a product that
-    each of them computes; copies between two cards are measured where they arrive as they left."""
+    """Return the rates of all cards, from those of the first one. A probe of this machine has
+    measured each and all at once; without one, each computes a product now, and copies between two
+    are measured where they arrive as they left."""
     indices = [card.index for card in cards.cards]
     if not cards.has_gpu or len(indices) == 1:
         return CardsRates(cards=(first,) * len(indices))
+    probed = {name: rate.per_s for name, rate in known_rates(runs_root()).items()}
+    if probed.get(TOGETHER[0]):
+        return cards_rates_from(first, probed, indices)
     seconds = [_product_s(index) for index in indices]
     times = [one / seconds[0] for one in seconds]
     peers = {
@@ -82,7 +83,11 @@ def rates_of_cards(cards: CardsCapacity, first: Rates) -> CardsRates:
         for b, target in enumerate(indices)
         if a != b and (rate := _peer_bytes_per_s(source, target)) is not None
     }
-    return CardsRates(cards=tuple(_as_long(first, factor) for factor in times), peers=peers)
+    return CardsRates(
+        cards=tuple(_as_long(first, factor) for factor in times),
+        peers=peers,
+        host_bytes_per_s=BF16_UPDATE_BYTES * first.adamw_per_s,
+    )
 
 
 def _as_long(rates: Rates, factor: float) -> Rates:

@@ -151,7 +151,9 @@ def decide(
     has_gpu = device == "cuda"
     timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
     asked = request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB)
-    cards = None if capacity is not None else _several_cards(config, machine, device, facts)
+    cards = None
+    if capacity is None:
+        cards = _several_cards(config, machine, device, facts, budget_bytes)
     if cards is None:
         placement = place_timed(facts, capacity or capacity_of(machine, device), asked, timing)
     else:
@@ -168,13 +170,17 @@ def decide(
 
 
 def _several_cards(
-    config: RunConfig, machine: Machine, device: str, facts: ModelFacts
+    config: RunConfig,
+    machine: Machine,
+    device: str,
+    facts: ModelFacts,
+    limit_bytes: int | None,
 ) -> CardsCapacity | None:
     """Return the cards of this machine; None where one is there, where the optimizer's package
     updates on one, or where blocks share weights."""
     if any(group.kind == "block" and group.users > 1 for group in facts.groups):
         return None
-    cards = cards_of(config, machine, device)
+    cards = cards_of(config, machine, device, limit_bytes)
     asked = config.parallel != ParallelRequest()
     if config.train.optimizer != "adamw" or (len(cards.cards) == 1 and not asked):
         return None

@@ -1,0 +1,157 @@
+"""A run on several cards: the same model, resumed with other cards, told card by card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.client.machine import Card, Rate
+from fluxtrain.config.schema import load_config
+from fluxtrain.errors import BadInput
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.live.settings import Change, LiveContext, Use, settings_after, steps_down
+from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.planning import cards as planning
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train import run as running
+from fluxtrain.train.run import train
+from fluxtrain.units import GIB
+
+MakeConfig = Callable[..., Path]
+SIZES = {
+    "train__steps": 6, "train__batch_rows": 4, "placement__chunk_rows": 1,
+    "train__checkpoint_every": "end", "train__schedule": "constant",
+}  # fmt: skip
+
+
+def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
+    """Train in this process; the journal's events."""
+    train(settings := load_config(config, list(overrides)), locate(resume, run_dir, settings))
+    return list(read_events(run_dir / "events.ndjson"))
+
+
+def losses(events: list[Any]) -> list[float]:
+    return [event.loss for event in events if isinstance(event, ev.StepFinished)]
+
+
+def test_a_run_on_two_cards_is_that_on_one_and_goes_on_with_three(
+    run_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(**SIZES)
+    one = run(config, tmp_path / "one")
+    two = run(config, tmp_path / "two", "parallel.cards=2")
+    assert losses(one) == losses(two)
+    run(config, tmp_path / "some", "parallel.cards=3", "train.steps=3")
+    some = run(config, tmp_path / "some", resume=str(tmp_path / "some"))
+    assert losses(some) == losses(one)
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors")
+               for name in ("one", "two", "some")]  # fmt: skip
+    assert all(torch.equal(weights[0][key], other[key]) for other in weights for key in other)
+    told = capsys.readouterr().out
+    assert "parallel.cards = 2" in told and "parallel.dealing" in told
+    plan = json.loads((tmp_path / "two" / "plan.json").read_text())
+    assert {row["card"] for row in plan["placement"]} == {0, 1}
+    sampled = [event for event in two if isinstance(event, ev.MemorySampled) and event.cards]
+    assert sampled and [card.number for card in sampled[-1].cards] == [0, 1]
+
+
+def test_cards_that_are_not_there_are_refused_with_numbers(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match="card 0 is named twice"):
+        run(run_config(**SIZES), tmp_path / "run", "parallel.cards=[0,0]")
+
+
+def test_while_several_cards_train_only_the_chunk_changes(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[LiveContext] = []
+    made = running.live_changes
+
+    def noted(*args: Any) -> Any:
+        found = made(*args)
+        seen.append(found._context)
+        return found
+
+    monkeypatch.setattr(running, "live_changes", noted)
+    run(run_config(**{**SIZES, "train__steps": 1}), tmp_path / "run", "parallel.cards=2",
+        "placement.chunk_rows=2")  # fmt: skip
+    (context,) = seen
+    now = context.planned
+    assert context.several_cards
+    with pytest.raises(BadInput, match="cannot change while several cards train"):
+        settings_after(context, now, Change(name="resident_blocks", value=1), Use())
+    assert [str(change) for change in steps_down(context, now)] == ["chunk_rows=1"]
+    changed = settings_after(context, now, Change(name="chunk_rows", value=1), Use())
+    placement = context.placement_with(changed)
+    assert placement.chunk_rows == 1
+    assert placement.groups == context.placement.groups
+
+
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, cards: tuple[Card, ...]) -> dict[int, float]:
+    shares: dict[int, float] = {}
+    fakes: dict[str, Any] = {
+        "current_device": lambda: 0,
+        "get_device_capability": lambda index: (8, 9),
+        "get_device_properties": lambda index: SimpleNamespace(name=f"card {index}"),
+        "mem_get_info": lambda index: (20 * GIB, 24 * GIB),
+        "set_per_process_memory_fraction": lambda share, index: shares.update({index: share}),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(planning, "cards_seen", lambda _: cards)
+    return shares
+
+
+def card(index: int, unusable: str = "") -> Card:
+    return Card(
+        index=index, gpu=index, name=f"card {index}", memory_total_bytes=24 * GIB,
+        memory_free_bytes=20 * GIB, compute_capability="8.9", bf16=True, numa_node=0,
+        unusable=unusable,
+    )  # fmt: skip
+
+
+def test_every_usable_card_is_held_to_the_budget_and_others_are_not_touched(
+    monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
+) -> None:
+    shares = fake_cuda(monkeypatch, (card(0), card(1, "other programs fill it"), card(2)))
+    found = planning.cards_of(load_config(run_config()), read_machine(), "cuda", 12 * GIB)
+    assert [one.free_bytes for one in found.cards] == [12 * GIB, 0, 12 * GIB]
+    assert [one.unusable for one in found.cards] == ["", "other programs fill it", ""]
+    assert shares == {0: 0.5, 2: 0.5}
+
+
+def test_one_process_of_several_has_one_card(
+    monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
+) -> None:
+    fake_cuda(monkeypatch, (card(0), card(1)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = planning.cards_of(load_config(run_config()), read_machine(), "cuda", None)
+    assert [one.index for one in found.cards] == [0]
+
+
+def test_rates_of_a_probe_are_used_where_it_measured_all_cards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    probed = {"cards_h2d": 6e10, "cards_d2h": 6e10, "card1_h2d_pinned": 1e10, "h2d_pinned": 5e10}
+    monkeypatch.setattr(
+        planning, "known_rates", lambda _: {name: Rate(rate, "") for name, rate in probed.items()}
+    )
+    first = Rates(has_gpu=True, matmul_per_s=1e14, adamw_per_s=1e9, h2d_bytes_per_s=5e10)
+    both = CardsCapacity(
+        cards=(CardCapacity(index=0, free_bytes=GIB), CardCapacity(index=1, free_bytes=GIB)),
+        host_available_bytes=None,
+    )
+    found = planning.rates_of_cards(both, first)
+    assert found.up_together_bytes_per_s == 6e10
+    assert found.host_bytes_per_s is not None and found.host_bytes_per_s >= 26e9
