@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fluxtrain.device.recorder import Recorder
+from fluxtrain.errors import BadInput
 from fluxtrain.trace.ring import RingWriter
 from fluxtrain.trace.step_cutter import StepCutter
 
@@ -35,7 +36,7 @@ class TimelineThread:
         self._recorder = recorder
         try:
             self._ring = RingWriter(self._path)
-        except OSError as error:
+        except (OSError, BadInput) as error:
             self._give_up(error)
             return
         self._cutter = StepCutter(recorder)
@@ -77,5 +78,7 @@ class TimelineThread:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
-        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError | BadInput):
+            why = getattr(error, "strerror", None) or str(error)
         self._warn(f"the step timeline is not kept: {self._path.name}: {why}; the training goes on")
