@@ -27,6 +27,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     packed: options.Packed = None,
     dtype: options.UsedDtype = "auto",
     device: options.Device = None,
+    cards: options.UsedCards = None,
     offload: options.Offload = "auto",
     budget_gib: options.Budget = None,
     trust: options.Trust = False,
@@ -45,7 +46,8 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     request = EvaluationRequest(
         model=ModelRequest(
             named=model, base=base, other_base=other_base, packed=packed, dtype=dtype,
-            device=device, offload=offload, budget_gib=budget_gib, trust_remote_code=trust,
+            device=device, cards=cards, offload=offload, budget_gib=budget_gib,
+            trust_remote_code=trust,
         ),
         data=data, rows=rows, sequence_length=sequence_length, overrides=tuple(sets or ()),
     )  # fmt: skip
@@ -71,6 +73,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     packed: options.Packed = None,
     dtype: options.UsedDtype = "auto",
     device: options.Device = None,
+    cards: options.UsedCards = None,
     offload: options.Offload = "auto",
     budget_gib: options.Budget = None,
     trust: options.Trust = False,
@@ -91,7 +94,8 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     request = generation.GenerationRequest(
         model=ModelRequest(
             named=model, base=base, other_base=other_base, packed=packed, dtype=dtype,
-            device=device, offload=offload, budget_gib=budget_gib, trust_remote_code=trust,
+            device=device, cards=cards, offload=offload, budget_gib=budget_gib,
+            trust_remote_code=trust,
         ),
         sampling=Sampling(
             max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed

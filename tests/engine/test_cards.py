@@ -61,7 +61,10 @@ def test_blocks_are_dealt_in_turn_and_every_card_copies_its_own() -> None:
         assert held and all(group.placement.card == card.number for group in held)
 
 
-def test_chunks_of_a_block_begin_before_those_of_the_one_before_have_all_ended() -> None:
+@pytest.mark.parametrize("gradients", [True, False], ids=["training", "evaluation"])
+def test_chunks_of_a_block_begin_before_those_of_the_one_before_have_all_ended(
+    gradients: bool,
+) -> None:
     """The next block's first chunk needs the first piece of its input alone."""
     model = llama(4)
     engine = wrapped(model, 2)
@@ -75,7 +78,10 @@ def test_chunks_of_a_block_begin_before_those_of_the_one_before_have_all_ended()
             seen.append((number, pieces.spans))
 
         layer.register_forward_hook(noted)
-    model(**batch()).loss.backward()
+    with torch.set_grad_enabled(gradients):
+        loss = model(**batch()).loss
+    if gradients:
+        loss.backward()
     engine.flush()
     spans = ((0, 2), (2, 4), (4, 6), (6, 8))
     assert seen == [(number, spans) for number in range(4)]

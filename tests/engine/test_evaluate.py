@@ -32,7 +32,9 @@ Folder = Callable[..., Path]
 
 def evaluated(named: Path | str, data: Path | str | None, **given: Any) -> EvaluationAnswer:
     """Evaluate on the CPU, without words."""
-    model = {name: given.pop(name) for name in ("offload", "dtype", "base") if name in given}
+    model = {
+        name: given.pop(name) for name in ("offload", "dtype", "base", "cards") if name in given
+    }
     request = ModelRequest(named=str(named), device="cpu", **model)
     asked = EvaluationRequest(model=request, data=None if data is None else str(data), **given)
     return evaluate_model(asked, lambda _: None)
@@ -90,6 +92,15 @@ def test_the_loss_is_that_of_transformers_alone_bit_for_bit(
     monkeypatch.setattr(evaluation, "WHOLE_LOGITS_BYTES", 0)
     fused = evaluated(folder, talks, offload=offload, rows=1, sequence_length=64)
     assert fused.loss == pytest.approx(found.loss, rel=1e-7)
+
+
+def test_the_loss_on_several_cards_is_that_on_one(model_folder: Folder, talks: Path) -> None:
+    folder = model_folder("llama")
+    one, two = (evaluated(folder, talks, sequence_length=64, cards=cards) for cards in ("1", "2"))
+    assert two.batch_rows > 2 and "2 parts" in two.placed
+    assert two.loss == pytest.approx(one.loss, rel=1e-6), "in chunks, so that both compute"
+    found = [evaluated(folder, talks, rows=1, sequence_length=64, cards=n) for n in ("1", "2")]
+    assert found[0].loss == found[1].loss, "a row is no chunk"
 
 
 @pytest.mark.parametrize("storage", ["plain", "nf4-double"])

@@ -7,6 +7,7 @@ weights to the engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fluxtrain.block.capture import Capture, active_collector
 from fluxtrain.block.chunking import chunks, spans
 from fluxtrain.block.merging import Merging
 from fluxtrain.guards.arguments import (
+    Tree,
     batch_rows,
     flatten,
     has_cache,
@@ -31,7 +33,7 @@ from fluxtrain.guards.leaks import BoundWeights
 from fluxtrain.guards.output_alias import chunk_outputs
 from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.unit import Unit
-from fluxtrain.runtime.cards.pieces import wait_for_all
+from fluxtrain.runtime.cards.pieces import wait_for_all, wait_for_rows
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import HeldInputs
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
@@ -65,19 +67,36 @@ def run_without_gradients(
         or active_collector() is not None
         or not chunks(context, unit, rows, tree, tensors)
     )
-    wait_for_all(context.card_of(unit).device, tensors)
+    device = context.card_of(unit).device
     with bound(context, unit):
         weights = BoundWeights(unit)
         if whole:
+            wait_for_all(device, tensors)
             out = unit.original(*args, **kwargs)
-            weights.refuse_writes()
-            return out
-        assert rows is not None
-        split = splits(tensors, rows)
-        inputs = [slice_rows(tensors, split, a, b) for a, b in spans(rows, context.chunk_rows)]
-        outs = [flatten(run_with(unit.original, tree.fill(given))) for given in inputs]
+        else:
+            assert rows is not None
+            out = _by_chunks(context, unit, tree, tensors, rows)
         weights.refuse_writes()
-    return outs[0][0].fill(chunk_outputs([out for _, out in outs], inputs, tensors))
+    device.keep_pace()
+    return out
+
+
+def _by_chunks(
+    context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor], rows: int
+) -> Any:
+    """Run the unit on a chunk of rows at a time (weights bound); put the outputs together. Of
+    several cards, the next begins with the first rows."""
+    device, split = context.card_of(unit).device, splits(tensors, rows)
+    merging = Merging(device, rows, hands_over=len(context.cards) > 1)
+    inputs: list[list[Tensor]] = []
+    outs: list[tuple[Tree, list[Tensor]]] = []
+    for first, stop in spans(rows, context.chunk_rows):
+        wait_for_rows(device, tensors, first if all(split) else 0, stop)
+        inputs.append(slice_rows(tensors, split, first, stop))
+        outs.append(flatten(run_with(unit.original, tree.fill(inputs[-1]))))
+        for place, part in enumerate(outs[-1][1]):
+            merging.add(place, (first, stop), part)
+    return outs[0][0].fill(chunk_outputs([out for _, out in outs], inputs, tensors, merging.take))
 
 
 class _Streamed(torch.autograd.Function):

@@ -111,6 +111,10 @@ RowTokens = Annotated[
     int | None, typer.Option("--sequence-length", help="tokens of a row, as data.sequence_length")
 ]
 UsedDtype = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32")]
+UsedCards = Annotated[
+    str | None,
+    typer.Option("--cards", help="how many GPUs, or their numbers: 0,1; else as few as hold it"),
+]
 Offload = Annotated[str, typer.Option("--offload", help="auto, none, weights or max")]
 Budget = Annotated[
     float | None, typer.Option("--budget-gib", help="device memory that may be used, in GiB")

@@ -7,7 +7,7 @@ so that a later write to one of the two is seen in the other, as in the plain mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,18 +129,21 @@ def chunk_outputs(
     outputs: Sequence[Sequence[Tensor]],
     chunk_inputs: Sequence[Sequence[Tensor]],
     arguments: Sequence[Tensor],
+    whole_of: Callable[[int], Tensor | None],
 ) -> list[Tensor]:
-    """Concatenate the outputs of the chunks; an output that is an argument in each chunk becomes
-    the caller's argument."""
+    """List the outputs of all chunks together, by `whole_of` their place; an output that is an
+    argument in each chunk becomes the caller's argument."""
     whole: list[Tensor] = []
-    for parts in zip(*outputs, strict=True):
+    for place, parts in enumerate(zip(*outputs, strict=True)):
         same = (
             argument
             for i, argument in enumerate(arguments)
             if all(same_elements(p, given[i]) for p, given in zip(parts, chunk_inputs, strict=True))
         )
         found = next(same, None)
-        whole.append(torch.cat(parts) if found is None else found)
+        merged = whole_of(place) if found is None else found
+        assert merged is not None, "every chunk has brought rows"
+        whole.append(merged)
     return whole
 
 

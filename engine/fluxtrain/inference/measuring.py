@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -27,7 +28,8 @@ class Measured:
     """What one token of an answer takes."""
 
     pass_s: float
-    cache_bytes_per_token: int  # keys and values of one row
+    # keys and values of one row, by device: a block's are where it computes
+    cache_bytes_per_token: Mapping[torch.device, int]
 
 
 def measure(opened: OpenedModel, rows: int = 1) -> Measured:
@@ -40,13 +42,17 @@ def measure(opened: OpenedModel, rows: int = 1) -> Measured:
     with torch.no_grad():
         told = model(input_ids=ids, use_cache=True, **last)
         cache = told.get("past_key_values")
-        held = sum(tensor.nbytes for tensor in _tensors(cache)) // (rows * FIRST_TOKENS)
+        held: Counter[torch.device] = Counter()
+        for tensor in _tensors(cache):
+            held[tensor.device] += tensor.nbytes
         further = {} if cache is None else {"past_key_values": cache}
         _wait(opened)
         started_s = time.perf_counter()
         model(input_ids=ids[:, :1], use_cache=True, **last, **further)
         _wait(opened)
-    return Measured(pass_s=time.perf_counter() - started_s, cache_bytes_per_token=held)
+    passed_s = time.perf_counter() - started_s
+    each = {device: size // (rows * FIRST_TOKENS) for device, size in held.items()}
+    return Measured(pass_s=passed_s, cache_bytes_per_token=each)
 
 
 def rows_that_fit(
@@ -57,23 +63,25 @@ def rows_that_fit(
     hidden = int(config.hidden_size)
     wide = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     size = opened.loaded.model.dtype.itemsize
-    row_bytes = (
-        measured.cache_bytes_per_token * (prompt_tokens + new_tokens)
-        + activation_estimate(hidden, wide, prompt_tokens, size)
-        + LOGITS_COPIES * 4 * opened.loaded.embedding_rows
-    )
-    free = _free_bytes(opened)
-    if free is None:
-        return MOST_ROWS
-    return max(1, min(MOST_ROWS, int(free * SHARE) // row_bytes))
+    tokens = prompt_tokens + new_tokens
+    activations_bytes = activation_estimate(hidden, wide, prompt_tokens, size)
+    logits_bytes = LOGITS_COPIES * 4 * opened.loaded.embedding_rows  # on the first card
+    most = MOST_ROWS
+    cards = {card.torch_device: card.number for card in reversed(opened.engine.cards)}
+    for device, number in cards.items():
+        cache_bytes = measured.cache_bytes_per_token.get(device, 0) * tokens
+        row_bytes = cache_bytes + activations_bytes + (0 if number else logits_bytes)
+        free = _free_bytes(device, opened.engine.plan.budget_of(number))
+        if free is not None:
+            most = min(most, int(free * SHARE) // row_bytes)
+    return max(1, most)
 
 
-def _free_bytes(opened: OpenedModel) -> int | None:
-    if opened.device.type == "cuda":
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + cached
-        budget = opened.engine.plan.budget_bytes
-        left = free if budget is None else budget - torch.cuda.memory_allocated()
+def _free_bytes(device: torch.device, budget_bytes: int | None) -> int | None:
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held
+        left = free if budget_bytes is None else budget_bytes - held
         return max(0, min(free, left))
     return read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
 

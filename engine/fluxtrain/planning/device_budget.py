@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from fluxtrain.errors import DoesNotFit
@@ -11,8 +13,9 @@ from fluxtrain.units import GIB, bytes_text
 _SMALLEST_BYTES = 64 << 20
 
 
-def hold_to_budget(budget_gib: float | None) -> int | None:
-    """Cap torch's allocator; returns the bytes it surely gives out (None: no budget was set).
+def hold_to_budget(budget_gib: float | None, others: Iterable[int] = ()) -> int | None:
+    """Cap torch's allocator; returns the bytes it surely gives out (None: no budget was set), on
+    the current GPU and on each of the `others`.
 
     What CUDA itself takes for this process (context, kernels: some hundred MiB) counts against the
     budget, because that is what `nvidia-smi` shows and what a card of that size would lose. So does
@@ -34,6 +37,9 @@ def hold_to_budget(budget_gib: float | None) -> int | None:
         )
     limit_bytes = limit_within(left_bytes, grow=segments_grow())
     torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
+    for card in others:
+        total = torch.cuda.get_device_properties(card).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), card)
     return limit_bytes
 
 

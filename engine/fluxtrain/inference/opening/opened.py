@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,11 +18,12 @@ from fluxtrain.inference.opening.placed import place_for_use, refuse_before_load
 from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
+from fluxtrain.models.precision import Capability
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.plan import states
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.wrapping.engine import Engine
-from fluxtrain.wrapping.target import compute_device
+from fluxtrain.wrapping.target import compute_devices
 
 if TYPE_CHECKING:
     from fluxtrain.exporting.request import ChosenBase
@@ -67,23 +68,24 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
     """
     request.check_values()
     found = find_model(request.named)
-    device = compute_device(request.device)
+    devices = compute_devices(request.device, request.wished_cards)
+    device = devices[0]
     with ExitStack() as until_placed:
         if found.adapter is None:
             tell(f"reading {found.path}")
-            fits = partial(refuse_before_loading, request, device, "plain", found.path)
+            fits = partial(refuse_before_loading, request, devices, "plain", found.path)
             loaded, base = load_model(_source(request, found, device), fits), None
         else:
             base = until_placed.enter_context(_base_of(request, found.adapter))
             tell(f"reading {base.name} and the adapter {found.path}")
-            loaded = _beside_adapter(request, base, found.adapter, device)
+            loaded = _beside_adapter(request, base, found.adapter, devices)
         storage: StorageFormat = base.storage if base else "plain"
         loaded.model.train(False)
         _leave_router_losses_out(loaded.model)
         for parameter in loaded.model.parameters():
             # Trainable ones are never packed with the frozen weights.
             parameter.requires_grad_(parameter.requires_grad and storage != "plain")
-        engine, placed = place_for_use(loaded, device, storage, request, tell)
+        engine, placed = place_for_use(loaded, devices, storage, request, tell)
     return OpenedModel(
         model=loaded.model,
         engine=engine,
@@ -102,8 +104,12 @@ def _source(request: ModelRequest, found: Found, device: torch.device) -> ModelS
         path=found.path,
         dtype=request.wished_dtype,
         trust_remote_code=request.trust_remote_code,
-        capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
+        capability=_capability(device),
     )
+
+
+def _capability(device: torch.device) -> Capability | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _base_of(request: ModelRequest, source: AdapterSource) -> AbstractContextManager[ChosenBase]:
@@ -122,7 +128,10 @@ def _base_of(request: ModelRequest, source: AdapterSource) -> AbstractContextMan
 
 
 def _beside_adapter(
-    request: ModelRequest, base: ChosenBase, source: AdapterSource, device: torch.device
+    request: ModelRequest,
+    base: ChosenBase,
+    source: AdapterSource,
+    devices: Sequence[torch.device],
 ) -> LoadedModel:
     """Load a base with the adapter in it, the adapter's tokenizer and generation settings."""
     from fluxtrain.exporting.check.logits import with_adapter
@@ -134,9 +143,9 @@ def _beside_adapter(
             path=str(base.files.folder),
             dtype=str(base.dtype).removeprefix("torch.") if wished == "auto" else wished,
             trust_remote_code=request.trust_remote_code,
-            capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
+            capability=_capability(devices[0]),
         ),
-        partial(refuse_before_loading, request, device, base.storage, base.name),
+        partial(refuse_before_loading, request, devices, base.storage, base.name),
         packed_elements=states.LEAST_PACKED if packs else None,
     )
     adapted: Any = with_adapter(loaded.model, source.folder, source)

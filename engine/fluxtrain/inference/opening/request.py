@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from fluxtrain.errors import BadInput
 from fluxtrain.inference.opening.naming import refuse_missing
 from fluxtrain.models.precision import DTYPES
 from fluxtrain.plan.states import PACKED_FORMATS
+
+_CARD = re.compile(r"[0-9]{1,4}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ class ModelRequest:
     packed: str | None = None  # how another program packed the base of an adapter in training
     dtype: str = "auto"
     device: str | None = None
+    cards: str | None = None  # how many GPUs, or their numbers such as 0,2; None: by need
     offload: str = "auto"
     budget_gib: float | None = None
     trust_remote_code: bool = False
@@ -39,10 +43,28 @@ class ModelRequest:
             if given not in known:
                 words = ", ".join(str(one) for one in known if one is not None)
                 raise BadInput(f"{option} is {given!r}: use one of {words}")
+        _ = self.wished_cards
         if self.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("--device is cuda, and torch finds no GPU here: use --device cpu")
         if self.budget_gib is not None and not self.budget_gib > 0:
             raise BadInput(f"--budget-gib is {self.budget_gib}: use more than 0, or leave it out")
+
+    @property
+    def wished_cards(self) -> int | tuple[int, ...] | None:
+        """How many GPUs compute, or which; None: as few as hold the model, else all.
+
+        Raises BadInput for what is neither.
+        """
+        if self.cards is None:
+            return None
+        parts = [part.strip() for part in self.cards.split(",")]
+        if not all(map(_CARD.fullmatch, parts)) or parts == ["0"]:
+            raise BadInput(
+                f"--cards is {self.cards!r}: use how many GPUs, from 1, or their numbers with "
+                "commas, such as 0,1; leave it out for as few as hold the model"
+            )
+        numbers = tuple(map(int, parts))
+        return numbers if len(numbers) > 1 else numbers[0]
 
     @property
     def wished_dtype(self) -> str:
