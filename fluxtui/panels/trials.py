@@ -45,7 +45,8 @@ def promise(view: View, given: AdviceGiven) -> Line:
 def trial_line(trial: TriedChange) -> Line:
     """Return a change and its outcome."""
     change = trial.change
-    head: Line = ((f"{change.name} {change.before} → {change.after}  ", "strong"),)
+    where = "" if change.card is None else f" on card {change.card}"
+    head: Line = ((f"{change.name} {change.before} → {change.after}{where}  ", "strong"),)
     return (*head, _outcome(trial))
 
 

@@ -42,6 +42,8 @@ class Changes:
         """Settings that changed since the start, as they are now."""
         found: dict[str, int] = {}
         for trial in self.trials:
+            if trial.change.card is not None:  # the others are as they were
+                continue
             found[trial.change.name] = trial.change.after
             if trial.undone is not None:
                 found[trial.change.name] = trial.undone.after

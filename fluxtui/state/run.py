@@ -316,7 +316,9 @@ def _as_changed(planned: ev.Planned | None, change: ev.ChangeApplied) -> ev.Plan
 def _after_change(state: RunState, event: ev.ChangeApplied) -> RunState:
     reason = {"advice": "as advised", "undo": "undone", "wrong": "undone, it gave too little",
               "memory": "device memory ran out"}.get(event.why, "as asked")  # fmt: skip
-    text = f"after step {event.step}: {event.name} {event.before} -> {event.after}, {reason}"
+    where = "" if event.card is None else f" on card {event.card}"
+    change = f"{event.name} {event.before} -> {event.after}{where}"
+    text = f"after step {event.step}: {change}, {reason}"
     planned = _as_changed(state.planned, event)
     state = replace(state, planned=planned, changes=state.changes.made(event))
     return _logged(state, event, "info", "change", text)

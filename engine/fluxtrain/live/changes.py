@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.live.adviser import Adviser, Setup
+from fluxtrain.live.card_rungs import CardRung, card_rungs
 from fluxtrain.live.effect import STEPS, Effect
 from fluxtrain.live.settings import (
     Change,
@@ -176,10 +177,18 @@ class LiveChanges:
         with self._lock:
             self._steady.disturb()
 
-    def make_room(self, step: int, lost_s: float) -> str | None:
-        """Device memory ran out in the step after `step`, `lost_s` after it began: give up what
-        the rules say, so that it can be done again. In words what; None when nothing is left."""
+    def make_room(self, step: int, lost_s: float, gpu: int | None = None) -> str | None:
+        """Device memory ran out in the step after `step`, `lost_s` after it began, of several GPUs
+        on `gpu`: give up what the rules say, so that it can be done again. In words what; None when
+        nothing is left."""
         with self._lock:
+            rung = self._rung_taken(gpu)
+            if rung is not None:
+                self._stop_measuring(step)
+                change = Change(name=rung.name, value=rung.after)
+                self._tell_applied(Wish(change=change, why="memory"), rung.before, step, rung.index)
+                self._steady.restart()
+                return str(rung)
             for change in steps_down(self._context, self.settings):
                 before = getattr(self._context.layout_with(self.settings), change.name)
                 if self._gave_up(change):
@@ -211,6 +220,22 @@ class LiveChanges:
         except DoesNotFit:
             return False
         return True
+
+    def _rung_taken(self, gpu: int | None) -> CardRung | None:
+        """Give up what the card that ran out has alone, where that is possible."""
+        for rung in card_rungs(self._context.facts, self._context.placement, gpu):
+            room = self._use().host_available_bytes
+            if room is not None and rung.to_host_bytes > room:
+                continue
+            earlier = self._context
+            self._context = replace(earlier, placement=rung.placement)
+            try:
+                self._turn_to(self.settings)
+            except DoesNotFit:
+                self._context = earlier
+                continue
+            return rung
+        return None
 
     def _turn_to(self, new: LiveSettings) -> None:
         self._turn(self._context.placement_with(new))
@@ -251,7 +276,7 @@ class LiveChanges:
         use = self._use()
         return use if self._peak_is_known else replace(use, device_peak_bytes=None)
 
-    def _tell_applied(self, wish: Wish, before: int, step: int) -> None:
+    def _tell_applied(self, wish: Wish, before: int, step: int, card: int | None = None) -> None:
         change, promise = wish.change, self.promise
         assert promise is not None
         self._announcer.emit(
@@ -262,6 +287,7 @@ class LiveChanges:
                 after=change.value,
                 why=wish.why,
                 advice=wish.advice,
+                card=card,
                 predicted_gain=wish.predicted_gain,
                 same_bits=change.name in SAME_BITS,
                 device_bytes=promise.device_bytes,

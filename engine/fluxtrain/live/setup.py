@@ -62,7 +62,7 @@ def promise_of(setup: Setup, settings: LiveSettings) -> Promise:
         device_bytes=placement.need.shown_device_bytes(has_gpu=context.has_gpu),
         host_bytes=placement.host_bytes,
     )
-    if setup.rates is None:
+    if setup.rates is None or context.several_cards:  # `cost` knows one
         return promise
     clips = setup.clips or setup.passes > 1
     took = cost(context.facts, placement.layout, setup.rates, clips=clips, passes=setup.passes)

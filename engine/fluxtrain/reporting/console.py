@@ -237,8 +237,9 @@ def _changed(event: Event) -> str:
         "wrong": "undone: it gave less than half of what was promised",
         "memory": "device memory ran out",
     }  # fmt: skip
+    where = "" if event.card is None else f" on card {event.card}"
     return (
-        f"after step {event.step}: {event.name} {event.before} -> {event.after} "
+        f"after step {event.step}: {event.name} {event.before} -> {event.after}{where} "
         f"({reasons[event.why]})"
     )
 

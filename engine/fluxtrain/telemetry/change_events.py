@@ -36,6 +36,7 @@ class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
     after: int
     why: Literal["asked", "advice", "undo", "wrong", "memory"]  # wrong: its gain was too small
     advice: str = ""  # the id, of advice
+    card: int | None = None  # of several, the one that changed alone; None: all
     predicted_gain: float | None = None  # share of the step's time
     same_bits: bool = True  # losses go on bit for bit as without the change
     device_bytes: int | None = None  # predicted peak of the run, of its layouts so far

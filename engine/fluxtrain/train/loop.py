@@ -16,6 +16,7 @@ from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
+from fluxtrain.live.card_rungs import gpu_of
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.methods.objective import B, Task
 from fluxtrain.methods.optimizer import Optimizer
@@ -374,15 +375,21 @@ class TrainingLoop(Generic[B]):
         )
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> str:
+        chunk = self._engine.chunk_rows
+        cures = [
+            "set a smaller placement.chunk_rows" if chunk > 1 else "",
+            "set placement.offload=max" if self._engine.plan.offload != "max" else "",
+            "shorten data.sequence_length",
+            "or close other programs on the GPU",
+        ]
         return (
-            f"device memory ran out at step {self._step_number + 1} with chunks of "
-            f"{self._engine.chunk_rows} rows ({str(error).splitlines()[0]}): set a smaller "
-            "placement.chunk_rows, shorten data.sequence_length, set placement.offload=max, or "
-            f"close other programs; {self._checkpoints.last_text()}"
+            f"device memory ran out at step {self._step_number + 1} with chunks of {chunk} rows "
+            f"({str(error).splitlines()[0]}): {', '.join(filter(None, cures))}; "
+            f"{self._checkpoints.last_text()}"
         )
 
     def _make_room(self, error: torch.OutOfMemoryError, lost_s: float) -> None:
-        given_up = self._changes.make_room(self._step_number, lost_s)
+        given_up = self._changes.make_room(self._step_number, lost_s, gpu_of(error))
         if given_up is None:
             raise DoesNotFit(self._out_of_memory(error)) from error
         self._announcer.warn(

@@ -1,0 +1,117 @@
+"""What one of several cards gives up when its memory runs out. Pure: a placement in, others out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fluxtrain.live.settings import StepName
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.group_placement import Activations, GroupPlacement
+
+_SLOTS = 2  # for a card's first streamed blocks: one computes while the next is copied
+_GPU = re.compile(r"\bGPU (\d+)\b")
+_Rows = tuple[GroupPlacement, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRung:
+    """A placement with less on one card."""
+
+    index: int  # of the card, as torch counts
+    name: StepName
+    before: int  # on this card
+    after: int
+    placement: Placement
+    to_host_bytes: int = 0  # that find their place on the host instead
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.after} instead of {self.before} on card {self.index}"
+
+
+def gpu_of(error: BaseException) -> int | None:
+    """Return torch's number of the GPU whose memory ran out; None where the error does not say."""
+    found = _GPU.search(str(error))
+    return None if found is None else int(found[1])
+
+
+def card_rungs(facts: ModelFacts, placement: Placement, index: int | None) -> Iterator[CardRung]:
+    """Yield what card `index` may give up, first what costs least: half of the blocks that keep
+    their activations; where there are none, half of its resident blocks, then of the parts that
+    live there. Every bit of the results stays."""
+    number = next((at for at, card in enumerate(placement.cards) if card.index == index), None)
+    if number is None or index is None:
+        return
+    kept = _at(placement, number, lambda row: row.activations == "kept")
+    if kept:
+        rows = _changed(placement, kept[len(kept) // 2 :], _recomputed(placement.groups))
+        yield CardRung(
+            index=index, name="blocks_without_recompute", before=len(kept), after=len(kept) // 2,
+            placement=replace(placement, groups=rows),
+        )  # fmt: skip
+        return
+    if placement.offload not in ("weights", "max"):
+        return
+    resident = _at(placement, number, lambda row: row.resident and row.kind == "block")
+    after = len(resident) // 2
+    if not placement.slots_of(number) and len(resident) - after <= _SLOTS:
+        after = 0
+    if len(resident) - after > (0 if placement.slots_of(number) else _SLOTS):
+        rows = _changed(placement, resident[after:], lambda row: replace(row, resident=False))
+        yield CardRung(
+            index=index, name="resident_blocks", before=len(resident), after=after,
+            placement=_with_slots(replace(placement, groups=rows), number),
+        )  # fmt: skip
+    parts = _at(placement, number, lambda row: row.weights == "device")
+    if parts:
+        gone = parts[len(parts) // 2 :]
+        rows = _changed(placement, gone, _on_host)
+        yield CardRung(
+            index=index, name="device_groups", before=len(parts), after=len(parts) // 2,
+            placement=_with_slots(replace(placement, groups=rows), number),
+            to_host_bytes=sum(facts.groups[at].host_bytes(accumulates=True) for at in gone),
+        )  # fmt: skip
+
+
+def _at(placement: Placement, number: int, is_one: Callable[[GroupPlacement], bool]) -> list[int]:
+    """Return where in the table the card's rows are that are such."""
+    rows = enumerate(placement.groups)
+    return [at for at, row in rows if row.card == number and is_one(row)]
+
+
+def _changed(
+    placement: Placement, at: Iterable[int], change: Callable[[GroupPlacement], GroupPlacement]
+) -> _Rows:
+    chosen = set(at)
+    rows = enumerate(placement.groups)
+    return tuple(change(row) if here in chosen else row for here, row in rows)
+
+
+def _recomputed(rows: Sequence[GroupPlacement]) -> Callable[[GroupPlacement], GroupPlacement]:
+    """Let a block's inputs wait where those of others do."""
+    others: set[Activations] = {row.activations for row in rows}
+    waits: Activations = "inputs_on_host" if "inputs_on_host" in others else "inputs_on_device"
+    return lambda row: replace(row, activations=waits)
+
+
+def _on_host(row: GroupPlacement) -> GroupPlacement:
+    """Move a part to the host; what no block shares slots for has a slot of its own."""
+    resident = row.kind == "edge" and "whole" in row.transfers
+    return replace(row, weights="host", state="host", gradients="host", resident=resident)
+
+
+def _with_slots(placement: Placement, number: int) -> Placement:
+    """Give the card slots where its first blocks stream."""
+    streams = _at(
+        placement,
+        number,
+        lambda row: row.kind == "block" and row.weights != "device" and not row.resident,
+    )
+    need = placement.cards[number]
+    if not streams or need.slots:
+        return placement
+    cards = list(placement.cards)
+    cards[number] = replace(need, slots=min(_SLOTS, len(streams)))
+    return replace(placement, cards=tuple(cards))
