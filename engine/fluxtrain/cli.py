@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 a bug of FluxTrain; 2 bad configuration or input; 3 does not fit in "
     "memory or on the disk; 4 diverged; 5 no space left on disk; 6 an exported model is not what "
-    "was trained; 130 interrupted and 143 terminated, both after the checkpoint was written."
+    "was trained; 7 a GPU failed; 130 interrupted, 143 terminated, both with a checkpoint."
 )
 
 app = typer.Typer(
     name="fluxtrain",
-    help="Train models larger than the GPU, on one card, with no configuration.",
+    help="Train models larger than the GPU, on one card or several, with no configuration.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,

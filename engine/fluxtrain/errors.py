@@ -13,6 +13,7 @@ EXIT_DOES_NOT_FIT = 3
 EXIT_DIVERGED = 4
 EXIT_NO_SPACE = 5
 EXIT_DISAGREES = 6
+EXIT_DEVICE_FAILED = 7
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
@@ -59,6 +60,12 @@ class Disagrees(FluxTrainError):
     """An exported model does not compute what was trained."""
 
     exit_code = EXIT_DISAGREES
+
+
+class DeviceFailed(FluxTrainError, RuntimeError):
+    """A GPU or its driver failed while it was used."""
+
+    exit_code = EXIT_DEVICE_FAILED
 
 
 class Interrupted(FluxTrainError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 import fluxtrain
+from fluxtrain.errors import DeviceFailed
 from fluxtrain.live.card_rungs import card_rungs, gpu_of
 from fluxtrain.live.resettle import resettle
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.telemetry import events as ev
 from fluxtrain.wrapping.grouping import facts_of
-from tests.engine.test_train_cards import SIZES, MakeConfig, run
+from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
 from tests.on_cards import assert_same, batch, llama, wrapped
 
 ON_ONE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.00 GiB"
@@ -140,3 +142,29 @@ def test_a_step_that_ran_out_on_one_card_is_done_again_with_less_there(
     losses = [[e.loss for e in events if isinstance(e, ev.StepFinished)] for events in
               (whole, short)]  # fmt: skip
     assert losses[0] == losses[1] and losses[0]
+
+
+def test_a_card_that_fails_ends_the_run_with_its_words_and_the_checkpoint(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = ("parallel.cards=2", "train.checkpoint_every=2")
+    whole = run(run_config(**SIZES), tmp_path / "whole", *how)
+    loss = CausalLM.loss
+    made: list[int] = []
+
+    def fails(self: CausalLM, *given: Any) -> Any:
+        made.append(1)
+        if len(made) == 5:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        return loss(self, *given)
+
+    monkeypatch.setattr(CausalLM, "loss", fails)
+    with pytest.raises(DeviceFailed, match="uncorrectable ECC") as caught:
+        run(run_config(**SIZES), tmp_path / "run", *how)
+    assert "checkpoint step-00000004 stands" in str(caught.value)
+    assert f"fluxtrain train --resume {tmp_path / 'run'}" in str(caught.value)
+    told = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert (told["exit_code"], told["kind"]) == (7, "DeviceFailed")
+    monkeypatch.setattr(CausalLM, "loss", loss)
+    again = run(run_config(**SIZES), tmp_path / "run", resume=str(tmp_path / "run"))
+    assert losses(again)[-1] == losses(whole)[-1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 
-from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
+from fluxtrain.errors import BadInput, DeviceFailed, DoesNotFit, FluxTrainError, NoSpace
+from fluxtrain.hardware.cards.failed import device_failure
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _UNUSABLE = frozenset(
@@ -29,14 +30,11 @@ def as_told(error: BaseException) -> FluxTrainError | None:
     """
     if isinstance(error, FluxTrainError):
         return error
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return NoSpace(
-            f"no space left ({error.strerror}: {error.filename or 'unnamed file'}): free some, or "
-            "choose another disk with --run-dir"
-        )
-    if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename:
-        return BadInput(f"{_shortened(str(error.filename))} cannot be used: {error.strerror}")
+    if isinstance(error, OSError) and (refused := _by_system(error)) is not None:
+        return refused
     words = str(error).lower()
+    if (failed := device_failure(error)) is not None:
+        return DeviceFailed(failed)
     if isinstance(error, RuntimeError) and words.startswith("could not determine home"):
         return BadInput("a path starts with ~ and a name that is no user here: write it in full")
     told_by_library = isinstance(error, RuntimeError | ImportError | OSError)
@@ -64,6 +62,17 @@ def as_told(error: BaseException) -> FluxTrainError | None:
 
 def _shortened(path: str, limit: int = 200) -> str:
     return path if len(path) <= limit else f"{path[: limit // 2]}...{path[-limit // 2 :]}"
+
+
+def _by_system(error: OSError) -> FluxTrainError | None:
+    if error.errno in _FULL:
+        return NoSpace(
+            f"no space left ({error.strerror}: {error.filename or 'unnamed file'}): free some, or "
+            "choose another disk with --run-dir"
+        )
+    if error.errno in _UNUSABLE and error.filename:
+        return BadInput(f"{_shortened(str(error.filename))} cannot be used: {error.strerror}")
+    return None
 
 
 def _first_line(error: BaseException) -> str:

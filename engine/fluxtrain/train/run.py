@@ -107,9 +107,10 @@ def train(
             write_run_file(target.run_dir, config, machine)
         session.begin_training()
         session.track(config)
-        run.loop.run()
-        session.signals.deferred = False
-        run.finish()
+        with session.naming_failed_gpus():
+            run.loop.run()
+            session.signals.deferred = False
+            run.finish()
 
 
 class Run:

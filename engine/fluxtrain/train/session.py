@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,9 +19,11 @@ from fluxtrain.errors import (
     EXIT_BUG,
     EXIT_DOES_NOT_FIT,
     EXIT_FINISHED,
+    DeviceFailed,
     FluxTrainError,
     Interrupted,
 )
+from fluxtrain.hardware.cards.failed import device_failure
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.console import JsonConsole, PlainConsole, to_standard_output
 from fluxtrain.reporting.failures import as_told
@@ -112,6 +114,18 @@ class Session:
             self._log.close()
             self._lock.release()
 
+    @contextmanager
+    def naming_failed_gpus(self) -> Iterator[None]:
+        """Raise DeviceFailed for what is raised inside where a GPU has failed, with the command
+        that goes on."""
+        try:
+            yield
+        except RuntimeError as error:
+            failed = device_failure(error)
+            if failed is None:
+                raise
+            raise DeviceFailed(f"{failed}; {self._newest_text}: {self.resume_command}") from error
+
     def listen(self) -> None:
         """Start to answer commands and to report gauges; called after the first event."""
         self._control.start()
@@ -163,6 +177,10 @@ class Session:
     def _at_once(self) -> str:
         """Remove the socket and name the newest checkpoint, as the process ends at once."""
         self._control.abandon()
+        return self._newest_text
+
+    @property
+    def _newest_text(self) -> str:
         names = [path.name for path in self.run_dir.checkpoints.glob("step-*")]
         return f"checkpoint {max(names)} stands" if names else "no checkpoint was written yet"
 
