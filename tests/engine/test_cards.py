@@ -259,6 +259,20 @@ def test_cards_that_cannot_be_are_refused(cards: Any) -> None:
         fluxtrain.wrap(llama(2), device="cpu", cards=cards)
 
 
+def test_one_process_of_a_launcher_says_that_it_computes_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    wrapped(model, None)
+    assert "WORLD_SIZE is 2: this process computes on cpu alone" in caplog.text
+    fluxtrain.unwrap(model)
+    caplog.clear()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    wrapped(model, None)
+    assert "WORLD_SIZE" not in caplog.text
+
+
 def test_more_cards_than_blocks_leave_some_without_any() -> None:
     model = llama(2)
     other = copy.deepcopy(model)

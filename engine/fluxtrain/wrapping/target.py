@@ -79,6 +79,17 @@ def in_process_group() -> bool:
     return int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
+def told_of_launcher(devices: Sequence[torch.device]) -> str:
+    """Say what a process that a launcher started does; empty without a launcher."""
+    if not in_process_group() or len(devices) > 1:
+        return ""
+    return (
+        f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this process computes on {devices[0]} alone, "
+        "and nothing adds gradients of several processes up. One process, started without a "
+        "launcher, uses all cards"
+    )
+
+
 def cards_capacity(model: nn.Module, devices: Sequence[torch.device]) -> CardsCapacity:
     """What is free on each of these devices once the model's weights have left their places."""
     capacities = [free_capacity(model, device) for device in devices]

@@ -48,7 +48,7 @@ from fluxtrain.wrapping.module_patches import (
     replace_forward,
 )
 from fluxtrain.wrapping.slots import make_slots, put_units_on_cards
-from fluxtrain.wrapping.target import compute_devices, placed
+from fluxtrain.wrapping.target import compute_devices, placed, told_of_launcher
 from fluxtrain.wrapping.unit_forward import UnitForward
 
 # Opens, for the groups before their weights move, where packed weights are kept.
@@ -177,7 +177,8 @@ def _put_engine(
         _furnish(engine, model, parts, groups, borrowed)
     engine.adapters = adapters_of(model)
     engine.again = partial(_again, devices, asked, states, frozen, overlap=overlap)
-    for text in filter(None, (*told, wide_frozen_weights(groups.values()))):
+    told += [told_of_launcher(devices), wide_frozen_weights(groups.values()) or ""]
+    for text in filter(None, told):
         engine.say(text)
     install_adoption()
 
