@@ -65,7 +65,7 @@ class CardNeed:
     index: int  # torch's number of it; rows of the table name cards by their place in `cards`
     name: str
     blocks: int  # that it computes
-    longest_run: int  # of neighbouring blocks: they go chunk by chunk, with a flat sum each
+    longest_run: int  # of neighbouring blocks, each with memory for a flat sum
     device_bytes: int  # peak, with `landing_bytes`
     landing_bytes: int  # buffers for chunks that come from other cards
     budget_bytes: int | None
