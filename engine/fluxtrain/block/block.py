@@ -18,6 +18,7 @@ from fluxtrain.block.call import Call
 from fluxtrain.block.capture import Capture, active_collector
 from fluxtrain.block.chunking import chunks, spans
 from fluxtrain.block.merging import Merging
+from fluxtrain.block.room import halve_chunk
 from fluxtrain.guards.arguments import (
     Tree,
     batch_rows,
@@ -61,24 +62,24 @@ def run_without_gradients(
     """Run the unit on the whole batch, or on a chunk of rows at a time."""
     tree, tensors = flatten((args, kwargs), once=True)
     rows = batch_rows(tensors)
-    whole = (
-        has_cache(args, kwargs)
-        or rows is None
-        or active_collector() is not None
-        or not chunks(context, unit, rows, tree, tensors)
-    )
+    may_cut = not has_cache(args, kwargs) and active_collector() is None
     device = context.card_of(unit).device
-    with bound(context, unit):
-        weights = BoundWeights(unit)
-        if whole:
-            wait_for_all(device, tensors)
-            out = unit.original(*args, **kwargs)
-        else:
-            assert rows is not None
-            out = _by_chunks(context, unit, tree, tensors, rows)
-        weights.refuse_writes()
-    device.keep_pace()
-    return out
+    while True:
+        cut = rows if may_cut and rows and chunks(context, unit, rows, tree, tensors) else None
+        at_once = context.chunk_rows if cut else rows if may_cut else None
+        try:
+            with bound(context, unit):
+                weights = BoundWeights(unit)
+                if cut is None:
+                    wait_for_all(device, tensors)
+                    out = unit.original(*args, **kwargs)
+                else:
+                    out = _by_chunks(context, unit, tree, tensors, cut)
+                weights.refuse_writes()
+            device.keep_pace()
+            return out
+        except torch.OutOfMemoryError as error:
+            halve_chunk(context, unit, at_once, error)
 
 
 def _by_chunks(
@@ -99,6 +100,28 @@ def _by_chunks(
     return outs[0][0].fill(chunk_outputs([out for _, out in outs], inputs, tensors, merging.take))
 
 
+def _recorded(
+    context: Context, call: Call, tensors: Sequence[Tensor]
+) -> tuple[list[bool], Merging]:
+    """Run the block of a call, with fewer rows at once where device memory runs out; return which
+    results ask for gradients, and their rows."""
+    unit, device = call.unit, context.card_of(call.unit).device
+    while True:
+        merging = Merging(device, call.rows, hands_over=len(context.cards) > 1)
+        try:
+            with bound(context, unit):
+                weights = BoundWeights(unit)
+                differentiable = call.record(tensors, merging)
+                weights.refuse_writes()
+                if unit.recomputes and weights.are_referred_to():
+                    call.record_again_whole()
+            return differentiable, merging
+        except torch.OutOfMemoryError as error:
+            halve_chunk(context, unit, call.rows_at_once, error)
+        del merging  # only now: the error's frames held what was computed
+        call.begin_again(tensors)
+
+
 class _Streamed(torch.autograd.Function):
     @staticmethod
     @forward_on_card
@@ -110,13 +133,7 @@ class _Streamed(torch.autograd.Function):
         offloads = unit.offloads_inputs and unit.recomputes
         if offloads and not several:
             call.given.offload(card.activation_offload, tensors)
-        merging = Merging(card.device, call.rows, hands_over=several)
-        with bound(context, unit):
-            weights = BoundWeights(unit)
-            differentiable = call.record(tensors, merging)
-            weights.refuse_writes()
-            if unit.recomputes and weights.are_referred_to():
-                call.record_again_whole()
+        differentiable, merging = _recorded(context, call, tensors)
         if offloads and several:
             call.given.offload(card.activation_offload, tensors)
         end_forward(context, unit)

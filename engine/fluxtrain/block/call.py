@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,10 +11,12 @@ from torch.autograd.graph import GradientEdge
 
 from fluxtrain.block.call_arguments import CallArguments
 from fluxtrain.block.capture import Capture
-from fluxtrain.block.chunking import chunks, spans
+from fluxtrain.block.chunk import Chunk
+from fluxtrain.block.chunking import chunks, chunks_agree, draws, spans
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.recompute import CannotRefill, Saved, Tape, gradient_ends
 from fluxtrain.block.rng import Autocast, RandomState
+from fluxtrain.block.room import tell
 from fluxtrain.guards.argument_writes import WRITES_TO_A_LEAF
 from fluxtrain.guards.arguments import Tree, batch_rows, flatten, run_with, slice_rows, splits
 from fluxtrain.guards.checks import Sums, checksum, sums_of
@@ -30,18 +31,6 @@ from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import UnitCall
 
 _CHECKED_RECOMPUTES = 3
-
-
-@dataclass(eq=False)
-class Chunk:
-    """Some rows of a batch, and their graph."""
-
-    span: tuple[int, int]
-    random: RandomState | None = None  # before the forward
-    tape: Tape | None = None
-    saved: Saved | None = None  # what the graph saves; None: the graph is recorded again
-    sums: Sums | None = None  # checksums that the recomputation is compared with
-    result_rows: list[int] = field(default_factory=list)  # of each result
 
 
 class Call(UnitCall):
@@ -74,6 +63,11 @@ class Call(UnitCall):
         self._trained: list[tuple[Group, Member]] = []
         self._ends: list[GradientEdge] = []  # where the gradients of these arrive
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of the largest chunk."""
+        return max(stop - first for first, stop in (chunk.span for chunk in self.chunks))
+
     # -- forward -----------------------------------------------------------------------------------
 
     def record(self, tensors: Sequence[Tensor], merging: Merging) -> list[bool]:
@@ -84,18 +78,34 @@ class Call(UnitCall):
         self._buffers = unit.buffers.before(unit.module)
         self._find_ends()
         differentiable: list[bool] = []
+        starts: list[int] = []
         for chunk in self.chunks:
             self._await(tensors, chunk.span)
             chunk.random = RandomState.now(self._first, host=host)
             with chunk.random.lend(self._first, self._device):
                 results = self._record(chunk, self.given.inputs(tensors, chunk.span, again=False))
+            chunk.result_starts = starts or [0] * len(results)
             chunk.result_rows = [r.shape[0] if r.dim() else 1 for r in results]
+            ends = zip(chunk.result_starts, chunk.result_rows, strict=True)
+            starts = [start + rows for start, rows in ends]
             differentiable = differentiable or [False] * len(results)
             for place, result in enumerate(results):
                 merging.add(place, chunk.span, result.detach())
                 differentiable[place] |= result.requires_grad
         self._buffers = unit.buffers.after(unit.module, self._buffers)
         return differentiable
+
+    def begin_again(self, tensors: Sequence[Tensor]) -> None:
+        """Restore all to what it was before the forward, which ran out of memory, and cut the batch
+        into the chunks of now."""
+        if self.chunks[0].random is not None:
+            self.chunks[0].random.restore(self._first)
+        self.given.writes.undo(tensors, slice(None), [False] * len(tensors))
+        put_back(self.unit.module, self._buffers)
+        found, cut = _cut(self.context, self.unit, self.given.tree, tensors)
+        self.given.cut = cut
+        self.outputs = CallOutputs()
+        self.chunks = [Chunk(span) for span in found]
 
     def _await(self, tensors: Sequence[Tensor], span: tuple[int, int]) -> None:
         """Let the computation wait for a chunk's rows of tensors that arrive in pieces."""
@@ -177,11 +187,57 @@ class Call(UnitCall):
         wanted: Sequence[int],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """Compute one chunk's weight gradients, for the engine; return the inputs' (`wanted`).
+        """Compute one chunk's weight gradients, for the engine; return the inputs' (`wanted`). In
+        two halves where device memory runs out.
 
         gradients: of the loss with respect to each result, of the whole batch.
         """
         self._await([g for g in gradients if g is not None], chunk.span)
+        try:
+            found = self._backward(chunk, tensors, wanted, gradients)
+        except torch.OutOfMemoryError as error:
+            if not (self.context.retries_blocks or self.context.partly_updated):
+                raise
+            ran_out = error.with_traceback(None)  # its frames hold what was computed
+        else:
+            return self._handed(chunk, tensors, wanted, found)
+        halves = self._halves(chunk, tensors)
+        if not halves:
+            raise ran_out
+        tell(self.context, self.unit, chunk.span[1] - chunk.span[0])
+        ends = self._ends
+        parts = [self.backward(half, tensors, wanted, gradients) for half in halves]
+        self._ends = ends  # of the graphs that the other chunks have recorded
+        return [
+            torch.cat(pair) if self.given.cut[i] else sum(pair[1:], pair[0])
+            for i, pair in zip(wanted, zip(*parts, strict=True), strict=True)
+        ]
+
+    def _halves(self, chunk: Chunk, tensors: Sequence[Tensor]) -> list[Chunk]:
+        """Cut a chunk that ran out of memory in two; none where its halves compute something else:
+        blocks that draw random numbers, write to buffers, or work on the whole batch."""
+        given, unit = self.given, self.unit
+        if chunk.saved is not None:
+            chunk.saved.clear()
+        if self._buffers or chunk.span[1] - chunk.span[0] < 2:
+            return []
+        with self._autocast.again():
+            if not any(given.cut):
+                if not chunks_agree(unit, given.tree, tensors):
+                    return []
+                given.cut = splits(tensors, self.rows)
+            if draws(unit, given.tree, slice_rows(tensors, given.cut, 0, 1), self._device):
+                return []
+        return chunk.halves()
+
+    def _backward(
+        self,
+        chunk: Chunk,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        gradients: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Return the gradients of a chunk's inputs (`wanted`) and of the weights."""
         arriving = [
             None if gradient is None else self._rows_of(gradient, chunk, position)
             for position, gradient in enumerate(gradients)
@@ -193,6 +249,16 @@ class Call(UnitCall):
         if found is None:
             with as_before(module, self._buffers):
                 found = self._backward_recorded_again(chunk, tensors, wanted, arriving)
+        return found
+
+    def _handed(
+        self,
+        chunk: Chunk,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        found: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        """Hand the weights' gradients to the engine; return those of the inputs."""
         arrived = zip(self._trained, found[len(wanted) :], strict=True)
         self._card.gradients.add_all(
             (group, member, gradient)
@@ -267,13 +333,9 @@ class Call(UnitCall):
 
     def _rows_of(self, gradient: Tensor, chunk: Chunk, result: int) -> Tensor:
         """Take this chunk's rows of the gradient of one result."""
-        if len(self.chunks) == 1:
+        if chunk is self.chunks[0] and len(self.chunks) == 1:
             return gradient
-        start = 0
-        for before in self.chunks:
-            if before is chunk:
-                break
-            start += before.result_rows[result]
+        start = chunk.result_starts[result]
         return gradient[start : start + chunk.result_rows[result]]
 
     def _compute(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fluxtrain.block.capture import Capture, active_collector
-from fluxtrain.block.rng import randomness_kept
+from fluxtrain.block.rng import RandomState, randomness_kept
+from fluxtrain.block.room import note_cure
 from fluxtrain.guards.arguments import (
     Tree,
     ambiguous,
@@ -108,6 +109,18 @@ def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
     return True
 
 
+def draws(unit: Unit, tree: Tree, tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Tell whether the block draws random numbers for these rows, from any generator of the process
+    (weights bound)."""
+    inside = _copies_inside(tree)
+    with _left_as_it_was(unit.module, inside):
+        before = RandomState.now(device, host=True)
+        args, kwargs = tree.fill([t.detach().clone() for t in tensors])
+        with torch.no_grad(), Capture.of(active_collector()).collecting():
+            unit.original(*args, **kwargs)
+        return before.has_moved(device)
+
+
 def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
     """Measure the bytes that autograd keeps for one row of the block (weights bound).
 
@@ -179,6 +192,9 @@ def _run(
     ):
         try:
             out = unit.original(*args, **kwargs)
+        except torch.OutOfMemoryError as error:  # which tells nothing of the block
+            note_cure(unit, batch_rows(tensors), error)
+            raise
         except (RuntimeError, ValueError, IndexError):
             return None  # a shape without a batch dimension does not broadcast
         if unit.buffers.after(unit.module, buffers):

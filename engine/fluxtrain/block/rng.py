@@ -65,6 +65,14 @@ class RandomState:
         finally:
             torch.cuda.set_rng_state(torch.cuda.get_rng_state(device), first)
 
+    def has_moved(self, device: torch.device) -> bool:
+        """True when something drew since, on the host or on `device`."""
+        now = RandomState.now(device, host=False)
+        moved = not torch.equal(now.cpu, self.cpu)
+        if self.cuda is not None and now.cuda is not None:
+            moved |= not torch.equal(now.cuda, self.cuda)
+        return moved or (self.host is not None and self.host.has_moved())
+
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from fluxtrain.client.evaluation import EvaluationAnswer
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.config.text import apply_overrides
@@ -22,7 +24,7 @@ from fluxtrain.inference.opening.opened import OpenedModel, open_model
 from fluxtrain.inference.opening.request import ModelRequest
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.planning.row_length import samples_of, with_row_length
-from fluxtrain.train.evaluate import evaluate
+from fluxtrain.train.evaluate import Evaluation, evaluate
 from fluxtrain.train.inputs import prepared_data
 from fluxtrain.units import duration_text
 
@@ -109,13 +111,8 @@ def _evaluated(
         raise BadInput(
             f"{opened.name} held nothing of {data.corpus.name} out: name the data to evaluate on"
         )
-    count = request.rows or _batch_rows(rows)
     started_s = perf_counter()
-    logits_bytes = 4 * count * rows.sequence_length * opened.loaded.embedding_rows
-    fused = logits_bytes > WHOLE_LOGITS_BYTES
-    with opened.engine.evaluating() if fused else nullcontext():
-        result = evaluate(CausalLM(), opened.model, _told(rows, count, tell))
-    assert result is not None, "there are rows"
+    result, count = _mean(opened, rows, request.rows or _batch_rows(rows), tell)
     if not math.isfinite(result.loss):
         raise Diverged(
             f"the loss of {opened.name} on {data.corpus.name} is {result.loss}: its numbers are "
@@ -137,6 +134,24 @@ def _evaluated(
         seconds=perf_counter() - started_s,
         notes=(*data.told, *data.notes.sentences(), *rows.fit.sentences()),
     )
+
+
+def _mean(opened: OpenedModel, rows: PackedRows, count: int, tell: Tell) -> tuple[Evaluation, int]:
+    """Evaluate in batches of `count` rows, half as many each time device memory runs out; return
+    how many they were as well."""
+    while True:
+        logits_bytes = 4 * count * rows.sequence_length * opened.loaded.embedding_rows
+        fused = logits_bytes > WHOLE_LOGITS_BYTES
+        try:
+            with opened.engine.evaluating() if fused else nullcontext():
+                result = evaluate(CausalLM(), opened.model, _told(rows, count, tell))
+            assert result is not None, "there are rows"
+            return result, count
+        except torch.OutOfMemoryError:
+            if count == 1:
+                raise
+        tell(f"device memory ran out with {count} rows a batch: again with {-(-count // 2)}")
+        count = -(-count // 2)
 
 
 def _row_tokens(config: RunConfig, opened: OpenedModel) -> int:

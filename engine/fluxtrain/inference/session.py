@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from fluxtrain.client.generation import Answered, Expected, Ready
 from fluxtrain.decoding.prompts import Prompt, Prompting
 from fluxtrain.decoding.sampling import Sampling, stops
@@ -101,16 +103,28 @@ class Batches:
 
     def answers(self, stopped: Callable[[], bool]) -> Iterator[Answered]:
         """Yield an answer for each prompt, in their order, batch by batch."""
-        for first in range(0, len(self._prompts), self.rows):
-            if stopped():
-                return
-            batch = self._prompts[first : first + self.rows]
+        first = 0
+        while first < len(self._prompts) and not stopped():
             sampling = self._session.sampling
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=sampling.seed + first)
-            found = write(self._session.opened, batch, sampling, stopped=stopped)
+            found = self._written(first, sampling, stopped)
             for number, written in enumerate(found, first + 1):
                 yield answered(str(number), written)
+            first += len(found)
+
+    def _written(
+        self, first: int, sampling: Sampling, stopped: Callable[[], bool]
+    ) -> Sequence[Written]:
+        """Answer the next prompts, half as many at once each time device memory runs out."""
+        while True:
+            batch = self._prompts[first : first + self.rows]
+            try:
+                return write(self._session.opened, batch, sampling, stopped=stopped)
+            except torch.OutOfMemoryError:
+                if self.rows == 1:
+                    raise
+            self.rows = -(-self.rows // 2)
 
 
 def answered(name: str, written: Written) -> Answered:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,6 @@ from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.group_placement import Activations, GroupPlacement
 
 _SLOTS = 2  # for a card's first streamed blocks: one computes while the next is copied
-_GPU = re.compile(r"\bGPU (\d+)\b")
 _Rows = tuple[GroupPlacement, ...]
 
 
@@ -29,12 +27,6 @@ class CardRung:
 
     def __str__(self) -> str:
         return f"{self.name} {self.after} instead of {self.before} on card {self.index}"
-
-
-def gpu_of(error: BaseException) -> int | None:
-    """Return torch's number of the GPU whose memory ran out; None where the error does not say."""
-    found = _GPU.search(str(error))
-    return None if found is None else int(found[1])
 
 
 def card_rungs(facts: ModelFacts, placement: Placement, index: int | None) -> Iterator[CardRung]:

@@ -62,6 +62,7 @@ class Context:
         self.use = Use()
         self.overlap = overlap
         self.chunk_rows = placement.chunk_rows or 0  # 0: chosen at the first forward
+        self.retries_blocks = True  # that run out of device memory, with fewer rows at once
         self.head_tokens: int | None = None  # tokens a chunk of the head; None: by memory
         self.lazy_without_gradients = False
         self.units: list[Unit] = []

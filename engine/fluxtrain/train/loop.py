@@ -16,8 +16,8 @@ from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
-from fluxtrain.live.card_rungs import gpu_of
 from fluxtrain.live.changes import LiveChanges
+from fluxtrain.live.out_of_memory import gpu_of, out_of_memory
 from fluxtrain.methods.objective import B, Task
 from fluxtrain.methods.optimizer import Optimizer
 from fluxtrain.reporting.announce import Announcer
@@ -25,7 +25,7 @@ from fluxtrain.reporting.progress import Progress
 from fluxtrain.telemetry.events import RunPhase, StepFinished
 from fluxtrain.trace.step_clock import StepClock
 from fluxtrain.train.early_stopping import EarlyStopping
-from fluxtrain.train.evaluate import evaluate, evaluation_event
+from fluxtrain.train.evaluate import Evaluation, evaluate, evaluation_event
 from fluxtrain.train.queued_step import Computed, QueuedStep
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.samples import Samples
@@ -63,6 +63,7 @@ class TrainingLoop(Generic[B]):
     ) -> None:
         self._model = model
         self._engine = engine_of(model)
+        self._engine.retries_blocks = False  # steps are redone, which keeps the order of sums
         self._device = self._engine.device.torch_device
         self._recorder = self._engine.device.recorder
         self._optimizer = optimizer
@@ -135,7 +136,7 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase("evaluating")
         # in chunks, or the logits would not fit
         with self._engine.evaluating(), self._recorder.as_one("evaluation"):
-            result = evaluate(self._objective, self._model, self._held_out(), self._stopping)
+            result = self._evaluated_until_it_fits()
         self._engine.take_stalls()  # the stalls of the evaluation are not the next step's
         if result is not None:
             stopping = self._settings.early_stopping
@@ -144,6 +145,15 @@ class TrainingLoop(Generic[B]):
             self._announcer.emit(evaluation_event(result, self.state, unit, patience))
         self._evaluations.done(self.state.step, time.perf_counter() - started_s)
         self._announcer.phase("training")
+
+    def _evaluated_until_it_fits(self) -> Evaluation | None:
+        """Evaluate, from the first batch again with less on the device when its memory runs out."""
+        while True:
+            started_s = time.perf_counter()
+            try:
+                return evaluate(self._objective, self._model, self._held_out(), self._stopping)
+            except torch.OutOfMemoryError as error:
+                self._make_room(error, time.perf_counter() - started_s, "the evaluation")
 
     def _step(self) -> None:
         """Queue one optimizer step, then read the numbers of the step before, so that the device
@@ -175,10 +185,10 @@ class TrainingLoop(Generic[B]):
                 return self._compute(clock)
             except torch.OutOfMemoryError as error:
                 if self._engine.partly_updated:
-                    raise DoesNotFit(self._out_of_memory(error)) from error
+                    raise self._out_of_memory(error) from error
                 # nothing was changed yet: weights move only after the norm is known
                 self._forget_gradients()
-                self._make_room(error, time.perf_counter() - started_s)
+                self._make_room(error, time.perf_counter() - started_s, "the step")
                 self._data.load_state_dict(cursor)
                 restore_random_state(random)
 
@@ -374,25 +384,15 @@ class TrainingLoop(Generic[B]):
             "train.learning_rate, lengthen train.warmup_steps, or look for broken rows in the data"
         )
 
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> str:
-        chunk = self._engine.chunk_rows
-        cures = [
-            "set a smaller placement.chunk_rows" if chunk > 1 else "",
-            "set placement.offload=max" if self._engine.plan.offload != "max" else "",
-            "shorten data.sequence_length",
-            "or close other programs on the GPU",
-        ]
-        return (
-            f"device memory ran out at step {self._step_number + 1} with chunks of {chunk} rows "
-            f"({str(error).splitlines()[0]}): {', '.join(filter(None, cures))}; "
-            f"{self._checkpoints.last_text()}"
-        )
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> DoesNotFit:
+        plan, rows, last = self._engine.plan, self._engine.chunk_rows, self._checkpoints.last_text()
+        return out_of_memory(plan, rows, self._step_number, error, last)
 
-    def _make_room(self, error: torch.OutOfMemoryError, lost_s: float) -> None:
+    def _make_room(self, error: torch.OutOfMemoryError, lost_s: float, what: str) -> None:
         given_up = self._changes.make_room(self._step_number, lost_s, gpu_of(error))
         if given_up is None:
-            raise DoesNotFit(self._out_of_memory(error)) from error
+            raise self._out_of_memory(error) from error
         self._announcer.warn(
-            f"device memory ran out at step {self._step_number + 1}: the step is done again with "
+            f"device memory ran out at step {self._step_number + 1}: {what} is done again with "
             f"{given_up}"
         )

@@ -3,10 +3,11 @@
     found = simulated(step_work(dealt, layouts, rates), rates)
 
 Chunks of rows go through the blocks, block by block, also of neighbours on one card (a run), which
-could go chunk by chunk. Each card has a compute queue and two copy lanes, up and down. One thread of the
-host queues the work of all cards, and one server runs AdamW in forward order, for the next step's
-forward pass, which waits for it block by block; deferred moments come after all weights, and the
-backward pass waits for those. A chunk changes cards by a link of their own, or by the bus of both.
+could go chunk by chunk. Each card has a compute queue and two copy lanes, up and down. One thread
+of the host queues the work of all cards, and one server runs AdamW in forward order, for the next
+step's forward pass, which waits for it block by block; deferred moments come after all weights, and
+the backward pass waits for those. A chunk changes cards by a link of their own, or by the bus of
+both.
 
 Steps repeat until they are alike; then one takes as long as the distance between two. Host memory
 is a floor: a step is no shorter than what it moves there needs.
@@ -49,8 +50,8 @@ class PipelineTime:
 def simulated(work: StepWork, rates: CardsRates, *, runs_by_chunks: bool = False) -> PipelineTime:
     """Return how long a step takes once many have gone before.
 
-    `runs_by_chunks`: neighbouring blocks on one card go chunk by chunk, which the engine does not do
-    yet, else block by block. Of one card they always go block by block.
+    `runs_by_chunks`: neighbouring blocks on one card go chunk by chunk, which the engine does not
+    do yet, else block by block. Of one card they always go block by block.
     """
     pipeline = _Pipeline(work, rates, by_chunks=runs_by_chunks and work.cards > 1)
     ends_s = [pipeline.step() for _ in range(STEPS)]

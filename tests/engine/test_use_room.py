@@ -1,0 +1,102 @@
+"""Device memory that runs out outside of blocks, where a model is evaluated or writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fluxtrain.decoding import writing
+from fluxtrain.decoding.prompts import Prompt, Prompting
+from fluxtrain.inference import session as sessions
+from fluxtrain.inference.measuring import measure
+from fluxtrain.inference.session import Batches, Session
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.telemetry import events as ev
+from tests.engine.test_evaluate import evaluated
+from tests.engine.test_generate import GREEDY
+from tests.engine.test_train_cards import SIZES, MakeConfig, run
+from tests.engine.used_models import opened
+
+Folder = Callable[..., Path]
+
+
+def fails_beyond(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """Let evaluations of more rows run out of memory; return how many rows each had."""
+    whole, asked = CausalLM.metrics, list[int]()
+
+    def metrics(self: CausalLM, model: Any, batch: Any) -> Any:
+        asked.append(len(batch.input_ids))
+        if asked[-1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return whole(self, model, batch)
+
+    monkeypatch.setattr(CausalLM, "metrics", metrics)
+    return asked
+
+
+def test_an_evaluation_goes_on_with_smaller_batches(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, text = model_folder("llama"), tmp_path / "text.txt"
+    text.write_text("\n\n".join("the quick brown fox jumps over the dog " * 9 for _ in range(9)))
+    wanted = evaluated(folder, text, sequence_length=32)
+    assert wanted.batch_rows > 4
+    asked = fails_beyond(monkeypatch, 3)
+    found = evaluated(folder, text, sequence_length=32)
+    assert found.batch_rows <= 3 < wanted.batch_rows
+    assert found.tokens == wanted.tokens and found.loss == pytest.approx(wanted.loss, rel=1e-6)
+    assert asked[0] == wanted.batch_rows
+    fails_beyond(monkeypatch, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluated(folder, text, sequence_length=32)
+
+
+def test_answers_to_a_file_are_written_fewer_at_once(
+    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [Prompt(text=f"number {n}", where=f"line {n}") for n in range(7)]
+    plain, sizes = writing.write, list[int]()
+
+    def write(model: Any, batch: Any, *rest: Any, **more: Any) -> Any:
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(model, batch, *rest, **more)
+
+    with opened(model_folder("llama")) as model:
+        session = Session(
+            opened=model, prompting=Prompting(model, plain=True), sampling=GREEDY,
+            measured=measure(model),
+        )  # fmt: skip
+        wanted = [one.text for one in Batches(session, prompts, None).answers(lambda: False)]
+        monkeypatch.setattr(sessions, "write", write)
+        found = [one.text for one in Batches(session, prompts, None).answers(lambda: False)]
+    assert found == wanted and len(found) == 7
+    assert sizes == [7, 4, 2, 2, 2, 1]
+
+
+def test_an_evaluation_of_a_run_is_done_again_with_less_on_the_device(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = ("placement.chunk_rows=4",)
+    whole = run(run_config(**SIZES), tmp_path / "whole", *how)
+    metrics, failed = CausalLM.metrics, list[int]()
+
+    def ran_out(self: CausalLM, *given: Any) -> Any:
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return metrics(self, *given)
+
+    monkeypatch.setattr(CausalLM, "metrics", ran_out)
+    found = run(run_config(**SIZES), tmp_path / "short", *how)
+    changes = [(e.name, e.after, e.why) for e in found if isinstance(e, ev.ChangeApplied)]
+    assert changes == [("chunk_rows", 2, "memory")]
+    losses = [[e.loss for e in events if isinstance(e, ev.EvaluationFinished)] for events in
+              (whole, found)]  # fmt: skip
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
