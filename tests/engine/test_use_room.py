@@ -11,14 +11,18 @@ import torch
 
 from fluxtrain.decoding import writing
 from fluxtrain.decoding.prompts import Prompt, Prompting
+from fluxtrain.errors import DoesNotFit
 from fluxtrain.inference import session as sessions
 from fluxtrain.inference.measuring import measure
 from fluxtrain.inference.session import Batches, Session
 from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.reporting.host_room import HostRoom
 from fluxtrain.telemetry import events as ev
+from fluxtrain.train.session import Session as RunSession
+from fluxtrain.units import GIB, MIB
 from tests.engine.test_evaluate import evaluated
 from tests.engine.test_generate import GREEDY
-from tests.engine.test_train_cards import SIZES, MakeConfig, run
+from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
 from tests.engine.used_models import opened
 
 Folder = Callable[..., Path]
@@ -100,3 +104,36 @@ def test_an_evaluation_of_a_run_is_done_again_with_less_on_the_device(
               (whole, found)]  # fmt: skip
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_run_whose_host_runs_out_ends_with_its_checkpoint_and_goes_on_later(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(run_config(**SIZES), tmp_path / "whole")
+    loss, made = CausalLM.loss, list[int]()
+    opened_sessions: list[RunSession] = []
+
+    def noted(*given: Any, **more: Any) -> RunSession:
+        opened_sessions.append(RunSession(*given, **more))
+        return opened_sessions[-1]
+
+    def ends(why: str) -> None:
+        opened_sessions[0].requests.end_for_lack(why)
+
+    def runs_out(self: CausalLM, *given: Any) -> Any:
+        made.append(1)
+        if len(made) == 3:
+            for _ in range(3):
+                room._looked_s = None
+                room.look()
+        return loss(self, *given)
+
+    monkeypatch.setattr("fluxtrain.train.run.Session", noted)
+    monkeypatch.setattr(CausalLM, "loss", runs_out)
+    room = HostRoom(lambda _: None, ends, read=lambda: (24 * GIB, 10 * MIB))
+    with pytest.raises(DoesNotFit, match=r"host memory ran out: 10\.0 MiB of 24\.0 GiB") as caught:
+        run(run_config(**SIZES), tmp_path / "run")
+    assert caught.value.exit_code == 3 and "step-00000003" in str(caught.value)
+    monkeypatch.setattr(CausalLM, "loss", loss)
+    again = run(run_config(**SIZES), tmp_path / "run", resume=str(tmp_path / "run"))
+    assert losses(again) == losses(whole)

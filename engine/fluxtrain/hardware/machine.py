@@ -65,6 +65,16 @@ def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
     )
 
 
+def memory_left(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Return the bytes of host memory that a process may have here, and those that are left, by the
+    control group or the machine; None where the kernel does not tell."""
+    limits = cgroup_limits(root)
+    total, available = _memory(root, {})
+    total = _smaller(total, limits.memory_bytes)
+    available = _smaller(available, limits.memory_left_bytes)
+    return None if total is None or available is None else (total, available)
+
+
 def _memory(root: Path, unknown: dict[str, str]) -> tuple[int | None, int | None]:
     """Read MemTotal and MemAvailable of /proc/meminfo, in bytes."""
     facts: dict[str, int] = {}

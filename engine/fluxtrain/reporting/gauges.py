@@ -42,7 +42,16 @@ class DiskUse(Protocol):
 class GaugeThread:
     """Takes samples until `close`; the trainer's own threads never wait for it."""
 
-    def __init__(self, announcer: Announcer, *, live: bool, host_limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        announcer: Announcer,
+        *,
+        live: bool,
+        host_limit_bytes: int | None,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`look` is called with each sample."""
+        self._look = look
         self._announcer = announcer
         self._period_s = LIVE_PERIOD_S if live else JOURNAL_PERIOD_S
         self._host_limit_bytes = host_limit_bytes
@@ -83,6 +92,7 @@ class GaugeThread:
         with self._sampling:
             self._take("heartbeat", self._announcer.heartbeat)
             self._take("memory", self.memory)
+            self._take("host memory", self._look)
             engine = self._engine
             if engine is None:
                 return
@@ -90,7 +100,7 @@ class GaugeThread:
             self._take("residency", lambda: _residency(engine))
             self._take("moves", lambda: _moves(engine))
 
-    def _take(self, name: str, read: Callable[[], Event | None]) -> None:
+    def _take(self, name: str, read: Callable[[], Event | None] | Callable[[], None]) -> None:
         try:
             event = read()
             if event is not None:

@@ -357,6 +357,8 @@ class TrainingLoop(Generic[B]):
         if self.state.step > 0:
             self._checkpoints.write(self.state, self._engine, self._data)
         last = self._checkpoints.last_text()
+        if self._requests.lack:
+            raise DoesNotFit(f"{self._requests.lack}; {last}")
         raise Interrupted(f"stopped after step {self.state.step}: {last}", code)
 
     def _set_learning_rate(self) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
+from fluxtrain.errors import EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
 
 CHANGES = ("apply", "undo")
 COMMANDS = ("pause", "resume", "checkpoint", "stop", *CHANGES)
@@ -34,6 +34,7 @@ class Requests:
         self._paused = False
         self._checkpoint = False
         self._stop_code: int | None = None
+        self._lack = ""
         self._ask_change: Ask | None = None
 
     def changes_go_to(self, ask: Ask) -> None:
@@ -71,6 +72,15 @@ class Requests:
     def stop(self, exit_code: int) -> None:
         """Ask for a stop. Safe in a signal handler: it takes no lock that the loop could hold."""
         self._stop_code = exit_code
+
+    def end_for_lack(self, why: str) -> None:
+        """Ask for the end of the run, as the machine lacks something; its checkpoint is written."""
+        self._lack, self._stop_code = why, EXIT_DOES_NOT_FIT
+
+    @property
+    def lack(self) -> str:
+        """Return what the machine lacks, so that the run ends; empty where that is not why."""
+        return self._lack if self._stop_code == EXIT_DOES_NOT_FIT else ""
 
     @property
     def stop_code(self) -> int | None:

@@ -28,6 +28,7 @@ from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.console import JsonConsole, PlainConsole, to_standard_output
 from fluxtrain.reporting.failures import as_told
 from fluxtrain.reporting.gauges import GaugeThread
+from fluxtrain.reporting.host_room import HostRoom
 from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.reporting.trackers.opening import Trackers
 from fluxtrain.rundir.allowance import Allowance
@@ -76,7 +77,10 @@ class Session:
         self._commands_told = Allowance(COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE)
         self._commands_untold = 0
         self.gauges = GaugeThread(
-            self.announcer, live=live_fd is not None, host_limit_bytes=host_limit_bytes
+            self.announcer,
+            live=live_fd is not None,
+            host_limit_bytes=host_limit_bytes,
+            look=HostRoom(self.announcer.warn, self.requests.end_for_lack).look,
         )
         self.timeline = TimelineThread(run_dir.timeline, self.announcer.warn)
         self.state = RunState()
