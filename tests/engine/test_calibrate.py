@@ -20,6 +20,7 @@ from fluxtrain.calibration import measured_constants as constants_module
 from fluxtrain.calibration.block_timing import COPIES
 from fluxtrain.calibration.calibrate import calibrate
 from fluxtrain.calibration.measured_constants import known_constants, measure_constants
+from fluxtrain.calibration.patience import Patience
 from fluxtrain.calibration.peaks import (
     host_peak_bytes,
     measure_host_peak_anew,
@@ -156,6 +157,37 @@ def test_a_loss_that_is_not_finite_is_told_and_no_training_ends_for_it(tiny: Tin
         model.get_output_embeddings().weight.fill_(torch.nan)
     with pytest.raises(NotCalibrated, match="gradient norm is nan"):
         calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+
+
+def test_a_block_whose_kernels_are_tuned_for_long_is_not_timed_to_the_end(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first size takes 30 seconds: more than the limit, and than a tenth of a short run."""
+    model, sizes = tiny("llama", torch.float32), list[int]()
+    now_s = [0.0]
+    monkeypatch.setattr(Patience.__init__, "__defaults__", (None, lambda: now_s[0]))
+
+    def rows_of(rows: int) -> BoundBatch[Batch]:
+        sizes.append(rows)
+        now_s[0] += 30.0 if len(sizes) == 1 else 0.0
+        return batch_of(rows)
+
+    with pytest.raises(
+        NotCalibrated, match=r"took 30\.0 s and was not done: kernels were compiled"
+    ):
+        calibrate(model, rows_of, torch.device("cpu"), (1, 4), steps=10)
+    assert sizes == [1]
+    sizes.clear()
+    assert calibrate(model, rows_of, torch.device("cpu"), (1, 4), steps=10_000_000).rows == (1, 4)
+
+
+def test_a_run_may_be_timed_for_a_tenth_of_its_time() -> None:
+    now_s = [0.0]
+    patience = Patience(1000, lambda: now_s[0])
+    now_s[0] = 25.0
+    patience.check(0.3)
+    with pytest.raises(NotCalibrated, match="25"):
+        patience.check(0.2)
 
 
 def test_blocks_in_several_lists_are_told_not_guessed() -> None:

@@ -53,6 +53,12 @@ class BlockTimes:
         for name in ("activation_bytes", "edge_bytes", "kept_bytes"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of one block and what stands outside of blocks, forward and backward."""
+        parts = ("forward", "backward", "outside_forward", "outside_backward")
+        return sum(self.median(name) for name in parts if self.seconds.get(name))
+
     def median(self, name: str) -> float:
         """Return the median seconds of what is called `name`."""
         return median(self.seconds[name])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +33,7 @@ from fluxtrain.calibration.block_timing import (
     BlockTimer,
     BlockTimes,
 )
+from fluxtrain.calibration.patience import Patience
 from fluxtrain.calibration.repeats import Repeat, streamed_steps, until_agreed
 from fluxtrain.calibration.small_model import (
     NotCalibrated,
@@ -67,7 +68,7 @@ SIZES = ("few", "many", "cut")  # "cut" is the many rows in chunks of the few
 _TimedSteps = tuple[dict[Kind, StepTimes], GroupFacts]
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913 - each is a choice of its own
     model: nn.Module,
     batch_of: Callable[[int], BoundBatch[Any]],
     device: torch.device,
@@ -79,35 +80,36 @@ def calibrate(
     *,
     frozen: StorageFormat = "plain",
     in_backward: bool = False,
+    steps: int | None = None,
 ) -> Calibration:
     """Time a block, and what stands outside the blocks, in chunks of `rows` rows, (few, many).
 
     Where the small model does not fit on a GPU, its edges wait on the host; where that does not fit
     either, `fewer` rows are timed. `states` are those of AdamW, whose update on the device is timed
     too; `frozen` is how frozen weights are stored. `in_backward` times steps that update in the
-    backward pass.
+    backward pass. `steps` are those of the run, a tenth of whose time may be taken.
 
     `batch_of` gives real rows. `heavier_of` gives rows whose activations may take more memory, None
     where the usual rows do already. Their memory counts but not their time, as they may be few.
 
     Raises NotCalibrated with the reason: blocks in several lists, too little memory for the small
-    model, or a loss that is not finite.
+    model, too much time, or a loss that is not finite.
     """
     started_s, before = time.monotonic(), read_use()
     process = psutil.Process()
     before_bytes = process.memory_info().rss
     sizes = dict.fromkeys((rows, fewer or rows))
-    how = _Setup(rows, states=states, frozen=frozen)
+    how = _Setup(rows, states=states, frozen=frozen, patience=Patience(steps))
     edges_on_host = [replace(how, rows=count, edges="host") for count in sizes]
     try:
         with randomness_kept(device):
             setups = [how, *edges_on_host]
             timed = _first_that_fits(setups, model, _Batches(batch_of, heavier_of), device)
-            steps: _TimedSteps | StepsNotTimed | None = None
+            whole: _TimedSteps | StepsNotTimed | None = None
             if device.type == "cuda":
                 batch, limit = batch_of(timed.few.rows), host_available_bytes
                 formats = states, frozen
-                steps = time_steps(model, batch, device, formats, limit, in_backward=in_backward)
+                whole = time_steps(model, batch, device, formats, limit, in_backward=in_backward)
     except (UnsupportedModel, Diverged) as error:
         raise NotCalibrated(str(error)) from error
     finally:
@@ -115,7 +117,7 @@ def calibrate(
 
     return Calibration(
         **_lines(timed),
-        **_of_host(timed, steps),
+        **_of_host(timed, whole),
         device_update_s=timed.many.median("update"),
         streamed=timed.streamed,
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
@@ -232,6 +234,7 @@ class _Setup:
     edges: Literal["device", "host"] = "device"
     states: StateFormat = "fp32"
     frozen: StorageFormat = "plain"
+    patience: Patience = field(default_factory=Patience)
 
     def wrapped(self, small: nn.Module, device: torch.device) -> AbstractContextManager[Engine]:
         """Wrap `small` with its blocks on the device and its edges as set."""
@@ -310,11 +313,12 @@ def _time_sizes(
     with setup.wrapped(small, device) as engine:
         blocks = [module for _, module in take_apart(small).blocks]
         timer = BlockTimer(small, engine, blocks, device)
-        found = {
-            name: timer.measure(batches.usual(rows), chunk_rows=chunk_rows, memory=names == SIZES)
-            for name, (rows, chunk_rows) in sizes.items()
-            if name in names
-        }
+        found: dict[str, BlockTimes] = {}
+        for name in names:
+            rows, chunk_rows = sizes[name]
+            batch, memory = batches.usual(rows), names == SIZES
+            found[name] = timer.measure(batch, chunk_rows=chunk_rows, memory=memory)
+            setup.patience.check(found[name].step_s)
         for name in ("few", "many") if names == SIZES else ():
             heavier = batches.heavier(found[name].rows)
             if heavier is not None:

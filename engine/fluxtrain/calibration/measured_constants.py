@@ -128,10 +128,11 @@ def measure_constants(
     heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
     *,
     in_backward: bool = False,
+    steps: int | None = None,
 ) -> Constants:
     """Return `known_constants`; what is not known is measured now, in a few seconds, and kept.
 
-    `batch_of` and `heavier_of` give rows as for `calibrate`.
+    `batch_of`, `heavier_of` and `steps` are as for `calibrate`.
     """
     mixed = heavier_of is not None
     known = known_constants(
@@ -158,6 +159,7 @@ def measure_constants(
             machine.memory_available_bytes,
             frozen=_storage(facts),
             in_backward=in_backward,
+            steps=steps,
         )
     except NotCalibrated as reason:
         return _warned(replace(known, source=f"{known.source} ({reason})"))

@@ -7,6 +7,7 @@ plain operations; its test suite states the tolerances (https://github.com/linke
 from __future__ import annotations
 
 import importlib.util
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
@@ -33,6 +34,8 @@ def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> Chos
     Raises:
         BadInput: liger was asked for and cannot be used.
     """
+    # what Triton's kernels are tuned to is kept beside them; read when liger is imported
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     if wished == "torch":
         return ChosenKernels(value="torch", because="as set")
     kind = str(getattr(model.config, "model_type", "this model"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fluxtrain.calibration.measured_constants import Constants, measure_constants
 from fluxtrain.calibration.peaks import host_peak_bytes
@@ -143,4 +144,5 @@ def _calibrated(
 
     heavier_of = heavier if rows.mixes else None
     kind = optimizer_in_backward(config, facts)
-    return measure_constants(facts, *where, loaded.model, usual, heavier_of, in_backward=kind)
+    how: dict[str, Any] = {"in_backward": kind, "steps": config.train.steps}
+    return measure_constants(facts, *where, loaded.model, usual, heavier_of, **how)
