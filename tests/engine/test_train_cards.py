@@ -17,13 +17,12 @@ from fluxtrain.client.machine import Card, Rate
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.live.settings import Change, LiveContext, Use, settings_after, steps_down
+from fluxtrain.live.setup import live_changes
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.planning import cards as planning
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.train import run as running
 from fluxtrain.train.run import train
 from fluxtrain.units import GIB
 
@@ -72,30 +71,39 @@ def test_cards_that_are_not_there_are_refused_with_numbers(
         run(run_config(**SIZES), tmp_path / "run", "parallel.cards=[0,0]")
 
 
-def test_while_several_cards_train_only_the_chunk_changes(
+def test_while_several_cards_train_the_placement_changes_and_the_bits_stay(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[LiveContext] = []
-    made = running.live_changes
+    """Changes come between steps, as a user asks for them; the losses stay."""
+    how = ("parallel.cards=2", "placement.chunk_rows=2", "placement.offload=weights",
+           "placement.device_groups=1", "placement.resident_blocks=0")  # fmt: skip
+    whole = run(run_config(**SIZES), tmp_path / "whole", *how)
+    made = live_changes
+    asked = iter([{"device_groups": 4}, {"device_groups": 0}, {"resident_blocks": 2},
+                  {"blocks_without_recompute": 1}, {"blocks_without_recompute": 9}])  # fmt: skip
+    answers: list[tuple[bool, str]] = []
 
     def noted(*args: Any) -> Any:
         found = made(*args)
-        seen.append(found._context)
+        took = found.step_took
+
+        def step_took(step: Any) -> None:
+            took(step)
+            change = next(asked, None)
+            if change is not None:
+                answers.append(found.ask("apply", change))
+
+        monkeypatch.setattr(found, "step_took", step_took)
         return found
 
-    monkeypatch.setattr(running, "live_changes", noted)
-    run(run_config(**{**SIZES, "train__steps": 1}), tmp_path / "run", "parallel.cards=2",
-        "placement.chunk_rows=2")  # fmt: skip
-    (context,) = seen
-    now = context.planned
-    assert context.several_cards
-    with pytest.raises(BadInput, match="cannot change while several cards train"):
-        settings_after(context, now, Change(name="resident_blocks", value=1), Use())
-    assert [str(change) for change in steps_down(context, now)] == ["chunk_rows=1"]
-    changed = settings_after(context, now, Change(name="chunk_rows", value=1), Use())
-    placement = context.placement_with(changed)
-    assert placement.chunk_rows == 1
-    assert placement.groups == context.placement.groups
+    monkeypatch.setattr("fluxtrain.train.run.live_changes", noted)
+    events = run(run_config(**SIZES), tmp_path / "run", *how)
+    assert losses(events) == losses(whole)
+    changes = [(e.name, e.before, e.after) for e in events if isinstance(e, ev.ChangeApplied)]
+    assert changes == [("device_groups", 2, 4), ("device_groups", 4, 0),
+                       ("resident_blocks", 0, 2), ("blocks_without_recompute", 0, 1)]  # fmt: skip
+    assert [ok for ok, _ in answers] == [True, True, True, True, False]
+    assert "blocks_without_recompute=9: 2 blocks have their weights" in answers[-1][1]
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, cards: tuple[Card, ...]) -> dict[int, float]:

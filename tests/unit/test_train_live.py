@@ -12,7 +12,7 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.live.adviser import Setup
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.effect import STEPS
-from fluxtrain.live.settings import LiveSettings, Use
+from fluxtrain.live.settings import LiveContext, LiveSettings, Use
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.planning.prediction import Promise
 from fluxtrain.telemetry import events as ev
@@ -40,7 +40,7 @@ class Run:
             promise_of=self.promise_of,
         )
 
-    def promise_of(self, settings: LiveSettings) -> Promise:
+    def promise_of(self, _: LiveContext, settings: LiveSettings) -> Promise:
         """The more is resident, the more memory and the less time."""
         size = settings.resident_blocks * BLOCK_BYTES
         return Promise(

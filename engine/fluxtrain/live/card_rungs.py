@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fluxtrain.live.card_changes import counted
 from fluxtrain.live.settings import StepName
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
@@ -41,7 +42,7 @@ def card_rungs(facts: ModelFacts, placement: Placement, index: int | None) -> It
         rows = _changed(placement, kept[len(kept) // 2 :], _recomputed(placement.groups))
         yield CardRung(
             index=index, name="blocks_without_recompute", before=len(kept), after=len(kept) // 2,
-            placement=replace(placement, groups=rows),
+            placement=counted(replace(placement, groups=rows)),
         )  # fmt: skip
         return
     if placement.offload not in ("weights", "max"):
@@ -103,7 +104,7 @@ def _with_slots(placement: Placement, number: int) -> Placement:
     )
     need = placement.cards[number]
     if not streams or need.slots:
-        return placement
+        return counted(placement)
     cards = list(placement.cards)
     cards[number] = replace(need, slots=min(_SLOTS, len(streams)))
-    return replace(placement, cards=tuple(cards))
+    return counted(replace(placement, cards=tuple(cards)))

@@ -18,6 +18,7 @@ from fluxtrain.live.card_rungs import CardRung, card_rungs
 from fluxtrain.live.effect import STEPS, Effect
 from fluxtrain.live.settings import (
     Change,
+    LiveContext,
     LiveSettings,
     Use,
     parse_change,
@@ -81,7 +82,7 @@ class LiveChanges:
         *,
         chunk_rows: Callable[[], int],
         use: Callable[[], Use],
-        promise_of: Callable[[LiveSettings], Promise],
+        promise_of: Callable[[LiveContext, LiveSettings], Promise],
     ) -> None:
         self._context = setup.context
         self._announcer = announcer
@@ -223,14 +224,17 @@ class LiveChanges:
 
     def _rung_taken(self, gpu: int | None) -> CardRung | None:
         """Give up what the card that ran out has alone, where that is possible."""
-        for rung in card_rungs(self._context.facts, self._context.placement, gpu):
+        earlier = self._context
+        if not earlier.several_cards:
+            return None
+        now = earlier.placement_with(self.settings)
+        for rung in card_rungs(earlier.facts, now, gpu):
             room = self._use().host_available_bytes
             if room is not None and rung.to_host_bytes > room:
                 continue
-            earlier = self._context
             self._context = replace(earlier, placement=rung.placement)
             try:
-                self._turn_to(self.settings)
+                self._turn_to(replace(self._context.planned, chunk_rows=self._chunk_rows()))
             except DoesNotFit:
                 self._context = earlier
                 continue
@@ -239,8 +243,9 @@ class LiveChanges:
 
     def _turn_to(self, new: LiveSettings) -> None:
         self._turn(self._context.placement_with(new))
-        before = self.promise or self._promise_of(self._context.planned)
-        self.promise, self.steps_since = self._promise_of(new).after(before), 0
+        context = self._context
+        before = self.promise or self._promise_of(context, context.planned)
+        self.promise, self.steps_since = self._promise_of(context, new).after(before), 0
         self._settings, self._peak_is_known = new, False
 
     def _make(self, wish: Wish, step: int) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.live.card_changes import COUNTS, changed_on_cards
 from fluxtrain.plan.choices.activations import left_on_device
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
@@ -137,9 +138,24 @@ class LiveContext:
         return left_on_device(self.facts, layout, planned, most=most, has_gpu=has_gpu)
 
     def placement_with(self, settings: LiveSettings) -> Placement:
-        """The placement that `settings` make."""
+        """The placement that `settings` make. Raises BadInput and DoesNotFit on several cards."""
+        if self.several_cards:
+            return self._placement_on_cards(settings)
         layout = self.layout_with(settings)
         return self.placement.with_layout(self.facts, layout, has_gpu=self.has_gpu)
+
+    def _placement_on_cards(self, settings: LiveSettings) -> Placement:
+        planned, placement = self.planned, self.placement
+        names = [*COUNTS, "prefetch"]
+        growth = {name: getattr(settings, name) - getattr(planned, name) for name in names}
+        kept = "blocks_without_recompute"  # of blocks whose weights stay, so the last to grow
+        for name in sorted(names, key=lambda name: (growth[name] > 0, name == kept, growth[name])):
+            if growth[name]:
+                placement = changed_on_cards(
+                    self.facts, placement, name, getattr(settings, name), has_gpu=self.has_gpu
+                )
+        layout = replace(placement.layout, chunk_rows=settings.chunk_rows)
+        return replace(placement, layout=layout)
 
     def streamed(self, settings: LiveSettings) -> int:
         """Blocks that stream."""
@@ -176,15 +192,13 @@ def settings_after(
 
     Raises BadInput when it makes no sense for this run, DoesNotFit when there is no room for it.
     """
-    if context.several_cards and change.name != "chunk_rows":
-        raise BadInput(
-            f"{change.name} cannot change while several cards train: set it for the next run; "
-            "chunk_rows can"
-        )
     if getattr(now, change.name) == change.value:
         raise BadInput(f"{change.name} is {change.value} already")
-    _check_range(context, now, change)
     new = change.applied_to(now)
+    if context.several_cards and change.name != "chunk_rows":
+        _refuse_without_host(context, context.placement_with(now), context.placement_with(new), use)
+        return new
+    _check_range(context, now, change)
     refuse_without_room(context, now, new, use)
     return new
 
@@ -245,6 +259,16 @@ def _later_steps(context: LiveContext, now: LiveSettings) -> list[Change]:
     held = {"resident_blocks": layout.resident_blocks, "device_groups": layout.device_groups}
     names: tuple[LiveSettingName, ...] = ("resident_blocks", "device_groups")
     return [Change(name=name, value=held[name] // 2) for name in names if held[name]]
+
+
+def _refuse_without_host(context: LiveContext, now: Placement, new: Placement, use: Use) -> None:
+    """Raise DoesNotFit where the host lacks what leaves the cards."""
+    more = new.need.host_bytes - now.need.host_bytes
+    available = use.host_available_bytes
+    if context.has_gpu and available is not None and more > max(0, available):
+        raise DoesNotFit(
+            f"it takes {bytes_text(more)} more host memory, and {bytes_text(available)} is free"
+        )
 
 
 def refuse_without_room(

@@ -55,9 +55,9 @@ def live_changes(
     )
 
 
-def promise_of(setup: Setup, settings: LiveSettings) -> Promise:
-    """Predict what the run takes with `settings`."""
-    context, placement = setup.context, setup.context.placement_with(settings)
+def promise_of(setup: Setup, context: LiveContext, settings: LiveSettings) -> Promise:
+    """Predict what the run of `context` takes with `settings`."""
+    placement = context.placement_with(settings)
     promise = Promise(
         device_bytes=placement.need.shown_device_bytes(has_gpu=context.has_gpu),
         host_bytes=placement.host_bytes,

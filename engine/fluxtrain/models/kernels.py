@@ -34,8 +34,6 @@ def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> Chos
     Raises:
         BadInput: liger was asked for and cannot be used.
     """
-    # what Triton's kernels are tuned to is kept beside them; read when liger is imported
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     if wished == "torch":
         return ChosenKernels(value="torch", because="as set")
     kind = str(getattr(model.config, "model_type", "this model"))
@@ -54,6 +52,8 @@ def _what_is_missing(kind: str, device: str) -> str | None:
         return "fused kernels need a GPU"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed (pip install liger-kernel)"
+    # what Triton's kernels are tuned to is kept beside them; read when liger is imported
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except (ImportError, AttributeError, RuntimeError) as error:
