@@ -15,13 +15,13 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cards_here
 import msgspec
 import psutil
 import torch
@@ -44,7 +44,6 @@ from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import block_inputs_on_host_bytes, by_tier
-from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.request import Auto, RunRequest
 from fluxtrain.planning.placing import model_facts
 
@@ -78,6 +77,8 @@ def main() -> None:
     parser.add_argument("--blocks-without-recompute", type=count, default="auto")
     parser.add_argument("--chunk-rows", type=count, default="auto")
     parser.add_argument("--cards", type=int, default=1, help="GPUs of this process")
+    parser.add_argument("--through-host", action="store_true", help="no copies between GPUs")
+    parser.add_argument("--slow-card", type=float, help="the speed of the last GPU, below 1")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.set_defaults(frozen="plain", vocabulary=None)
     parser.add_argument("--moments", default="auto", choices=DEFERS_MOMENTS)
@@ -132,20 +133,14 @@ def wrapped(
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
     how = {"states": options.states, "frozen": options.frozen}
-    cards = options.cards
-    plan = replace(plan, groups=in_turn(plan.groups, cards))
+    cards, last = options.cards, options.cards - 1
     fluxtrain.wrap(model, device="cuda", cards=cards, placement=plan, overlap=True, **how)
     engine = engine_of(model)
+    if options.slow_card is not None:
+        cards_here.slow_down(engine, last, options.slow_card)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return engine, plan, told
-
-
-def in_turn(rows: Sequence[GroupPlacement], cards: int) -> tuple[GroupPlacement, ...]:
-    """Deal the blocks to so many cards."""
-    blocks = [row.name for row in rows if row.kind == "block"]
-    deal = {name: at % cards for at, name in enumerate(blocks)}
-    return tuple(replace(row, card=deal.get(row.name, 0)) for row in rows)
 
 
 def planned(
@@ -161,24 +156,30 @@ def planned(
     facts = constants.applied(facts)
     clips, passes = not options.in_backward, options.passes
     timing = None if isinstance(rates, str) else Timing(rates=rates, clips=clips, passes=passes)
-    plan = place_timed(
-        facts,
-        Capacity(device_free_bytes=budget_bytes, host_available_bytes=available(model)),
-        RunRequest(
-            offload=options.offload,
-            batch_rows=options.batch,
-            chunk_rows=options.chunk_rows,
-            device_groups=options.device_groups,
-            resident_blocks=options.resident_blocks,
-            activations=options.activations,
-            head=options.head,
-            blocks_without_recompute=options.blocks_without_recompute,
-            passes=options.passes,
-            optimizer_in_backward=options.in_backward,
-            deferred_moments=DEFERS_MOMENTS[options.moments],
-        ),
-        timing,
+    request = RunRequest(
+        offload=options.offload,
+        batch_rows=options.batch,
+        chunk_rows=options.chunk_rows,
+        device_groups=options.device_groups,
+        resident_blocks=options.resident_blocks,
+        activations=options.activations,
+        head=options.head,
+        blocks_without_recompute=options.blocks_without_recompute,
+        passes=options.passes,
+        optimizer_in_backward=options.in_backward,
+        deferred_moments=DEFERS_MOMENTS[options.moments],
     )
+    host_bytes = available(model)
+    if options.cards == 1:
+        capacity = Capacity(device_free_bytes=budget_bytes, host_available_bytes=host_bytes)
+        plan = place_timed(facts, capacity, request, timing)
+    else:
+        if options.slow_card is not None:
+            cards_here.plan_with_slow_card(options.cards - 1, options.slow_card)
+        known = None if timing is None else timing.rates
+        plan = cards_here.planned_on_cards(
+            facts, request, known, options.cards, budget_bytes, host_bytes
+        )
     told: dict[str, Any] = {
         "constants": constants.source if timing else f"{constants.source}; {rates}",
         "per_s": dict(constants.per_s),
@@ -192,7 +193,8 @@ def planned(
     told["block_inputs_on_host_gib"] = round(block_inputs_on_host_bytes(facts, layout) / GIB, 2)
     if timing is not None:
         predicted = cost(facts, layout, timing.rates, clips=clips, passes=passes)
-        told["predicted_step_s"] = round(predicted.step_s, 3)
+        step_s = predicted.step_s if plan.step_s is None else plan.step_s
+        told["predicted_step_s"] = round(step_s, 3)
         told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
     return plan, told
 
@@ -250,6 +252,8 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     model = random_model(Qwen2Config(**SHAPES[options.shape]), target, torch.device("cuda"))
     if options.engine == "flux":
         cap_memory(options.budget_gib)
+    if options.through_host:
+        cards_here.copy_through_host(options.cards)
     parameters = sum(weight.numel() for weight in model.parameters())  # ZeRO-3 leaves empty ones
     loop, engine, plan, told = made(model, options)
     setup_s = time.perf_counter() - started_s
@@ -275,6 +279,8 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     times = [end - start for start, end in itertools.pairwise(ended_s)]
     stalls = {} if engine is None else engine.take_stalls()
     bound = {} if timeline is None else timeline.close(options.trace, options.shape)
+    if plan is not None and plan.cards:
+        told |= cards_here.told_of_cards(plan)
     return report(options, parameters, engine, plan, times, read) | {
         "imports_s": round(imports_s, 1),
         "setup_s": round(setup_s, 1),

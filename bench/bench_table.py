@@ -61,6 +61,8 @@ LEGEND = (
 
 def measured(row: Row, out: Path, limit_s: float) -> Row:
     """Run one row; its numbers, or `error` in words."""
+    if torch_cards() < row.get("cards", 1):
+        return {"error": f"it needs {row['cards']} GPUs"}
     if "needs" in row and importlib.util.find_spec(row["needs"]) is None:
         return {"error": f"{row['needs']} is not installed"}
     path = out / f"{row['name']}.json"
@@ -68,7 +70,7 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
         str(HERE / "bench_gpu.py"), "--json", str(path),
         "--shape", row["shape"], "--batch", str(row["batch"]), "--steps", str(row["steps"]),
         "--engine", row.get("engine", "flux"), "--learning-rate", str(LEARNING_RATE),
-        *row.get("flags", []),
+        *(["--cards", str(row["cards"])] if "cards" in row else []), *row.get("flags", []),
     ]  # fmt: skip
     if "budget" in row:
         arguments += ["--budget-gib", str(row["budget"])]
@@ -90,6 +92,17 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
         return {"error": (message.strip().splitlines() or ["no message"])[-1][:160]}
     found: Row = json.loads(path.read_text())
     return found
+
+
+def torch_cards() -> int:
+    """GPUs that programs see here."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        pynvml.nvmlInit()
+        there = int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 1  # a row tells by itself what is wrong
+    return there if wanted is None else min(there, len(wanted.split(",")))
 
 
 def line(row: Row, rows: Mapping[str, Row], slow: Mapping[str, Slow] | None = None) -> str:

@@ -45,7 +45,7 @@ def verdicts(
     if "losses" in row:
         told.append(_losses(row["losses"], mine, rows))
     if "budget" in row:
-        told.append(_device(row["budget"], mine))
+        told.append(_device(row["budget"] * row.get("cards", 1), mine))
         told += _host(mine)
     return told
 
