@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.errors import BadInput
 from fluxtrain.handover.handed import Handed
+from fluxtrain.plan import states
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.runtime.cards.pieces import pieces_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.on_cards import LENGTH, ROWS, VOCABULARY, assert_same, batch, llama, trained, wrapped
 
 
@@ -209,7 +211,10 @@ def test_several_passes_a_step_and_updates_in_backward_keep_the_bits() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["plain", "nf4", "int8"])
-def test_adapters_on_frozen_and_packed_weights_keep_the_bits(frozen: str) -> None:
+def test_adapters_on_frozen_and_packed_weights_keep_the_bits(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "LEAST_PACKED", 1024)
     found = []
     for cards in (None, 2):
         torch.manual_seed(0)
@@ -217,6 +222,8 @@ def test_adapters_on_frozen_and_packed_weights_keep_the_bits(frozen: str) -> Non
         model = get_peft_model(llama(4), config)
         fluxtrain.wrap(model, device="cpu", cards=cards, chunk_rows=2, frozen=frozen,
                        placement=PlacementRequest(offload="weights", device_groups=0))  # fmt: skip
+        packed = any(group.dense_bytes for group in engine_of(model).groups)
+        assert packed == (frozen != "plain")
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
         for step in range(3):
             model(**batch(step)).loss.backward()
