@@ -260,7 +260,7 @@ def test_a_state_of_one_card_is_loaded_by_two_and_back() -> None:
         assert_same(left[name], right[name])
 
 
-@pytest.mark.parametrize("cards", [0, -1, [], [0, 0], [-1]])
+@pytest.mark.parametrize("cards", [0, -1, [], [0, 0], [-1], "2", 2.0, True, ["0"]])
 def test_cards_that_cannot_be_are_refused(cards: Any) -> None:
     with pytest.raises(BadInput, match="cards is"):
         fluxtrain.wrap(llama(2), device="cpu", cards=cards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.choices.placement import Placement, place_for_any_rows
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.request import RunRequest, count_or
+
+_MOST_PARTS = 1024  # of a processor that is given as several cards; blocks are fewer
 
 
 def compute_device(device: str | torch.device | None) -> torch.device:
@@ -55,23 +58,35 @@ def compute_devices(
     Raises BadInput as `compute_device`, and for a card that is not there or is named twice.
     """
     first = compute_device(device)
+    _refuse_odd(cards)
     index: int | None = first.index  # torch types it as never None
     if cards == 1 or (cards is None and (first.type == "cpu" or index is not None)):
         return [first]
     if cards is None and in_process_group():
         return [first]
-    asked = torch.cuda.device_count() if cards is None else cards
-    numbers = list(range(asked)) if isinstance(asked, int) else list(asked)
-    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        raise BadInput(f"cards is {cards!r}: use how many, from 1, or each card's number once")
+    there = torch.cuda.device_count()
+    asked = there if cards is None else cards
     if first.type == "cpu":
-        return [first] * len(numbers)
+        return [first] * min(asked if isinstance(asked, int) else len(asked), _MOST_PARTS)
     if index is not None:
         raise BadInput(f"device is {first} and cards is {cards!r}: leave the number of one out")
-    there = torch.cuda.device_count()
+    if isinstance(asked, int) and asked > there:
+        raise BadInput(f"cards is {asked}, but torch sees {there}: use at most {there}")
+    numbers = range(asked) if isinstance(asked, int) else asked
     if max(numbers) >= there:
         raise BadInput(f"cards is {cards!r}, but torch sees {there}: use numbers below {there}")
     return [torch.device("cuda", number) for number in numbers]
+
+
+def _refuse_odd(cards: Any) -> None:
+    """Raise BadInput for what is neither a number of cards nor a list of them."""
+    listed = not isinstance(cards, str) and isinstance(cards, Sequence)
+    numbers = list(cards) if listed else [cards]
+    whole = all(isinstance(one, int) and not isinstance(one, bool) for one in numbers)
+    if cards is None or (whole and min(numbers, default=-1) >= (0 if listed else 1)
+                         and len(set(numbers)) == len(numbers)):  # fmt: skip
+        return
+    raise BadInput(f"cards is {cards!r}: use how many, from 1, or a list with each number once")
 
 
 def in_process_group() -> bool:
