@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
@@ -39,6 +40,8 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", inner)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patch)
     monkeypatch.setattr(kernels, "version", lambda _: "0.8.5")
+    monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "0")  # so that it is as before afterwards
+    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING")
     return asked
 
 
@@ -50,6 +53,7 @@ def test_on_a_gpu_ligers_kernels_are_applied_without_its_losses(
     assert "0.8.5" in choice.because
     assert liger == [{"model": model, "fused_linear_cross_entropy": False, "cross_entropy": False}]
     assert choose_kernels("liger", model, "cuda").because == "as set"
+    assert os.environ["TRITON_CACHE_AUTOTUNING"] == "1", "what Triton tunes is kept"
 
 
 def test_liger_without_metadata_is_used_and_its_version_is_unknown(
