@@ -69,17 +69,18 @@ class Batches:
 
         Raises BadInput for the first prompt that cannot be answered, before any is.
         """
-        self._session = session
-        self._prompts = [session.prompting.tokens(prompt) for prompt in prompts]
-        wanted = session.sampling.max_new_tokens
-        for tokens, prompt in zip(self._prompts, prompts, strict=True):
-            if not tokens:
+        self._session, self._prompts = session, prompts
+        wanted, longest = session.sampling.max_new_tokens, 0
+        for prompt in prompts:
+            # not kept: tokens take several times the memory of their text
+            count = len(session.prompting.tokens(prompt))
+            if not count:
                 raise BadInput(f"{prompt.where} has no tokens: write something to continue")
             try:
-                room_for(session.opened, len(tokens), wanted)
+                room_for(session.opened, count, wanted)
             except BadInput as error:
                 raise BadInput(f"{prompt.where}: {error}") from error
-        longest = max(map(len, self._prompts))
+            longest = max(longest, count)
         fitting = rows or rows_that_fit(session.opened, session.measured, longest, wanted)
         self.rows = min(fitting, len(self._prompts))
 
@@ -104,7 +105,8 @@ class Batches:
         for first in range(0, len(self._prompts), self.rows):
             if stopped():
                 return
-            batch = self._prompts[first : first + self.rows]
+            texts = self._prompts[first : first + self.rows]
+            batch = [self._session.prompting.tokens(prompt) for prompt in texts]
             sampling = self._session.sampling
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=sampling.seed + first)
