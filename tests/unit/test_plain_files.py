@@ -14,7 +14,6 @@ import pytest
 from fluxtrain import plain_files
 from fluxtrain.config.text import read_text
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.machine_file import read_machine_file
 from fluxtrain.plain_files import (
     kind_of,
     leaves,
@@ -25,6 +24,7 @@ from fluxtrain.plain_files import (
     refuse_foreign,
     refuse_odd,
 )
+from fluxtrain.plan.machine_file import read_machine_file
 
 
 def a_link(path: Path) -> None:
