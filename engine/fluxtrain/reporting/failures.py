@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import errno
 
-from fluxtrain.errors import BadInput, DeviceFailed, DoesNotFit, FluxTrainError, NoSpace
+from fluxtrain.errors import (
+    BadInput,
+    DeviceFailed,
+    DoesNotFit,
+    FluxTrainError,
+    NoSpace,
+    system_error,
+)
 from fluxtrain.hardware.cards.failed import device_failure
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -31,6 +38,8 @@ def as_told(error: BaseException) -> FluxTrainError | None:
     if isinstance(error, FluxTrainError):
         return error
     if isinstance(error, OSError) and (refused := _by_system(error)) is not None:
+        return refused
+    if (inner := system_error(error)) is not None and (refused := _by_system(inner)) is not None:
         return refused
     words = str(error).lower()
     if (failed := device_failure(error)) is not None:
@@ -65,6 +74,8 @@ def _shortened(path: str, limit: int = 200) -> str:
 
 
 def _by_system(error: OSError) -> FluxTrainError | None:
+    if error.errno == errno.ENOENT and "no usable temporary directory" in str(error).lower():
+        return BadInput(f"{error.strerror}: set TMPDIR to a folder that can be written")
     if error.errno in _FULL:
         return NoSpace(
             f"no space left ({error.strerror}: {error.filename or 'unnamed file'}): free some, or "
