@@ -37,16 +37,25 @@ def as_told(error: BaseException) -> FluxTrainError | None:
     """
     if isinstance(error, FluxTrainError):
         return error
-    if isinstance(error, OSError) and (refused := _by_system(error)) is not None:
+    inner = error if isinstance(error, OSError) else system_error(error)
+    if inner is not None and (refused := _by_system(inner)) is not None:
         return refused
-    if (inner := system_error(error)) is not None and (refused := _by_system(inner)) is not None:
-        return refused
-    words = str(error).lower()
     if (failed := device_failure(error)) is not None:
         return DeviceFailed(failed)
+    return _by_words(error)
+
+
+def _by_words(error: BaseException) -> FluxTrainError | None:
+    """Return what a library says of the system's limits."""
+    words = str(error).lower()
     if isinstance(error, RuntimeError) and words.startswith("could not determine home"):
         return BadInput("a path starts with ~ and a name that is no user here: write it in full")
     told_by_library = isinstance(error, RuntimeError | ImportError | OSError)
+    if told_by_library and "too many open files" in words:
+        return DoesNotFit(
+            "the system lets this process open no more files: raise its limit (`ulimit -n`), or "
+            "close other programs where the limit is the machine's"
+        )
     ran_out = isinstance(error, MemoryError) or (
         told_by_library and any(text in words for text in _NO_MEMORY)
     )
