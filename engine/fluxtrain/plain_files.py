@@ -84,22 +84,23 @@ def read_named(
     raise _too_large(path, limit_bytes)
 
 
-def open_to_write(path: Path | str, flags: int) -> int:
+def open_to_write(path: Path | str, flags: int, mode: int = 0o644) -> int:
     """Open or make a regular file for writing, as `opener` of `open` too; return its descriptor.
+    `mode` is that of a new one.
 
     Raises OSError for a link, whose target may belong to another user, a pipe and a device.
     """
-    return _opened(path, flags, follow=False)
+    return _opened(path, flags, follow=False, mode=mode)
 
 
 def _too_large(path: Path, limit_bytes: int) -> OSError:
     return OSError(errno.EFBIG, f"it has more than {limit_bytes:,} bytes", os.fspath(path))
 
 
-def _opened(path: Path | str, flags: int, *, follow: bool) -> int:
+def _opened(path: Path | str, flags: int, *, follow: bool, mode: int = 0o644) -> int:
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
             told = "symbolic links are not followed here"
