@@ -80,7 +80,7 @@ class within:  # noqa: N801 - reads as a sentence: with within(...)
             _watch.end(self)
         if self.exceeded:
             raise self.refusal() from None
-        if kind is not None and kind.__name__ == _PANIC and "ThreadPool" not in str(error):
+        if error is not None and is_panic(error) and "ThreadPool" not in str(error):
             words = str(error).strip().splitlines()
             raise BadInput(
                 f"{self.what} failed ({words[0] if words else 'without a word'}): {self.cure}"
@@ -90,6 +90,12 @@ class within:  # noqa: N801 - reads as a sentence: with within(...)
         """Return what is wrong with it, in words."""
         on = f" on {bytes_text(self.given_bytes)} of text" if self.given_bytes else ""
         return BadInput(f"{self.what} {self.exceeded}{on}: {self.cure}")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust failed in a way that it did not foresee: `except Exception`
+    passes it over."""
+    return type(error).__name__ == _PANIC
 
 
 class _Watch:
