@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput
+from fluxtrain.errors import EXIT_FINISHED, EXIT_INTERRUPTED, BadInput
 from fluxtrain.rundir.launch import TRAINER
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.rundir.states import state_of_exit
@@ -118,13 +118,17 @@ def _news(journal: JournalFollower) -> list[AnyEvent]:
 
 
 def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:
-    """Return the exit code; if the trainer ended without reporting why, print its last output."""
+    """Return the exit code; if the trainer ended without reporting why, print its last output.
+
+    One that was not started here and reported nothing counts as killed: only a signal ends so.
+    """
     if silent:
         printed = (line.decode("utf-8", "replace").strip() for line in tail_lines(run.log))
         last = next(filter(None, printed), "nothing was printed")
         said = printable(f"{run.run_id}: the trainer is gone without a word: {last}")
         print(said, file=sys.stderr)
-    return EXIT_BUG if code is None or code < 0 else code
+    number = -code if code is not None and code < 0 else signal.SIGKILL
+    return 128 + number if code is None or code < 0 else code
 
 
 def _say(event: AnyEvent) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import NoReturn
 
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.units import bytes_text
@@ -78,7 +80,7 @@ class within:  # noqa: N801 - reads as a sentence: with within(...)
             _watch.end(self)
         if self.exceeded:
             raise self.refusal() from None
-        if kind is not None and kind.__name__ == _PANIC and "ThreadPool" not in str(error):
+        if error is not None and is_panic(error) and "ThreadPool" not in str(error):
             words = str(error).strip().splitlines()
             raise BadInput(
                 f"{self.what} failed ({words[0] if words else 'without a word'}): {self.cure}"
@@ -88,6 +90,12 @@ class within:  # noqa: N801 - reads as a sentence: with within(...)
         """Return what is wrong with it, in words."""
         on = f" on {bytes_text(self.given_bytes)} of text" if self.given_bytes else ""
         return BadInput(f"{self.what} {self.exceeded}{on}: {self.cure}")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust failed in a way that it did not foresee: `except Exception`
+    passes it over."""
+    return type(error).__name__ == _PANIC
 
 
 class _Watch:
@@ -152,20 +160,27 @@ class _Watch:
             return
         one.told_s -= passed_s
         if one.told_s < 0 and id(one) in self.running:
-            self._end_process(one.refusal())
-
-    def _end_process(self, refusal: BadInput) -> None:
-        try:
-            sys.stderr.write(f"error: {' '.join(str(refusal).split())}\n")
-            sys.stderr.flush()
-            telling = threading.Thread(target=self.last_words, args=(refusal,), daemon=True)
-            telling.start()
-            telling.join(GRACE_S)  # what it needs may be held by what never ends
-        finally:
-            os._exit(refusal.exit_code)
+            end_process(one.refusal())
 
 
 _watch = _Watch()
+
+
+def end_process(refusal: FluxTrainError) -> NoReturn:
+    """End the process at once with the words and the exit code of `refusal`, which is recorded
+    where `tell_last_words_to` says; that takes at most GRACE_S."""
+    try:
+        sys.stderr.write(f"error: {' '.join(str(refusal).split())}\n")
+        sys.stderr.flush()
+        telling = threading.Thread(target=_watch.last_words, args=(refusal,), daemon=True)
+        try:
+            telling.start()
+            telling.join(GRACE_S)  # what it needs may be held by what never ends
+        except RuntimeError:  # the system refuses another thread
+            signal.setitimer(signal.ITIMER_REAL, GRACE_S)  # ends the process
+            _watch.last_words(refusal)
+    finally:
+        os._exit(refusal.exit_code)
 
 
 def tell_last_words_to(told: Callable[[FluxTrainError], None] | None) -> None:

@@ -6,6 +6,9 @@ with exit code 1.
 
 from __future__ import annotations
 
+import os
+import re
+
 EXIT_FINISHED = 0
 EXIT_BUG = 1
 EXIT_BAD_INPUT = 2
@@ -76,3 +79,13 @@ class Interrupted(FluxTrainError):
     def __init__(self, message: str, exit_code: int = EXIT_INTERRUPTED) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def system_error(error: BaseException, path: object = None) -> OSError | None:
+    """Return what the system refused a library in Rust, which has the error's number in its words
+    alone; None for another error. `path` names the file in question."""
+    number = re.search(r"\(os error (\d{1,4})\)", str(error))
+    if number is None or isinstance(error, OSError | FluxTrainError):
+        return None
+    filename = None if path is None else str(path)
+    return OSError(int(number[1]), os.strerror(int(number[1])), filename)

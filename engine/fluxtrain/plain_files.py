@@ -10,12 +10,15 @@ import errno
 import io
 import os
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
 
 JSON_LIMIT_BYTES = 32 << 20  # a plan or a manifest of a hundred thousand blocks is smaller
+BEGUN_S, SILENT_S = 5.0, 120.0  # how long a pipe is waited for: the shell opens its own at once
+PIPE_PERIOD_S = 0.02
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -44,22 +47,60 @@ def read_plain(path: Path, limit_bytes: int = JSON_LIMIT_BYTES, *, follow: bool 
             parts.append(part)
             left -= len(part)
     if left <= 0:
-        raise OSError(errno.EFBIG, f"it has more than {limit_bytes:,} bytes", os.fspath(path))
+        raise _too_large(path, limit_bytes)
     return b"".join(parts)
 
 
-def open_to_write(path: Path | str, flags: int) -> int:
+def read_named(
+    path: Path,
+    limit_bytes: int = JSON_LIMIT_BYTES,
+    *,
+    begun_s: float = BEGUN_S,
+    silent_s: float = SILENT_S,
+) -> bytes:
+    """Return the content of a file that the user names, which may be what a shell's `<(...)` gives.
+
+    Raises OSError for more than `limit_bytes`, for a pipe whose other end nobody opens within
+    `begun_s`, and for one in which nothing comes for `silent_s`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    parts, left, silent_since_s, is_begun = [], limit_bytes + 1, time.monotonic(), False
+    with io.FileIO(descriptor, "rb") as file:
+        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        while left > 0:
+            part = file.read(min(left, 1 << 20))
+            if part:
+                parts.append(part)
+                left -= len(part)
+                silent_since_s, is_begun = time.monotonic(), True
+                continue
+            is_begun |= part is None  # somebody has it open, and wrote nothing yet
+            if part is not None and (is_begun or not is_pipe):
+                return b"".join(parts)
+            wait_s = silent_s if is_begun else begun_s
+            if time.monotonic() - silent_since_s > wait_s:
+                raise OSError(errno.ETIMEDOUT, f"nothing came for {wait_s:g} s", os.fspath(path))
+            time.sleep(PIPE_PERIOD_S)
+    raise _too_large(path, limit_bytes)
+
+
+def open_to_write(path: Path | str, flags: int, mode: int = 0o644) -> int:
     """Open or make a regular file for writing, as `opener` of `open` too; return its descriptor.
+    `mode` is that of a new one.
 
     Raises OSError for a link, whose target may belong to another user, a pipe and a device.
     """
-    return _opened(path, flags, follow=False)
+    return _opened(path, flags, follow=False, mode=mode)
 
 
-def _opened(path: Path | str, flags: int, *, follow: bool) -> int:
+def _too_large(path: Path, limit_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {limit_bytes:,} bytes", os.fspath(path))
+
+
+def _opened(path: Path | str, flags: int, *, follow: bool, mode: int = 0o644) -> int:
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
             told = "symbolic links are not followed here"

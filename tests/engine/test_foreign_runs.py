@@ -3,6 +3,7 @@ its own files."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import resumed_config
+from fluxtrain.checkpoint.recovery import may_keep_tokens, resumed_config
 from fluxtrain.cli import main
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
@@ -96,6 +97,29 @@ def test_the_command_that_goes_on_says_again_what_the_user_said(
     session: Any = Session.__new__(Session)
     session.run_dir, session.trusts_code = RunDir(tmp_path), trusts
     assert ("--set model.trust_remote_code=true" in session.resume_command) is trusts
+
+
+# --- places to write ------------------------------------------------------------------------------
+
+
+def test_tokens_are_kept_where_the_user_says_and_not_where_the_folder_says(tmp_path: Path) -> None:
+    run, place = a_run(tmp_path / "run"), tmp_path / "home"
+    place.mkdir()
+    content = json.loads(run.run.read_text())
+    content["config"]["data"]["token_cache"] = str(place)
+    run.write_json(run.run, content)
+    with pytest.raises(BadInput, match=r"where none are yet.*add --set data.token_cache=FOLDER"):
+        resumed_config(run, ["train.steps=7"])
+    for told in ("auto", "off", str(place)):
+        assert resumed_config(run, [f"data.token_cache={told}"]).data.token_cache == told
+    entry = place / ("0" * 32)
+    entry.mkdir()
+    (entry / "used").touch()  # tokens are kept there since the run began
+    assert resumed_config(run, []).data.token_cache == str(place)
+    (entry / "precious").touch()
+    assert not may_keep_tokens(str(place))
+    with pytest.raises(BadInput, match="where none are yet"):
+        resumed_config(run, [])
 
 
 # --- links and special files ----------------------------------------------------------------------

@@ -75,11 +75,16 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ev.AnyEvent
     return list(read_events(run.journal))
 
 
+class PanicException(BaseException):
+    """What libraries in Rust raise."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, PanicException])
 def test_a_sample_that_fails_after_the_training_is_a_warning_and_the_run_is_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     def fails(*_: object, **__: object) -> str:
-        raise ValueError("There are one or more stop strings\nand more")
+        raise kind("There are one or more stop strings\nand more")
 
     monkeypatch.setattr(run_module, "sample_text", fails)
     told = trained(tmp_path, monkeypatch)
@@ -103,9 +108,6 @@ def test_an_interrupt_while_the_sample_is_made_is_no_fault_of_the_sample(
 
 
 def test_a_tokenizer_that_panics_on_an_answer_is_bad_input_which_ends_samples_alone() -> None:
-    class PanicException(BaseException):
-        """What libraries in Rust raise."""
-
     class Panics:
         def decode(self, token_ids: Any, **options: Any) -> Any:
             raise PanicException("index out of bounds")

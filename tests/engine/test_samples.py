@@ -152,11 +152,19 @@ def test_a_round_that_does_not_fit_is_answered_in_smaller_batches(
     assert sizes == [3, 2, 1, 1, 1, 1, 1, 1]  # and it stays with what fitted
 
 
+class PanicException(BaseException):
+    """What libraries in Rust raise."""
+
+
+@pytest.mark.parametrize("kind", [AttributeError, PanicException])
 def test_a_model_that_cannot_generate_is_trained_on(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[BaseException],
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
-        raise AttributeError("'Odd' object has no attribute 'cache'")
+        raise kind("'Odd' object has no attribute 'cache'")
 
     monkeypatch.setattr("fluxtrain.train.samples.write", broken)
     config = run_config(train__steps=4, samples__prompts=PROMPTS)

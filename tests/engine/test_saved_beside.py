@@ -13,9 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fluxtrain.data.rendering.named import use_template
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.methods.method import METHODS
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
+from fluxtrain.reporting.failures import as_told
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from tests.engine.adapter_folders import exported, make_adapter
@@ -122,6 +123,20 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
     events = list(read_events(tmp_path / "run" / "events.ndjson"))
     assert not [event for event in events if isinstance(event, ev.StepFinished | ev.Planned)]
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_full_disk_of_the_trial_is_no_fault_of_the_models_folder(
+    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(model_folder("llama"))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise Exception("No space left on device (os error 28)")  # as tokenizers do
+
+    monkeypatch.setattr("fluxtrain.models.export.write_model_files", full)
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        METHODS["full"].try_saving(model)
+    assert isinstance(as_told(refused.value), NoSpace)
 
 
 def test_a_tokenizer_that_comes_back_as_another_one_is_refused(model_folder: Folder) -> None:

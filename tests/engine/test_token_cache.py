@@ -16,10 +16,12 @@ import pytest
 
 from fluxtrain.data.batches import BatchSource
 from fluxtrain.data.encoding.encode import Encoder
+from fluxtrain.data.kept_rows import _file, kept_packing
 from fluxtrain.data.prepare import PreparedData
 from fluxtrain.data.store import shard_files, shards
-from fluxtrain.data.store.cache import UNUSED_S, forget_unused
+from fluxtrain.data.store.cache import UNUSED_S, Entry, forget_unused, holds_entries
 from fluxtrain.data.store.shard_files import Damaged, Numbers, write_numbers
+from fluxtrain.errors import BadInput
 from tests.engine.cache_worker import digest, prepared
 
 TALK = [{"role": "user", "content": "what is two?"}, {"role": "assistant", "content": "it is four"}]
@@ -170,10 +172,61 @@ def test_other_data_and_another_template_have_entries_of_their_own(
     assert len(list(cache.glob("*/used"))) == 3
     forget_unused(cache, time.time() + UNUSED_S + 60)  # this process holds them all
     assert len(list(cache.glob("*/used"))) == 3
-    (cache / "old").mkdir()
-    (cache / "old" / "used").touch()
+    old = cache / ("0" * 32)
+    (old / "rows").mkdir(parents=True)
+    (old / "used").touch()
+    (old / ".complete.json.77").touch()
     forget_unused(cache, time.time() + UNUSED_S + 60)
-    assert not (cache / "old").exists()
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("name", ["photos", "0" * 31, "0" * 33, "F" * 32, "0" * 32])
+def test_a_folder_of_others_in_the_cache_is_no_entry_that_nobody_uses(
+    tmp_path: Path, name: str
+) -> None:
+    (folder := tmp_path / name).mkdir()
+    for file in ("used", "lock", "precious", ".complete.json.77"):
+        (folder / file).touch()
+    (tmp_path / ("1" * 32)).symlink_to(folder)
+    forget_unused(tmp_path, time.time() + UNUSED_S + 60)
+    assert len(os.listdir(folder)) == 4 and not holds_entries(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["", "used", "lock", "trained", "trained/00000.ids", "rows/x"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_is_written_or_removed_through_an_entry_that_leads_elsewhere(
+    tmp_path: Path, place: str, kind: str
+) -> None:
+    entry = tmp_path / "cache" / ("0" * 32)
+    planted = entry / place
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / ".bashrc").touch()
+    if kind == "link":
+        planted.symlink_to(elsewhere)
+    else:
+        os.mkfifo(planted)
+    with pytest.raises(BadInput, match="tokens of the data are kept there: remove it"):
+        Entry(entry).opened(["trained"])
+    assert os.listdir(elsewhere) == [".bashrc"]
+
+
+def test_only_what_a_killed_writer_left_is_removed_from_an_entry(tmp_path: Path) -> None:
+    (folder := tmp_path / ("0" * 32)).mkdir()
+    for name in (".00000.ids.77", ".hidden", ".precious.jpg"):
+        (folder / name).touch()
+    with Entry(folder).building(lambda: None):
+        assert sorted(os.listdir(folder)) == [".hidden", ".precious.jpg", "lock"]
+
+
+def test_a_file_of_an_entry_that_is_a_pipe_is_damage_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    os.mkfifo(_file(tmp_path, "settings"))
+    with pytest.raises(Damaged, match="cannot be read"):
+        shard_files.read_json(tmp_path / "x")
+    with pytest.raises(Damaged, match="cannot be read"):
+        Numbers(tmp_path / "x", "<u4")
+    assert kept_packing(tmp_path, "settings") is None
 
 
 def test_numbers_are_read_in_any_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

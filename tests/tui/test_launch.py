@@ -273,7 +273,7 @@ def test_a_run_whose_trainer_vanished_is_told_so(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(root, "tales", STEP)
-    assert follow_lines(run.path) == 1
+    assert follow_lines(run.path) == 137
     assert "gone without a word" in capsys.readouterr().err
 
 

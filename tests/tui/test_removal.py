@@ -212,6 +212,25 @@ def test_what_is_not_of_the_run_is_known_before_its_model_is_replaced(runs: Path
     assert others_in(runs / "gone", of_model(None)) == []
 
 
+@pytest.mark.parametrize("kind", ["link", "file", "pipe"])
+def test_what_is_moved_out_of_the_way_stays_in_the_runs_folder(
+    runs: Path, tmp_path: Path, kind: str
+) -> None:
+    run = RunDir(runs / "one")
+    written(run.path, {"model/notes.txt"})
+    (tmp_path / "elsewhere").mkdir()
+    place = run.path / "kept-from-model"
+    if kind == "link":
+        place.symlink_to(tmp_path / "elsewhere")
+    elif kind == "file":
+        place.touch()
+    else:
+        os.mkfifo(place)
+    moved = own_files.kept_beside(run.model / "notes.txt", place)
+    assert moved == run.path / "kept-from-model-1" / "notes.txt" and moved.exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_the_list_is_of_a_record_that_anybody_may_have_written(runs: Path) -> None:
     run = RunDir(runs / "one")
     run.write_json(

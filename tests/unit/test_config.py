@@ -20,6 +20,7 @@ from fluxtrain.config.schema import (
     settings,
     validate,
 )
+from fluxtrain.config.text import parse_yaml
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 
 
@@ -90,6 +91,13 @@ def test_null_says_none_where_a_setting_may_have_none(null: str) -> None:
     config = demo_config([f"{key}={null}" for key in keys])
     listed = {setting.key: setting.value for setting in settings(config)}
     assert [listed[key] for key in keys] == [None] * len(keys)
+
+
+def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:
+    assert demo_config(["data.token_cache=off"]).data.token_cache == "off"
+    assert validate(parse_yaml("data: {token_cache: off}", "it"), "it").data.token_cache == "off"
+    with pytest.raises(BadInput, match="must not be true or false"):
+        demo_config(["data.token_cache=on"])
 
 
 def test_an_unknown_key_is_refused_with_the_list_of_known_ones() -> None:

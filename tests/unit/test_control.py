@@ -268,6 +268,26 @@ def test_a_dead_trainers_socket_is_replaced_and_a_living_one_is_not(path: Path) 
     server.close()
 
 
+@pytest.mark.usefixtures("server")
+def test_a_command_does_not_follow_a_link_to_the_trainer_of_another_run(
+    path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "foreign").mkdir()
+    link = tmp_path / "foreign" / path.name
+    link.symlink_to(path)
+    with pytest.raises(NotReachable, match="ctl.sock is a symbolic link and not the socket"):
+        send_command(link, "stop")
+    link.unlink()
+    link.write_text("")
+    with pytest.raises(NotReachable, match="ctl.sock is a file and not the socket"):
+        send_command(link, "stop")
+    link.unlink()
+    os.mkfifo(link)
+    with pytest.raises(NotReachable, match="ctl.sock is a named pipe and not the socket"):
+        send_command(link, "stop")
+    assert send_command(path, "pause").ok
+
+
 def test_a_file_in_the_way_is_kept_and_named(path: Path) -> None:
     path.write_text("precious")
     with pytest.raises(BadInput, match=r"ctl\.sock is in the way and is not a socket"):

@@ -17,6 +17,7 @@ DOCUMENTED = {
     errors.Diverged: 4,
     errors.NoSpace: 5,
     errors.Disagrees: 6,
+    errors.DeviceFailed: 7,
     errors.Interrupted: 130,
 }
 

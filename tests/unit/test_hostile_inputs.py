@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from fluxtrain.config.schema import demo_config, validate
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
+from fluxtrain.decoding import prompts
 from fluxtrain.decoding.prompts import read_prompts
 from fluxtrain.errors import BadInput
 from fluxtrain.models.model_files import safetensors_header
@@ -248,5 +249,25 @@ def test_prompts_of_any_size_are_refused_by_their_size(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(BadInput, match="has 1.00 TiB, and --prompts takes at most 256 MiB"):
+    with pytest.raises(BadInput, match="has 1.00 TiB, and --prompts takes at most 64.0 MiB"):
         read_prompts(path)
+
+
+def test_prompts_without_number_are_refused_by_their_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_PROMPTS", 3)
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"a\r\n\n\nb\rc")
+    assert [(one.text, one.where[-6:]) for one in read_prompts(path)] == [
+        ("a", "line 1"), ("b", "line 4"), ("c", "line 5")
+    ]  # fmt: skip
+    path.write_text("a\n" * 4)
+    with pytest.raises(BadInput, match="holds more than 3 prompts: divide it into several files"):
+        read_prompts(path)
+
+
+def test_a_line_of_json_ends_at_its_line_feed_alone(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"a\u2028b\u0085c"\n"d"\n')
+    assert [one.text for one in read_prompts(path)] == ["a\u2028b\u0085c", "d"]

@@ -5,21 +5,26 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fluxtrain import plain_files
+from fluxtrain.config.text import read_text
 from fluxtrain.errors import BadInput
 from fluxtrain.plain_files import (
     kind_of,
     leaves,
     open_plain,
     open_to_write,
+    read_named,
     read_plain,
     refuse_foreign,
     refuse_odd,
 )
+from fluxtrain.plan.machine_file import read_machine_file
 
 
 def a_link(path: Path) -> None:
@@ -55,6 +60,54 @@ def test_only_regular_files_are_opened_and_nothing_waits(tmp_path: Path, kind: s
     assert kind_of(path) == ("a symbolic link" if path.is_symlink() else kind)
     if kind == "a symbolic link":
         assert read_plain(path, follow=True) == b"precious", "nothing was cut off"
+
+
+# -- files that the user names ---------------------------------------------------------------------
+
+
+def test_what_a_shell_gives_as_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "wb", buffering=0) as file:
+        writer = threading.Timer(0.1, lambda: (file.write(b"late"), file.close()))
+        writer.start()
+        assert read_named(Path(f"/dev/fd/{reading}"), begun_s=0.05) == b"late"
+        writer.join()
+    (tmp_path / "file").write_bytes(b"plain")
+    (tmp_path / "link").symlink_to("file")
+    assert read_named(tmp_path / "link") == b"plain"
+    assert read_named(Path(os.devnull)) == b""
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_pipe_in_which_nothing_comes_is_given_up(tmp_path: Path, opened: bool) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    held = os.open(path, os.O_RDWR) if opened else None
+    with pytest.raises(OSError, match=f"nothing came for {0.2 if opened else 0.1} s"):
+        read_named(path, begun_s=0.1, silent_s=0.2)
+    if held is not None:
+        os.close(held)
+
+
+def test_a_device_without_an_end_is_read_up_to_the_limit() -> None:
+    with pytest.raises(OSError, match="it has more than 1,000 bytes"):
+        read_named(Path("/dev/zero"), 1000)
+
+
+def test_a_machine_from_a_pipe_or_a_device_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_files.read_named, "__kwdefaults__", {"begun_s": 0.1, "silent_s": 0.1})
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(BadInput, match=r"pipe cannot be read: nothing came for 0.1 s: check"):
+        read_machine_file(pipe)
+    with pytest.raises(BadInput, match="zero cannot be read: it has more than 1,048,576 bytes"):
+        read_machine_file(Path("/dev/zero"))
+    with pytest.raises(BadInput, match=r"pipe cannot be read: nothing came for 0.1 s"):
+        read_text(pipe)
+
+
+# -- files found in folders ------------------------------------------------------------------------
 
 
 def test_a_file_is_read_up_to_its_limit_and_no_further(tmp_path: Path) -> None:

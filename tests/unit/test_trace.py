@@ -102,6 +102,16 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
         check_trace_path(tmp_path / "trace.json")
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_pipe_or_a_device_is_not_replaced_by_a_trace(tmp_path: Path, linked: bool) -> None:
+    os.mkfifo(path := tmp_path / "pipe")
+    if linked:
+        (path := tmp_path / "link").symlink_to("pipe")
+    with pytest.raises(BadInput, match="is a pipe or a device, and a trace is a file"):
+        write_trace(path, STEPS, "demo")
+    assert (tmp_path / "pipe").is_fifo() and path.is_fifo()
+
+
 def test_a_full_disk_leaves_no_half_of_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import TrainSettings
-from fluxtrain.errors import DoesNotFit, Interrupted, NoSpace
+from fluxtrain.errors import BadInput, DoesNotFit, Interrupted, NoSpace
 from fluxtrain.reporting.console import PlainConsole, line
 from fluxtrain.reporting.failures import as_told
 from fluxtrain.reporting.progress import Progress
@@ -287,6 +287,12 @@ def test_gauges_are_not_for_the_console() -> None:
         (RuntimeError("can't start new thread"), DoesNotFit),
         (RuntimeError("shape mismatch"), type(None)),
         (OSError(2, "No such file"), type(None)),
+        (Exception("File too large (os error 27)"), NoSpace),
+        (OSError(24, "Too many open files", "x"), DoesNotFit),
+        (OSError(23, "Too many open files in system"), DoesNotFit),
+        (RuntimeError("unable to open shared memory: Too many open files (24)"), DoesNotFit),
+        (Exception("No such file or directory (os error 2)"), type(None)),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), BadInput),
         (KeyError("x"), type(None)),
     ],
 )

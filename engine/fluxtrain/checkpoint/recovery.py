@@ -23,6 +23,7 @@ from fluxtrain.trace.ring import is_ring
 
 AUTO = "auto"
 TRUST, DISTRUST = "model.trust_remote_code=true", "model.trust_remote_code=false"
+_CACHE = "data.token_cache"
 _MANIFEST = "manifest.json"
 _MARKS = (
     {"config", "versions"},
@@ -174,21 +175,36 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
 def resumed_config(run_dir: RunDir, overrides: list[str]) -> RunConfig:
     """Return the configuration that `run_dir` goes on with, where the user names no other one.
 
-    The folder may be made elsewhere, so it cannot say that its model's code is to be trusted.
+    The folder may be made elsewhere, so it cannot say that its model's code is to be trusted, or
+    that tokens are to be kept where none are yet.
 
     Raises:
-        BadInput: no configuration can be read, or only the folder wants code to be run.
+        BadInput: no configuration can be read, or only the folder wants one of these.
     """
     config = stored_config(run_dir, overrides)
-    if not config.model.trust_remote_code:
-        return config
-    if stored_config(run_dir, [DISTRUST, *overrides]).model.trust_remote_code:
+    told = stored_config(run_dir, [DISTRUST, f"{_CACHE}=auto", *overrides])  # by the user
+    cache = config.data.token_cache
+    if cache != told.data.token_cache and not may_keep_tokens(cache):
+        raise BadInput(
+            f"{run_dir.run} wants to keep the tokens of its data in {cache}, where none are yet, "
+            f"and a run's folder may be made by anybody: add --set {_CACHE}=FOLDER, or "
+            f"--set {_CACHE}=auto"
+        )
+    if config.model.trust_remote_code == told.model.trust_remote_code:
         return config
     raise BadInput(
         f"{run_dir.run} wants to run Python code that comes with its model "
         f"({config.model.path}), and a run's folder may be made by anybody: read that code, then "
         f"add --set {TRUST}; or --set {DISTRUST} to go on without it"
     )
+
+
+def may_keep_tokens(wished: str) -> bool:
+    """Return whether tokens may be kept where a run's folder says: in the user's cache, nowhere, or
+    where tokens are kept already."""
+    from fluxtrain.data.store.cache import cache_folder, holds_entries
+
+    return wished in ("auto", "off") or holds_entries(cache_folder(wished))
 
 
 def has_run(run_dir: RunDir) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fluxtrain.config.section import Section, Several
 from fluxtrain.plan.request import Auto
@@ -97,6 +97,12 @@ class DataSettings(Section):
         "of data on; or a folder, for 2 to 5 bytes a token; off keeps them in memory alone",
     )
     seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
+
+    @field_validator("token_cache", mode="before")
+    @classmethod
+    def _off_of_yaml(cls, value: Any) -> Any:
+        """Read `off`, which YAML makes false, as the word."""
+        return "off" if value is False else value
 
     @property
     def row_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import read_named
 
 MOST_BITS = 64  # of a number: no setting takes more, and Python refuses to print long ones
 CONFIG_LIMIT_BYTES = 1 << 20  # a configuration is a page; more is a data file given by mistake
@@ -24,11 +26,7 @@ def read_text(path: Path) -> str:
                 f"{path} has {path.stat().st_size:,} bytes: that is not a configuration file; "
                 "put data under data.path"
             )
-        with path.open("rb") as file:  # a pipe or a device has no size
-            data = file.read(CONFIG_LIMIT_BYTES + 1)
-        if len(data) > CONFIG_LIMIT_BYTES:
-            raise BadInput(f"{path} has no end that a configuration has: name a file of settings")
-        return data.decode("utf-8")
+        return read_named(path, CONFIG_LIMIT_BYTES).decode("utf-8")  # a pipe has no size
     except FileNotFoundError:
         raise BadInput(
             f"{path}: no such file; `fluxtrain train --demo` needs none, and "
@@ -37,6 +35,9 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text (byte {error.start}): is it YAML?") from None
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            told = f"{path} has no end that a configuration has: name a file of settings"
+            raise BadInput(told) from None
         raise BadInput(f"{path} cannot be read: {error.strerror}") from None
 
 

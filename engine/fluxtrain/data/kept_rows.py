@@ -15,12 +15,14 @@ import numpy as np
 from fluxtrain.data.fit import Fit
 from fluxtrain.data.packing import Packing
 from fluxtrain.data.store.shard_files import write_whole
+from fluxtrain.plain_files import open_plain
 
 
 def kept_packing(folder: Path, settings: object) -> Packing | None:
     """Return the packing for the settings; None where none is kept, or it is damaged."""
     try:
-        data = _file(folder, settings).read_bytes()
+        with open_plain(_file(folder, settings)) as file:
+            data = file.readall()
         if zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
             return None
         with np.load(io.BytesIO(data[4:]), allow_pickle=False) as found:

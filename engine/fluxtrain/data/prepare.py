@@ -30,7 +30,6 @@ from fluxtrain.units import count_text
 
 TELL_EVERY_S = 3.0  # between two reports of progress
 CACHED_FROM_BYTES = 8 << 20  # smaller files are encoded within seconds
-PARTS = ("trained", "held-out")  # folders within an entry of the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +126,7 @@ def _encoded(
         return _Encoded(tokens=tokens, notes=encoders[0].notes, told=told)
     folder = cache_folder(source.token_cache)
     entry = cache.Entry(folder / key_of(files, source.request, tokenizer))
-    names = PARTS[: len(corpora)]
+    names = cache.PARTS[: len(corpora)]
     while (found := entry.opened(names)) is None:
         forget_unused(folder)
         waiting = partial(tell or _silent, "another run makes tokens of this data: waiting for it")
@@ -147,7 +146,7 @@ def _build(
 ) -> None:
     told: list[str] = []
     with _readings(corpora, told) as readings:
-        for name, reading in zip(PARTS, readings, strict=False):
+        for name, reading in zip(cache.PARTS, readings, strict=False):
             writer = ShardWriter(entry.folder / name, len(tokenizer))
             encoder = _encoder(tokenizer, reading, writer.notes)
             writer.write(_told(reading, tell) if tell else reading, encoder)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.data.encoding.tokenizer import encoded
+from fluxtrain.data.encoding.long_texts import PIECE_CHARACTERS, too_long
+from fluxtrain.data.encoding.texts import added_tokens
+from fluxtrain.data.encoding.tokenizer import TokenKinds
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import read_plain
 from fluxtrain.units import bytes_text
 
-PROMPTS_LIMIT_BYTES = 256 << 20
+# A JSON value takes up to 20 times its text in memory, a prompt of one letter 300 bytes.
+PROMPTS_LIMIT_BYTES = 64 << 20
+MOST_PROMPTS = 1 << 20
 
 Conversation = list[dict[str, Any]]
 _KEYS = "a JSON string, or an object with `prompt` or `messages`"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """What is asked: text, or a conversation; and where it stands."""
 
@@ -49,7 +55,7 @@ class Prompting:
 
         Raises BadInput where `system` is given and there is no template.
         """
-        self._tokenizer: Any = opened.tokenizer
+        self._kinds = TokenKinds(opened.tokenizer)
         self._system = system
         self._template = None if plain else template_of(opened)
         if system and self._template is None:
@@ -65,7 +71,7 @@ class Prompting:
         """Return the tokens of a prompt. Raises BadInput where it cannot be written."""
         prompt.check()
         if prompt.messages is None and self._template is None:
-            return encoded(self._tokenizer, [prompt.text or ""])[0]
+            return self._encoded(prompt.text or "", prompt.where, begins=True)
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
         if self._template is None:
             raise BadInput(
@@ -77,7 +83,18 @@ class Prompting:
             text = self._template.render(messages, opened=True)
         except TemplateRefused as error:
             raise BadInput(f"{prompt.where}: the model's chat template says: {error}") from error
-        return encoded(self._tokenizer, [text], add_special_tokens=False)[0]
+        return self._encoded(text, prompt.where, begins=False)
+
+    def _encoded(self, text: str, where: str, *, begins: bool) -> list[int]:
+        """Encode a text in calls of bounded size; `begins`: with the special tokens around it."""
+        if why := too_long(text):
+            raise BadInput(f"{where}: {why}: shorten it")
+        if not begins:
+            return self._kinds.encode([text])[0]
+        if len(text) <= PIECE_CHARACTERS:
+            return self._kinds.encode_whole([text])[0]
+        before, behind = added_tokens(self._kinds)
+        return [*before, *self._kinds.encode([text])[0], *behind]
 
 
 def template_of(opened: DecodedModel) -> ChatTemplate | None:
@@ -92,7 +109,8 @@ def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
     """Read prompts from a file: `.jsonl` and `.ndjson` hold one JSON value a line, any other file
     one prompt a line. Empty lines are passed over. `named`: the option or setting that names it.
 
-    Raises BadInput where there is no file or no prompt, naming the line that cannot be used.
+    Raises BadInput where there is no file, no prompt or too many, naming the line that cannot be
+    used.
     """
     try:
         file = path.expanduser()
@@ -104,19 +122,23 @@ def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
                 f"{path} has {bytes_text(size_bytes)}, and {named} takes at most "
                 f"{bytes_text(PROMPTS_LIMIT_BYTES)}: divide it into several files"
             )
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        whole = read_plain(file, PROMPTS_LIMIT_BYTES, follow=True).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise BadInput(f"{path} does not exist: check {named}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read ({error}): {named} takes a text file") from error
     is_json = path.suffix in (".jsonl", ".ndjson")
-    found = [
-        _parsed(line, f"{path} line {number}")
-        if is_json
-        else Prompt(text=line, where=f"{path} line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    found = []
+    for number, line in enumerate(io.StringIO(whole, newline=None), 1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        text = line.rstrip("\n")
+        found.append(_parsed(line, where) if is_json else Prompt(text=text, where=where))
+        if len(found) > MOST_PROMPTS:
+            raise BadInput(
+                f"{path} holds more than {MOST_PROMPTS:,} prompts: divide it into several files"
+            )
     if not found:
         raise BadInput(f"{path} holds no prompts: write one a line")
     for prompt in found:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fluxtrain.checkpoint.recovery import may_keep_tokens
 from fluxtrain.client.evaluation import EvaluationAnswer
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.config.text import apply_overrides
@@ -86,6 +87,8 @@ def _config(request: EvaluationRequest, found: Found) -> RunConfig:
         data |= {"path": request.data, "held_out": 0.0, "held_out_path": None}
         if found.run is None:
             data |= {"token_cache": "off"}
+    if not may_keep_tokens(data.get("token_cache", "auto")):
+        data |= {"token_cache": "off"}  # only the run's folder asks for it
     if request.sequence_length is not None:
         data["sequence_length"] = request.sequence_length
     content["data"] = data

@@ -71,17 +71,18 @@ class Batches:
 
         Raises BadInput for the first prompt that cannot be answered, before any is.
         """
-        self._session = session
-        self._prompts = [session.prompting.tokens(prompt) for prompt in prompts]
-        wanted = session.sampling.max_new_tokens
-        for tokens, prompt in zip(self._prompts, prompts, strict=True):
-            if not tokens:
+        self._session, self._prompts = session, prompts
+        wanted, longest = session.sampling.max_new_tokens, 0
+        for prompt in prompts:
+            # not kept: tokens take several times the memory of their text
+            count = len(session.prompting.tokens(prompt))
+            if not count:
                 raise BadInput(f"{prompt.where} has no tokens: write something to continue")
             try:
-                room_for(session.opened, len(tokens), wanted)
+                room_for(session.opened, count, wanted)
             except BadInput as error:
                 raise BadInput(f"{prompt.where}: {error}") from error
-        longest = max(map(len, self._prompts))
+            longest = max(longest, count)
         fitting = rows or rows_that_fit(session.opened, session.measured, longest, wanted)
         self.rows = min(fitting, len(self._prompts))
 
@@ -118,7 +119,8 @@ class Batches:
     ) -> Sequence[Written]:
         """Answer the next prompts, half as many at once each time device memory runs out."""
         while True:
-            batch = self._prompts[first : first + self.rows]
+            texts = self._prompts[first : first + self.rows]
+            batch = [self._session.prompting.tokens(prompt) for prompt in texts]
             try:
                 return write(self._session.opened, batch, sampling, stopped=stopped)
             except torch.OutOfMemoryError:

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.errors import BadInput, NoSpace, system_error
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, write_model_files
 from fluxtrain.units import bytes_text
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 SHARD_BYTES = 4_000_000_000  # parts that live on a GPU are on the host while they are written
 
 
@@ -91,10 +89,13 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
         raise _explained(error, folder) from error
     try:
         return _written(write, made, folder)
-    except SafetensorError as error:
-        raise _explained(_as_os_error(error), folder) from error
     except OSError as error:
         raise _explained(error, folder) from error
+    except Exception as error:  # safetensors and tokenizers have kinds of their own
+        refused = system_error(error)
+        if refused is None:
+            raise
+        raise _explained(refused, folder) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -140,20 +141,12 @@ def _umask() -> int:
     return mask
 
 
-def _as_os_error(error: SafetensorError) -> OSError:
-    """Convert an error of safetensors to OSError: it has the error number in its text alone. Raise
-    an error without a number again."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    if number is None:
-        raise error
-    return OSError(int(number[1]), os.strerror(int(number[1])))
-
-
 def _explained(error: OSError, folder: Path) -> NoSpace | BadInput:
     if isinstance(error, NoSpace):
         return error
     if error.errno in _FULL:
         return NoSpace(
-            f"no space left while saving {folder}: make room and resume, or choose another disk"
+            f"no space left while saving {folder} ({os.strerror(error.errno)}): make room and "
+            "resume, or choose another disk"
         )
     return BadInput(f"{folder} cannot be written: {error.strerror or error}")

@@ -25,7 +25,8 @@ def sample_text(
     Training mode and the global random state are restored. Wait for pending updates before the
     call.
     """
-    encoded = tokenizer(prompt, return_tensors="pt")
+    with within("the tokenizer of the model", len(prompt)):
+        encoded = tokenizer(prompt, return_tensors="pt")
     encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=max_new_tokens,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import read_named
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.units import bytes_text
@@ -27,6 +28,7 @@ from fluxtrain.units import bytes_text
 MOST = 1 << 62  # of bytes, and of anything a second
 LEAST_RATE = 1.0
 LONGEST_NAME = 60
+LIMIT_BYTES = 1 << 20  # a probe prints a few thousand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ def read_machine_file(path: Path) -> PlannedMachine:
         BadInput: it cannot be read, is no JSON object, or does not say how much memory there is.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_named(path, LIMIT_BYTES))
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}: check --machine") from error
     except (ValueError, RecursionError) as error:

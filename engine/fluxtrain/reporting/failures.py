@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import errno
 
-from fluxtrain.errors import BadInput, DeviceFailed, DoesNotFit, FluxTrainError, NoSpace
+from fluxtrain.errors import (
+    BadInput,
+    DeviceFailed,
+    DoesNotFit,
+    FluxTrainError,
+    NoSpace,
+    system_error,
+)
 from fluxtrain.hardware.cards.failed import device_failure
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -30,14 +37,25 @@ def as_told(error: BaseException) -> FluxTrainError | None:
     """
     if isinstance(error, FluxTrainError):
         return error
-    if isinstance(error, OSError) and (refused := _by_system(error)) is not None:
+    inner = error if isinstance(error, OSError) else system_error(error)
+    if inner is not None and (refused := _by_system(inner)) is not None:
         return refused
-    words = str(error).lower()
     if (failed := device_failure(error)) is not None:
         return DeviceFailed(failed)
+    return _by_words(error)
+
+
+def _by_words(error: BaseException) -> FluxTrainError | None:
+    """Return what a library says of the system's limits."""
+    words = str(error).lower()
     if isinstance(error, RuntimeError) and words.startswith("could not determine home"):
         return BadInput("a path starts with ~ and a name that is no user here: write it in full")
     told_by_library = isinstance(error, RuntimeError | ImportError | OSError)
+    if told_by_library and "too many open files" in words:
+        return DoesNotFit(
+            "the system lets this process open no more files: raise its limit (`ulimit -n`), or "
+            "close other programs where the limit is the machine's"
+        )
     ran_out = isinstance(error, MemoryError) or (
         told_by_library and any(text in words for text in _NO_MEMORY)
     )
@@ -65,6 +83,8 @@ def _shortened(path: str, limit: int = 200) -> str:
 
 
 def _by_system(error: OSError) -> FluxTrainError | None:
+    if error.errno == errno.ENOENT and "no usable temporary directory" in str(error).lower():
+        return BadInput(f"{error.strerror}: set TMPDIR to a folder that can be written")
     if error.errno in _FULL:
         return NoSpace(
             f"no space left ({error.strerror}: {error.filename or 'unnamed file'}): free some, or "

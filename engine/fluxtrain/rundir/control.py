@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.plain_files import kind_of
 from fluxtrain.rundir.allowance import Allowance
 
 REQUEST_LIMIT_BYTES = 1 << 16
@@ -261,7 +262,7 @@ def send_command(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:
-            with _short_address(path) as address:
+            with _address_of_socket(path) as address:
                 _connect(connection, address, deadline_s)
             connection.sendall(request)
             line = _receive_line(connection, deadline_s)
@@ -357,6 +358,23 @@ def _remove_dead_socket(path: Path) -> None:
         except BlockingIOError:
             pass  # as many clients wait for it as may
     raise BadInput(f"another trainer answers at {path}: attach to it, or stop it first")
+
+
+@contextlib.contextmanager
+def _address_of_socket(path: Path) -> Iterator[str]:
+    """Return an address of the socket at `path` itself; a link could lead to the trainer of another
+    run, which would be told what was meant for this one. Raises `NotReachable` for anything else.
+
+    Source: open(2), O_PATH.
+    """
+    descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            kind = kind_of(path) or "a file"
+            raise NotReachable(f"{path} is {kind} and not the socket of a trainer: remove it")
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

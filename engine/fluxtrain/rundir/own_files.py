@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fluxtrain.plain_files import refuse_odd
+from fluxtrain.plain_files import is_plain_folder, refuse_odd
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.storage import read_json, write_json
 
@@ -130,7 +130,11 @@ def others_in(path: Path, rule: Rule) -> list[str]:
 
 def kept_beside(path: Path, folder: Path) -> Path:
     """Move a file or folder into `folder`, made if missing, and return its new place. Nothing there
-    is replaced."""
+    is replaced; where a link or a file has the folder's name, another one is made beside it."""
+    beside = (folder.with_name(f"{folder.name}-{number}") for number in range(1, 1000))
+    folder = next(
+        one for one in (folder, *beside) if is_plain_folder(one) or not os.path.lexists(one)
+    )
     folder.mkdir(exist_ok=True)
     names = (f"{path.name}-{number}" if number else path.name for number in range(1000))
     place = next(folder / name for name in names if not os.path.lexists(folder / name))

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import gzip
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -127,6 +128,9 @@ def check_trace_path(path: Path) -> None:
     """Raise `BadInput` for a path that cannot become a trace file, before the run starts."""
     if path.is_dir():
         raise BadInput(f"{path} is a folder: name a file, as in {path / 'trace.json.gz'}")
+    with contextlib.suppress(OSError):
+        if not stat.S_ISREG(path.stat().st_mode):  # it would be replaced, for all programs
+            raise BadInput(f"{path} is a pipe or a device, and a trace is a file: name another")
     if not path.parent.is_dir():
         raise BadInput(f"cannot write {path}: there is no folder {path.parent}: make it first")
     if not os.access(path.parent, os.W_OK):

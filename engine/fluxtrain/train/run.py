@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from fluxtrain.bounded import is_panic
 from fluxtrain.calibration.peaks import measured_peaks
 from fluxtrain.checkpoint import writer as checkpoint_writer
 from fluxtrain.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, remove_unfinished
@@ -285,7 +286,9 @@ class Run:
             text = sample_text(loaded.model, loaded.tokenizer, prompt)
         except Interrupted:
             raise
-        except Exception as error:  # noqa: BLE001 - models bring code and settings of their own
+        except BaseException as error:  # models bring code and settings of their own
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._session.announcer.warn(
                 f"the model is saved, and no sample of it is shown: {words}"

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fluxtrain.bounded import is_panic
 from fluxtrain.checkpoint.randomness import randomness_of
 from fluxtrain.config.sample_settings import SampleSettings
 from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
@@ -110,7 +111,9 @@ class Samples:
         """
         try:
             written = self._answers(stopped)
-        except Exception as error:  # noqa: BLE001 - models bring code of their own to generate
+        except BaseException as error:  # models bring code of their own to generate
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             first = (str(error) or type(error).__name__).splitlines()[0]
             self._announcer.warn(f"no more samples are made, the training goes on: {first}")
             self._prompts = []

@@ -16,7 +16,7 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer, kinds: TokenKinds) -> None:
         self._end = tokenizer.eos_token_id
         self._kinds = kinds
-        self.before, self.behind = _added(kinds)
+        self.before, self.behind = added_tokens(kinds)
 
     def encode(self, rows: Sequence[Row], notes: Notes) -> list[Sample]:
         """Encode texts together, as the tokenizer's threads share them."""
@@ -59,7 +59,7 @@ class TextEncoder:
         return ids[last - 1] if last and self._kinds.ends_a_turn(ids[last - 1]) else None
 
 
-def _added(kinds: TokenKinds) -> tuple[list[int], list[int]]:
+def added_tokens(kinds: TokenKinds) -> tuple[list[int], list[int]]:
     """Return what the tokenizer puts before and behind a text by itself."""
     [alone], [whole] = kinds.encode(["a"]), kinds.encode_whole(["a"])
     for at in range(len(whole) - len(alone) + 1):

@@ -3,6 +3,9 @@
 An entry is built by one process, with the exclusive lock of `lock`; others wait for it. Readers
 hold a shared lock of `used`, so an entry in use is never removed; it may be built anew beside them,
 as they have its old files mapped. Entries that nobody used for a month are removed.
+
+The folder may hold other things, and may be named by a run that was made elsewhere: an entry has a
+name that no other folder has, holds its own files alone, and no links.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.data.encoding.tokenizer import Tokenizer
-from fluxtrain.data.store.shard_files import Damaged, read_json, write_json
+from fluxtrain.data.store.shard_files import CUT_OFF, Damaged, read_json, write_json
 from fluxtrain.data.store.shards import StoredTokens, can_go_on
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.plain_files import is_plain_folder, kind_of, open_to_write
 
 RECIPE = 2  # raise it when the same data would become other tokens
 ENDS = 1 << 16  # bytes of a file's beginning and end that its key looks at
 UNUSED_S = 30 * 24 * 3600.0
-_COMPLETE = "complete.json"
+_USED, _LOCK, _COMPLETE = "used", "lock", "complete.json"
+PARTS = ("trained", "held-out")
+_OWN = frozenset({_USED, _LOCK, _COMPLETE, *PARTS, "rows"})
+_KEY = re.compile(r"[0-9a-f]{32}")
 _SETTINGS = ("add_bos_token", "add_eos_token", "split_special_tokens", "legacy")  # of a tokenizer
 
 
@@ -53,12 +61,25 @@ class Entry:
             os.utime(self.folder / _COMPLETE)
         return found, told
 
+    def _refuse_odd(self) -> None:
+        """Raise BadInput for an entry that is a link, or holds one: it would lead elsewhere."""
+        is_there = os.path.lexists(self.folder)
+        inner = self.folder.rglob("*") if is_plain_folder(self.folder) else ()
+        for path in (self.folder, *inner) if is_there else ():
+            kind = kind_of(path)
+            if kind not in ("", "a folder") or (path == self.folder and not kind):
+                raise BadInput(
+                    f"{path} is {kind or 'a file'}, and tokens of the data are kept there: remove "
+                    "it, or name another folder in data.token_cache"
+                )
+
     def _hold(self) -> None:
         """Lock the entry against removal; one that cannot be written needs no lock."""
+        self._refuse_odd()
         if self._held is None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._held = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT, 0o666)
+                self._held = open_to_write(self.folder / _USED, os.O_RDWR | os.O_CREAT, 0o666)
             except OSError as error:
                 if not (self.folder / _COMPLETE).is_file():
                     raise _unwritable(self.folder, error) from error
@@ -90,7 +111,7 @@ class Entry:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed as unused
-            descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = open_to_write(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise _unwritable(self.folder, error) from error
         try:
@@ -100,7 +121,8 @@ class Entry:
                 waits()
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             for left in self.folder.rglob(".*"):
-                left.unlink(missing_ok=True)
+                if CUT_OFF.fullmatch(left.name):
+                    left.unlink(missing_ok=True)
             yield
         except NoSpace:
             raise
@@ -149,16 +171,32 @@ def cache_folder(wished: str) -> Path:
     return base / "fluxtrain" / "tokens"
 
 
+def holds_entries(folder: Path) -> bool:
+    """Return whether a folder was used as a cache before."""
+    return any(_is_entry(entry.parent) for entry in folder.glob(f"*/{_USED}"))
+
+
+def _is_entry(folder: Path) -> bool:
+    """Return whether a folder is an entry, with nothing else in it."""
+    return (
+        _KEY.fullmatch(folder.name) is not None
+        and is_plain_folder(folder)
+        and all(name in _OWN or CUT_OFF.fullmatch(name) for name in os.listdir(folder))
+    )
+
+
 def forget_unused(folder: Path, now_s: float | None = None) -> None:
     """Remove entries that nobody used for a month and nobody holds."""
     limit = (time.time() if now_s is None else now_s) - UNUSED_S
-    for entry in folder.glob("*/used"):
+    for entry in folder.glob(f"*/{_USED}"):
         with suppress(OSError):  # another process removes it too, or it is somebody else's
+            if not _is_entry(entry.parent):
+                continue
             complete = entry.with_name(_COMPLETE)
             newest = complete if complete.exists() else entry
             if newest.stat().st_mtime > limit:
                 continue
-            descriptor = os.open(entry, os.O_RDWR)
+            descriptor = open_to_write(entry, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(entry.parent, ignore_errors=True)

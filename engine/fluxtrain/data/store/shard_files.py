@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plain_files import open_plain, read_plain
 
 BLOCK_BYTES = 1 << 16  # with less the checksums take room, with more a random read takes time
+
+
+# What a killed `write_whole` leaves.
+CUT_OFF = re.compile(r"\..+\.\d+")
 
 
 class Damaged(BadInput):
@@ -23,7 +29,8 @@ class Damaged(BadInput):
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that is there complete and on the disk, or not at all."""
     made = path.with_name(f".{path.name}.{os.getpid()}")
-    with made.open("wb") as file:
+    made.unlink(missing_ok=True)
+    with made.open("xb") as file:  # never through a planted link
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -39,7 +46,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return what `write_json` wrote. Raises Damaged where the file is missing or not whole."""
     try:
-        guard, _, data = path.read_bytes().partition(b"\n")
+        guard, _, data = read_plain(path).partition(b"\n")
         if int(guard, 16) != zlib.crc32(data):
             raise Damaged(f"{path} is damaged")
         value = json.loads(data)
@@ -69,7 +76,8 @@ class Numbers:
         self._path = path
         self._dtype = np.dtype(dtype)
         try:
-            mapped = np.memmap(path, dtype=np.uint8, mode="r")
+            with open_plain(path) as file:
+                mapped = np.memmap(file, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:
             raise Damaged(f"{path} cannot be read: {error}") from error
         size, blocks = (int(one) for one in mapped[:16].view("<u8")) if len(mapped) > 20 else (0, 0)

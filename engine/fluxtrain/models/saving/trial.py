@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.errors import BadInput, FluxTrainError, system_error
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import CONFIG, GENERATION, TOKENIZER
@@ -46,6 +46,8 @@ def _tried(doing: str, loaded: LoadedModel, act: Callable[[], object]) -> None:
     except (FluxTrainError, MemoryError, OSError):
         raise
     except Exception as error:  # whatever the library makes of files that it does not like
+        if (refused := system_error(error, tempfile.gettempdir())) is not None:
+            raise refused from error
         words = " ".join(str(error).split())[:300] or type(error).__name__
         raise BadInput(
             "the trained model could not be saved: what stands beside the weights of "
