@@ -25,6 +25,7 @@ from fluxtrain.commands.options import (
     Sets,
     Steps,
     Whole,
+    chosen_config,
     folder_of,
     overrides_of,
 )
@@ -82,7 +83,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     if trace is not None:
         check_trace_path(trace)
     overrides = overrides_of(sets, steps, device)
-    chosen = _chosen_config(config, demo, overrides)
+    chosen = chosen_config(config, demo, overrides)
     if chosen is None and resume is None and run_dir is None:
         raise BadInput("nothing to train: name a CONFIG.yaml, or use --demo")
     found = find(resume, run_dir, chosen)
@@ -378,22 +379,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     leave(code)
 
 
-def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
-    from fluxtrain.commands.paths import refuse_missing_paths
-    from fluxtrain.config.schema import config_of, demo_config, load_config
-
-    if demo and path is not None:
-        raise BadInput(f"--demo and {path} were both given: leave one out")
-    unnamed = demo_config if demo else config_of
-    chosen = load_config(path, overrides) if path is not None else unnamed(overrides)
-    if chosen is not None:
-        refuse_missing_paths(chosen)
-    return chosen
-
-
 def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]) -> RunConfig:
-    """Return `_chosen_config`; raise BadInput if nothing was named."""
-    chosen = _chosen_config(path, demo, overrides)
+    """Return `chosen_config`; raise BadInput if nothing was named."""
+    chosen = chosen_config(path, demo, overrides)
     if chosen is None:
         raise BadInput(f"nothing to {verb}: name a CONFIG.yaml, or use --demo")
     return chosen
