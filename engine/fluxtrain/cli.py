@@ -74,6 +74,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     json: Json = False,
     debug: Debug = False,
     trace: options.TraceFile = None,
+    disk_wait: options.DiskWaitMinutes = 10.0,
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
@@ -108,7 +109,14 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 
     target = found or new_run(chosen)  # not before: while packages are read nothing tidies up
     with truly_told(target), traced(target.run_dir, trace, complain):
-        train_run(chosen, target, live_fd=live_fd, json=json, opened=opened)
+        train_run(
+            chosen,
+            target,
+            live_fd=live_fd,
+            json=json,
+            opened=opened,
+            disk_wait_s=60.0 * disk_wait,
+        )
 
 
 @app.command(epilog=EXIT_CODES)

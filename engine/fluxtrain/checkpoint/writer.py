@@ -30,6 +30,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
 from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
+from fluxtrain.reporting.disk_wait import DiskWait
 from fluxtrain.telemetry.events import CheckpointWritten
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.units import bytes_text
@@ -74,6 +75,7 @@ class CheckpointWriter:
         optimizer: Optimizer,
         *,
         needs_best: bool = False,
+        disk: DiskWait | None = None,
     ) -> None:
         self._root = root
         self._cadence = cadence
@@ -81,6 +83,7 @@ class CheckpointWriter:
         self._announcer = announcer
         self._fingerprint = fingerprint
         self._optimizer = optimizer
+        self._disk = disk or DiskWait(0.0, announcer, lambda: False)
         self.last: Checkpoint | None = None
         self.read_bytes = 0
         self.written_bytes = 0
@@ -92,10 +95,13 @@ class CheckpointWriter:
     def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         """Save the run between two steps; do nothing if the step is saved already.
 
-        Raises NoSpace; the previous checkpoint stays the last one.
+        Raises NoSpace after the wait for a full disk; the previous checkpoint stays the last one.
         """
         if self.last is not None and self.last.step == state.step:
             return self.last
+        return self._disk.until_written(lambda: self._write(state, engine, data))
+
+    def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()
         self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
         content = {

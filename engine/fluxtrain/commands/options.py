@@ -66,6 +66,13 @@ TraceFile = Annotated[
     ),
 ]
 
+DiskWaitMinutes = Annotated[
+    float,
+    typer.Option(
+        "--disk-wait", metavar="MINUTES", min=0.0, help="how long a full disk is waited for"
+    ),
+]
+
 # -- of export -------------------------------------------------------------------------------------
 
 Adapter = Annotated[
