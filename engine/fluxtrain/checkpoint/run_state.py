@@ -27,12 +27,17 @@ class RunState:
     best_step: int | None = None
     improved_loss: float | None = None  # the last one that counted as an improvement
     stale_evaluations: int = 0  # since then
+    skipped: int = 0  # steps whose loss or gradients were not finite
+    skipped_in_a_row: int = 0  # of these, at the end
+    skipped_from: str | None = None  # what was the first in that row that is not finite
 
     def step_done(self, loss: float, tokens: int, seconds: float) -> None:
-        """Count one more optimizer step."""
+        """Count one more optimizer step; a loss that is not finite is not kept."""
         self.step += 1
         self.total_tokens += tokens
         self.trained_s += seconds
+        if not math.isfinite(loss):
+            return
         self.losses = [*self.losses[-LOSS_TAIL + 1 :], loss]
         if self.first_loss is None:
             self.first_loss = loss
@@ -77,7 +82,10 @@ class RunState:
             self.trained_s,
         )  # fmt: skip
         past = [step for step in (self.evaluated_step, self.best_step) if step is not None]
-        counts = (self.step, self.total_tokens, self.trained_s, self.stale_evaluations, *past)
+        counts = (
+            self.step, self.total_tokens, self.trained_s, self.stale_evaluations, self.skipped,
+            self.skipped_in_a_row, *past,
+        )  # fmt: skip
         return {
             "losses or times that are not finite": all(
                 number is None or math.isfinite(number) for number in numbers
