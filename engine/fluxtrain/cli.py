@@ -25,6 +25,7 @@ from fluxtrain.commands.options import (
     Sets,
     Steps,
     Whole,
+    chosen_config,
     folder_of,
     overrides_of,
 )
@@ -73,6 +74,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     json: Json = False,
     debug: Debug = False,
     trace: options.TraceFile = None,
+    disk_wait: options.DiskWaitMinutes = 10.0,
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
@@ -82,7 +84,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     if trace is not None:
         check_trace_path(trace)
     overrides = overrides_of(sets, steps, device)
-    chosen = _chosen_config(config, demo, overrides)
+    chosen = chosen_config(config, demo, overrides)
     if chosen is None and resume is None and run_dir is None:
         raise BadInput("nothing to train: name a CONFIG.yaml, or use --demo")
     found = find(resume, run_dir, chosen)
@@ -107,7 +109,14 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 
     target = found or new_run(chosen)  # not before: while packages are read nothing tidies up
     with truly_told(target), traced(target.run_dir, trace, complain):
-        train_run(chosen, target, live_fd=live_fd, json=json, opened=opened)
+        train_run(
+            chosen,
+            target,
+            live_fd=live_fd,
+            json=json,
+            opened=opened,
+            disk_wait_s=60.0 * disk_wait,
+        )
 
 
 @app.command(epilog=EXIT_CODES)
@@ -378,22 +387,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     leave(code)
 
 
-def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
-    from fluxtrain.commands.paths import refuse_missing_paths
-    from fluxtrain.config.schema import config_of, demo_config, load_config
-
-    if demo and path is not None:
-        raise BadInput(f"--demo and {path} were both given: leave one out")
-    unnamed = demo_config if demo else config_of
-    chosen = load_config(path, overrides) if path is not None else unnamed(overrides)
-    if chosen is not None:
-        refuse_missing_paths(chosen)
-    return chosen
-
-
 def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]) -> RunConfig:
-    """Return `_chosen_config`; raise BadInput if nothing was named."""
-    chosen = _chosen_config(path, demo, overrides)
+    """Return `chosen_config`; raise BadInput if nothing was named."""
+    chosen = chosen_config(path, demo, overrides)
     if chosen is None:
         raise BadInput(f"nothing to {verb}: name a CONFIG.yaml, or use --demo")
     return chosen

@@ -15,6 +15,7 @@ from fluxtui.words import counted
 NOTICE_ROWS = 3
 WIDE = 110  # columns in which a line about adapters has room
 COMMAND_ROWS = 6  # a cut command cannot be typed
+WAITS_FOR_ROOM = "NO SPACE"  # a running run whose disk is full
 STATUS_MARKS: dict[str, Span] = {
     "waiting": ("◌", "dim"),
     "running": ("●", "good"),
@@ -31,7 +32,7 @@ STATUS_MARKS: dict[str, Span] = {
 
 def badge(status: Status) -> Line:
     """Mark and word of the status."""
-    mark, role = STATUS_MARKS[status.kind]
+    mark, role = STATUS_MARKS["stalled" if status.word == WAITS_FOR_ROOM else status.kind]
     return ((f"{mark} ", role), (status.word, role))
 
 

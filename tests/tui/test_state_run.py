@@ -18,6 +18,7 @@ from fluxtui.state.freshness import LIMITS_S, fresh, limit_s
 from fluxtui.state.run import _FOLDS, LOG_LIMIT, RunState
 from fluxtui.state.status import ENDED, Link, status_of
 from fluxtui.state.view import View
+from fluxtui.widgets.chrome import badge
 
 
 def test_every_kind_of_event_has_a_fold() -> None:
@@ -277,6 +278,14 @@ def test_a_paused_run_says_so_and_other_phases_are_named(made: ModuleType) -> No
     assert status_of(paused, ALIVE, last_s(state)).kind == "paused"
     saving = state.after(replace(ev.PhaseChanged(phase="saving"), wall_s=last_s(state)))
     assert status_of(saving, ALIVE, last_s(state)).word == "SAVING"
+
+
+def test_a_run_that_waits_for_room_on_its_disk_says_so_as_a_warning(made: ModuleType) -> None:
+    state = RunState().after_all(made.training(3))
+    told = ev.PhaseChanged(phase="no space", detail="waiting up to 10m for room")
+    status = status_of(state.after(replace(told, wall_s=last_s(state))), ALIVE, last_s(state))
+    assert (status.kind, status.word) == ("running", "NO SPACE") and "for room" in status.detail
+    assert [role for _, role in badge(status)] == ["warn", "warn"]
 
 
 def test_an_unreadable_journal_is_told_before_all_else(made: ModuleType) -> None:

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 _TEMPORARY = ".writing-"
 _SEAL = "sha256"
+_STEP_NAME = re.compile(r"step-\d{8,}")  # and no copy with a name like it
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -164,7 +166,8 @@ def list_checkpoints(root: Path) -> list[Path]:
     """List folders with the name of a checkpoint, the newest step first, unchecked."""
     if not is_plain_folder(root):
         return []
-    return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
+    named = (path for path in root.glob("step-*") if _STEP_NAME.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), reverse=True)
 
 
 def _size_bytes(path: Path) -> int:

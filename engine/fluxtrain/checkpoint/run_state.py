@@ -27,12 +27,17 @@ class RunState:
     best_step: int | None = None
     improved_loss: float | None = None  # the last one that counted as an improvement
     stale_evaluations: int = 0  # since then
+    skipped: int = 0  # steps whose loss or gradients were not finite
+    skipped_in_a_row: int = 0  # of these, at the end
+    skipped_from: str | None = None  # what was the first in that row that is not finite
 
     def step_done(self, loss: float, tokens: int, seconds: float) -> None:
-        """Count one more optimizer step."""
+        """Count one more optimizer step; a loss that is not finite is not kept."""
         self.step += 1
         self.total_tokens += tokens
         self.trained_s += seconds
+        if not math.isfinite(loss):
+            return
         self.losses = [*self.losses[-LOSS_TAIL + 1 :], loss]
         if self.first_loss is None:
             self.first_loss = loss
@@ -62,5 +67,31 @@ class RunState:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RunState:
-        """Read the result of `to_json`. Raises msgspec.ValidationError for another one."""
-        return msgspec.convert(content, cls)
+        """Read the result of `to_json`. Raises msgspec.ValidationError, a ValueError, for another
+        one, and ValueError for what no run is like."""
+        state = msgspec.convert(content, cls)
+        wrong = [name for name, holds in state._laws().items() if not holds]
+        if wrong:
+            raise ValueError(f"no run has {wrong[0]}")
+        return state
+
+    def _laws(self) -> dict[str, bool]:
+        """Return what holds for every run, under the words for where it does not."""
+        numbers = (
+            *self.losses, self.first_loss, self.evaluation_loss, self.best_loss, self.improved_loss,
+            self.trained_s,
+        )  # fmt: skip
+        past = [step for step in (self.evaluated_step, self.best_step) if step is not None]
+        counts = (
+            self.step, self.total_tokens, self.trained_s, self.stale_evaluations, self.skipped,
+            self.skipped_in_a_row, *past,
+        )  # fmt: skip
+        return {
+            "losses or times that are not finite": all(
+                number is None or math.isfinite(number) for number in numbers
+            ),
+            "counts below zero": min(counts) >= 0,
+            f"an evaluation after its last step, {self.step}": max(past, default=0) <= self.step,
+            "more losses than steps": len(self.losses) <= min(self.step, LOSS_TAIL),
+            "a best loss without its step": (self.best_loss is None) == (self.best_step is None),
+        }

@@ -28,7 +28,9 @@ from fluxtrain.checkpoint.randomness import random_state, restore_random_state
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
+from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
+from fluxtrain.reporting.disk_wait import DiskWait
 from fluxtrain.telemetry.events import CheckpointWritten
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.units import bytes_text
@@ -73,6 +75,7 @@ class CheckpointWriter:
         optimizer: Optimizer,
         *,
         needs_best: bool = False,
+        disk: DiskWait | None = None,
     ) -> None:
         self._root = root
         self._cadence = cadence
@@ -80,6 +83,7 @@ class CheckpointWriter:
         self._announcer = announcer
         self._fingerprint = fingerprint
         self._optimizer = optimizer
+        self._disk = disk or DiskWait(0.0, announcer, lambda: False)
         self.last: Checkpoint | None = None
         self.read_bytes = 0
         self.written_bytes = 0
@@ -91,10 +95,13 @@ class CheckpointWriter:
     def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         """Save the run between two steps; do nothing if the step is saved already.
 
-        Raises NoSpace; the previous checkpoint stays the last one.
+        Raises NoSpace after the wait for a full disk; the previous checkpoint stays the last one.
         """
         if self.last is not None and self.last.step == state.step:
             return self.last
+        return self._disk.until_written(lambda: self._write(state, engine, data))
+
+    def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()
         self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
         content = {
@@ -139,6 +146,7 @@ class CheckpointWriter:
                 self._announcer.warn(f"skipped a damaged checkpoint: {damage}")
             older = newest_resumable(self._root, self._announcer.warn, checkpoint.path.name)
             assert older is not None, "without an older one it raises"
+            self._announcer.warn(f"took the checkpoint before it: {older.path.name}")
             checkpoint = older
 
     def restore(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
@@ -151,12 +159,14 @@ class CheckpointWriter:
         content = trainer_content(checkpoint)
         _refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
         self.refuse_incomplete(checkpoint, engine)
+        self._refuse_beyond_end(checkpoint)
         with _damage_of(checkpoint):
             state = RunState.from_json(content["run"])
             if state.step != checkpoint.step:
                 raise ValueError(f"{TRAINER} is of step {state.step}")
             data.load_state_dict(content["data"])
-            if engine.loss_scale is not None:
+        if engine.loss_scale is not None:
+            with _damage_in_words_of(checkpoint):
                 engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         self.load_weights(checkpoint, engine)
         engine.chunk_rows = content["chunk_rows"]
@@ -166,6 +176,15 @@ class CheckpointWriter:
         self.last = checkpoint
         self._cadence.done(checkpoint.step, 0.0)
         return state
+
+    def _refuse_beyond_end(self, checkpoint: Checkpoint) -> None:
+        """Raise Damaged for a checkpoint of a step that the run does not have."""
+        total = self._cadence.total_steps
+        if checkpoint.step > total:
+            raise Damaged(
+                f"{checkpoint.path.name} is of step {checkpoint.step} and the run ends at step "
+                f"{total}: raise train.steps (or train.epochs) if it was lowered"
+            )
 
     def refuse_incomplete(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Raise Damaged for a checkpoint without a shard of every group: what is missing would keep
@@ -197,12 +216,12 @@ class CheckpointWriter:
     def load_weights(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Load weights and states alone, as nothing is trained afterwards. Raises Damaged."""
         for name, tensors in load_shard_tensors(checkpoint):
-            if self._optimizer.load_state_shard(name, tensors):
-                continue
-            try:
+            with _damage_in_words_of(checkpoint, Impossible):
+                if self._optimizer.load_state_shard(name, tensors):
+                    continue
+            with _damage_in_words_of(checkpoint):
+                _refuse_later_steps(tensors, checkpoint.step)
                 engine.load_state_shard(name, tensors)
-            except BadInput as error:
-                raise Damaged(f"{checkpoint.path.name}: {error}") from error
         self.read_bytes += checkpoint.bytes
 
     def _tell_of_threads(self, before: int) -> None:
@@ -268,12 +287,19 @@ def newest_valid(
     found = [path for path in list_checkpoints(root) if before is None or path.name < before]
     for path in found:
         try:
-            return read_checkpoint(path)
+            return _of_its_name(read_checkpoint(path))
         except Damaged as damage:
             warn(f"skipped a damaged checkpoint: {damage}")
     if found:
         raise _all_damaged(root)
     return None
+
+
+def _of_its_name(checkpoint: Checkpoint) -> Checkpoint:
+    """Return it; raise Damaged for one under the name of another step, such as a copy."""
+    if checkpoint.path.name != step_folder(checkpoint.path.parent, checkpoint.step).name:
+        raise Damaged(f"{checkpoint.path.name} holds step {checkpoint.step}")
+    return checkpoint
 
 
 def newest_resumable(
@@ -318,6 +344,22 @@ def _damage_of(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise Damaged(f"{checkpoint.path.name}: {TRAINER} is not what was written ({e})") from e
+
+
+@contextmanager
+def _damage_in_words_of(checkpoint: Checkpoint, kind: type[BadInput] = BadInput) -> Iterator[None]:
+    """Raise Damaged for what a part of the run refuses to be restored to."""
+    try:
+        yield
+    except kind as error:
+        raise Damaged(f"{checkpoint.path.name}: {error}") from error
+
+
+def _refuse_later_steps(tensors: dict[str, Tensor], last: int) -> None:
+    """Raise BadInput for a parameter that counts more updates than the run has made steps."""
+    for name, count in tensors.items():
+        if name.endswith(".step") and count.numel() == 1 and int(count) > last:
+            raise BadInput(f"its {name} is {int(count)}, after step {last}")
 
 
 def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:

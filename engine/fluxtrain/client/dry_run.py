@@ -1,4 +1,5 @@
-"""The answer of `fluxtrain dry-run --json`: three real steps beside what the plan predicted."""
+"""The answers of `fluxtrain dry-run --json`, three real steps beside what the plan predicted, and
+of `fluxtrain verify-resume --json`."""
 
 from __future__ import annotations
 
@@ -90,3 +91,23 @@ def _row(
 ) -> ComparedRow:
     error = "" if predicted is None or not measured else f"{predicted / measured - 1:+.0%}"
     return ComparedRow(name, text(predicted), text(measured), error)
+
+
+class ResumeAnswer(Answer, frozen=True, kw_only=True):
+    """A run of `steps` steps beside one that was resumed after `saved_step` in a new process."""
+
+    COMMAND: ClassVar[str] = "verify-resume"
+
+    steps: int
+    saved_step: int
+    tensors: int  # of weights, masters and moments that were compared
+    values: int  # in them
+    first_step: int | None = None  # whose loss, norm or rate differs
+    first_tensor: str | None = None  # that differs after the last step
+    difference: str | None = None  # in words
+    seconds: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Return whether the two were the same, bit for bit."""
+        return self.difference is None

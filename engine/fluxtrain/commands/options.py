@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from fluxtrain.errors import BadInput
+
+if TYPE_CHECKING:
+    from fluxtrain.config.schema import RunConfig
 
 
 def folder_of(text: str) -> Path:
@@ -23,6 +28,20 @@ def overrides_of(sets: list[str] | None, steps: int | None, device: str | None) 
     if device is not None:
         overrides.append(f"placement.device={device}")
     return overrides
+
+
+def chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
+    """Read the configuration that a command names; None where it names none."""
+    from fluxtrain.commands.paths import refuse_missing_paths
+    from fluxtrain.config.schema import config_of, demo_config, load_config
+
+    if demo and path is not None:
+        raise BadInput(f"--demo and {path} were both given: leave one out")
+    unnamed = demo_config if demo else config_of
+    chosen = load_config(path, overrides) if path is not None else unnamed(overrides)
+    if chosen is not None:
+        refuse_missing_paths(chosen)
+    return chosen
 
 
 Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
@@ -44,6 +63,13 @@ TraceFile = Annotated[
     Path | None,
     typer.Option(
         "--trace", metavar="FILE", help="at the end, a Perfetto trace of its last 256 steps"
+    ),
+]
+
+DiskWaitMinutes = Annotated[
+    float,
+    typer.Option(
+        "--disk-wait", metavar="MINUTES", min=0.0, help="how long a full disk is waited for"
     ),
 ]
 

@@ -127,7 +127,8 @@ class BatchSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a cursor; the batch size may differ.
 
-        Raises BadInput when the cursor belongs to other data or to another seed.
+        Raises BadInput when the cursor belongs to other data or to another seed, and ValueError for
+        a position that these rows do not have.
         """
         if state["fingerprint"] != self._fingerprint:
             raise BadInput(
@@ -140,7 +141,12 @@ class BatchSource:
                 f"the checkpoint's order of rows has seed {state['seed']} and this run has "
                 f"{self.seed}: use the same seed, or start a new run"
             )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < len(self.rows):
+            raise ValueError(
+                f"the position is row {position} of epoch {epoch}, and there are {len(self.rows)}"
+            )
+        self._epoch, self._position = epoch, position
         self._order = _RowOrder(self.rows, self.seed, self._epoch)
         self._ready = []
 

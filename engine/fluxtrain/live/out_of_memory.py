@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.runtime.context import Context
 
 _GPU = re.compile(r"\bGPU (\d+)\b")
 
@@ -16,14 +16,13 @@ def gpu_of(error: BaseException) -> int | None:
     return None if found is None else int(found[1])
 
 
-def out_of_memory(
-    placement: Placement, chunk_rows: int, step: int, error: BaseException, last: str
-) -> DoesNotFit:
+def out_of_memory(context: Context, step: int, error: BaseException, last: str) -> DoesNotFit:
     """Return the end of a run that has nothing left to give up in the step after `step`, with what
     helps; `last` says which checkpoint there is."""
+    chunk_rows = context.chunk_rows
     cures = (
         "set a smaller placement.chunk_rows" if chunk_rows > 1 else "",
-        "set placement.offload=max" if placement.offload != "max" else "",
+        "set placement.offload=max" if context.plan.offload != "max" else "",
         "shorten data.sequence_length",
         "or close other programs on the GPU",
     )

@@ -145,6 +145,7 @@ def _engine_step(optimizer: Optimizer, entries: Entries) -> None:
     contexts = _contexts(entries)
     refuse_broken_step(contexts)
     for context in contexts:
+        context.settle_skipped()
         if context.loss_scale is not None:
             context.loss_scale.take_back_skipped()
     own = [context for context in contexts if own_step(context, optimizer)]
@@ -230,7 +231,7 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
             in_backward.end()
         context.graphs.end_step()
         _clip_others(context, {id(o.member) for o, _, _ in entries}, norm)
-        context.norm = None
+        context.norm, context.norm_before = None, context.norm
         context.counters.step += 1
         context.begin_next_step()
     for context in contexts:  # after all are submitted, because a refused update raises here

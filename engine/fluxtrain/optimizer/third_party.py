@@ -21,6 +21,7 @@ from fluxtrain.gradients.views import round_stored, stored
 from fluxtrain.guards.writes import check_writes
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
+from fluxtrain.optimizer.plausible import Impossible, refuse_impossible_optimizer
 from fluxtrain.runtime.parameter import owner_of
 
 if TYPE_CHECKING:
@@ -110,14 +111,18 @@ class ThirdPartyOptimizer:
         return (SHARD,)
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:
-        """Load the shards of `state_shards`. Raises BadInput for the state of another optimizer."""
+        """Load the shards of `state_shards`. Raises BadInput for the state of another optimizer,
+        Impossible for values that none has."""
         if name != SHARD:
             return False
         try:
             file = io.BytesIO(tensors["state_dict"].numpy().tobytes())
             state = torch.load(file, map_location="cpu", weights_only=True)
+            refuse_impossible_optimizer(state)
             self.inner.load_state_dict(state)
-        except (KeyError, ValueError, RuntimeError, UnpicklingError) as error:
+        except Impossible:
+            raise
+        except (KeyError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
             raise BadInput(
                 f"the checkpoint's optimizer state cannot be used ({str(error).splitlines()[0]}): "
                 "resume with the train.optimizer and the package that it was made with"

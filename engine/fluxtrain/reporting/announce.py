@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fluxtrain.errors import NoSpace
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import (
     Event,
@@ -24,19 +25,35 @@ class Announcer:
         self._listeners: list[Callable[[Event], None]] = []
         self._phase: RunPhase = "starting"
         self._step = 0
+        self._rewrite: Callable[[Callable[[], None]], None] | None = None
+
+    @property
+    def current_phase(self) -> RunPhase:
+        """Return the phase that was reported last."""
+        return self._phase
+
+    def rewrites_with(self, rewrite: Callable[[Callable[[], None]], None]) -> None:
+        """Let `rewrite` repeat the writing of an event that the journal's full disk refused."""
+        self._rewrite = rewrite
 
     def also_tell(self, listener: Callable[[Event], None]) -> None:
         """Give all events from now on to `listener` too, which must neither block nor raise."""
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
-        """Write a lifecycle event. Raises NoSpace once when the journal's disk is full."""
+        """Write a lifecycle event. Raises NoSpace once when the journal's disk is full, after what
+        `rewrites_with` was given did not help."""
         if isinstance(event, StepFinished):
             self._step = event.step
         self._show(event)
         for listener in self._listeners:
             listener(event)
-        self._emitter.emit(event)
+        try:
+            self._emitter.emit(event)
+        except NoSpace:
+            if self._rewrite is None:
+                raise
+            self._rewrite(lambda: self._emitter.journal_again(event))
 
     def gauge(self, event: Event) -> None:
         """Write a sample; never shown on the console, never raises for a full disk."""

@@ -159,6 +159,9 @@ _QUANTITIES = {
 
 def _step(event: Event) -> str:
     assert isinstance(event, StepFinished)
+    if event.left_out and event.loss_scale is None:
+        told = f"step {event.step}/{event.total_steps}  loss {loss_text(event.loss)}"
+        return f"{told}  skipped: its gradients are not finite"
     if event.left_out:
         return (
             f"step {event.step}/{event.total_steps}  loss {loss_text(event.loss)}  left out: "

@@ -82,6 +82,7 @@ class Context:
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.graphs = Graphs()
         self.norm: GradNorm | None = None  # asked for since the last step
+        self.norm_before: GradNorm | None = None  # of the last step
         self.step_in_backward: UpdatesInBackward | None = None  # the step under way, if it is one
         self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
         self.thread = 0  # of the last forward
@@ -116,6 +117,13 @@ class Context:
         self.updates.wait()
         if self.loss_scale is not None:
             self.loss_scale.take_back_skipped()
+
+    def settle_skipped(self) -> None:
+        """Wait for the last step if it may have been skipped, before the next one is counted: a
+        skipped step is no step of its parameters."""
+        norm, self.norm_before = self.norm_before, None
+        if norm is not None and norm.skips and norm.refuses():
+            self.flush()
 
     @property
     def partly_updated(self) -> bool:

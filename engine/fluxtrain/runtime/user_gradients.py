@@ -81,18 +81,24 @@ def norm_of(context: Context, group: Group, member: Member) -> Tensor:
 
 def norm_parts(context: Context) -> list[Tensor]:
     """List 2-norms (scalars or vectors) whose squares add up to the square of the global norm."""
-    parts: list[Tensor] = []
+    return [part for _, part in named_norm_parts(context)]
+
+
+def named_norm_parts(context: Context) -> list[tuple[str, Tensor]]:
+    """List the same with the names of their groups, in the order of the forward pass."""
+    parts: list[tuple[str, Tensor]] = []
     for group in context.groups:
         members = [m for m in group.members if m.has_gradient]
         arrival = context.gradients_of(group).host.arrivals.get(group)
         whole = arrival.norms if arrival is not None and arrival.is_of(members) else None
         if whole is not None and all(m.gradient_scale == 1.0 for m in members):
-            parts.append(whole)
+            parts.append((group.name, whole))
         else:
-            parts += [norm_of(context, group, m) for m in members]
+            parts += [(group.name, norm_of(context, group, m)) for m in members]
     for parameter in context.loose:
         if parameter.grad is not None:
-            parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+            norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+            parts.append(("a parameter outside of all blocks", norm))
     return parts
 
 

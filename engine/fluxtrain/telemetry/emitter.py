@@ -79,6 +79,16 @@ class Emitter:
             finally:
                 self._emitting = False
 
+    def journal_again(self, event: Event) -> None:
+        """Write to the journal alone an event that `emit` raised for. Raises as `emit` did."""
+        with self._lock:
+            if self._closed:
+                return
+            failure = self._append(self._stamp(event, self._clock(), self._seq + 1))
+            if failure is not None:
+                raise failure
+            self._seq += 1
+
     def close(self) -> None:
         """Write to the pipe what it has room for, then close the journal and the pipe."""
         with self._lock:

@@ -19,6 +19,7 @@ RunPhase = Literal[
     "evaluating",
     "saving",
     "stopping",
+    "no space",
     "finished",
     "failed",
 ]

@@ -149,7 +149,7 @@ class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
     eta_s: float | None = None
     eta_spread_s: float | None = None  # plus or minus, from the spread of recent steps
     loss_scale: float | None = None  # of fp16: what the loss was multiplied by
-    left_out: bool = False  # its fp16 gradients overflowed: no weight was changed
+    left_out: bool = False  # its gradients are not finite: no weight was changed
 
 
 class CardMemory(msgspec.Struct, frozen=True, kw_only=True):

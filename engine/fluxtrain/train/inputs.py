@@ -43,11 +43,13 @@ def load_inputs(
     fits: Callable[[PreTrainedModel, Copied], None] | None = None,
     capability: Capability | None = None,
     tell: Callable[[str], None] | None = None,
+    waits: Callable[[Callable[[], PreparedData]], PreparedData] = lambda prepare: prepare(),
 ) -> Inputs:
     """Read model and data.
 
     `fits` is called before the weights are read. `capability` is the compute capability of the
-    card, None without one; `tell` is called with the progress of the data.
+    card, None without one; `tell` is called with the progress of the data. `waits`
+    prepares the data once more where the disk of its cache was full.
 
     Raises:
         DoesNotFit: from `fits`.
@@ -67,7 +69,9 @@ def load_inputs(
         packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
     )
     use_template(loaded.tokenizer, config.data.chat_template)
-    data = prepared_data(config, loaded, loaded.tokenizer, config.data.row_tokens, tell)
+    data = waits(
+        lambda: prepared_data(config, loaded, loaded.tokenizer, config.data.row_tokens, tell)
+    )
     prompt, talks = _prompt(config.data.path, data)
     return Inputs(loaded=loaded, data=data, prompt=prompt, talks=talks)
 

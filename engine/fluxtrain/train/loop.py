@@ -26,9 +26,9 @@ from fluxtrain.telemetry.events import RunPhase, StepFinished
 from fluxtrain.trace.step_clock import StepClock
 from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.evaluate import Evaluation, evaluate, evaluation_event
-from fluxtrain.train.queued_step import Computed, QueuedStep
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.samples import Samples
+from fluxtrain.train.step_outcome import Computed, QueuedStep, Refusals
 from fluxtrain.wrapping.engine import engine_of
 
 
@@ -76,6 +76,14 @@ class TrainingLoop(Generic[B]):
         self._announcer = announcer
         self._requests = requests
         self._changes = changes
+        self._refusals = Refusals(
+            model,
+            task.objective,
+            announcer,
+            state,
+            checkpoints.last_text,
+            settings.total_steps,
+        )
         self._progress = Progress()
         self._queued: QueuedStep | None = None  # its numbers are read once the next step is queued
         self._clock_before: StepClock | None = None  # of the step before the queued one
@@ -88,7 +96,7 @@ class TrainingLoop(Generic[B]):
 
         Raises:
             Interrupted: a stop was requested; the checkpoint is written.
-            Diverged: loss or norm is not finite; the update was refused.
+            Diverged: loss or norm were not finite in several steps; their updates were skipped.
             NoSpace: a checkpoint or the journal could not be written.
             DoesNotFit: device memory ran out, and no setting is left that would take less.
         """
@@ -214,10 +222,11 @@ class TrainingLoop(Generic[B]):
             except Diverged as error:  # an update in the backward pass refused the loss
                 seen = f"the loss is {losses[-1]:g} at step {self._step_number + 1}"
                 seen += f" (learning rate {rate:.3g})"
-                raise Diverged(self._divergence(seen, "was not applied")) from error
+                raise Diverged(self._refusals.divergence(seen, "was not applied")) from error
             del loss  # or its graph would live until the end of the next forward pass
             clock.ends("backward")
         norm = self._engine.clip_grad_norm(limit, losses)
+        norm.skips = not in_backward
         clock.ends("backward")
         return QueuedStep(
             number=self._step_number + 1,
@@ -227,28 +236,35 @@ class TrainingLoop(Generic[B]):
             in_backward=in_backward,
             norm=norm,
             clock=clock,
+            batches=batches,
         )
 
     def _report_queued(self) -> None:
         """Read and report the numbers of the queued step.
 
         Raises:
-            Diverged: they are not finite; the update was refused too.
+            Diverged: too many in a row are not finite; their updates were skipped.
         """
         queued, self._queued = self._queued, None
         if queued is None:
             return
         computed = queued.read()
-        if not computed.is_finite and not computed.left_out:
-            raise Diverged(self._divergence_of(queued, computed))
-        self._report(queued, computed)
+        skipped = not computed.is_finite and not computed.left_out
+        if skipped:
+            self._refusals.skip(queued, computed)
+        else:
+            self.state.skipped_in_a_row = 0
+        self._report(queued, computed, left_out=skipped or computed.left_out)
 
-    def _report(self, queued: QueuedStep, computed: Computed) -> None:
+    def _report(self, queued: QueuedStep, computed: Computed, *, left_out: bool) -> None:
         stalls = self._engine.take_stalls()
         step_s, phases = queued.clock.finish(self._clock_before)
         self._clock_before = queued.clock
         self.steps_s.append(step_s)
         self.state.step_done(computed.loss, queued.tokens, step_s)
+        if not math.isfinite(computed.loss):  # a warning tells of the step
+            self._announcer.at_step(self.state.step)
+            return
         eta_s, spread_s = self._progress.eta(self._settings.total_steps - self.state.step)
         finished = StepFinished(
             step=self.state.step,
@@ -256,7 +272,7 @@ class TrainingLoop(Generic[B]):
             epoch=queued.epoch,
             loss=computed.loss,
             learning_rate=queued.learning_rate,
-            grad_norm=None if computed.left_out else computed.norm,
+            grad_norm=None if left_out else computed.norm,
             tokens=queued.tokens,
             total_tokens=self.state.total_tokens,
             step_s=step_s,
@@ -266,7 +282,7 @@ class TrainingLoop(Generic[B]):
             eta_s=eta_s,
             eta_spread_s=spread_s,
             loss_scale=computed.loss_scale,
-            left_out=computed.left_out,
+            left_out=left_out,
         )
         self._announcer.emit(finished)
         self._changes.step_took(finished)
@@ -279,6 +295,8 @@ class TrainingLoop(Generic[B]):
             self._report_queued()
         if evaluates:
             self.evaluate()
+        if self._refusals.under_way and self._goes_on():
+            saves = False  # the last good checkpoint stays the last one
         if saves or (evaluates and self._evaluation_asks_for_checkpoint()):
             self._checkpoint()
         if samples:
@@ -370,31 +388,12 @@ class TrainingLoop(Generic[B]):
                 group["lr"] = rate
         return rate
 
-    def _divergence_of(self, queued: QueuedStep, computed: Computed) -> str:
-        in_part = queued.in_backward and math.isfinite(computed.loss)
-        text = self._divergence(
-            f"the loss is {computed.loss:g} and the gradient norm {computed.norm:g} at step "
-            f"{queued.number} (learning rate {queued.learning_rate:.3g})",
-            "was applied in part" if in_part else "was not applied",
-        )
-        scaled = computed.loss_scale is not None
-        return text + (", or use model.dtype=float32: fp16 ends at 65504" if scaled else "")
-
-    def _divergence(self, seen: str, applied: str) -> str:
-        return (
-            f"{seen}: this update {applied}; {self._checkpoints.last_text()}; lower "
-            "train.learning_rate, lengthen train.warmup_steps, or look for broken rows in the data"
-        )
-
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> DoesNotFit:
-        plan, rows, last = self._engine.plan, self._engine.chunk_rows, self._checkpoints.last_text()
-        return out_of_memory(plan, rows, self._step_number, error, last)
+        return out_of_memory(self._engine, self._step_number, error, self._checkpoints.last_text())
 
     def _make_room(self, error: torch.OutOfMemoryError, lost_s: float, what: str) -> None:
         given_up = self._changes.make_room(self._step_number, lost_s, gpu_of(error))
         if given_up is None:
             raise self._out_of_memory(error) from error
-        self._announcer.warn(
-            f"device memory ran out at step {self._step_number + 1}: {what} is done again with "
-            f"{given_up}"
-        )
+        ran_out = f"device memory ran out at step {self._step_number + 1}"
+        self._announcer.warn(f"{ran_out}: {what} is done again with {given_up}")

@@ -66,11 +66,12 @@ def train(
     json: bool = False,
     kind: type[Run] | None = None,
     opened: Callable[[Path], None] = lambda _: None,
+    disk_wait_s: float = 0.0,
 ) -> None:
     """Train as `config` says in the directory of `target`; return when the model is exported.
 
     `kind` is another class of run, such as one that writes no checkpoint. `opened` is called with
-    the run directory once this process holds its lock.
+    the run directory once this process holds its lock. A full disk is waited for `disk_wait_s`.
 
     Raises:
         FluxTrainError: with the exit code; the run directory holds the record of it.
@@ -79,7 +80,8 @@ def train(
     fix_threads()
     machine = read_machine()
     limit = machine.memory_total_bytes
-    with Session(target.run_dir, live_fd=live_fd, json=json, host_limit_bytes=limit) as session:
+    open_session = partial(Session, target.run_dir, host_limit_bytes=limit)
+    with open_session(live_fd=live_fd, json=json, disk_wait_s=disk_wait_s) as session:
         session.trusts_code = config.model.trust_remote_code
         opened(target.run_dir.path)
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
@@ -96,7 +98,8 @@ def train(
         seed_everything(config.train.seed)
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
         tell = partial(session.announcer.phase, "loading")
-        inputs = load_inputs(config, fits, card_capability(device.value), tell)
+        waits = session.disk.until_written
+        inputs = load_inputs(config, fits, card_capability(device.value), tell, waits)
         inputs = replace(inputs, choices=chosen)
         for line in told_of(inputs, whole=config.method.name == "full"):
             session.announcer.warn(line)
@@ -233,6 +236,7 @@ class Run:
             fingerprint(config, self.model, self.batch_rows, self._inputs.loaded.base_key),
             optimizer,
             needs_best=config.train.final_model == "best",
+            disk=session.disk,
         )
 
     def announce(self, hello: Hello) -> None:
@@ -261,7 +265,8 @@ class Run:
             wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
         )
         self._keep_others_files()
-        self._method.save(loaded, self._config.method, session.run_dir.model)
+        save = partial(self._method.save, loaded, self._config.method, session.run_dir.model)
+        session.disk.until_written(save)
         with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
             note_model(session.run_dir)
         session.model_path = str(session.run_dir.model)

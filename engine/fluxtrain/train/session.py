@@ -26,6 +26,7 @@ from fluxtrain.errors import (
 from fluxtrain.hardware.cards.failed import device_failure
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.console import JsonConsole, PlainConsole, to_standard_output
+from fluxtrain.reporting.disk_wait import DiskWait
 from fluxtrain.reporting.failures import as_told
 from fluxtrain.reporting.gauges import GaugeThread
 from fluxtrain.reporting.host_room import HostRoom
@@ -53,6 +54,7 @@ class Session:
         live_fd: int | None = None,
         json: bool = False,
         host_limit_bytes: int | None = None,
+        disk_wait_s: float = 0.0,
     ) -> None:
         self.run_dir = run_dir
         self.trusts_code = False  # the user has said that the model's own code may run
@@ -72,6 +74,9 @@ class Session:
         self.announcer = Announcer(self._emitter, show)
         self._log.tell(self.announcer.warn)
         self.requests = Requests()
+        self.disk = DiskWait(
+            disk_wait_s, self.announcer, lambda: self.requests.stop_code is not None
+        )
         self.signals = Signals(self.requests, self._at_once)
         self._control = ControlServer(run_dir.socket, self._answer)
         self._commands_told = Allowance(COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE)

@@ -68,7 +68,9 @@ class LossScale:
         """Load the result of `state_dict`. Raises BadInput for anything else."""
         try:
             scale, good = float(state["scale"]), int(state["good_steps"])
-        except (KeyError, TypeError, ValueError):
+            if not (LEAST <= scale <= _MOST and good >= 0):
+                raise ValueError
+        except (KeyError, OverflowError, TypeError, ValueError):
             raise BadInput(f"the loss scale {state!r} of a checkpoint cannot be read") from None
         self.value = torch.full_like(self.value, scale)
         self._good = torch.full_like(self._good, good)

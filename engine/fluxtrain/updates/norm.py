@@ -20,7 +20,7 @@ class GradNorm:
     `losses` (scalars) are downloaded with it. With a limit or losses it guards the update: if the
     norm or a loss is not finite, the scale is NaN, and nothing is updated. `loss_scale` (0-d fp32
     on the device): the factor of the losses in the backward pass; norm and scale divide by it, so
-    that no pass over the gradients is needed.
+    that no pass over the gradients is needed. `names`: the groups of the parts, in forward order.
     """
 
     def __init__(
@@ -30,14 +30,19 @@ class GradNorm:
         max_norm: float | None,
         losses: Sequence[Tensor] = (),
         loss_scale: Tensor | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.max_norm = max_norm
+        self.skips = False  # a refused step is skipped in silence, and the trainer counts it
+        self._names = names
         self.scaled = loss_scale is not None
         self.guards = max_norm is not None or bool(losses) or self.scaled
         self._losses = slice(1, 1 + len(losses))
+        self._sizes = [part.numel() for part in parts]
+        self._parts = torch.cat([part.reshape(-1) for part in parts]) if parts else None
         total = (
-            torch.linalg.vector_norm(torch.cat([p.reshape(-1) for p in parts]), dtype=torch.float32)
-            if parts
+            torch.linalg.vector_norm(self._parts, dtype=torch.float32)
+            if self._parts is not None
             else torch.zeros((), device=device.torch_device)
         )
         told = torch.stack([total, *(loss.detach().float() for loss in losses)])
@@ -53,6 +58,16 @@ class GradNorm:
         """Return the norm; waits until the backward pass has finished."""
         self._transfer.wait_host()
         return float(self._host[0])
+
+    def began_in(self) -> str | None:
+        """Name the group whose gradient was the first in the backward pass that is not finite, or
+        else the largest. Waits for the device."""
+        if self._parts is None or len(self._names) != len(self._sizes):
+            return None
+        parts = self._parts.detach().float().cpu().split(self._sizes)
+        named = list(zip(self._names, parts, strict=True))
+        broken = [name for name, part in named if not bool(torch.isfinite(part).all())]
+        return broken[-1] if broken else max(named, key=lambda each: float(each[1].norm()))[0]
 
     def losses(self) -> list[float]:
         """Return the losses, in nats a token; waits as `value` does."""

@@ -164,6 +164,10 @@ class _Step:
                 self.arrival.wait()
             if self.norm is not None and self.norm.overflowed():
                 return  # the step is skipped; `LossScale.take_back_skipped` takes back its count
+            if self.norm is not None and self.norm.skips and self.norm.refuses():
+                for member in self.stepped:
+                    member.step -= 1
+                return
             clip = _clip(self.norm)
         except BaseException:
             for member in self.stepped:  # nothing was written: this step did not happen

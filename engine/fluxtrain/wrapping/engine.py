@@ -29,7 +29,7 @@ from fluxtrain.runtime.stats import (
     memory_use,
     residency,
 )
-from fluxtrain.runtime.user_gradients import norm_parts, on_one_device
+from fluxtrain.runtime.user_gradients import named_norm_parts, on_one_device
 from fluxtrain.telemetry.events import Move
 from fluxtrain.updates.norm import GradNorm
 
@@ -53,9 +53,11 @@ class Engine(Context):
 
         `losses` are read with it; the step is skipped where the norm or a loss is not finite.
         """
-        parts = on_one_device(norm_parts(self), self.device.torch_device)
+        named = named_norm_parts(self)
+        parts = on_one_device([part for _, part in named], self.device.torch_device)
         scale = self.loss_scale.value if self.loss_scale is not None else None
-        self.norm = GradNorm(self.device, parts, max_norm, losses, scale)
+        names = [name for name, _ in named]
+        self.norm = GradNorm(self.device, parts, max_norm, losses, scale, names)
         return self.norm
 
     def begin_step_in_backward(

@@ -1,0 +1,191 @@
+"""A full disk is waited for: the run goes on when there is room, and ends with 5 when not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.errors import NoSpace
+from fluxtrain.reporting.announce import Announcer
+from fluxtrain.reporting.disk_wait import DiskWait
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.emitter import Emitter
+from fluxtrain.telemetry.journal import JournalWriter, read_events
+from tests.engine.test_resume import (
+    assert_same_run,
+    events,
+    finished,
+    running,
+    steps_done,
+    wait_for,
+)
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Clock:
+    """A clock that sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Disk:
+    """Refuses until `frees_s` on the clock."""
+
+    def __init__(self, clock: Clock, frees_s: float, error: OSError = FULL) -> None:
+        self.clock, self.frees_s, self.error, self.tries = clock, frees_s, error, 0
+
+    def write(self) -> str:
+        self.tries += 1
+        if self.clock.now_s < self.frees_s:
+            raise NoSpace("the disk is full") from self.error
+        return "written"
+
+
+def waiting(
+    limit_s: float, stopping: Callable[[], bool] = lambda: False
+) -> tuple[DiskWait, Clock, list[Any]]:
+    told: list[Any] = []
+    emitter: Any = type("Kept", (), {"emit": staticmethod(lambda event: None)})
+    clock = Clock()
+    announcer = Announcer(emitter, told.append)
+    announcer.phase("training")
+    return DiskWait(limit_s, announcer, stopping, clock=clock, sleep=clock.sleep), clock, told
+
+
+def test_room_that_comes_in_time_lets_the_run_go_on() -> None:
+    wait, clock, told = waiting(600.0)
+    disk = Disk(clock, 100.0)
+    assert wait.until_written(disk.write) == "written"
+    assert 100.0 <= clock.now_s <= 115.0 and disk.tries < 20
+    phases = [(event.phase, event.detail) for event in told]
+    assert phases[1][0] == "no space" and "waiting up to 10m" in phases[1][1]
+    assert phases[2][0] == "training" and "room again" in phases[2][1]
+
+
+def test_after_its_time_the_last_refusal_is_raised_with_code_5() -> None:
+    wait, clock, _ = waiting(600.0)
+    disk = Disk(clock, 10_000.0)
+    with pytest.raises(NoSpace, match="the disk is full; waited 10m") as raised:
+        wait.until_written(disk.write)
+    assert raised.value.exit_code == 5 and clock.now_s == 600.0
+    assert disk.tries < 60, "a checkpoint is not written anew every second"
+
+
+@pytest.mark.parametrize("case", ["off", "stop", "file size limit"])
+def test_what_waiting_cannot_cure_is_not_waited_for(case: str) -> None:
+    wait, clock, _ = waiting(0.0 if case == "off" else 600.0, lambda: case == "stop")
+    limit = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    disk = Disk(clock, 10_000.0, limit if case == "file size limit" else FULL)
+    with pytest.raises(NoSpace):
+        wait.until_written(disk.write)
+    assert clock.now_s == 0.0
+
+
+def test_an_event_that_the_journal_refused_is_in_it_once_after_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emitter = Emitter(tmp_path / "events.ndjson")
+    announcer, clock = Announcer(emitter, lambda _: None), Clock()
+    DiskWait(60.0, announcer, lambda: False, clock=clock, sleep=clock.sleep)
+    real = JournalWriter.append
+
+    def append(self: JournalWriter, frame: bytes) -> None:
+        if 0.0 < clock.now_s + 1e-9 < 5.0:
+            raise NoSpace("full") from FULL
+        real(self, frame)
+
+    announcer.warn("before")
+    monkeypatch.setattr(JournalWriter, "append", append)
+    announcer.warn("refused")
+    announcer.warn("after")
+    emitter.close()
+    told = list(read_events(tmp_path / "events.ndjson"))
+    assert [e.text for e in told if isinstance(e, ev.LogWritten)] == ["before", "refused", "after"]
+    assert [e.seq for e in told] == list(range(1, len(told) + 1)), "no gap"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB, with real ENOSPC; skips where none can be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill_once_it_trains(run_dir: Path, leave: int) -> Path:
+    """Take all room but `leave` bytes when the first checkpoint is there."""
+    wait_for(lambda: bool(list_checkpoints(run_dir / "checkpoints")))
+    disk = run_dir.parent
+    room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    filler = disk / "filler"
+    with suppress(OSError):  # the run wrote meanwhile
+        filler.write_bytes(b"x" * max(0, room - leave))
+    return filler
+
+
+def waits_for_room(run_dir: Path) -> bool:
+    """Whether the journal says so, or is full itself: nothing came for a second."""
+    before = (run_dir / "events.ndjson").stat().st_size
+    if any(event.phase == "no space" for event in events(run_dir, ev.PhaseChanged)):
+        return True
+    time.sleep(1.0)
+    return (run_dir / "events.ndjson").stat().st_size == before
+
+
+@pytest.mark.parametrize("leave", [150_000, 0], ids=["checkpoint", "journal"])
+def test_a_run_on_a_disk_that_fills_up_goes_on_bit_for_bit_once_there_is_room(
+    run_config: Callable[..., Path], tmp_path: Path, small_disk: Path, leave: int
+) -> None:
+    config = run_config(train__steps=80, train__checkpoint_every=8, train__evaluate_every="end")
+    assert finished("train", config, "--run-dir", tmp_path / "whole") == 0
+    run_dir = small_disk / "run"
+    with running("train", config, "--run-dir", run_dir) as process:
+        filler = fill_once_it_trains(run_dir, leave)
+        wait_for(lambda: waits_for_room(run_dir) or not process.is_alive())
+        assert process.is_alive()
+        assert [read_checkpoint(path) for path in list_checkpoints(run_dir / "checkpoints")]
+        filler.unlink()
+        process.join(120)
+        assert process.exitcode == 0
+    assert_same_run(tmp_path / "whole", run_dir)
+    assert sorted(step.step for step in events(run_dir, ev.StepFinished)) == list(range(1, 81))
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_5_and_its_last_checkpoint(
+    run_config: Callable[..., Path], small_disk: Path
+) -> None:
+    config = run_config(train__steps=80, train__checkpoint_every=8, train__evaluate_every="end")
+    run_dir = small_disk / "run"
+    wait = ["--disk-wait", "0.02"]  # 1.2 s
+    with running("train", config, "--run-dir", run_dir, *wait) as process:
+        filler = fill_once_it_trains(run_dir, 150_000)
+        process.join(120)
+        assert process.exitcode == 5
+    assert [read_checkpoint(path) for path in list_checkpoints(run_dir / "checkpoints")]
+    assert not list((run_dir / "checkpoints").glob(".writing-*"))
+    told = events(run_dir, ev.Failed)[-1].message
+    assert "waited" in told and "the last good checkpoint is" in told
+    filler.unlink()
+    assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
+    assert steps_done(run_dir) >= 80

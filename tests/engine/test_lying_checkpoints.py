@@ -1,0 +1,320 @@
+"""A checkpoint that lies is refused in words, and the one before it is taken.
+
+Flipped bits are told by the hashes; values that cannot be, sealed again, by the values alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+import fluxtrain
+from fluxtrain.checkpoint.checkpoint import list_checkpoints
+from fluxtrain.checkpoint.writer import newest_resumable
+from fluxtrain.data.batches import BatchSource
+from fluxtrain.errors import BadInput
+from fluxtrain.optimizer.plausible import Impossible, refuse_impossible_optimizer
+from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.conftest import EXPLORES
+from tests.engine.test_checkpoint_writer import (
+    FakeData,
+    FakeEngine,
+    state_at,
+    writer,
+)
+from tests.engine.test_foreign_checkpoints import NEWEST, listed_again, resumed, two_checkpoints
+
+FLIPS = 5_000 if EXPLORES else 150
+
+
+# --- flipped bits ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pristine")
+    two_checkpoints(root)
+    return root
+
+
+@given(data=st.data())
+@settings(max_examples=FLIPS)
+def test_a_flipped_bit_anywhere_costs_the_checkpoint_and_no_more(
+    pristine: Path, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "checkpoints"
+        shutil.copytree(pristine, root)
+        path = data.draw(st.sampled_from(sorted((root / NEWEST).iterdir())))
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            bit = data.draw(st.integers(0, 8 * len(content) - 1))
+            content[bit // 8] ^= 1 << bit % 8
+        harmed = bytes(content) != path.read_bytes()
+        path.write_bytes(content)
+        step, engine, warnings = resumed(root)
+        assert step == (5 if harmed else 10)
+        for name, tensors in FakeEngine(step).shards.items():
+            assert torch.equal(engine.shards[name]["w"], tensors["w"])
+        assert any(NEWEST in text and "damaged" in text for text in warnings) is harmed
+
+
+def test_a_copy_beside_the_checkpoints_is_none_of_them(pristine: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    shutil.copytree(pristine, root)
+    shutil.copytree(root / "step-00000005", root / "step-00000099")
+    shutil.copytree(root / "step-00000005", root / "step-before")
+    step, _, warnings = resumed(root)
+    assert step == 10
+    assert warnings == ["skipped a damaged checkpoint: step-00000099 holds step 5"]
+    assert list_checkpoints(root)[0].name == "step-00000099"
+
+
+# --- values that cannot be, under a right seal ----------------------------------------------------
+
+
+def trained(tiny: Any, dtype: torch.dtype, states: str) -> Iterator[Engine]:
+    """Yield the engine of a model after each of two steps."""
+    model = fluxtrain.wrap(tiny("llama", dtype, vocab_size=512), states=states)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(32).reshape(2, 16)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield engine_of(model)
+
+
+def shard_of(path: Path, key: str) -> tuple[Path, str]:
+    """Find the file of a checkpoint with a tensor of this kind, and the tensor's name."""
+    for file in sorted(path.glob("shard-*")):
+        for name in sorted(load_file(file)):
+            if name.endswith(f".{key}"):
+                return file, name
+    raise AssertionError(f"no {key} in {path}")
+
+
+def put(path: Path, key: str, value: float) -> None:
+    """Put a value into a tensor of a checkpoint, and seal it again."""
+    file, name = shard_of(path, key)
+    tensors = {each: tensor.clone() for each, tensor in load_file(file).items()}
+    tensors[name].view(-1)[-1] = value
+    listed_again(path, file.name, save(tensors))
+
+
+TENSORS = [
+    ("float32", "fp32", "weight_bits", math.nan, "not finite"),
+    ("bfloat16", "fp32", "weight_bits", math.inf, "not finite"),
+    ("float16", "fp32", "master", -math.inf, "not finite"),
+    ("float32", "fp32", "m", math.nan, "not finite"),
+    ("float32", "fp32", "v", math.inf, "not finite"),
+    ("bfloat16", "fp32", "v", -1e-12, "never negative"),
+    ("bfloat16", "bf16", "m_bf16", math.nan, "not finite"),
+    ("bfloat16", "bf16", "v_bf16", -1.0, "never negative"),
+    ("bfloat16", "8bit", "m_scales", math.nan, "not finite"),
+    ("bfloat16", "8bit", "v_scales", -1.0, "never negative"),
+    ("float32", "fp32", "step", 7, "after step 2"),
+    ("float32", "fp32", "step", -1, "no number of steps"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "states", "key", "value", "words"), TENSORS)
+@pytest.mark.thinned(8)
+def test_a_tensor_that_no_step_leaves_behind_is_refused_for_the_one_before(
+    tiny: Any, tmp_path: Path, dtype: str, states: str, key: str, value: float, words: str
+) -> None:
+    made, _ = writer(tmp_path)
+    kind = getattr(torch, dtype)
+    expected: list[dict[str, Tensor]] = []
+    for number, engine in enumerate(trained(tiny, kind, states), 1):
+        made.write(state_at(number), engine, FakeData())
+        held = {f"{n}.{k}": t.clone() for n, s in engine.state_shards() for k, t in s.items()}
+        expected.append(held)
+    put(tmp_path / "step-00000002", key, value)
+    again, told = writer(tmp_path)
+    *_, engine = trained(tiny, kind, states)
+    found = newest_resumable(tmp_path, print)
+    assert found is not None and found.step == 2, "its seal is right"
+    assert again.resume(found, engine, FakeData()).step == 1
+    now = {f"{n}.{k}": t for n, shard in engine.state_shards() for k, t in shard.items()}
+    assert all(torch.equal(now[name], tensor) for name, tensor in expected[0].items())
+    said = [event.text for event in told.events]
+    assert any("step-00000002" in text and key in text and words in text for text in said), said
+    assert "took the checkpoint before it: step-00000001" in said
+
+
+def test_what_is_not_finite_in_the_model_itself_is_no_lie(tiny: Any, tmp_path: Path) -> None:
+    def model() -> Engine:
+        made = tiny("llama")
+        made.model.embed_tokens.weight.data[-1] = math.nan  # a row that no token looks up
+        engine = engine_of(fluxtrain.wrap(made))
+        engine.chunk_rows = 1
+        return engine
+
+    made, _ = writer(tmp_path)
+    written = made.write(state_at(1), model(), FakeData())
+    assert made.restore(written, model(), FakeData()).step == 1
+    other = engine_of(fluxtrain.wrap(tiny("llama")))
+    with pytest.raises(BadInput, match="not finite"):
+        made.restore(written, other, FakeData())
+
+
+STATES: list[tuple[str, Any, str]] = [
+    ("losses", [math.nan], "not finite"),
+    ("losses", [1.0] * 30, "more losses than steps"),
+    ("trained_s", -1.0, "below zero"),
+    ("trained_s", math.inf, "not finite"),
+    ("total_tokens", -5, "below zero"),
+    ("best_step", 99, "after its last step, 10"),
+    ("best_loss", 1.0, "without its step"),
+    ("stale_evaluations", -1, "below zero"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), STATES)
+def test_a_progress_that_no_run_has_is_refused_for_the_one_before(
+    tmp_path: Path, key: str, value: Any, words: str
+) -> None:
+    two_checkpoints(tmp_path)
+    content = json.loads((tmp_path / NEWEST / "trainer.json").read_text())
+    content["run"][key] = value
+    listed_again(tmp_path / NEWEST, "trainer.json", json.dumps(content).encode())
+    step, _, warnings = resumed(tmp_path)
+    assert step == 5
+    assert any(NEWEST in text and words in text for text in warnings), warnings
+
+
+@pytest.mark.parametrize("position", [625, -1, 10**6])
+def test_a_generator_beyond_its_words_is_refused_and_never_read(
+    tmp_path: Path, position: int
+) -> None:
+    two_checkpoints(tmp_path)
+    content = json.loads((tmp_path / NEWEST / "trainer.json").read_text())
+    content["random"]["numpy"][2] = position
+    listed_again(tmp_path / NEWEST, "trainer.json", json.dumps(content).encode())
+    step, _, warnings = resumed(tmp_path)
+    assert step == 5
+    assert any(f"at word {position}" in text for text in warnings), warnings
+
+
+def test_a_step_beyond_the_end_of_the_run_is_refused_with_the_cure(tmp_path: Path) -> None:
+    made, _ = writer(tmp_path)
+    for step in (20, 25):
+        made.write(state_at(step), FakeEngine(step), FakeData())
+    step, _, warnings = resumed(tmp_path)
+    assert step == 20
+    assert any("is of step 25 and the run ends at step 20: raise" in text for text in warnings)
+
+
+class FakeRows:
+    """Seven rows, as far as a cursor asks."""
+
+    packed, sequence_length = True, 8
+
+    def __len__(self) -> int:
+        return 7
+
+    def fingerprint(self) -> str:
+        return "seven"
+
+
+@pytest.mark.parametrize(
+    ("moved", "whole"),
+    [
+        ({}, True),
+        ({"position": 6}, True),
+        ({"position": 7}, False),
+        ({"position": -1}, False),
+        ({"epoch": -1}, False),
+        ({"position": math.nan}, False),
+        ({"position": None}, False),
+    ],
+)
+def test_a_cursor_beyond_the_data_is_refused_for_the_one_before(
+    tmp_path: Path, moved: dict[str, Any], whole: bool
+) -> None:
+    rows: Any = FakeRows()
+    made, _ = writer(tmp_path)
+    for step in (5, 10):
+        source = BatchSource(rows, batch_rows=1)
+        source._position = step % 7
+        made.write(state_at(step), FakeEngine(step), source)
+    content = json.loads((tmp_path / NEWEST / "trainer.json").read_text())
+    content["data"] |= moved
+    listed_again(tmp_path / NEWEST, "trainer.json", json.dumps(content).encode())
+    again, _ = writer(tmp_path)
+    found = newest_resumable(tmp_path, print)
+    assert found is not None
+    source = BatchSource(rows, batch_rows=1)
+    engine: Any = FakeEngine(99)
+    assert again.resume(found, engine, source).step == (10 if whole else 5)
+    expected = moved.get("position", 3) if whole else 5
+    assert source.state_dict()["position"] == expected
+
+
+class FakeScale:
+    """What a checkpoint asks of a loss scale."""
+
+    def __init__(self) -> None:
+        from fluxtrain.updates.loss_scale import LossScale
+
+        self._real = LossScale(torch.device("cpu"))
+        self.state_dict, self.load_state_dict = self._real.state_dict, self._real.load_state_dict
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -2.0, 1e30])
+def test_a_loss_scale_that_cannot_be_is_refused_for_the_one_before(
+    tmp_path: Path, scale: float
+) -> None:
+    made, _ = writer(tmp_path)
+    engine: Any = FakeEngine(1)
+    engine.loss_scale = FakeScale()
+    for step in (5, 10):
+        made.write(state_at(step), engine, FakeData())
+    content = json.loads((tmp_path / NEWEST / "trainer.json").read_text())
+    content["loss_scale"]["scale"] = scale
+    listed_again(tmp_path / NEWEST, "trainer.json", json.dumps(content).encode())
+    again, told = writer(tmp_path)
+    found = newest_resumable(tmp_path, print)
+    assert found is not None
+    assert again.resume(found, engine, FakeData()).step == 5
+    assert any("loss scale" in event.text for event in told.events)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"param_groups": [{"lr": math.nan}]}, "learning rate of group 0 is nan"),
+        ({"param_groups": [{"lr": 1e-3}, {"lr": -1.0}]}, "learning rate of group 1 is -1"),
+        ({"state": {3: {"exp_avg": torch.tensor([math.inf])}}}, "exp_avg.* of parameter 3"),
+        ({"state": {3: {"exp_avg_sq": torch.tensor([-1.0])}}}, "never negative"),
+    ],
+)
+def test_another_packages_optimizer_is_looked_at_too(state: dict[str, Any], words: str) -> None:
+    with pytest.raises(Impossible, match=words):
+        refuse_impossible_optimizer(state)
+    fine = {"state": {0: {"exp_avg": torch.tensor([-1.0]), "step": 3}}}
+    refuse_impossible_optimizer({"param_groups": [{"lr": 0.0}], **fine})
+
+
+def test_where_all_lie_the_run_is_refused_with_code_2(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    for path in list_checkpoints(tmp_path):
+        content = json.loads((path / "trainer.json").read_text())
+        content["run"]["losses"] = [math.inf]
+        listed_again(path, "trainer.json", json.dumps(content).encode())
+    with pytest.raises(BadInput, match="start again in another --run-dir") as refused:
+        resumed(tmp_path)
+    assert refused.value.exit_code == 2
