@@ -181,7 +181,7 @@ def test_another_major_version_is_refused_with_the_cure(
 
 
 def test_a_sample_of_many_cards_is_cut_to_fit_and_breaks_nothing(make_memory: Make) -> None:
-    by = {name: 1 << 40 for name in ("weights", "gradients", "optimizer", "activations", "cache")}
+    by = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "cache"), 1 << 40)
     cards = tuple(
         CardMemory(
             number=at, total_bytes=1 << 40, used_bytes=1, peak_bytes=1, budget_bytes=1, by=by

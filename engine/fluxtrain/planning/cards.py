@@ -48,7 +48,10 @@ def cards_of(
         return CardsCapacity(
             cards=(_capacity(here, "", limit_bytes),), host_available_bytes=available
         )
-    found = tuple(_capacity(card.index, card.unusable or "", limit_bytes) for card in seen)
+    found = tuple(
+        replace(_capacity(card.index, card.unusable or "", limit_bytes), gpu=card.gpu)
+        for card in seen
+    )
     return CardsCapacity(cards=found, host_available_bytes=available)
 
 

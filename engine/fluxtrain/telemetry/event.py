@@ -71,6 +71,7 @@ class CardPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     device_bytes: int  # predicted peak
     budget_bytes: int | None
     edges: bool = False  # embedding and head are on it
+    gpu: int | None = None  # nvidia-smi's number of it; None: not known
 
 
 class CardLeftOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

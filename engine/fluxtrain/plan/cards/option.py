@@ -99,6 +99,8 @@ class Option:
                     landing_bytes=one.landing_bytes,
                     budget_bytes=budget,
                     slots=one.slots,
+                    shown_bytes=one.shown_bytes,
+                    gpu=one.card.gpu,
                 )
                 for one, budget in zip(self.settled, budgets, strict=True)
             ),

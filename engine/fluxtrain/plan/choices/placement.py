@@ -71,6 +71,8 @@ class CardNeed:
     landing_bytes: int  # buffers for chunks that come from other cards
     budget_bytes: int | None
     slots: int  # that its streamed blocks share
+    shown_bytes: int = 0  # of the peak, as `Footprint.shown_device_bytes`
+    gpu: int | None = None  # nvidia-smi's number of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +170,10 @@ class Placement:
                 index=card.index,
                 name=card.name,
                 blocks=card.blocks,
-                device_bytes=card.device_bytes,
+                device_bytes=card.shown_bytes,
                 budget_bytes=card.budget_bytes,
                 edges=any(row.kind == "edge" and row.card == number for row in self.groups),
+                gpu=card.gpu,
             )
             for number, card in enumerate(self.cards)
         )
