@@ -197,6 +197,7 @@ class Run:
             self.engine,
             session.announcer,
             plan.constants.rates(has_gpu=plan.capacity.has_gpu),
+            lambda: list(session.timeline.recent),
         )
         session.requests.changes_go_to(changes.ask)
         return changes

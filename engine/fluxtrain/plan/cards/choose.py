@@ -66,6 +66,28 @@ def place_on_cards(
     return _Chooser(facts, capacities, known, request, parallel, share).placement()
 
 
+def option_of(
+    facts: ModelFacts,
+    capacities: CardsCapacity,
+    rates: CardsRates,
+    request: RunRequest,
+    counts: tuple[int, ...],
+    *,
+    share: float = 1.0,
+    head_on_all_cards: bool = False,
+) -> Option:
+    """Place and time all cards of `capacities`, in their order, with these numbers of blocks and
+    the rows of `request`. Raises DoesNotFit where they do not fit."""
+    indices = tuple(card.index for card in capacities.cards)
+    parallel = ParallelRequest(cards=indices, dealing=counts)
+    chooser = _Chooser(facts, capacities, rates, request, parallel, share)
+    assert request.batch_rows is not None and request.chunk_rows != "auto", "a run has its rows"
+    return chooser._fastest(
+        tuple(range(len(indices))), request.batch_rows, request.chunk_rows,
+        head_on_all_cards=head_on_all_cards,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Chooser:
     facts: ModelFacts
