@@ -16,9 +16,9 @@ from fluxtrain.trace.step_cutter import StepCutter
 from tests.on_cards import batch, llama, wrapped
 
 
-def recorded(steps: int = 3) -> list[StepLanes]:
+def recorded(steps: int = 3, **how: Any) -> list[StepLanes]:
     model = llama()
-    engine = wrapped(model, 2)
+    engine = wrapped(model, 2, **how)
     recorder = engine.device.recorder
     cutter, found = StepCutter(recorder), []
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -53,6 +53,13 @@ def test_each_block_is_in_the_lanes_of_its_card_and_the_seconds_add_up() -> None
         for card in attribute(step).cards:
             assert card.busy_s["gpu"] + sum(card.waits_s.values()) == pytest.approx(step.length_s)
             assert card.for_others_s > 0  # one thread computes for both
+
+
+def test_the_update_of_a_block_that_lives_on_a_card_is_in_that_cards_lane() -> None:
+    (step, *_) = recorded(2, offload="none", device_groups="auto", resident_blocks="auto")
+    updates = [one for one in step.intervals if (one.lane, one.kind) == ("gpu", "update")]
+    where = {one.name: one.card for one in updates if "layers" in one.name}
+    assert where == {f"model.layers.{at}": at % 2 for at in range(5)}
 
 
 def test_an_evaluation_is_one_interval_whatever_the_cards_do() -> None:

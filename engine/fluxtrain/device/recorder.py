@@ -177,6 +177,10 @@ class Recorder:
         for number, other in enumerate(others, 1):
             other._card, other._leader, other.notes = number, self, self.notes
 
+    def of(self, card: int) -> Recorder:
+        """Return the recorder of a card: this one's, or that of one that it leads."""
+        return self._followers[card - 1] if card else self
+
     @property
     def clocks(self) -> tuple[HostClock | CudaClock, ...]:
         """The clocks of all cards whose notes are here, in their order."""
