@@ -161,24 +161,24 @@ def _cards(view: View, planned: Planned, width: int) -> list[Line]:
         return []
     memory = view.fresh(view.state.memory)
     peaks = {one.number: one.peak_bytes for one in memory.cards} if memory else {}
-    heads = (f"{'blocks':>8}", f"{'predicted':>12}", f"{'measured':>12}", f"{'may use':>11}")
     lines: list[Line] = [_title("Which card does what")]
     if planned.cards:
-        lines.append((*_name(""), *((head, "dim") for head in heads)))
+        heads = (f"{'predicted':>12}", f"{'measured':>12}", f"{'may use':>11}")
+        first: Line = (*_name(""), (f"{'blocks':>8}", "dim"))
+        lines.append(dropped_to_fit([first, *(((head, "dim"),) for head in heads)], width, ""))
     for card in planned.cards:
-        limit = bytes_text(card.budget_bytes)
         row: list[Line] = [
             (
                 (f"  {card.number} ", role_of(card.number)),
-                (f"{cut(card.name, NAME_CELLS - 3):<{NAME_CELLS - 2}}", "text"),
+                (f"{cut(card.name or 'pretended', NAME_CELLS - 3):<{NAME_CELLS - 2}}", "text"),
                 (f"{card.blocks:>8}", "strong"),
-                (f"{bytes_text(card.device_bytes):>12}", "text"),
-                (f"{bytes_text(peaks.get(card.number)):>12}", "strong"),
-                (f"{limit:>11}", "dim"),
             ),
-            *([(("embedding, head", "dim"),)] if card.edges else []),
+            ((f"{bytes_text(card.device_bytes):>12}", "text"),),
+            ((f"{bytes_text(peaks.get(card.number)):>12}", "strong"),),
+            ((f"{bytes_text(card.budget_bytes):>11}", "dim"),),
+            (("  embedding, head", "dim"),) if card.edges else BLANK,
         ]
-        lines.append(dropped_to_fit(row, max(width, width_of(row[0]))))
+        lines.append(dropped_to_fit(row, width, ""))
     for out in planned.left_out:
         name = f"card {out.index}" + f" ({out.name})" * bool(out.name)
         told = wrapped(f"{name} is left out: {out.because}", max(20, width - 2))
