@@ -123,6 +123,10 @@ RECORDINGS: dict[str, Callable[[], None]] = {
         "streamed", "--steps", "40", *STREAMED, *EVERY_20, "--set", "train.batch_rows=1",
         "--set", "data.sequence_length=32",
     ),
+    "cards": lambda: record(
+        "cards", "--steps", "24", *STREAMED, *EVERY_20, "--set", "train.batch_rows=8",
+        "--set", "placement.chunk_rows=2", "--set", "parallel.cards=2",
+    ),
     "advised": advised,
     "blocks": lambda: record("blocks", "--steps", "60", *STREAMED, *EVERY_20),
 }  # fmt: skip

@@ -94,6 +94,7 @@ def _lanes(view: View) -> Iterable[Row]:
         yield {
             "step": found.head.step, "lane": one.lane, "kind": one.kind, "block": one.name,
             "start_s": one.start_s, "duration_s": one.duration_s, "merged": one.pieces - 1,
+            **({"card": one.card} if found.lanes.cards > 1 else {}),
         }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from fluxtui.panels import (
     advice,
     block,
     bus,
+    cards,
     categories,
     lanes,
     log,
@@ -32,6 +33,6 @@ PANELS: dict[str, Panel] = {
         progress.PANEL, memory.PANEL, residency.PANEL, loss.PANEL, bus.PANEL, machine.PANEL,
         moves.PANEL, step.PANEL, log.PANEL, advice.PANEL, memory_history.PANEL, categories.PANEL,
         block.PANEL, rates.PANEL, readout.PANEL, stalls.PANEL, recent_steps.PANEL, lanes.PANEL,
-        samples.PANEL, GRAD_NORM, LEARNING_RATE,
+        samples.PANEL, cards.PANEL, cards.MEMORY, GRAD_NORM, LEARNING_RATE,
     )
 }  # fmt: skip

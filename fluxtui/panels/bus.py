@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtrain.telemetry.events import StepFinished, TrafficSampled
+from fluxtrain.telemetry.events import CardTraffic, StepFinished, TrafficSampled
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note, whole_share
 from fluxtui.plots.bars import sparks
@@ -18,7 +18,10 @@ def heading(view: View, width: int) -> Line:
     if view.fresh(view.state.traffic) is None:
         return stale_note(view.age_s(view.state.traffic))
     rate = "last rate" if view.closed_in_order else "rate"
-    return dropped_to_fit([((f"{rate} / measured ceiling", "dim"),)], width)
+    told: list[Line] = [((f"{rate} / measured ceiling", "dim"),)]
+    if view.cards > 1:
+        told.insert(0, ((f"{view.cards} cards together", "dim"),))
+    return dropped_to_fit(told, width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
@@ -57,7 +60,7 @@ def label_of(view: View, name: str) -> str:
     return LABELS[name] if view.on_gpu else OFF_GPU.get(name, LABELS[name])
 
 
-def rate_of(sample: TrafficSampled, name: str) -> float:
+def rate_of(sample: TrafficSampled | CardTraffic, name: str) -> float:
     """Bytes per second of one direction."""
     return float(getattr(sample, f"{name}_bytes_per_s"))
 

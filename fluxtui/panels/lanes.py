@@ -1,21 +1,26 @@
-"""The activity of every stream and thread during one step, as lanes over time."""
+"""The activity of every stream and thread during one step, as lanes over time.
+
+Of several cards each has its own lanes, and a line says how long each was idle beside the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 from fluxtrain.trace.attribution import Attribution, attribute
-from fluxtrain.trace.lanes import Interval, StepLanes, without_evaluation
+from fluxtrain.trace.lanes import CARD_LANES, Interval, StepLanes, without_evaluation
 from fluxtrain.trace.ring import Recorded
 from fluxtrain.units import duration_text
-from fluxtui.panels.panel import Panel, pair, share_text, stale_note
+from fluxtui.panels.card_colours import role_of
+from fluxtui.panels.panel import Panel, pair, share_text, stale_note, whole_share
 from fluxtui.panels.step import body as phases_body
 from fluxtui.panels.step import heading as phases_heading
 from fluxtui.plots.lane_bars import Kind, bar, cells_of, ruler
 from fluxtui.state.timeline import chosen
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, wrapped
+from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, joined, width_of, wrapped
 
 BOUND = ("bound ", "dim")
 LABEL_CELLS = 5
@@ -39,6 +44,14 @@ TALLEST = 3
 LONGEST_FROM_ROWS = 6
 BOUND_IN_HEADING_CELLS = 110  # from here on the heading has room for most of what binds a step
 HEADING_LESS_CELLS = 12  # of the room in the body, at most: the frame and the title
+COLUMN_GAP = 2
+
+
+class Lane(NamedTuple):
+    """A lane on the screen; `card` is None where one card computes, and for what is the host's."""
+
+    name: str
+    card: int | None = None
 
 
 def heading(view: View, width: int) -> Line:
@@ -102,17 +115,47 @@ def _drawn(
 ) -> tuple[Line, ...]:
     step, _ = without_evaluation(found.lanes)
     lanes = _lanes_for(step, height)
-    foot = _foot(found, width, height - len(lanes), bound_in_heading)
-    rows = max(1, min(TALLEST, (height - len(foot)) // max(1, len(lanes))))
+    columns = -(-len(lanes) // max(1, height - 1)) if step.cards > 1 else 1
+    drawn = -(-len(lanes) // columns)
+    foot = _foot(found, width, height - drawn, bound_in_heading)
+    rows = max(1, min(TALLEST, (height - len(foot)) // max(1, drawn))) if columns == 1 else 1
+    cell = (width - COLUMN_GAP * (columns - 1)) // columns
+    bars = [_lane(step, _attributed(found), lane, cell, rows, on_gpu) for lane in lanes]
     lines: list[Line] = []
-    for lane in lanes:
-        lines += _lane(step, _attributed(found), lane, width, rows, on_gpu)
+    if columns == 1:
+        lines = [line for lane in bars for line in lane]
+    else:
+        beside = [joined([lane[0] for lane in bars[at::drawn]]) for at in range(drawn)]
+        lines = [fitted(one, width) for one in beside]
     lines += foot
     return (*lines, *_longest(step, width, height - len(lines) - 1, on_gpu))
 
 
-def _lanes_for(step: StepLanes, height: int) -> list[str]:
+def _lanes_for(step: StepLanes, height: int) -> list[Lane]:
     """Return all lanes if there is room; else drop the waits, then idle lanes."""
+    return _lanes_of_cards(step, height) if step.cards > 1 else [*map(Lane, _lanes(step, height))]
+
+
+def _lanes_of_cards(step: StepLanes, height: int) -> list[Lane]:
+    """Return the computation of each card, then what else has room beside two lines below: the
+    optimizer, a lane that is busy on any card, the disk."""
+    busy = {one.lane for one in step.intervals}
+    chosen = {"gpu"}
+    left = height - 2 - step.cards
+    for lane in ("cpu", "h2d", "d2h", "disk"):
+        needed = step.cards if lane in CARD_LANES else 1
+        if lane in busy and needed <= left:
+            chosen.add(lane)
+            left -= needed
+    return [
+        Lane(lane, card)
+        for lane in SHOWN
+        if lane in chosen
+        for card in (range(step.cards) if lane in CARD_LANES else (None,))
+    ]
+
+
+def _lanes(step: StepLanes, height: int) -> list[str]:
     busy = {one.lane for one in step.intervals}
     lanes = [lane for lane in SHOWN if lane != "wait"]
     if height >= len(SHOWN) + 2 and "stall" in busy:
@@ -123,25 +166,29 @@ def _lanes_for(step: StepLanes, height: int) -> list[str]:
 
 
 def _lane(
-    step: StepLanes, found: Attribution, lane: str, width: int, rows: int, on_gpu: bool
+    step: StepLanes, found: Attribution, which: Lane, width: int, rows: int, on_gpu: bool
 ) -> list[Line]:
     """A label, the bar (in the gpu's, stalls show as "!"), and how much of the step it is busy."""
+    lane, card = which
     wide = width >= SECONDS_FROM_CELLS
     room = width - LABEL_CELLS - (16 if wide else 6)
     if room < 4:
         return [fitted(((LABELS[lane], "text"),), width)]
     own = "stall" if lane == "wait" else lane
-    intervals = [one for one in step.intervals if one.lane == own]
+    mine = [one for one in step.intervals if card is None or one.card == card]
+    intervals = [one for one in mine if one.lane == own]
     if lane == "gpu":
-        waits = [one for one in step.intervals if one.lane == "stall"]
+        waits = [one for one in mine if one.lane == "stall"]
         intervals += [one._replace(kind=f"!{one.kind}") for one in waits]
     bars = bar(cells_of(intervals, step.length_s, room), _kind_of(lane))
     waited_s = sum(found.waits_s.values()) - found.waits_s.get("host", 0.0)
-    busy_s = waited_s if lane == "wait" else found.busy_s[lane]
+    by_lane = found.busy_s if card is None else found.cards[card].busy_s
+    busy_s = waited_s if lane == "wait" else by_lane[lane]
     share = share_text(busy_s / step.length_s if step.length_s > 0 else None)
     numbers = f"{share:>6}" + (f"{duration_text(busy_s) if busy_s else '0 s':>10}" if wide else "")
+    role = ROLES.get(lane, "stall") if card is None else role_of(card)
     first: Line = (
-        (f"{_label(lane, on_gpu):<{LABEL_CELLS}}", ROLES.get(lane, "stall")),
+        (f"{_label(lane, on_gpu, card):<{LABEL_CELLS}}", role),
         *bars,
         (numbers, "text"),
     )
@@ -149,9 +196,10 @@ def _lane(
     return [first, *[again] * (rows - 1)]
 
 
-def _label(lane: str, on_gpu: bool) -> str:
-    """Return a lane's label, in the words of the machine that runs."""
-    return LABELS[lane] if on_gpu else OFF_GPU.get(lane, LABELS[lane])
+def _label(lane: str, on_gpu: bool, card: int | None = None) -> str:
+    """Return a lane's label, in the words of the machine that runs, with the number of its card."""
+    name = LABELS[lane] if on_gpu else OFF_GPU.get(lane, LABELS[lane])
+    return name if card is None else f"{name}{card}"
 
 
 def _unlabelled(bars: Line) -> Line:
@@ -184,6 +232,8 @@ def _foot(found: Recorded, width: int, room: int, bound_in_heading: bool) -> lis
         (0, _ruled(step, width)),
         (1, _legend(step, width)),
     ]
+    if step.cards > 1:  # what each card waited tells more than what one of them did
+        wanted = [(2, _skew_line(_attributed(found), width)), *wanted[1:]]
     if not bound_in_heading:
         wanted.insert(0, (3, fitted(pair("bound", _attributed(found).told), width)))
     return [one for _, one in sorted(wanted[: max(0, room)], key=lambda place: place[0])]
@@ -198,7 +248,7 @@ def _longest(step: StepLanes, width: int, rows: int, on_gpu: bool) -> list[Line]
     for one in ranked[: rows - 1]:
         share = share_text(one.duration_s / step.length_s if step.length_s > 0 else None)
         text: Line = (
-            (f"{_label(one.lane, on_gpu):<{LABEL_CELLS}}", ROLES.get(one.lane, "stall")),
+            (f"{_label(one.lane, on_gpu, _card_of(step, one)):<{LABEL_CELLS}}", ROLES[one.lane]),
             (f"{one.kind:<12}", "text"),
             (f"{duration_text(one.duration_s):>9}", "strong"),
             (f"{share:>7}", "dim"),
@@ -207,6 +257,11 @@ def _longest(step: StepLanes, width: int, rows: int, on_gpu: bool) -> list[Line]
         )
         lines.append(fitted(text, width))
     return lines
+
+
+def _card_of(step: StepLanes, one: Interval) -> int | None:
+    """Return the card of an interval where that says something."""
+    return one.card if step.cards > 1 and one.lane in CARD_LANES else None
 
 
 def _by_duration(one: Interval) -> float:
@@ -221,6 +276,22 @@ def _waits_line(found: Attribution, width: int) -> Line:
     if found.evaluation_s > 0:
         parts.insert(0, pair("then evaluation", duration_text(found.evaluation_s), "evaluation"))
     return dropped_to_fit([pair("waits", duration_text(whole_s)), *parts], width)
+
+
+def _skew_line(found: Attribution, width: int) -> Line:
+    """Say how long each card was idle while another one computed; with less room, what share."""
+    long: list[Line] = []
+    short: list[Line] = []
+    for one in found.cards:
+        share = one.for_others_s / found.length_s if found.length_s > 0 else None
+        waited = duration_text(one.for_others_s) if one.for_others_s > 0 else "0 s"
+        name: Line = ((f"{one.card} ", role_of(one.card)),)
+        long.append((("card ", "dim"), *name, (waited, "text"), (f" {share_text(share)}", "dim")))
+        short.append((*name, (whole_share(share), "text")))
+    told: Line = (("idle beside others", "dim"),)
+    ways = ([told, *long], [told, *short], [(("idle", "dim"),), *short])
+    fits = (way for way in ways if width_of(joined(way)) <= width)
+    return dropped_to_fit(next(fits, ways[-1]), width)
 
 
 def _legend(step: StepLanes, width: int) -> Line:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from fluxtrain.telemetry.events import MemorySampled
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note
@@ -25,6 +27,9 @@ def device_name(view: View) -> str:
     hello = view.state.hello
     if hello is None:
         return "device"
+    if view.cards > 1:
+        pretended = " (cpu: host buffers)" if hello.device == "cpu" else f", {hello.device}"
+        return f"{view.cards} cards{pretended}"
     return "device (cpu: a host buffer)" if hello.device == "cpu" else hello.device
 
 
@@ -62,27 +67,35 @@ def body(view: View, width: int, height: int) -> list[Line]:
     parts = parts_of(sample, view.state.planned.device_bytes if view.state.planned else None)
     lines = [partition(parts, width)]
     if height >= 2:
-        legend = [
-            (
-                (f" {part.letter} ", f"on:{part.role}"),
-                *pair(f" {part.label}", bytes_text(part.value), "text"),
-            )
-            for part in parts
-            if part.letter and part.value > 0
-        ]
-        lines.append(dropped_to_fit(legend, width, gap="  "))
+        lines.append(legend_line(parts, width))
     if height >= 3:
         lines.append(host_line(view, sample, width))
     return lines[:height]
 
 
+def legend_line(parts: Sequence[Part], width: int) -> Line:
+    """Return the letters of a bar with the categories and their bytes."""
+    legend = [
+        (
+            (f" {part.letter} ", f"on:{part.role}"),
+            *pair(f" {part.label}", bytes_text(part.value), "text"),
+        )
+        for part in parts
+        if part.letter and part.value > 0
+    ]
+    return dropped_to_fit(legend, width, gap="  ")
+
+
+def category_parts(by: Mapping[str, int]) -> list[Part]:
+    """Return categories in a fixed order; what is of none comes last."""
+    rest = sum(value for name, value in by.items() if name not in CATEGORIES)
+    parts = [Part(name, LETTERS[name], float(by.get(name, 0)), name) for name in CATEGORIES]
+    return [*parts, Part("other", "?", float(rest), "other")] if rest else parts
+
+
 def parts_of(sample: MemorySampled, planned: int | None) -> list[Part]:
     """Return categories in a fixed order, then the free part of the budget (or plan, or peak)."""
-    known = {name: sample.device_by.get(name, 0) for name in CATEGORIES}
-    rest = sum(value for name, value in sample.device_by.items() if name not in known)
-    parts = [Part(name, LETTERS[name], float(known[name]), name) for name in CATEGORIES]
-    if rest:
-        parts.append(Part("other", "?", float(rest), "other"))
+    parts = category_parts(sample.device_by)
     used = sum(part.value for part in parts)
     limit = sample.device_budget_bytes or sample.device_total_bytes
     whole = limit or planned or sample.device_peak_bytes or 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from fluxtrain.units import rate_text
 from fluxtui.panels.bus import ROLES, ceiling_of, label_of, moved_on_disk, rate_of
+from fluxtui.panels.card_colours import role_of
 from fluxtui.panels.memory_history import NOTHING
 from fluxtui.panels.panel import Panel, pair
 from fluxtui.plots.timeline import Track, timeline
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, dropped_to_fit
+from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, joined
 
 LETTERS = {"h2d": "H", "d2h": "D", "disk_read": "R", "disk_written": "W"}
+CARD_CELLS = 18  # of a card's number and one rate
 OFF_GPU = {"h2d": "I", "d2h": "O"}
 
 
@@ -28,6 +30,8 @@ def heading(view: View, width: int) -> Line:
     """Return the rates now or at the run's end, and the ceilings that were measured."""
     sample = view.fresh(view.state.traffic)
     parts: list[Line] = [(("last", "dim"),)] if sample and view.closed_in_order else []
+    if view.cards > 1:
+        parts.append(((f"{view.cards} cards together", "dim"),))
     for name in directions(view):
         now = rate_text(rate_of(sample, name) if sample else None)
         ceiling = ceiling_of(sample, name)
@@ -47,12 +51,37 @@ def body(view: View, width: int, height: int) -> list[Line]:
     samples = list(view.state.traffics)
     if len(samples) < 2:
         return NOTHING
+    cards = card_lines(view, width, height // 3)
     times = [sample.wall_s for sample in samples]
     tracks = [
         Track([rate_of(sample, name) for sample in samples], ROLES[name], letter_of(view, name))
         for name in directions(view)
     ]
-    return timeline(times, tracks, width, height, rate_text)
+    return [*timeline(times, tracks, width, height - len(cards), rate_text), *cards]
+
+
+def card_lines(view: View, width: int, most: int) -> list[Line]:
+    """Return the rates of each of several cards, as many a line as need be for `most` lines, or
+    none where a line has no room for so many; the chart is of all together."""
+    sample = view.fresh(view.state.traffic)
+    count = len(sample.cards) if sample else 0
+    columns = -(-count // max(1, most))
+    if sample is None or most < 1 or not 0 < columns <= width // CARD_CELLS:
+        return []
+    lines = -(-len(sample.cards) // columns)
+    cell = (width - 2 * (columns - 1)) // columns
+    drawn: list[Line] = []
+    for card in sample.cards:
+        parts: list[Line] = [((f"{card.number}", role_of(card.number)),)]
+        for name in ("h2d", "d2h"):
+            rate = rate_text(rate_of(card, name))
+            parts.append(
+                ((f"{label_of(view, name).strip()} ", ROLES[name]), (f"{rate:>9}", "text"))
+            )
+        landed = rate_text(card.landed_bytes_per_s)
+        parts.append((("from cards ", "flight"), (f"{landed:>9}", "text")))
+        drawn.append(fitted(dropped_to_fit(parts, cell), cell))
+    return [joined(drawn[at::lines]) for at in range(lines)]
 
 
 PANEL = Panel("rates", "Rates", body, heading, about="bytes a second over time, each direction")

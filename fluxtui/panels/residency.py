@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fluxtrain.units import UNKNOWN, bytes_text
+from fluxtui.panels.card_colours import role_of
 from fluxtui.panels.panel import Panel, stale_note
 from fluxtui.state.view import ChartSettings, View
-from fluxtui.widgets.spans import Line, Span, dropped_to_fit, line, spread
+from fluxtui.widgets.spans import Line, Span, dropped_to_fit, fitted, line, spread
 from fluxtui.words import counted
 
 ROLES = {"G": "device", "C": "host", "N": "disk", ">": "flight", "<": "flight", ".": "absent"}
@@ -55,12 +57,50 @@ def body(view: View, width: int, height: int) -> list[Line]:
         ("optimizer", sample.optimizer, sample.optimizer_bytes),
     )
     room = width - LABEL_CELLS - TALLY_CELLS
-    lines: list[Line] = []
+    lines: list[Line] = [_cards_line(sample.cards, width, room)] if sample.cards else []
     for name, letters, size_bytes in rows:
         chosen = view.chart.block
         left: Line = ((f" {name:<{LABEL_CELLS - 2}} ", "dim"), *tiles(letters, room, chosen))
         lines.append(spread(left, _tally(letters, size_bytes), width))
     return lines[:height]
+
+
+def _cards_line(cards: str, width: int, room: int) -> Line:
+    """Return the card of each block, above the block's letters, and how many each card has."""
+    numbers = [int(letter, 36) for letter in cards]
+    left: Line = ((f" {'card':<{LABEL_CELLS - 2}} ", "dim"), *card_tiles(numbers, room))
+    counts = Counter(numbers)
+    parts: list[Line] = [
+        ((f"{card}", role_of(card)), (f":{counts[card]}", "text")) for card in sorted(counts)
+    ]
+    right = dropped_to_fit(parts, TALLY_CELLS - 2, gap=" ")
+    return spread(left, fitted(right, TALLY_CELLS - 1), width)
+
+
+def card_tiles(numbers: Sequence[int], room: int) -> Line:
+    """Return a tile a block with its card, exactly above the tiles of `tiles`."""
+    if not numbers or room <= 0:
+        return ((UNKNOWN, "dim"),)
+    if len(numbers) > room:  # several blocks share a tile
+        size = -(-len(numbers) // room)
+        shared = (set(numbers[i : i + size]) for i in range(0, len(numbers), size))
+        return tuple(
+            (_letter(one), role_of(one)) if len(few) == 1 else ("·", "dim")
+            for few in shared
+            for one in [min(few)]
+        )
+    cells = tile_cells(len(numbers), room)
+    if cells == 1:
+        return tuple((_letter(one), role_of(one)) for one in numbers)
+    return tuple(
+        span
+        for one in numbers
+        for span in ((_letter(one).center(cells - 1), f"tile:{role_of(one)}"), (" ", "text"))
+    )
+
+
+def _letter(card: int) -> str:
+    return "0123456789abcdefghijklmnopqrstuvwxyz"[min(card, 35)]
 
 
 def tiles(letters: str, room: int, chosen: int | None = None) -> Line:

@@ -18,6 +18,7 @@ LANES_ROWS = 12  # with its frame: six lanes, times, letters, waits, bound
 TALL_LANES_FROM_ROWS = 50
 TALL_LANES_ROWS = 17  # each lane two rows high
 LANES_ON_DASHBOARD_FROM_ROWS = 36
+FEW_CARDS = 4  # each with a line of its own where there is room
 CATEGORY_ROWS = 15
 BLOCK_ROWS = 9
 
@@ -47,25 +48,40 @@ def too_small(width: int, height: int) -> bool:
     return width < SMALLEST[0] or height < SMALLEST[1]
 
 
-def dashboard(width: int, height: int) -> Arrangement:
-    """The dashboard in an area of the screen's width, without header and footer."""
+def dashboard(width: int, height: int, *, cards: int = 1) -> Arrangement:
+    """The dashboard in an area of the screen's width, without header and footer.
+
+    Of several `cards` each has a line (or a column) in a panel of theirs, in the memory's place.
+    """
     screen_height = height + 2
     if width >= THREE_COLUMNS[0] and screen_height >= THREE_COLUMNS[1]:
-        return _three_columns(width, height)
+        return _three_columns(width, height, cards)
     if width >= BOXED[0] and screen_height >= BOXED[1]:
-        return _two_columns(width, height)
-    return _compact(width, height)
+        return _two_columns(width, height, cards)
+    return _compact(width, height, cards)
 
 
-def _compact(width: int, height: int) -> Arrangement:
+def _memory_rows(cards: int, most: int) -> tuple[str, int]:
+    """Return the panel that shows the memory, and its lines: one a card, `most` at most."""
+    return ("memory", 1) if cards == 1 else ("cards", min(cards, most))
+
+
+def _low_rows(cards: int) -> int:
+    """Return the lines of so many cards on a low screen: their columns must not be too narrow."""
+    return 2 if cards <= FEW_CARDS else 3
+
+
+def _compact(width: int, height: int, cards: int) -> Arrangement:
     """Ruled rows; the loss and the moves share what is left."""
     left = width * 52 // 100
-    fixed = 2 + 2 + 4 + 3 + 2 + 1
+    memory, lines = _memory_rows(cards, _low_rows(cards))
+    blocks = 4 + (cards > 1)
+    fixed = 2 + 1 + lines + blocks + 3 + 2 + 1
     middle = height - fixed
     y = 0
     places: dict[str, Place] = {}
     for name, rows, frame in (
-        ("progress", 2, "bare"), ("memory", 2, "rule"), ("residency", 4, "rule"),
+        ("progress", 2, "bare"), (memory, 1 + lines, "rule"), ("residency", blocks, "rule"),
         ("bus", 2, "rule"), ("machine", 1, "bare"),
     ):  # fmt: skip
         places[name] = Place(Rect(0, y, width, rows), frame)  # type: ignore[arg-type]
@@ -78,21 +94,24 @@ def _compact(width: int, height: int) -> Arrangement:
     return places
 
 
-def _two_columns(width: int, height: int) -> Arrangement:
+def _two_columns(width: int, height: int, cards: int) -> Arrangement:
     """Place boxes: full-width facts on top, charts and lists in two columns, the step below."""
     left = width * 61 // 100
     right = width - left
     foot, rows = _foot(height)
-    rest = height - (4 + 5 + 5 + rows)
+    memory, lines = _memory_rows(cards, FEW_CARDS)
+    first = max(5, 3 + lines)
+    blocks = 5 + (cards > 1)
+    y = 4 + first + blocks
+    rest = height - (y + rows)
     low = max(6, rest * 7 // 20)
     high = rest - low
-    bus = min(high - 6, 8) if high >= 14 else high - 6
+    bus = min(high - 6, 8) if high >= 14 else max(4 if cards > 1 else 0, high - 6)
     machine = high - bus
-    y = 14
     return {
         "progress": Place(Rect(0, 0, width, 4), "box"),
-        "memory": Place(Rect(0, 4, width, 5), "box"),
-        "residency": Place(Rect(0, 9, width, 5), "box"),
+        memory: Place(Rect(0, 4, width, first), "box"),
+        "residency": Place(Rect(0, 4 + first, width, blocks), "box"),
         "loss": Place(Rect(0, y, left, high), "box"),
         "bus": Place(Rect(left, y, right, bus), "box"),
         "machine": Place(Rect(left, y + bus, right, machine), "box"),
@@ -107,21 +126,24 @@ def _foot(height: int) -> tuple[str, int]:
     return ("lanes", 7) if height >= LANES_ON_DASHBOARD_FROM_ROWS else ("step", 4)
 
 
-def _three_columns(width: int, height: int) -> Arrangement:
+def _three_columns(width: int, height: int, cards: int) -> Arrangement:
     """Place as in two columns, with advice beside the blocks and the log in its own column."""
     left = width * 60 // 100
     right = width - left
     foot, rows = _foot(height)
-    rest = height - (4 + 5 + 5 + rows)
+    memory, lines = _memory_rows(cards, FEW_CARDS)
+    first = max(5, 3 + lines)
+    blocks = 5 + (cards > 1)
+    y = 4 + first + blocks
+    rest = height - (y + rows)
     low = rest * 2 // 5
     high = rest - low
-    y = 14
     third = left * 55 // 100
     return {
         "progress": Place(Rect(0, 0, width, 4), "box"),
-        "memory": Place(Rect(0, 4, width, 5), "box"),
-        "residency": Place(Rect(0, 9, left, 5), "box"),
-        "machine": Place(Rect(left, 9, right, 5), "box"),
+        memory: Place(Rect(0, 4, width, first), "box"),
+        "residency": Place(Rect(0, 4 + first, left, blocks), "box"),
+        "machine": Place(Rect(left, 4 + first, right, blocks), "box"),
         "loss": Place(Rect(0, y, left, high), "box"),
         "bus": Place(Rect(left, y, right, high // 2), "box"),
         "advice": Place(Rect(left, y + high // 2, right, high - high // 2), "box"),
@@ -131,30 +153,35 @@ def _three_columns(width: int, height: int) -> Arrangement:
     }
 
 
-def memory(width: int, height: int) -> Arrangement:
-    """The bar on top, history beside the categories and one block, all blocks below.
+def memory(width: int, height: int, *, cards: int = 1) -> Arrangement:
+    """The bar (of several cards: each) on top, history beside the categories and one block, all
+    blocks below.
 
     Where it is low the categories give way: the bar names them too.
     """
     left = width * (62 if width >= BOXED[0] else 54) // 100
     right = width - left
-    middle = height - 5 - 5
+    _, lines = _memory_rows(cards, FEW_CARDS if height >= BOXED[1] else _low_rows(cards))
+    first, last = 4 + lines, 5 + (cards > 1)
+    middle = height - first - last
     table = CATEGORY_ROWS if middle >= CATEGORY_ROWS + BLOCK_ROWS else 0
     places = {
-        "memory": Place(Rect(0, 0, width, 5), "box"),
-        "memory_history": Place(Rect(0, 5, left, middle), "box"),
-        "block": Place(Rect(left, 5 + table, right, middle - table), "box"),
-        "residency": Place(Rect(0, 5 + middle, width, 5), "box"),
+        "memory" if cards == 1 else "card_memory": Place(Rect(0, 0, width, first), "box"),
+        "memory_history": Place(Rect(0, first, left, middle), "box"),
+        "block": Place(Rect(left, first + table, right, middle - table), "box"),
+        "residency": Place(Rect(0, first + middle, width, last), "box"),
     }
     if table:
-        places["categories"] = Place(Rect(left, 5, right, table), "box")
+        places["categories"] = Place(Rect(left, first, right, table), "box")
     return places
 
 
-def transfer(width: int, height: int) -> Arrangement:
+def transfer(width: int, height: int, *, cards: int = 1) -> Arrangement:
     """Rates beside stalls, the lanes of a step, and where there is room the steps and moves."""
     left = width * 62 // 100
     middle = LANES_ROWS if height < TALL_LANES_FROM_ROWS else TALL_LANES_ROWS
+    if cards > 1:  # three lanes a card, two of the host, four lines below them, the frame
+        middle = max(LANES_ROWS, min(3 * cards + 8, height * 3 // 5))
     low = (height - middle) // 2 if height >= STEPS_FROM_ROWS else 0
     high = height - middle - low
     places = {

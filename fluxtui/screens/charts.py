@@ -11,7 +11,7 @@ from fluxtui.actions.trainer_commands import apply_advice, send
 from fluxtui.panels.trials import headline
 from fluxtui.screens import arrangement
 from fluxtui.screens.arrangement import Arrangement
-from fluxtui.screens.panel_screen import PanelGrid, PanelScreen
+from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.state.changes import ranked
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
@@ -44,12 +44,12 @@ class Dashboard(CurveScreen):
     BINDINGS: ClassVar[list[BindingType]] = screen_bindings("dashboard")
     MAIN = "loss"
     SHOWN = (
-        "progress", "memory", "residency", "loss", "bus", "machine", "moves", "log", "advice",
-        "step", "lanes",
+        "progress", "memory", "cards", "residency", "loss", "bus", "machine", "moves", "log",
+        "advice", "step", "lanes",
     )  # fmt: skip
 
     def places(self, width: int, height: int) -> Arrangement:
-        return arrangement.dashboard(width, height)
+        return arrangement.dashboard(width, height, cards=self.cards)
 
     def notices(self, view: View, width: int) -> list[Line]:
         line = headline(view, width)
@@ -72,10 +72,12 @@ class MemoryScreen(PanelScreen):
     NAME = "memory"
     BINDINGS: ClassVar[list[BindingType]] = screen_bindings("memory")
     MAIN = "memory_history"
-    SHOWN = ("memory", "memory_history", "categories", "residency", "block")
+    SHOWN = (
+        "memory", "card_memory", "memory_history", "categories", "residency", "block",
+    )  # fmt: skip
 
     def places(self, width: int, height: int) -> Arrangement:
-        return arrangement.memory(width, height)
+        return arrangement.memory(width, height, cards=self.cards)
 
     def action_block(self, by: int) -> None:
         """Look into another block."""
@@ -91,7 +93,7 @@ class TransferScreen(PanelScreen):
     SHOWN = ("rates", "stalls", "lanes", "recent_steps", "moves")
 
     def places(self, width: int, height: int) -> Arrangement:
-        return arrangement.transfer(width, height)
+        return arrangement.transfer(width, height, cards=self.cards)
 
     def action_look(self, steps: int) -> None:
         """Look at an older or a newer one of the last steps."""
@@ -115,8 +117,7 @@ class LossScreen(CurveScreen):
         """Make room for samples once there are some."""
         if bool(view.state.samples) != self._samples:
             self._samples = not self._samples
-            self.query_one(PanelGrid).children[0].refresh(layout=True)
-            self.call_after_refresh(self.draw)
+            self.place_anew()
         super().draw_body(view, palette)
 
     def action_crosshair(self, by: int) -> None:

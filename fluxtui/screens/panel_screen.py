@@ -145,7 +145,17 @@ class PanelScreen(RunScreen):
     def compose_body(self) -> ComposeResult:
         yield PanelGrid(self.places, self.SHOWN)
 
+    cards = 1  # of the run: more make other places
+
+    def place_anew(self) -> None:
+        """Place the panels anew, and draw them there."""
+        self.query_one(PanelGrid).children[0].refresh(layout=True)  # a child's: the grid follows
+        self.call_after_refresh(self.draw)
+
     def draw_body(self, view: View, palette: Palette) -> None:
+        if view.cards != self.cards:
+            self.cards = view.cards
+            self.place_anew()
         grid = self.query_one(PanelGrid)
         places = grid.places(grid.size)
         for panel in grid.panels:
@@ -169,8 +179,7 @@ class PanelScreen(RunScreen):
         else:
             focused = self.focused
             grid.maximised = focused.panel.id if isinstance(focused, PanelLines) else self.MAIN
-        grid.children[0].refresh(layout=True)  # a child's: it makes the grid arrange anew
-        self.call_after_refresh(self.draw)
+        self.place_anew()
 
     def action_export(self) -> None:
         """Save the panel in focus as SVG, else the whole screen."""

@@ -15,6 +15,7 @@ from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.actions.trainer_commands import apply_advice, send
 from fluxtui.panels.advice import rows as advice_rows
+from fluxtui.panels.card_colours import role_of
 from fluxtui.panels.trials import asked_line, no_advice, trial_line, why_not
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.changes import ranked
@@ -22,7 +23,7 @@ from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.scrolling import ScrollingLines
-from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, width_of, wrapped
+from fluxtui.widgets.spans import BLANK, Line, cut, dropped_to_fit, width_of, wrapped
 from fluxtui.words import counted
 
 WIDEST_TEXT = 110
@@ -73,6 +74,7 @@ def plan_lines(view: View, width: int) -> list[Line]:
         return [BLANK, (("  the trainer has not planned yet", "dim"),)]
     lines = [BLANK, *_advice(view, width), *_changes(view, width)]
     lines += [_title("What the run does"), *_facts(view.state, planned), BLANK]
+    lines += _cards(view, planned, width)
     lines += [_title("Predicted and measured"), *_comparison(view.state, planned, width), BLANK]
     if planned.choices:
         lines.append(_title("What was chosen, and why"))
@@ -151,6 +153,37 @@ def _facts(state: RunState, planned: Planned) -> list[Line]:
         ("device_groups", str(planned.device_groups), now.get("device_groups")),
     )
     return [(*_name(name), *_value(value, changed)) for name, value, changed in pairs]
+
+
+def _cards(view: View, planned: Planned, width: int) -> list[Line]:
+    """Return what each of several cards does, and which are left out; nothing for one card."""
+    if not planned.cards and not planned.left_out:
+        return []
+    memory = view.fresh(view.state.memory)
+    peaks = {one.number: one.peak_bytes for one in memory.cards} if memory else {}
+    lines: list[Line] = [_title("Which card does what")]
+    if planned.cards:
+        heads = (f"{'predicted':>12}", f"{'measured':>12}", f"{'may use':>11}")
+        first: Line = (*_name(""), (f"{'blocks':>8}", "dim"))
+        lines.append(dropped_to_fit([first, *(((head, "dim"),) for head in heads)], width, ""))
+    for card in planned.cards:
+        row: list[Line] = [
+            (
+                (f"  {card.number} ", role_of(card.number)),
+                (f"{cut(card.name or 'pretended', NAME_CELLS - 3):<{NAME_CELLS - 2}}", "text"),
+                (f"{card.blocks:>8}", "strong"),
+            ),
+            ((f"{bytes_text(card.device_bytes):>12}", "text"),),
+            ((f"{bytes_text(peaks.get(card.number)):>12}", "strong"),),
+            ((f"{bytes_text(card.budget_bytes):>11}", "dim"),),
+            (("  embedding, head", "dim"),) if card.edges else BLANK,
+        ]
+        lines.append(dropped_to_fit(row, width, ""))
+    for out in planned.left_out:
+        name = f"card {out.index}" + f" ({out.name})" * bool(out.name)
+        told = wrapped(f"{name} is left out: {out.because}", max(20, width - 2))
+        lines += [(("  ", "text"), (part, "warn")) for part in told]
+    return [*lines, BLANK]
 
 
 def _value(planned: str, changed: int | None) -> Line:

@@ -83,6 +83,14 @@ class View:
         return self.machine_sample is None or bool(self.machine_sample.gpus)
 
     @property
+    def cards(self) -> int:
+        """How many cards the run computes on; 1 until it tells."""
+        state = self.state
+        if state.planned is not None and state.planned.cards:
+            return len(state.planned.cards)
+        return max(1, len(state.memory.cards) if state.memory is not None else 0)
+
+    @property
     def status(self) -> Status:
         return status_of(self.state, self.link, self.now_s)
 

@@ -20,7 +20,14 @@ from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warni
 from fluxtui.wizard.engine.plan_preview import fit
 from fluxtui.wizard.pages.launch import launch_rows, resumed_rows
 from fluxtui.wizard.pages.method import fit_words, method_lines, numbers_line
-from fluxtui.wizard.pages.preview import bar_rows, changed_rows, disk_line, margin_text, time_line
+from fluxtui.wizard.pages.preview import (
+    bar_rows,
+    card_lines,
+    changed_rows,
+    disk_line,
+    margin_text,
+    time_line,
+)
 from fluxtui.wizard.pages.strategy import card_facts
 from fluxtui.wizard.pages.training import row_texts
 from fluxtui.wizard.pages.wizard_view import WizardView
@@ -107,7 +114,7 @@ def choice_lines(plan: PlanAnswer) -> list[str]:
 def preview_lines(view: WizardView, plan: PlanAnswer) -> list[str]:
     """Memory, disk, time, and what is not a default."""
     lines = [_use_line(name, used, limit) for name, used, limit in bar_rows(view, plan)]
-    lines += [time_line(view), disk_line(plan)]
+    lines += [*card_lines(plan), time_line(view), disk_line(plan)]
     changed = ", ".join(f"{key} {value}" for key, value in changed_rows(plan.changed))
     return [*lines, f"not the defaults: {changed or 'nothing'}"]
 

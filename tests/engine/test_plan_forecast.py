@@ -70,6 +70,29 @@ def test_a_model_without_weights_is_planned_for_a_machine_that_is_not_here(
     assert "balanced" in text
 
 
+def test_all_cards_of_a_file_are_planned_for_and_told(large: RunConfig, tmp_path: Path) -> None:
+    gpus = [{"name": "card", "memory_total_bytes": 24 * GIB}] * 2
+    path = tmp_path / "two.json"
+
+    def planned(**rates: float) -> tuple[Any, str]:
+        told = {"machine": {"memory_total_bytes": 160 * GIB, "gpus": gpus},
+                "rates": {**RATES, **rates}}  # fmt: skip
+        path.write_text(json.dumps(told))
+        found = preview(large, read_machine_file(path))
+        return found, table(found)
+
+    plan, text = planned(cards_h2d=5e10, cards_d2h=5e10)
+    alone = preview(large, machine(tmp_path, 24, 160))
+    assert [(card.blocks, card.edges) for card in plan.cards] == [(16, True), (16, False)]
+    assert plan.predicted.step_s < alone.predicted.step_s and alone.cards == ()
+    assert all(card.device_bytes <= 0.9 * 24 * GIB for card in plan.cards)
+    assert "card 0 (card): 16 of 32 blocks, embedding and head; device memory" in text
+    assert "card 1 (card): 16 of 32 blocks; device memory" in text
+    slow, text = planned(card1_gpu_matmul=1e12)
+    assert slow.cards == () and [one.index for one in slow.left_out] == [1]
+    assert "card 1 (card) is left out: no layout with it fits" in text
+
+
 def test_when_moments_are_updated_is_predicted_chosen_and_said(
     large: RunConfig, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes
 from fluxtrain.trace.ring import read_ring
 from fluxtrain.trace.step_cutter import StepCutter
-from fluxtrain.trace.timeline import TimelineThread
+from fluxtrain.trace.timeline import RECENT_STEPS, TimelineThread
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.run import train
 from fluxtrain.wrapping.engine import Engine, engine_of
@@ -393,3 +393,15 @@ def test_a_timeline_that_fails_on_the_way_is_told_once_and_stops_recording(
     assert not recorder.notes and not recorder.recording
     thread.close()
     assert len(said) == 1 and "timeline.ring" in said[0] and "goes on" in said[0]
+
+
+def test_the_last_steps_are_at_hand_while_they_are_kept(tmp_path: Path) -> None:
+    thread = TimelineThread(tmp_path / "timeline.ring", pytest.fail)
+    recorder = Recorder(HostClock())
+    thread.watch(recorder)
+    for number in range(1, RECENT_STEPS + 4):
+        recorder.begin_step(number)
+    thread.close()
+    kept = [one.step for one in thread.recent]
+    assert kept == [one.step for one in read_ring(tmp_path / "timeline.ring")][-RECENT_STEPS:]
+    assert len(kept) == RECENT_STEPS and kept[-1] == RECENT_STEPS + 3

@@ -226,6 +226,7 @@ def test_bus_ceilings_are_those_that_a_probe_measured_on_this_machine(
     thread, kept = gauges()
     engine: Any = FakeEngine()
     engine.device.torch_device = torch.device("cuda")
+    engine.cards = [engine]
     thread.watch(engine, SimpleNamespace(read_bytes=0, written_bytes=0))
     thread.sample()
     traffic = next(event for event in kept.events if isinstance(event, ev.TrafficSampled))
@@ -233,6 +234,18 @@ def test_bus_ceilings_are_those_that_a_probe_measured_on_this_machine(
     assert [card.landed_bytes for card in traffic.cards] == [2, 7]
     assert traffic.cards[1].landed_bytes_per_s > 0
     assert traffic.d2h_ceiling_bytes_per_s is None
+
+
+def test_the_ceiling_of_several_cards_is_that_of_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = {"h2d_pinned": Rate(5e10, ""), "d2h_pinned": Rate(5e10, "")}
+    two = {**one, "card1_h2d_pinned": Rate(1e10, ""), "cards_h2d": Rate(5.5e10, "")}
+    monkeypatch.setattr("fluxtrain.reporting.gauges.known_rates", lambda _: one)
+    assert bus_ceilings(2) == (None, None)
+    monkeypatch.setattr("fluxtrain.reporting.gauges.known_rates", lambda _: two)
+    assert bus_ceilings(2) == (5.5e10, None)
+    assert bus_ceilings(4) == (None, None)  # others than those that were measured together
 
 
 def test_gauges_tell_what_the_engine_counts() -> None:

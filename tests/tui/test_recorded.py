@@ -17,7 +17,9 @@ from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import width_of
 
 RECORDED = Path(__file__).parent / "recorded"
-RUNS = ("demo", "killed", "resumed", "diverged", "h200", "streamed", "changed", "blocks")
+RUNS = (
+    "demo", "killed", "resumed", "diverged", "h200", "streamed", "changed", "blocks", "cards",
+)  # fmt: skip
 
 
 def events_of(run: str) -> list[ev.AnyEvent]:

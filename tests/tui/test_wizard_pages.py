@@ -17,6 +17,7 @@ from textual.content import Content
 from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.errors import EXIT_BUG, EXIT_DOES_NOT_FIT
+from fluxtrain.telemetry.events import CardLeftOut, CardPlan
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.checks.answer_checks import Check
@@ -24,6 +25,7 @@ from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.inspection import histogram, histogram_lines
 from fluxtui.wizard.engine.machine import age_text, machine_table
 from fluxtui.wizard.engine.plan_preview import checkpoints
+from fluxtui.wizard.linear_lines import preview_lines
 from fluxtui.wizard.pages.aside import aside
 from fluxtui.wizard.pages.data import data_page
 from fluxtui.wizard.pages.hardware import hardware_page
@@ -266,6 +268,29 @@ def test_the_preview_has_margins_and_the_time_as_an_interval_once_it_was_tried(
     untried = preview_page(dataclasses.replace(known, trial=Asked()), 92).plain
     assert "about 1m 40s, predicted" in untried
     assert "not tried yet" in untried
+
+
+def test_the_preview_has_a_bar_for_each_of_several_cards_and_says_who_is_left_out(
+    known: WizardView,
+) -> None:
+    plan = known.plan.value
+    assert plan is not None and "card 0" not in preview_page(known, 92).plain
+    gib = 1 << 30
+    cards = tuple(
+        CardPlan(
+            number=at, index=at, name="RTX 4090", blocks=3, device_bytes=(19 + at) * gib,
+            budget_bytes=23 * gib, edges=not at,
+        )
+        for at in range(2)
+    )  # fmt: skip
+    out = (CardLeftOut(index=2, name="GTX 1060", because="other programs fill it: end them"),)
+    several = replace(plan, cards=cards, left_out=out)
+    view = dataclasses.replace(known, plan=Asked(value=several))
+    shown = " ".join(preview_page(view, 92).plain.split())
+    assert "19.0 GiB of 23.0 GiB" in shown and "20.0 GiB of 23.0 GiB" in shown
+    assert "cards: card 0: 3 blocks with embedding and head, card 1: 3 blocks" in shown
+    assert "card 2 (GTX 1060) is left out: other programs fill it: end them" in shown
+    assert any(line.startswith("cards: ") for line in preview_lines(view, several))
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_one_card_is_placed_as_without_others() -> None:
     alone = place_timed(MODEL, capacity, SET, Timing(rates=TWO.cards[0]))
     assert place_on_cards(MODEL, machine(8), rates(250e12), SET, ParallelRequest()) == alone
     asked = place_on_cards(MODEL, machine(8, 8), TWO, SET, ParallelRequest(cards=1))
-    assert replace(asked, choices=alone.choices) == alone
+    assert replace(asked, choices=alone.choices, left_out=()) == alone
     assert told(asked, "parallel.cards") == ("1", "as set")
     ruled = place(MODEL, capacity, SET)
     assert place_on_cards(MODEL, machine(8), None, SET, ParallelRequest()) == ruled
@@ -200,6 +200,32 @@ def test_a_card_that_would_hold_the_others_up_is_left_out_and_that_is_said() -> 
     assert found.cards == ()
     assert value == "1"
     assert "card 1 (RTX 4090) is left out" in because
+    (left,) = found.left_out
+    assert (left.index, left.name) == (1, "RTX 4090")
+    assert "predicted with it" in left.because and "without" in left.because
+
+
+def test_every_card_that_does_not_compute_is_told_with_its_reason() -> None:
+    cards = list(machine(8, 8, 8).cards)
+    cards[2] = replace(cards[2], unusable="other programs fill it: end them")
+    some = CardsCapacity(cards=tuple(cards), host_available_bytes=200 * GIB)
+    three = rates(250e12, 250e12, 250e12)
+    found = place_on_cards(MODEL, some, three, SET, FIXED)
+    assert [(one.index, one.because) for one in found.left_out] == [(2, cards[2].unusable)]
+    asked = place_on_cards(MODEL, some, three, SET, replace(FIXED, cards=(1,)))
+    assert [one.index for one in asked.left_out] == [0, 2]
+    assert asked.left_out[0].because.startswith("as set")
+    small = place_on_cards(model(1), machine(8, 8), TWO, SET, FIXED)
+    assert [one.because for one in small.left_out] == ["the model has 1 block"]
+
+
+def test_a_placement_tells_each_card_and_what_binds_the_pipeline() -> None:
+    found = place_on_cards(MODEL, machine(8, 8), TWO, SET, FIXED)
+    assert [(one.number, one.index, one.blocks, one.edges) for one in found.told_cards] == [
+        (0, 0, 4, True), (1, 1, 4, False),
+    ]  # fmt: skip
+    assert sum(one.device_bytes for one in found.told_cards) == found.device_bytes
+    assert found.busy_s and found.binds
 
 
 def test_the_fastest_card_comes_first_and_has_the_edges() -> None:

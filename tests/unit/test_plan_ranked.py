@@ -234,6 +234,36 @@ def test_a_cards_name_that_a_terminal_would_obey_is_only_shown(tmp_path: Path) -
     assert len(line) < 150
 
 
+def test_all_cards_of_a_file_are_read_in_torchs_order(tmp_path: Path) -> None:
+    gpus = [
+        {"index": at, "name": name, "memory_total_bytes": size * GIB, "compute_capability": "8.9"}
+        for at, (name, size) in enumerate([("small", 8), ("large", 24), ("other", 16)])
+    ]
+    machine = {"memory_total_bytes": 64 * GIB, "gpus": gpus}
+    found = read_machine_file(written(tmp_path, {"machine": machine}))
+    assert found.cards is not None
+    assert [card.free_bytes for card in found.cards.cards] == [8 * GIB, 24 * GIB, 16 * GIB]
+    assert all(text in found.line for text in ("small 8.00 GiB", "large 24.0 GiB"))
+    seen = [
+        {"index": 0, "gpu": 1, "name": "large", "memory_free_bytes": 23 * GIB},
+        {"index": 1, "gpu": 0, "name": "small", "unusable": "other programs fill it: end them"},
+    ]
+    found = read_machine_file(written(tmp_path, {"machine": machine, "cards": seen}))
+    assert found.cards is not None
+    assert [(card.name, card.free_bytes, card.unusable) for card in found.cards.cards] == [
+        ("large", 23 * GIB, ""), ("small", 8 * GIB, "other programs fill it: end them"),
+    ]  # fmt: skip
+    assert found.capacity.device_free_bytes == 23 * GIB
+
+
+def test_a_card_without_bf16_beside_one_that_has_it_cannot_be_used(tmp_path: Path) -> None:
+    gpus = [{"memory_total_bytes": 24 * GIB, "compute_capability": told} for told in ("8.9", "7.5")]
+    machine = {"memory_total_bytes": 64 * GIB, "gpus": gpus}
+    found = read_machine_file(written(tmp_path, {"machine": machine}))
+    assert found.cards is not None
+    assert [bool(card.unusable) for card in found.cards.cards] == [False, True]
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read"):
         read_machine_file(tmp_path / "none.json")

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from fluxtrain.errors import EXIT_BAD_INPUT
 from fluxtrain.telemetry.events import (
     FRAME_LIMIT_BYTES,
+    CardMemory,
     ChoiceMade,
     Failed,
     LogWritten,
+    MemorySampled,
     Move,
     MovesMade,
     Planned,
@@ -176,3 +178,18 @@ def test_another_major_version_is_refused_with_the_cure(
     ) as e:
         decode_line(line)
     assert e.value.exit_code == EXIT_BAD_INPUT
+
+
+def test_a_sample_of_many_cards_is_cut_to_fit_and_breaks_nothing(make_memory: Make) -> None:
+    by = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "cache"), 1 << 40)
+    cards = tuple(
+        CardMemory(
+            number=at, total_bytes=1 << 40, used_bytes=1, peak_bytes=1, budget_bytes=1, by=by
+        )
+        for at in range(40)
+    )
+    frame = encode_frame(msgspec.structs.replace(make_memory(), cards=cards))
+    found = decode_line(frame)
+    assert len(frame) <= FRAME_LIMIT_BYTES
+    assert isinstance(found, MemorySampled) and 0 < len(found.cards) < 40
+    assert found.cards == cards[: len(found.cards)]

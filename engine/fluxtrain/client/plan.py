@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from fluxtrain.client.answer import Answer
-from fluxtrain.telemetry.events import ChoiceMade, SampleFit
+from fluxtrain.telemetry.events import CardLeftOut, CardPlan, ChoiceMade, SampleFit
 from fluxtrain.units import bytes_text, count_text
 
 
@@ -146,6 +146,8 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
     choices: tuple[ChoiceMade, ...]
     settings: tuple[Setting, ...]
     config: dict[str, Any]
+    cards: tuple[CardPlan, ...] = ()  # where several compute; the other numbers are of all together
+    left_out: tuple[CardLeftOut, ...] = ()  # cards of the machine that would not compute
 
     @property
     def fits(self) -> bool:

@@ -38,7 +38,13 @@ from fluxtrain.models.precision import choose_dtype, demo_dtype, with_odd_tensor
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
-from fluxtrain.planning.forecast import Forecast, forecast_of, plan_lines, planned_layout
+from fluxtrain.planning.forecast import (
+    Forecast,
+    card_lines,
+    forecast_of,
+    plan_lines,
+    planned_layout,
+)
 from fluxtrain.planning.placing import (
     capacity_of,
     card_capability,
@@ -96,6 +102,7 @@ def preview(
         batch_rows=wished_rows,
         data_rows=max(1, rows // config.train.accumulation),
         capacity=capacity,
+        elsewhere=elsewhere.cards if elsewhere and device.value == "cuda" else None,
         constants=constants,
     )
     where = capacity or capacity_of(machine, device.value)
@@ -184,6 +191,8 @@ def _answer(
         choices=choices,
         settings=tuple(settings(config)),
         config=config.model_dump(mode="json"),
+        cards=placement.told_cards,
+        left_out=placement.left_out,
     )
 
 
@@ -243,6 +252,7 @@ def table(plan: PlanAnswer) -> str:
         plan.method.line(model.parameters),
         f"device memory {_of(plan.device_bytes, plan.device_budget_bytes)}, "
         f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps} steps",
+        *card_lines(plan.cards, plan.left_out, model.blocks),
         *plan_lines(plan),
         *plan.notes,
         "",

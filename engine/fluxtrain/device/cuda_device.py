@@ -221,8 +221,11 @@ class CudaDevice:
         return _HERE if self._among is None else self._among.computing(joins=joins)
 
     def wait_for(self, point: Any) -> None:
-        if point is not None:
-            self._current().wait_event(point)
+        if point is None or point.query():
+            return
+        start = self.recorder.instant()
+        self._current().wait_event(point)
+        self.recorder.waited("cards", start)
 
     def landing(self, like: Tensor) -> Tensor:
         assert self._among is not None

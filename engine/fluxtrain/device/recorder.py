@@ -3,13 +3,16 @@
 Each interval is noted with two instants: host seconds, or CUDA events that nothing waits for. A
 `StepCutter` on another thread reads their times once they have passed, and cuts the intervals at
 the borders of steps. Outside `begin_step` and `end_step` nothing is noted.
+
+Of several cards the first one's recorder leads: the others note into its notes, each by the clock
+of its own card, because no time is known between events of two GPUs.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +45,7 @@ class Note:
     stop: Instant = None
     copy: Passing | None = None
     pooled: bool = False  # its events go back to the clock
+    card: int = 0  # whose clock its instants are of; 0 also for what the host does
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +57,7 @@ class Border:
     noted_s: float  # host seconds when it was noted: it has not passed before
     wall_s: float
     seen_s: float | None = None  # when it was first seen to have passed
+    others: tuple[Border, ...] = ()  # the same border on further cards, in their order
 
 
 class HostClock:
@@ -72,6 +77,10 @@ class HostClock:
     def seconds(self, instant: Instant) -> float | None:
         """Return the host seconds of an instant."""
         return float(instant)
+
+    def passed(self, border: Border) -> bool:
+        """Return True: a border is noted when it is there."""
+        return True
 
     def anchor_at(self, border: Border) -> float | None:
         """Return the host seconds of a border."""
@@ -126,9 +135,13 @@ class CudaClock:
             return None
         return self._anchor_s + float(self._anchor.elapsed_time(instant)) / 1e3
 
+    def passed(self, border: Border) -> bool:
+        """Return whether the computation has come to a border."""
+        return bool(border.instant.query())
+
     def anchor_at(self, border: Border) -> float | None:
         """Measure later events from this border; return its host seconds, None until it passed."""
-        if not border.instant.query():
+        if not self.passed(border):
             return None
         at_s = border.noted_s
         if self._anchor is not None:
@@ -152,26 +165,54 @@ class Recorder:
         self.clock = clock
         self.notes: deque[Note | Border] = deque()
         self.recording = False
-        self.dropped = 0  # notes beyond the limit
+        self.dropped = 0  # notes beyond the limit, of all cards
+        self._card = 0
+        self._leader = self
+        self._followers: tuple[Recorder, ...] = ()
         self._stopped = False
+
+    def lead(self, others: Sequence[Recorder]) -> None:
+        """Take the notes of further cards, in their order; steps begin and end for all."""
+        self._followers = tuple(others)
+        for number, other in enumerate(others, 1):
+            other._card, other._leader, other.notes = number, self, self.notes
+
+    def of(self, card: int) -> Recorder:
+        """Return the recorder of a card: this one's, or that of one that it leads."""
+        return self._followers[card - 1] if card else self
+
+    @property
+    def clocks(self) -> tuple[HostClock | CudaClock, ...]:
+        """The clocks of all cards whose notes are here, in their order."""
+        return (self.clock, *(other.clock for other in self._followers))
 
     def stop(self) -> None:
         """Make no more notes: no reader is left."""
-        self._stopped, self.recording = True, False
+        self._stopped = True
+        self._record(on=False)
         self.notes.clear()
 
     def begin_step(self, step: int) -> None:
         """Begin step `step` (from 1) and end the one before."""
         if self._stopped:
             return
-        self.recording = True
-        self.notes.append(self.clock.border(step))
+        self._record(on=True)
+        self.notes.append(self._border(step))
 
     def end_step(self) -> None:
         """End the step under way; nothing is noted until the next one begins."""
         if self.recording:
-            self.recording = False
-            self.notes.append(self.clock.border(0))
+            self._record(on=False)
+            self.notes.append(self._border(0))
+
+    def _border(self, step: int) -> Border:
+        border = self.clock.border(step)
+        border.others = tuple(other.clock.border(step) for other in self._followers)
+        return border
+
+    def _record(self, *, on: bool) -> None:
+        for one in (self, *self._followers):
+            one.recording = on
 
     def instant(self) -> Instant:
         """Return this point of the computation, for `computed`; None while nothing is noted."""
@@ -180,25 +221,35 @@ class Recorder:
     def computed(self, kind: str, name: str, start: Instant) -> None:
         """Note what the computation did since `start`."""
         if start is not None and self.recording:
-            self._add(Note("gpu", kind, name, start, self.clock.instant(), pooled=True))
+            self._add(
+                Note("gpu", kind, name, start, self.clock.instant(), pooled=True, card=self._card)
+            )
 
     def copied(self, lane: str, kind: str, name: str, copy: Passing) -> None:
         """Note a copy that was queued."""
         if self.recording:
-            self._add(Note(lane, kind, name, copy=copy))
+            self._add(Note(lane, kind, name, copy=copy, card=self._card))
 
     def stalled(self, cause: str, before: Instant, after: Instant) -> None:
         """Note that the computation waited between two of its instants."""
         if self.recording:
-            self._add(Note("stall", cause, "", before, after))
+            self._add(Note("stall", cause, "", before, after, card=self._card))
+
+    def waited(self, cause: str, start: Instant) -> None:
+        """Note that the computation waited since `start`, which `instant` gave."""
+        if start is not None and self.recording:
+            now = self.clock.instant()
+            self._add(Note("stall", cause, "", start, now, pooled=True, card=self._card))
 
     def host_waited(self, cause: str, seconds: float) -> None:
         """Note that the thread that drives the computation waited until now; on CPU that thread is
         the computation."""
         if self.recording:
             now_s = time.perf_counter()
-            lane = "stall" if self.clock.on_host else "host"
-            self._add(Note(lane, cause, "", now_s - seconds, now_s))
+            stalls = self.clock.on_host
+            card = self._card if stalls else 0
+            lane = "stall" if stalls else "host"
+            self._add(Note(lane, cause, "", now_s - seconds, now_s, card=card))
 
     def host_did(self, kind: str, start_s: float, stop_s: float) -> None:
         """Note a phase of the thread that drives the computation."""
@@ -220,15 +271,15 @@ class Recorder:
     def as_one(self, kind: str) -> Iterator[None]:
         """Note all computation inside as one interval, without its parts."""
         start, recording = self.instant(), self.recording
-        self.recording = False
+        self._record(on=False)
         try:
             yield
         finally:
-            self.recording = recording
+            self._record(on=recording)
             self.computed(kind, "", start)
 
     def _add(self, note: Note) -> None:
         if len(self.notes) < _MOST_NOTES:
             self.notes.append(note)
         else:
-            self.dropped += 1
+            self._leader.dropped += 1

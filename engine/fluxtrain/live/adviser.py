@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fluxtrain.hardware.pressure import memory_waited_s
 from fluxtrain.live.advice import Advice, RunFacts, StepFacts, advise, redone
+from fluxtrain.live.dealing import Dealing
 from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.reporting.announce import Announcer
@@ -23,6 +24,7 @@ class Setup:
     passes: int  # backward passes a step
     clips: bool
     rates: Rates | None  # None: not measured on this machine
+    dealing: Dealing | None = None  # of several cards, where their rates are known
 
 
 class Adviser:
@@ -78,6 +80,13 @@ class Adviser:
         for gone in self._given.keys() - {advice.id for advice in found}:
             self.withdraw(gone)
         for advice in found:
+            self._hold(advice)
+
+    def hold_or_withdraw(self, advice_id: str, advice: Advice | None) -> None:
+        """Tell what another adviser found on a subject, or that it found nothing any more."""
+        if advice is None:
+            self.withdraw(advice_id)
+        else:
             self._hold(advice)
 
     def withdraw(self, advice_id: str) -> None:

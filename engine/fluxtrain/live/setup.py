@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,14 +14,21 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.adviser import Setup
 from fluxtrain.live.changes import LiveChanges
+from fluxtrain.live.dealing import Dealing
+from fluxtrain.live.redeal import DealtRun
 from fluxtrain.live.resettle import resettle
 from fluxtrain.live.settings import LiveContext, LiveSettings, Use
+from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.choices.ranked import STOPS
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.planning.cards import rates_of_cards
+from fluxtrain.planning.placing import request_of
 from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
+from fluxtrain.trace.lanes import StepLanes
 
 if TYPE_CHECKING:
     from fluxtrain.wrapping.engine import Engine
@@ -33,8 +41,10 @@ def live_changes(
     engine: Engine,
     announcer: Announcer,
     rates: Rates | str,
+    lanes: Callable[[], Sequence[StepLanes]] = tuple,
 ) -> LiveChanges:
-    """What may change of a run that is placed and wrapped; `rates` as the plan has them."""
+    """What may change of a run that is placed and wrapped; `rates` as the plan has them, `lanes`
+    those of the last steps."""
     has_gpu = engine.device.torch_device.type == "cuda"
     layout = replace(placement.layout, chunk_rows=engine.chunk_rows)
     placement = replace(placement, layout=layout)
@@ -44,6 +54,9 @@ def live_changes(
         passes=config.train.accumulation,
         clips=config.train.max_grad_norm is not None or facts.scales_its_loss,
         rates=None if isinstance(rates, str) else rates,
+        dealing=None
+        if isinstance(rates, str) or not has_gpu
+        else _dealing(config, context, rates, lanes),
     )
     return LiveChanges(
         setup,
@@ -52,6 +65,44 @@ def live_changes(
         chunk_rows=lambda: engine.chunk_rows,
         use=partial(_use, engine.device.torch_device),
         promise_of=partial(promise_of, setup),
+    )
+
+
+def _dealing(
+    config: RunConfig,
+    context: LiveContext,
+    rates: Rates,
+    lanes: Callable[[], Sequence[StepLanes]],
+) -> Dealing | None:
+    """Return what advice on the dealing follows from; None on one card."""
+    facts, placement = context.facts, context.placement
+    if not placement.cards or placement.step_s is None:
+        return None
+    machine = read_machine()
+    held = machine.memory_available_bytes
+    capacities = CardsCapacity(
+        cards=tuple(
+            CardCapacity(index=c.index, name=c.name, free_bytes=c.budget_bytes, gpu=c.gpu)
+            for c in placement.cards
+        ),
+        host_available_bytes=None if held is None else held + placement.need.host_bytes,
+    )
+    request = request_of(config, facts, placement.batch_rows, None)
+    asked = config.placement.aggressiveness
+    widths = {gpu.index: gpu.pcie_width for gpu in machine.gpus}
+    return Dealing(
+        run=DealtRun(
+            facts=facts,
+            capacities=capacities,
+            rates=rates_of_cards(capacities, rates),
+            request=replace(request, chunk_rows=placement.layout.chunk_rows),
+            counts=tuple(card.blocks for card in placement.cards),
+            share=STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked,
+            head_on_all_cards=placement.head_on_all_cards,
+        ),
+        placement=placement,
+        lanes=lanes,
+        widths=tuple(None if c.gpu is None else widths.get(c.gpu) for c in placement.cards),
     )
 
 

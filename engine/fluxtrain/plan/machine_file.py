@@ -6,7 +6,9 @@ What `fluxtrain probe --json` prints is such a file. The least is
      "rates": {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "h2d_pinned": 2.5e10, "d2h_pinned": 2.5e10}}
 
 and perhaps `"disk": {"free_bytes": 2000000000000}`, with rates in bytes, operations and parameters
-a second; each may also be an object with `per_s`.
+a second; each may also be an object with `per_s`. Several cards are several entries of `gpus`, in
+torch's order; the rates of the second are `card1_gpu_matmul`, `card1_h2d_pinned` and so on, and
+where there is none it counts as the first.
 Without a GPU `gpus` is empty and the rates are `cpu_matmul`, `adamw` and `host_copy`. Without rates
 there is a plan, but no time.
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plain_files import read_named
+from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.units import bytes_text
@@ -29,6 +32,7 @@ MOST = 1 << 62  # of bytes, and of anything a second
 LEAST_RATE = 1.0
 LONGEST_NAME = 60
 LIMIT_BYTES = 1 << 20  # a probe prints a few thousand
+BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class PlannedMachine:
     per_s: dict[str, float | None]  # rates by the probe's names
     disk: DiskCapacity = UNKNOWN_DISK
     capability: tuple[int, int] = (8, 0)  # of its card; a recent one where the file does not say
+    cards: CardsCapacity | None = None  # None without a GPU
 
 
 def read_machine_file(path: Path) -> PlannedMachine:
@@ -61,19 +66,52 @@ def read_machine_file(path: Path) -> PlannedMachine:
     gpus = machine.get("gpus") or []
     if not isinstance(gpus, list):
         raise BadInput(f'{path}: gpus is no list: write [] or [{{"memory_total_bytes": ...}}]')
-    device = _bytes(gpus[0], ("memory_free_bytes", "memory_total_bytes"), path) if gpus else None
-    name = _name(gpus[0].get("name")) if gpus else "no GPU"
-    card = f"{name} {bytes_text(device)}" if gpus else name
+    gpus = _in_torch_order(gpus, found.get("cards"))
+    cards = _cards(gpus, path)
+    device = cards[0].free_bytes if cards else None
+    shown = [f"{card.name} {bytes_text(card.free_bytes)}" for card in cards]
     rates = found.get("rates") or {}
     if not isinstance(rates, dict):
         raise BadInput(f"{path}: rates is no object of names and numbers: or leave it out")
     return PlannedMachine(
-        line=f"{path.name}: {bytes_text(host)} host memory, {card}",
+        line=f"{path.name}: {bytes_text(host)} host memory, {', '.join(shown) or 'no GPU'}",
         capacity=Capacity(device_free_bytes=device, host_available_bytes=host),
         per_s={name: _per_s(name, rate, path) for name, rate in rates.items()},
         disk=_disk(found.get("disk"), path),
         capability=_capability(gpus[0].get("compute_capability") if gpus else None, path),
+        cards=CardsCapacity(cards=cards, host_available_bytes=host) if cards else None,
     )
+
+
+def _in_torch_order(gpus: list[Any], told: Any) -> list[Any]:
+    """Return the cards as torch counts them, which a probe of several tells beside the driver's
+    list, with what it says of each."""
+    if not isinstance(told, list) or not told:
+        return gpus
+    by_index = {gpu.get("index"): gpu for gpu in gpus if isinstance(gpu, dict)}
+    cards = [card for card in told if isinstance(card, dict)]
+    return [{**by_index.get(card.get("gpu"), {}), **card} for card in cards] or gpus
+
+
+def _cards(gpus: list[Any], path: Path) -> tuple[CardCapacity, ...]:
+    """Return every card; one without bf16 beside a first one that has it cannot be used."""
+    found: list[CardCapacity] = []
+    for index, gpu in enumerate(gpus):
+        free = _bytes(gpu, ("memory_free_bytes", "memory_total_bytes"), path)
+        capability = gpu.get("compute_capability")
+        unusable = str(gpu.get("unusable") or "")
+        if (
+            _capability(capability, path)
+            < BF16_CAPABILITY
+            <= _capability(gpus[0].get("compute_capability"), path)
+        ):
+            unusable = unusable or (
+                f"it has no bf16 (compute capability {capability}, 8.0 is needed): leave it out, "
+                "or train in model.dtype=float16 on all cards"
+            )
+        name = _name(gpu.get("name"))
+        found.append(CardCapacity(index=index, name=name, free_bytes=free, unusable=unusable))
+    return tuple(found)
 
 
 def _part(found: Any, name: str, path: Path) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -47,7 +48,10 @@ def cards_of(
         return CardsCapacity(
             cards=(_capacity(here, "", limit_bytes),), host_available_bytes=available
         )
-    found = tuple(_capacity(card.index, card.unusable or "", limit_bytes) for card in seen)
+    found = tuple(
+        replace(_capacity(card.index, card.unusable or "", limit_bytes), gpu=card.gpu)
+        for card in seen
+    )
     return CardsCapacity(cards=found, host_available_bytes=available)
 
 
@@ -65,11 +69,15 @@ def _capacity(index: int, unusable: str, limit_bytes: int | None) -> CardCapacit
     return CardCapacity(index=index, name=properties.name, free_bytes=free_bytes)
 
 
-def rates_of_cards(cards: CardsCapacity, first: Rates) -> CardsRates:
+def rates_of_cards(
+    cards: CardsCapacity, first: Rates, elsewhere: Mapping[str, float | None] | None = None
+) -> CardsRates:
     """Return the rates of all cards, from those of the first one. A probe of this machine has
     measured each and all at once; without one, each computes a product now, and copies between two
-    are measured where they arrive as they left."""
+    are measured where they arrive as they left. Of another machine `elsewhere` are the rates."""
     indices = [card.index for card in cards.cards]
+    if elsewhere is not None:
+        return cards_rates_from(first, elsewhere, indices)
     if not cards.has_gpu or len(indices) == 1:
         return CardsRates(cards=(first,) * len(indices))
     probed = {name: rate.per_s for name, rate in known_rates(runs_root()).items()}

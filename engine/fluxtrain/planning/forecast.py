@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
 from fluxtrain.planning.placing import request_of
+from fluxtrain.telemetry.events import CardLeftOut, CardPlan
 from fluxtrain.units import GIB, bytes_text, count_text, duration_text
 
 
@@ -57,13 +59,16 @@ class Forecast:
         if isinstance(rates, str):
             return None
         found = cost(self.facts, self.layout, rates, clips=self.clips, passes=self.passes)
-        step_s = self.placement.step_s
+        placement = self.placement
+        step_s = placement.step_s
         if step_s is None:
             return _time(found, steps)
-        # of several cards: the parts are those of one, the time is that of the pipeline
-        tokens_per_s = found.tokens_per_s * found.step_s / step_s
-        return msgspec.structs.replace(
-            _time(found, steps), step_s=step_s, tokens_per_s=tokens_per_s, eta_s=step_s * steps
+        return PlannedTime(
+            step_s=step_s,
+            tokens_per_s=found.tokens_per_s * found.step_s / step_s,
+            eta_s=step_s * steps,
+            binds=placement.binds,
+            parts_s=dict(placement.busy_s),
         )
 
     @property
@@ -151,6 +156,24 @@ def forecast_of(
         saved_bytes=method_of(config).saved_bytes(facts),
         constants=constants,
     )
+
+
+def card_lines(
+    cards: Sequence[CardPlan], left_out: Sequence[CardLeftOut], blocks: int
+) -> list[str]:
+    """What each card does, and which are left out, for people; nothing where there is one card."""
+    lines = []
+    for card in cards:
+        holds = f"{card.blocks} of {blocks} blocks" + ", embedding and head" * card.edges
+        peak = bytes_text(card.device_bytes)
+        room = f" of {bytes_text(card.budget_bytes)}" if card.budget_bytes else ""
+        lines.append(f"{card_name(card)}: {holds}; device memory {peak}{room}")
+    return lines + [f"{card_name(card)} is left out: {card.because}" for card in left_out]
+
+
+def card_name(card: CardPlan | CardLeftOut) -> str:
+    """Name a card by torch's number of it."""
+    return f"card {card.index} ({card.name})" if card.name else f"card {card.index}"
 
 
 def plan_lines(plan: PlanAnswer) -> list[str]:

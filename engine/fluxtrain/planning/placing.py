@@ -132,13 +132,14 @@ def decide(
     data_rows: int | None,
     loaded_bytes: int = 0,
     capacity: Capacity | None = None,
+    elsewhere: CardsCapacity | None = None,
     constants: Constants | None = None,
 ) -> Placement:
     """Where the bytes go and how many rows a step takes.
 
     `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
     this process are weights that move to where the plan puts them; `capacity` None is that of this
-    machine.
+    machine, else `elsewhere` are the cards of the other one.
     `constants` None, or too few of them, leaves the layout to the rule that knows no time.
 
     Raises:
@@ -152,13 +153,20 @@ def decide(
     timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
     asked = request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB)
     cards = None
-    if capacity is None:
-        cards = _several_cards(config, machine, device, facts, budget_bytes)
+    if deals_blocks(config, facts):
+        cards = elsewhere
+        if capacity is None:
+            cards = cards_of(config, machine, device, budget_bytes)
+        if cards is not None and len(cards.cards) == 1 and config.parallel == ParallelRequest():
+            cards = None
     if cards is None:
         placement = place_timed(facts, capacity or capacity_of(machine, device), asked, timing)
     else:
         share = 1.0 if timing is None else timing.share
-        rates = None if timing is None else rates_of_cards(cards, timing.rates)
+        rates = None
+        if timing is not None and constants is not None:
+            known = None if capacity is None else constants.per_s
+            rates = rates_of_cards(cards, timing.rates, known)
         placement = place_on_cards(facts, cards, rates, asked, config.parallel, share=share)
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
@@ -169,22 +177,11 @@ def decide(
     )
 
 
-def _several_cards(
-    config: RunConfig,
-    machine: Machine,
-    device: str,
-    facts: ModelFacts,
-    limit_bytes: int | None,
-) -> CardsCapacity | None:
-    """Return the cards of this machine; None where one is there, where the optimizer's package
+def deals_blocks(config: RunConfig, facts: ModelFacts) -> bool:
+    """Return whether blocks may be dealt to several cards: not where the optimizer's package
     updates on one, or where blocks share weights."""
-    if any(group.kind == "block" and group.users > 1 for group in facts.groups):
-        return None
-    cards = cards_of(config, machine, device, limit_bytes)
-    asked = config.parallel != ParallelRequest()
-    if config.train.optimizer != "adamw" or (len(cards.cards) == 1 and not asked):
-        return None
-    return cards
+    shared = any(group.kind == "block" and group.users > 1 for group in facts.groups)
+    return config.train.optimizer == "adamw" and not shared
 
 
 def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import psutil
 
+from fluxtrain.client.machine import TOGETHER
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.probe.probe import known_rates
 from fluxtrain.reporting.announce import Announcer
@@ -73,7 +74,8 @@ class GaugeThread:
 
     def watch(self, engine: Engine, disk: DiskUse) -> None:
         """Sample the engine, now that it is built, and the counts of `disk`."""
-        ceilings = bus_ceilings() if engine.device.torch_device.type == "cuda" else (None, None)
+        on_gpu = engine.device.torch_device.type == "cuda"
+        ceilings = bus_ceilings(len(engine.cards)) if on_gpu else (None, None)
         with self._sampling:
             self._engine, self._disk, self._ceilings = engine, disk, ceilings
             self._traffic = TrafficWindow(time.monotonic(), 0, 0, 0, 0)
@@ -207,11 +209,14 @@ def _moves(engine: Engine) -> MovesMade | None:
     return MovesMade(moves=tuple(moves), total=total) if moves else None
 
 
-def bus_ceilings() -> tuple[float | None, float | None]:
+def bus_ceilings(cards: int = 1) -> tuple[float | None, float | None]:
     """Return page-locked bytes a second to the GPU and back, as `fluxtrain probe` measured them on
-    this machine; None if it has not."""
-    rates = known_rates(runs_root())
-    up, down = rates.get("h2d_pinned"), rates.get("d2h_pinned")
+    this machine; None if it has not. Of several cards: to all at once, where all of them train."""
+    found = known_rates(runs_root())
+    names = ("h2d_pinned", "d2h_pinned") if cards == 1 else TOGETHER[:2]
+    probed = sum(1 for name in found if name.endswith("h2d_pinned"))
+    rates = found if cards in (1, probed) else {}
+    up, down = (rates.get(name) for name in names)
     return up.per_s if up else None, down.per_s if down else None
 
 

@@ -76,6 +76,7 @@ class Context:
             for number, device in enumerate(devices)
         ]
         device = devices[0]
+        device.recorder.lead([other.recorder for other in devices[1:]])
         self.updates = Updates(self.arrivals, device, defers_moments=placement.deferred_moments)
         self.host_ids = HostIds()
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)

@@ -1,4 +1,5 @@
-"""The base of all events: the version of their schema, and what every frame carries."""
+"""The base of all events: the version of their schema, what every frame carries, and what some tell
+of each card."""
 
 from __future__ import annotations
 
@@ -36,3 +37,47 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 class Gauge(Event, frozen=True, kw_only=True):
     """A sample: the latest wins, and it may be dropped (and counted) when the reader is slow."""
+
+
+class CardMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """One card's share of `MemorySampled`."""
+
+    number: int
+    total_bytes: int | None
+    used_bytes: int
+    peak_bytes: int
+    budget_bytes: int | None
+    by: dict[str, int]
+
+
+class CardTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """One card's share of `TrafficSampled`; `landed` came from other cards."""
+
+    number: int
+    h2d_bytes: int
+    d2h_bytes: int
+    landed_bytes: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    landed_bytes_per_s: float
+
+
+class CardPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one of several cards does in a plan."""
+
+    number: int  # as gauges and lanes count the cards that compute
+    index: int  # torch's
+    name: str
+    blocks: int
+    device_bytes: int  # predicted peak
+    budget_bytes: int | None
+    edges: bool = False  # embedding and head are on it
+    gpu: int | None = None  # nvidia-smi's number of it; None: not known
+
+
+class CardLeftOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A card of the machine that does not compute, and why."""
+
+    index: int  # torch's
+    name: str
+    because: str

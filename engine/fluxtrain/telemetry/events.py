@@ -24,19 +24,23 @@ from fluxtrain.telemetry.event import (
     SCHEMA,
     SCHEMA_MAJOR,
     SCHEMA_MINOR,
+    CardLeftOut,
+    CardMemory,
+    CardPlan,
+    CardTraffic,
     Event,
     Gauge,
     RunPhase,
 )
 
 __all__ = [  # what is imported above, too
-    "FRAME_LIMIT_BYTES", "SCHEMA", "SCHEMA_MAJOR", "SCHEMA_MINOR", "AdviceGiven",
-    "AdviceWithdrawn", "AnyEvent", "BlockRun", "ChangeApplied", "ChangeMeasured", "ChangeRefused",
-    "CheckpointWritten", "ChoiceMade", "CommandAnswered", "Compared", "Done", "EvaluationFinished",
-    "Event", "Failed", "Gauge", "Heartbeat", "Hello", "LogWritten", "MeasuringChange",
-    "MemorySampled", "Move", "MovesMade", "PhaseChanged", "PlacedAlike", "PlanChecked", "Planned",
-    "ResidencySampled", "RunPhase", "SampleFit", "SampleGenerated", "StepFinished", "StoppedEarly",
-    "TrafficSampled",
+    "FRAME_LIMIT_BYTES", "SCHEMA", "SCHEMA_MAJOR", "SCHEMA_MINOR", "AdviceGiven", "AdviceWithdrawn",
+    "AnyEvent", "BlockRun", "CardLeftOut", "CardMemory", "CardPlan", "CardTraffic", "ChangeApplied",
+    "ChangeMeasured", "ChangeRefused", "CheckpointWritten", "ChoiceMade", "CommandAnswered",
+    "Compared", "Done", "EvaluationFinished", "Event", "Failed", "Gauge", "Heartbeat", "Hello",
+    "LogWritten", "MeasuringChange", "MemorySampled", "Move", "MovesMade", "PhaseChanged",
+    "PlacedAlike", "PlanChecked", "Planned", "ResidencySampled", "RunPhase", "SampleFit",
+    "SampleGenerated", "StepFinished", "StoppedEarly", "TrafficSampled",
 ]  # fmt: skip
 
 
@@ -122,6 +126,8 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     binds: str = ""  # the resource that takes the most of a step, in words
     constants: str = ""  # source of the rates that the time is computed from
     samples: SampleFit | None = None  # of all the data that is trained on
+    cards: tuple[CardPlan, ...] = ()  # where several compute; the other numbers are of all together
+    left_out: tuple[CardLeftOut, ...] = ()  # cards of the machine that do not compute
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):
@@ -150,29 +156,6 @@ class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
     eta_spread_s: float | None = None  # plus or minus, from the spread of recent steps
     loss_scale: float | None = None  # of fp16: what the loss was multiplied by
     left_out: bool = False  # its gradients are not finite: no weight was changed
-
-
-class CardMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One card's share of `MemorySampled`."""
-
-    number: int
-    total_bytes: int | None
-    used_bytes: int
-    peak_bytes: int
-    budget_bytes: int | None
-    by: dict[str, int]
-
-
-class CardTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """One card's share of `TrafficSampled`; `landed` came from other cards."""
-
-    number: int
-    h2d_bytes: int
-    d2h_bytes: int
-    landed_bytes: int
-    h2d_bytes_per_s: float
-    d2h_bytes_per_s: float
-    landed_bytes_per_s: float
 
 
 class MemorySampled(Gauge, frozen=True, kw_only=True, tag="memory"):

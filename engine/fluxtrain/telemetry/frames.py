@@ -167,7 +167,8 @@ def _cut(value: Any, keep: float) -> Any:
     if isinstance(value, dict):
         return dict(list(value.items())[: int(len(value) * keep)])
     if isinstance(value[0], dict):  # choices: shorter reasons first, then fewer of them
-        longest = max(len(text) for item in value for text in item.values())
+        texts = [text for item in value for text in item.values() if isinstance(text, str)]
+        longest = max(map(len, texts), default=0)
         if longest > 24:
             return [
                 {key: _clip(text, longest * 3 // 4) for key, text in item.items()} for item in value
@@ -176,5 +177,8 @@ def _cut(value: Any, keep: float) -> Any:
     return value[len(value) - int(len(value) * keep) :]  # moves: the latest stay
 
 
-def _clip(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + ELLIPSIS
+def _clip(value: Any, length: int) -> Any:
+    """Shorten a text; other values stay."""
+    if not isinstance(value, str) or len(value) <= length:
+        return value
+    return value[: length - 1] + ELLIPSIS

@@ -1,11 +1,22 @@
-"""Attributes the seconds of a step from its lanes: what was busy, what waited, and what binds."""
+"""Attributes the seconds of a step from its lanes: what was busy, what waited, and what binds.
+
+Of several cards each has a partition of its own. The one that computes most is told as the step's,
+because the others wait for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes, without_evaluation
+from fluxtrain.trace.lanes import (
+    BUSY_LANES,
+    CARD_LANES,
+    OTHER_CARDS,
+    Interval,
+    StepLanes,
+    without_evaluation,
+)
 from fluxtrain.units import duration_text
 
 LANE_NAMES = {
@@ -15,11 +26,12 @@ LANE_NAMES = {
     "cpu": "cpu optimizer",
     "disk": "disk",
     "host": "host",
+    OTHER_CARDS: "other cards",
 }
 CAUSE_LANES = {  # the lane that each cause of waiting waits for
     "weights": "h2d", "activations": "h2d", "gradients": "d2h", "update": "cpu",
     "moments": "cpu",
-    "checkpoint": "disk", "data": "host", "host": "host",
+    "checkpoint": "disk", "data": "host", "host": "host", OTHER_CARDS: OTHER_CARDS,
 }  # fmt: skip
 BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it
 _PHASES = ("forward", "backward", "optimizer", "other")  # of the host's lane: no waiting
@@ -27,8 +39,24 @@ Span = tuple[float, float]  # start, stop
 
 
 @dataclass(frozen=True, kw_only=True)
+class CardTime:
+    """One card's seconds of a step; `busy_s["gpu"]` and all of `waits_s` partition it."""
+
+    card: int
+    busy_s: dict[str, float]  # by lane of the card: gpu, h2d, d2h
+    work_s: dict[str, float]  # of the computation, by kind
+    waits_s: dict[str, float]  # by cause; cards: idle while another card computes
+
+    @property
+    def for_others_s(self) -> float:
+        """Seconds in which it was idle while another card computed."""
+        return self.waits_s.get(OTHER_CARDS, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """One step's seconds. `busy_s["gpu"]` and all of `waits_s` partition `length_s`."""
+    """One step's seconds. `busy_s["gpu"]` and all of `waits_s` partition `length_s`; of several
+    cards they are those of `card`, with what is the host's."""
 
     step: int
     length_s: float
@@ -39,6 +67,8 @@ class Attribution:
     because: str
     aside: str = ""  # what else is worth telling of it
     evaluation_s: float = 0.0  # that followed; in none of the above
+    card: int = 0  # of several, the one that computes most
+    cards: tuple[CardTime, ...] = ()  # each, where there are several
 
     @property
     def told(self) -> str:
@@ -55,18 +85,73 @@ def attribute(step: StepLanes) -> Attribution:
 
     The computation waits while it is stalled, and while nothing of it runs. Where several causes
     hold at once, the first counts: a stall of the computation's stream, a wait of the thread that
-    drives it, the disk, the data; what is left is that thread's own work. A stall for weights
-    during which no copy runs and the optimizer does is a wait for the update that the copy needs.
+    drives it, the disk, the data, another card that computes; what is left is that thread's own
+    work. A stall for weights during which no copy runs and the optimizer does is a wait for the
+    update that the copy needs.
     """
     step, evaluation_s = without_evaluation(step)
+    if step.cards == 1:
+        return replace(_attributed(step, []), evaluation_s=evaluation_s)
+    every = [_lanes_of(step, card) for card in range(step.cards)]
+    computing = [_computing(one.intervals) for one in every]
+    found = [
+        _attributed(
+            one, _union(s for at, spans in enumerate(computing) if at != card for s in spans)
+        )
+        for card, one in enumerate(every)
+    ]
+    cards = tuple(
+        CardTime(
+            card=card, work_s=one.work_s, waits_s=one.waits_s,
+            busy_s={lane: s for lane, s in one.busy_s.items() if lane in CARD_LANES},
+        )
+        for card, one in enumerate(found)
+    )  # fmt: skip
+    most = max(range(step.cards), key=lambda card: (found[card].busy_s["gpu"], -card))
+    because = f"card {most}: {found[most].because}"
+    aside = "; ".join(part for part in (found[most].aside, skew_text(cards, step.length_s)) if part)
+    return replace(
+        found[most], because=because, aside=aside, evaluation_s=evaluation_s, card=most, cards=cards
+    )
+
+
+def skew_text(cards: Sequence[CardTime], length_s: float) -> str:
+    """Say which card was idle for longest while others computed; nothing below `BINDS_FROM`."""
+    idle = max(cards, key=lambda one: (one.for_others_s, -one.card))
+    share = idle.for_others_s / length_s if length_s > 0 else 0.0
+    if share < BINDS_FROM:
+        return ""
+    return f"card {idle.card} idle beside others {duration_text(idle.for_others_s)} ({share:.0%})"
+
+
+def computing_s(step: StepLanes, card: int, kinds: Sequence[str], names: Container[str]) -> float:
+    """Return the seconds in which a card computed something of these kinds and names, and was not
+    stalled."""
+    mine = [one for one in step.intervals if one.card == card]
+    spans = [_span(o) for o in mine if o.lane == "gpu" and o.kind in kinds and o.name in names]
+    return _length(_minus(_union(spans), _of(mine, "stall")))
+
+
+def _lanes_of(step: StepLanes, card: int) -> StepLanes:
+    """Return a step with the lanes of one card, and those of the host."""
+    mine = [one for one in step.intervals if one.lane not in CARD_LANES or one.card == card]
+    return replace(step, intervals=mine)
+
+
+def _computing(intervals: Sequence[Interval]) -> list[Span]:
+    """Return when the computation of one card ran and was not stalled."""
+    return _minus(_of(intervals, "gpu"), _of(intervals, "stall"))
+
+
+def _attributed(step: StepLanes, beside: list[Span]) -> Attribution:
+    """Partition the step of one card, beside which others compute during some spans."""
     lanes = {lane: _of(step.intervals, lane) for lane in BUSY_LANES}
-    stalled = _union([_span(one) for one in step.intervals if one.lane == "stall"])
-    computing = _minus(lanes["gpu"], stalled)
+    computing = _computing(step.intervals)
     left = _minus([(0.0, step.length_s)], computing)
     waits_s: dict[str, float] = {}
     weights_written = [one for one in step.intervals if (one.lane, one.kind) == ("cpu", "update")]
     updating = _minus(_union([_span(one) for one in weights_written]), lanes["h2d"])
-    for cause, spans in _causes(step.intervals, lanes["disk"]):
+    for cause, spans in (*_causes(step.intervals, lanes["disk"]), (OTHER_CARDS, beside)):
         mine = _common(left, spans)
         if cause == "weights":
             late = _common(mine, updating)
@@ -79,10 +164,11 @@ def attribute(step: StepLanes) -> Attribution:
     busy_s = {lane: _length(spans) for lane, spans in lanes.items()}
     busy_s["gpu"] = _length(computing)
     bound, because, aside = _bound(step.length_s, busy_s, waits_s)
+    stalled = _of(step.intervals, "stall")
     return Attribution(
         step=step.step, length_s=step.length_s, busy_s=busy_s,
         work_s=_work(step.intervals, stalled), waits_s=waits_s, bound=bound, because=because,
-        aside=aside, evaluation_s=evaluation_s,
+        aside=aside,
     )  # fmt: skip
 
 
@@ -94,26 +180,46 @@ def median_step(steps: Sequence[StepLanes]) -> StepLanes:
 
 def summary_lines(found: Attribution, title: str) -> list[str]:
     """Return the attribution as a table for people."""
-    work = ", ".join(
-        f"{kind} {duration_text(s)}"
-        for kind, s in sorted(found.work_s.items(), key=lambda p: -p[1])
-    )
     after = f", then {duration_text(found.evaluation_s)} of evaluation" * (found.evaluation_s > 0)
     lines = [f"{title}: step {found.step}, {duration_text(found.length_s)}{after}"]
+    for one in found.cards:
+        lines += _card_rows(one, found.length_s)
     for lane in BUSY_LANES:
+        if found.cards and lane in CARD_LANES:
+            continue
         busy_s, waits_s = found.busy_s[lane], found.waits_for(lane)
-        note = work if lane == "gpu" else ""
+        note = _by_length(found.work_s) if lane == "gpu" else ""
         if waits_s > 0:
             note = f"waited for {duration_text(waits_s)}"
+            note += f" by card {found.card}" * bool(found.cards)
         lines.append(_row(LANE_NAMES[lane], busy_s, found.length_s, note))
-    waiting_s = sum(found.waits_s.values())
-    causes = ", ".join(
-        f"{cause} {duration_text(s)}"
-        for cause, s in sorted(found.waits_s.items(), key=lambda p: -p[1])
-    )
-    lines.append(_row("computation waits", waiting_s, found.length_s, causes))
+    if not found.cards:
+        waiting_s = sum(found.waits_s.values())
+        causes = _by_length(found.waits_s)
+        lines.append(_row("computation waits", waiting_s, found.length_s, causes))
     lines.append(f"  bound: {found.told}")
     return lines
+
+
+def _card_rows(one: CardTime, whole_s: float) -> list[str]:
+    """Return the rows of one of several cards."""
+    name, waiting_s = f"card {one.card}", sum(one.waits_s.values())
+    copies = ", ".join(
+        f"{duration_text(one.busy_s[lane])} {way}"
+        for lane, way in (("h2d", "up"), ("d2h", "down"))
+        if one.busy_s[lane] > 0
+    )
+    return [
+        _row(f"{name} computes", one.busy_s["gpu"], whole_s, _by_length(one.work_s)),
+        _row(f"{name} waits", waiting_s, whole_s, _by_length(one.waits_s)),
+        *([f"  {name} copies{'':<21}{copies}"] if copies else []),
+    ]
+
+
+def _by_length(seconds: dict[str, float]) -> str:
+    """Return names with their times, the longest first."""
+    ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{name} {duration_text(s)}" for name, s in ordered)
 
 
 def _row(name: str, seconds: float, whole_s: float, note: str) -> str:
@@ -152,6 +258,8 @@ def _bound(
         causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
         cause = next(c for c in causes if c != "host" and CAUSE_LANES.get(c, "host") == "host")
         return worst, f"host, the computation waits {waited} of {whole} for {cause}", aside
+    if worst == OTHER_CARDS:
+        return worst, f"{computing} of {whole}, {waited} idle while other cards compute", aside
     busy = f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}"
     return worst, f"{busy}, the computation waits {waited} for it", aside
 

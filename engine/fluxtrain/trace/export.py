@@ -1,8 +1,8 @@
 """The lanes of steps as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-JSON in the Trace Event Format: one process a run, one thread a lane, a complete ("X") event an
-interval, with times in microseconds. Two uploads can overlap; the later one then gets a thread of
-its own, because events of one thread must be nested or disjoint.
+JSON in the Trace Event Format: one process a run, one thread a lane (of several cards, a lane of a
+card), a complete ("X") event an interval, with times in microseconds. Two uploads can overlap; the
+later one then gets a thread of its own, because events of one thread must be nested or disjoint.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -23,7 +23,7 @@ from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS, storage_error
-from fluxtrain.trace.lanes import LANES, StepLanes
+from fluxtrain.trace.lanes import CARD_LANES, LANES, StepLanes
 from fluxtrain.trace.ring import RingReader, read_ring
 
 _BESIDE = "h2d beside"  # a thread in the trace, not a lane
@@ -35,6 +35,7 @@ THREADS = {
 VIEWER = "https://ui.perfetto.dev"
 _PROCESS = 1
 _APART_S = 5e-7  # half of what times are rounded to
+_A_CARD = 100  # numbers of threads for each further card
 
 
 def recorded_steps(run: str | Path) -> tuple[RunDir, list[StepLanes]]:
@@ -62,10 +63,11 @@ def recorded_steps(run: str | Path) -> tuple[RunDir, list[StepLanes]]:
 def trace_events(steps: Sequence[StepLanes], run_id: str) -> Iterator[dict[str, Any]]:
     """Return the events of a trace; time 0 is the beginning of the first step."""
     yield _named("process_name", 0, f"FluxTrain {run_id}")
-    for lane, title in THREADS.items():
-        yield _named("thread_name", _thread(lane), title)
-        yield {**_named("thread_sort_index", _thread(lane), ""), "args": {"sort_index": _at(lane)}}
-    first_s, until_s = (steps[0].wall_s if steps else 0.0), 0.0
+    for at, (thread, title) in enumerate(_threads(max((s.cards for s in steps), default=1))):
+        yield _named("thread_name", thread, title)
+        yield {**_named("thread_sort_index", thread, ""), "args": {"sort_index": at}}
+    first_s = steps[0].wall_s if steps else 0.0
+    until_s: dict[int, float] = {}
     for step in steps:
         begin_s = step.wall_s - first_s
         left_out = {"merged": step.merged, "late": step.late, "dropped": step.dropped}
@@ -79,9 +81,11 @@ def trace_events(steps: Sequence[StepLanes], run_id: str) -> Iterator[dict[str, 
                 facts["pieces"] = one.pieces
             lane, start_s = one.lane, begin_s + one.start_s
             if lane == "h2d":
-                lane = lane if start_s > until_s - _APART_S else _BESIDE
-                until_s = until_s if lane == _BESIDE else start_s + one.duration_s
-            yield _event(lane, name, start_s, one.duration_s, facts)
+                if start_s > until_s.get(one.card, 0.0) - _APART_S:
+                    until_s[one.card] = start_s + one.duration_s
+                else:
+                    lane = _BESIDE
+            yield _event(lane, name, start_s, one.duration_s, facts, one.card)
 
 
 def write_trace(path: Path, steps: Sequence[StepLanes], run_id: str) -> int:
@@ -156,11 +160,11 @@ def _write(file: BinaryIO, steps: Sequence[StepLanes], run_id: str) -> None:
 
 
 def _event(
-    lane: str, name: str, start_s: float, duration_s: float, facts: dict[str, Any]
+    lane: str, name: str, start_s: float, duration_s: float, facts: dict[str, Any], card: int = 0
 ) -> dict[str, Any]:
     category = "h2d" if lane == _BESIDE else lane
     return {
-        "name": name, "cat": category, "ph": "X", "pid": _PROCESS, "tid": _thread(lane),
+        "name": name, "cat": category, "ph": "X", "pid": _PROCESS, "tid": _thread(lane, card),
         "ts": round(start_s * 1e6, 3), "dur": round(duration_s * 1e6, 3), "args": facts,
     }  # fmt: skip
 
@@ -169,10 +173,19 @@ def _named(what: str, thread: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": _PROCESS, "tid": thread, "args": {"name": name}}
 
 
-def _thread(lane: str) -> int:
-    return 0 if lane == "step" else 1 + (*LANES, _BESIDE).index(lane)
+def _thread(lane: str, card: int = 0) -> int:
+    return 0 if lane == "step" else 1 + (*LANES, _BESIDE).index(lane) + _A_CARD * card
 
 
-def _at(lane: str) -> int:
-    """Return the lane's position in Perfetto, from the top."""
-    return list(THREADS).index(lane)
+def _threads(cards: int) -> Iterator[tuple[int, str]]:
+    """Yield the number and the title of each thread, from the top of the viewer; the lanes of a
+    card stand together."""
+    yield _thread("step"), THREADS["step"]
+    of_card = [lane for lane in THREADS if lane in (*CARD_LANES, _BESIDE)]
+    for card in range(cards):
+        for lane in of_card:
+            name = THREADS[lane] if cards == 1 else f"card {card} {THREADS[lane]}"
+            yield _thread(lane, card), name
+    for lane, title in THREADS.items():
+        if lane not in ("step", *of_card):
+            yield _thread(lane), title

@@ -3,7 +3,7 @@
 A lane does one thing at a time: the computation, the copies in each direction, the optimizer on the
 host, the disk. Only uploads to a GPU may overlap, two at a time, when one waited for others. Two
 more lanes tell why: `stall` is the computation waiting for something, `host` is what the thread
-that drives it was busy with.
+that drives it was busy with. Of several cards each has lanes of its own: `CARD_LANES`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import NamedTuple
 
 LANES = ("gpu", "h2d", "d2h", "cpu", "disk", "stall", "host")  # numbers of the file: add at the end
 BUSY_LANES = LANES[:5]
+CARD_LANES = frozenset({"gpu", "h2d", "d2h", "stall"})  # the others are the host's: of card 0
+OTHER_CARDS = "cards"  # the cause of a stall: rows that another card computes
 
 _MAGIC = b"STEP"
 _HEAD = struct.Struct("<4sIIQIQddddIIIII")
 _INTERVAL = struct.Struct("<BBHHHII")
 _CRC_FROM = 8  # after the magic and the checksum itself
-_BEGAN_BEFORE, _GOES_ON = 1, 2
+_BEGAN_BEFORE, _GOES_ON, _CARD_FROM = 1, 2, 4  # the card is in the flags from this one on
+_MOST_CARDS = 64
 _TEXT_BYTES = 4096  # of the kinds and names of one record
 _NO_TEXT = 0xFFFF
 _TICK_S = 1e-6
@@ -39,6 +42,7 @@ class Interval(NamedTuple):
     pieces: int = 1  # more than one: merged neighbours
     began_before: bool = False  # it began in the previous step
     goes_on: bool = False  # it goes on in the next one
+    card: int = 0
 
     @property
     def stop_s(self) -> float:
@@ -59,6 +63,11 @@ class StepLanes:
     dropped: int = 0  # intervals that found no room
     process: int = 1  # which process of the run, from 1
 
+    @property
+    def cards(self) -> int:
+        """How many cards have lanes here."""
+        return 1 + max((one.card for one in self.intervals), default=0)
+
 
 def packed(step: StepLanes, sequence: int, room_bytes: int) -> bytes:
     """Pack the step into a record of at most `room_bytes`.
@@ -66,8 +75,9 @@ def packed(step: StepLanes, sequence: int, room_bytes: int) -> bytes:
     Little-endian: "STEP", CRC-32 of all that follows it (u32), bytes of the record (u32), sequence
     (u64), process (u32), step (u64), wall_s, length_s, tick_s, hidden_s (f64 each), merged, late,
     dropped, number of intervals, bytes of texts (u32 each); texts, each ended by a zero byte; then
-    per interval: lane (u8, index of `LANES`), flags (u8: 1 began before, 2 goes on), kind and name
-    (u16 each, numbers of texts, 65535 for none), pieces (u16), start and duration (u32, in ticks).
+    per interval: lane (u8, index of `LANES`), flags (u8: 1 began before, 2 goes on, and the card in
+    the six bits above), kind and name (u16 each, numbers of texts, 65535 for none), pieces (u16),
+    start and duration (u32, in ticks).
     """
     texts, number = _texts(step.intervals)
     limit = (room_bytes - _HEAD.size - len(texts)) // _INTERVAL.size
@@ -76,6 +86,7 @@ def packed(step: StepLanes, sequence: int, room_bytes: int) -> bytes:
     parts = [b"", texts]
     for one in fitting:
         flags = _BEGAN_BEFORE * one.began_before + _GOES_ON * one.goes_on
+        flags += _CARD_FROM * min(one.card, _MOST_CARDS - 1)
         parts.append(
             _INTERVAL.pack(
                 LANES.index(one.lane), flags,
@@ -141,7 +152,7 @@ def unpacked(record: bytes) -> StepLanes:
                 Interval(
                     LANES[lane], _text(texts, kind), _text(texts, name),
                     start * head.tick_s, ticks * head.tick_s, pieces,
-                    bool(flags & _BEGAN_BEFORE), bool(flags & _GOES_ON),
+                    bool(flags & _BEGAN_BEFORE), bool(flags & _GOES_ON), flags // _CARD_FROM,
                 )
             )  # fmt: skip
     return StepLanes(
@@ -176,14 +187,10 @@ def merged_to_fit(
     merged, the shortest first, until they fit. Also return how many were merged into others, the
     idle seconds hidden by that, and how many were dropped because no more could be merged.
     """
-    kept = sorted(intervals, key=lambda one: (LANES.index(one.lane), one.start_s))
+    kept = sorted(intervals, key=lambda one: (LANES.index(one.lane), one.card, one.start_s))
     hidden_s, before = 0.0, len(kept)
     while len(kept) > limit:
-        pairs = [
-            i
-            for i in range(len(kept) - 1)
-            if (kept[i].lane, kept[i].kind) == (kept[i + 1].lane, kept[i + 1].kind)
-        ]
+        pairs = [i for i in range(len(kept) - 1) if _alike(kept[i], kept[i + 1])]
         if not pairs:
             break
         pairs.sort(key=lambda i: kept[i + 1].stop_s - kept[i].start_s)
@@ -202,6 +209,10 @@ def merged_to_fit(
         longest = set(sorted(range(len(kept)), key=lambda i: -kept[i].duration_s)[:limit])
         kept = [one for i, one in enumerate(kept) if i in longest]
     return kept, merged, hidden_s, before - merged - len(kept)
+
+
+def _alike(one: Interval, other: Interval) -> bool:
+    return (one.lane, one.card, one.kind) == (other.lane, other.card, other.kind)
 
 
 def _joined(first: Interval, second: Interval) -> Interval:

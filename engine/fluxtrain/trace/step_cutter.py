@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fluxtrain.device.recorder import Border, Instant, Note, Recorder
-from fluxtrain.trace.lanes import Interval, StepLanes
+from fluxtrain.device.recorder import Border, Note, Recorder
+from fluxtrain.trace.lanes import OTHER_CARDS, Interval, StepLanes
 
+_SHORTEST_WAIT_S = 20e-6  # for another card: less is the time between the two notes
 _MOST_WAITING = 8  # ended steps; beyond that the oldest is cut without times that are still unknown
 
 
@@ -19,6 +20,7 @@ class _Known:
     name: str
     start_s: float
     stop_s: float
+    card: int
 
 
 class StepCutter:
@@ -30,7 +32,7 @@ class StepCutter:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._clock = recorder.clock
+        self._clocks = recorder.clocks
         self._end_s: float | None = None  # when the next border passed, once known
         self._open: list[Note] = []  # times not known yet
         self._known: list[_Known] = []
@@ -54,7 +56,7 @@ class StepCutter:
             if self._waits(final=final):
                 return steps
             if self._end_s is None:
-                self._end_s = self._clock.anchor_at(note)
+                self._end_s = self._anchored(note)
                 if self._end_s is None:
                     return steps
                 self._take_what_began_before(self._end_s)
@@ -73,6 +75,16 @@ class StepCutter:
             self._step, self._begin_s = (note, at_s) if note.step else (None, at_s)
         self._learn()
         return steps
+
+    def _anchored(self, border: Border) -> float | None:
+        """Measure later times from a border, on every card; return the host seconds at which the
+        first card came to it, None until all did."""
+        first, *others = zip(self._clocks, (border, *border.others), strict=True)
+        if not all(clock.passed(one) for clock, one in (first, *others)):
+            return None
+        for clock, one in others:
+            clock.anchor_at(one)
+        return first[0].anchor_at(border)
 
     def _waits(self, *, final: bool) -> bool:
         """Return whether times of the oldest step are unknown and may still be waited for."""
@@ -98,9 +110,9 @@ class StepCutter:
     def _began_s(self, note: Note) -> float | None:
         """Return the host seconds of its beginning; None if it has not begun."""
         if note.copy is None:
-            return self._clock.seconds(note.start)
+            return self._clocks[note.card].seconds(note.start)
         instants = None if note.copy.failed() else note.copy.instants()
-        return None if instants is None else self._clock.seconds(instants[0])
+        return None if instants is None else self._clocks[note.card].seconds(instants[0])
 
     def _learn(self) -> None:
         """Move the notes whose times are known now to the known intervals."""
@@ -125,18 +137,17 @@ class StepCutter:
             start, stop = instants
         if stop is None:
             return False
-        stop_s = self._clock.seconds(stop)
-        start_s = self._clock.seconds(start)
+        clock = self._clocks[note.card]
+        stop_s, start_s = clock.seconds(stop), clock.seconds(start)
         if start_s is None or stop_s is None:
             return False
-        self._known.append(_Known(note.lane, note.kind, note.name, start_s, max(start_s, stop_s)))
+        if note.kind != OTHER_CARDS or stop_s - start_s >= _SHORTEST_WAIT_S:
+            stop_s = max(start_s, stop_s)
+            self._known.append(_Known(note.lane, note.kind, note.name, start_s, stop_s, note.card))
         if note.pooled:
-            self._give_back(start, stop)
+            clock.give_back(start)
+            clock.give_back(stop)
         return True
-
-    def _give_back(self, *instants: Instant) -> None:
-        for instant in instants:
-            self._clock.give_back(instant)
 
     def _cut(self, border: Border, end_s: float) -> StepLanes:
         """Cut the step that ends at `end_s`; keep intervals that go on for the next step."""
@@ -152,6 +163,7 @@ class StepCutter:
                         one.lane, one.kind, one.name, start_s - begin_s,
                         min(one.stop_s, end_s) - start_s,
                         began_before=one.start_s < begin_s, goes_on=one.stop_s > end_s,
+                        card=one.card,
                     )
                 )  # fmt: skip
             if one.stop_s > end_s:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from fluxtrain.device.recorder import Recorder
 from fluxtrain.errors import BadInput
+from fluxtrain.trace.lanes import StepLanes
 from fluxtrain.trace.ring import RingWriter
 from fluxtrain.trace.step_cutter import StepCutter
 
 PERIOD_S = 0.25
+RECENT_STEPS = 20
 _LAST_WORDS_S = 2.0  # work that the device has not done by then is left out
 
 
@@ -28,6 +31,7 @@ class TimelineThread:
         self._recorder: Recorder | None = None
         self._cutter: StepCutter | None = None
         self._ring: RingWriter | None = None
+        self.recent: deque[StepLanes] = deque(maxlen=RECENT_STEPS)  # read by any thread
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
@@ -69,6 +73,7 @@ class TimelineThread:
         try:
             for step in self._cutter.ready(final=final):
                 self._ring.write(step)
+                self.recent.append(step)
         except Exception as error:  # noqa: BLE001 - what watches a training must not end it
             self._give_up(error)
 

@@ -201,6 +201,7 @@ class Run:
             self.engine,
             session.announcer,
             plan.constants.rates(has_gpu=plan.capacity.has_gpu),
+            lambda: list(session.timeline.recent),
         )
         session.requests.changes_go_to(changes.ask)
         return changes

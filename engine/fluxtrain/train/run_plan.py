@@ -74,6 +74,8 @@ class RunPlan:
             binds=time.binds if time else "",
             constants=forecast.because,
             samples=self.samples,
+            cards=placement.told_cards,
+            left_out=placement.left_out,
         )
         write_plan_file(run_dir, planned, placement, time, self.constants)
         return planned

@@ -89,12 +89,13 @@ class Updates:
         work = ranges(group, hypers)
         group.weights_changed(frozen=False)
         if group.placement.state == "device":
-            start = self._recorder.instant()
+            recorder = self._recorder.of(group.placement.card)
+            start = recorder.instant()
             for flat in unwritten:  # the processor is the device
                 zero_(flat, threads=self._threads)
             step_on_device(work, norm)
             self._refused.note(norm, [group.members[index] for index in hypers])
-            self._recorder.computed("update", group.name, start)
+            recorder.computed("update", group.name, start)
             return None
         step = _Step(
             recorder=self._recorder,

@@ -16,6 +16,9 @@ from fluxtui.wizard.engine import plan_preview
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused
 from fluxtui.wizard.pages.wizard_view import WizardView
+from fluxtui.words import counted
+
+MOST_CARDS = 4  # with a bar each
 
 
 def preview_page(view: WizardView, width: int) -> Content:
@@ -31,7 +34,8 @@ def preview_page(view: WizardView, width: int) -> Content:
     parts = [
         Content("\n").join([Content.styled("Before it starts", "bold"), *_bars(view, plan, width)]),
         Content("\n").join(
-            drawing.paragraph(line, width) for line in (time_line(view), disk_line(plan))
+            drawing.paragraph(line, width)
+            for line in (*card_lines(plan), time_line(view), disk_line(plan))
         ),
         Content("\n").join([_trial_title(view, width), _trial(view, width)]),
         Content("\n").join([Content.styled("Not the defaults", "bold"), _changed(plan, width)]),
@@ -42,13 +46,30 @@ def preview_page(view: WizardView, width: int) -> Content:
 
 
 def bar_rows(view: WizardView, plan: PlanAnswer) -> list[tuple[str, int | None, int | None]]:
-    """Name, what is taken and what there is, of each memory."""
+    """Name, what is taken and what there is, of each memory; of a few cards each."""
     device = "VRAM" if plan.device == "cuda" else "buffers"
+    rows = [(device, plan.device_bytes, plan.device_budget_bytes)]
+    if 0 < len(plan.cards) <= MOST_CARDS:
+        rows = [(f"card {c.index}", c.device_bytes, c.budget_bytes) for c in plan.cards]
     return [
-        (device, plan.device_bytes, plan.device_budget_bytes),
+        *rows,
         ("RAM", plan.host_bytes, plan.host_limit_bytes),
         ("disk", plan.disk_bytes, view.free_disk_bytes),
     ]
+
+
+def card_lines(plan: PlanAnswer) -> list[str]:
+    """Which of several cards does what, and which are left out; nothing where there is one."""
+    dealt = ", ".join(
+        f"card {card.index}: {counted(card.blocks, 'block')}"
+        + " with embedding and head" * card.edges
+        for card in plan.cards
+    )
+    left_out = [
+        f"card {card.index}" + f" ({card.name})" * bool(card.name) + f" is left out: {card.because}"
+        for card in plan.left_out
+    ]
+    return [*([f"cards: {dealt}"] if dealt else []), *left_out]
 
 
 def margin_text(used: int | None, limit: int | None) -> str:

@@ -20,6 +20,7 @@ class CardCapacity:
     index: int  # torch's: of the cards that CUDA_VISIBLE_DEVICES leaves
     name: str = ""
     free_bytes: int | None = None  # None: no GPU, its memory is a buffer on the host
+    gpu: int | None = None  # nvidia-smi's number of it, where that is known
     unusable: str = ""  # why it cannot compute this model, in words with the cure
 
     @property

@@ -18,7 +18,7 @@ from functools import cached_property
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.cards.capacity import CardsCapacity, usable_cards
 from fluxtrain.plan.cards.dealing import DealtCard, check_given, deal
-from fluxtrain.plan.cards.explain import choices_of_cards, one_card_choice
+from fluxtrain.plan.cards.explain import cards_left_out, choices_of_cards, one_card_choice
 from fluxtrain.plan.cards.option import Option
 from fluxtrain.plan.cards.pipeline import PipelineTime, simulated
 from fluxtrain.plan.cards.rates import CardsRates
@@ -35,6 +35,7 @@ from fluxtrain.plan.facts import OFFLOADS, Capacity, ModelFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.request import RunRequest, check
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS
+from fluxtrain.telemetry.events import CardLeftOut
 
 WORTH_A_CARD = 0.98  # of the best throughput: fewer cards that reach it are preferred
 WORTH_ALL_HEADS = 0.99  # of the time with the head on one card, at most
@@ -65,6 +66,28 @@ def place_on_cards(
     return _Chooser(facts, capacities, known, request, parallel, share).placement()
 
 
+def option_of(
+    facts: ModelFacts,
+    capacities: CardsCapacity,
+    rates: CardsRates,
+    request: RunRequest,
+    counts: tuple[int, ...],
+    *,
+    share: float = 1.0,
+    head_on_all_cards: bool = False,
+) -> Option:
+    """Place and time all cards of `capacities`, in their order, with these numbers of blocks and
+    the rows of `request`. Raises DoesNotFit where they do not fit."""
+    indices = tuple(card.index for card in capacities.cards)
+    parallel = ParallelRequest(cards=indices, dealing=counts)
+    chooser = _Chooser(facts, capacities, rates, request, parallel, share)
+    assert request.batch_rows is not None and request.chunk_rows != "auto", "a run has its rows"
+    return chooser._fastest(
+        tuple(range(len(indices))), request.batch_rows, request.chunk_rows,
+        head_on_all_cards=head_on_all_cards,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Chooser:
     facts: ModelFacts
@@ -84,13 +107,17 @@ class _Chooser:
         chosen = self._chosen(options)
         if chosen.alone is not None:
             told = one_card_choice(self.parallel, self.capacities, options, chosen)
-            return replace(chosen.alone, choices=(*told, *chosen.alone.choices))
+            choices = (*told, *chosen.alone.choices)
+            return replace(chosen.alone, choices=choices, left_out=self._left_out(options, chosen))
         rivals = list(self._rivals(chosen))
         best = min([chosen, *rivals], key=lambda one: one.step_s)
         choices = choices_of_cards(
             self.parallel, self.capacities, self.request, [*options, *rivals], best
         )
-        return best.placement(choices)
+        return replace(best.placement(choices), left_out=self._left_out(options, best))
+
+    def _left_out(self, options: list[Option], chosen: Option) -> tuple[CardLeftOut, ...]:
+        return cards_left_out(self.parallel, self.capacities, options, chosen)
 
     def _options(self) -> tuple[list[Option], list[DoesNotFit]]:
         """The best option of each number of cards that fits, and why others do not."""

@@ -12,7 +12,7 @@ from fluxtrain.plan.cards.shares import EDGES_CARD
 from fluxtrain.plan.choices.reasons import embedding_choice, head_choice
 from fluxtrain.plan.cost.moments import DEFERRED, WITH_WEIGHTS
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.telemetry.events import CardLeftOut, ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
 
 _HOST_BOUND = ("update", "host memory")
@@ -95,6 +95,44 @@ def _cards_because(capacities: CardsCapacity, options: Sequence[Option], chosen:
         card = capacities.cards[other.positions[-1]]
         left_out.append(f"{card.text} is left out: it would hold the others up, or gain too little")
     return "; ".join([why, *left_out])
+
+
+def cards_left_out(
+    parallel: ParallelRequest,
+    capacities: CardsCapacity,
+    options: Sequence[Option],
+    chosen: Option,
+) -> tuple[CardLeftOut, ...]:
+    """Return the cards of the machine that do not compute, each with its reason."""
+    return tuple(
+        CardLeftOut(
+            index=card.index,
+            name=card.name,
+            because=card.unusable or _not_worth(parallel, options, chosen, at),
+        )
+        for at, card in enumerate(capacities.cards)
+        if at not in chosen.positions
+    )
+
+
+def _not_worth(
+    parallel: ParallelRequest, options: Sequence[Option], chosen: Option, at: int
+) -> str:
+    """Say why a card that can be used does not compute."""
+    if parallel.cards != "auto" or isinstance(parallel.dealing, tuple):
+        return "as set with parallel.cards or parallel.dealing"
+    tried = [one for one in _best_of_each_number(options) if at in one.positions]
+    if not tried:
+        layers = chosen.dealt.facts.layers
+        few = layers <= len(chosen.positions)
+        return f"the model has {_blocks(layers)}" if few else "no layout with it fits"
+    if chosen.time is None:
+        return "no times are known"
+    return f"{_predicted(tried[0])} predicted with it, {_predicted(chosen)} without"
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' * (count != 1)}"
 
 
 def _best_of_each_number(options: Iterable[Option]) -> list[Option]:

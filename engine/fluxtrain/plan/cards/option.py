@@ -13,6 +13,15 @@ from fluxtrain.plan.footprint import Footprint, Layout, kept_count
 from fluxtrain.plan.group_placement import GroupPlacement, table_of
 from fluxtrain.telemetry.events import ChoiceMade
 
+_BINDS = {
+    "compute": "the GPUs",
+    "uploads": "copies of weights to the GPUs",
+    "downloads": "copies of gradients to the host",
+    "update": "AdamW on the host",
+    "queueing": "the processor that drives the GPUs",
+    "host memory": "AdamW and copies in host memory",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -90,9 +99,13 @@ class Option:
                     landing_bytes=one.landing_bytes,
                     budget_bytes=budget,
                     slots=one.slots,
+                    shown_bytes=one.shown_bytes,
+                    gpu=one.card.gpu,
                 )
                 for one, budget in zip(self.settled, budgets, strict=True)
             ),
             head_on_all_cards=self.head_on_all_cards,
             step_s=None if self.time is None else self.time.step_s,
+            busy_s={} if self.time is None else self.time.busy_s,
+            binds="" if self.time is None else _BINDS[self.time.binds],
         )

@@ -53,6 +53,14 @@ class Settled:
         return self.need.device_bytes + self.beside_bytes
 
     @property
+    def shown_bytes(self) -> int:
+        """The peak as it is told and measured: without a GPU the workspace, and with it what is
+        beside, is in the heap of the process."""
+        if self.card.free_bytes is not None:
+            return self.device_bytes
+        return self.need.shown_device_bytes(has_gpu=False)
+
+    @property
     def slots(self) -> int:
         """Slots that the card's streamed blocks share."""
         return slot_count(self.search.facts, self.layout)

@@ -26,7 +26,8 @@ Nothing fits: `DoesNotFit` says what is needed, what there is and which setting 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fluxtrain.errors import BadInput, DoesNotFit
@@ -49,7 +50,7 @@ from fluxtrain.plan.group_placement import Activations, GroupPlacement, table_of
 from fluxtrain.plan.request import RunRequest, check, count_or
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.plan.spread import DeviceFirst
-from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.telemetry.events import CardLeftOut, CardPlan, ChoiceMade
 
 __all__ = ["Capacity", "ModelFacts", "Placement", "RunRequest", "place", "place_for_any_rows",
            "placement_of"]  # fmt: skip
@@ -70,6 +71,8 @@ class CardNeed:
     landing_bytes: int  # buffers for chunks that come from other cards
     budget_bytes: int | None
     slots: int  # that its streamed blocks share
+    shown_bytes: int = 0  # of the peak, as `Footprint.shown_device_bytes`
+    gpu: int | None = None  # nvidia-smi's number of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +88,11 @@ class Placement:
     saving_bytes: int = 0  # weights of the device that are on the host while a file is written
     reached_bytes: int = 0  # what the process held at its fullest before this plan
     cards: tuple[CardNeed, ...] = ()  # where several compute; the other numbers are of all together
+    left_out: tuple[CardLeftOut, ...] = ()  # other cards of the machine
     head_on_all_cards: bool = False  # its chunks of tokens are dealt to them
-    step_s: float | None = None  # predicted, of several cards
+    step_s: float | None = None  # predicted, of several cards, as the next two
+    busy_s: Mapping[str, float] = field(default_factory=dict)  # of a step, of cards the busiest
+    binds: str = ""  # what is busy for the most of a step
 
     @property
     def offload(self) -> Offload:
@@ -154,6 +160,23 @@ class Placement:
     def budget_of(self, card: int) -> int | None:
         """Device memory that may be used of a card."""
         return self.cards[card].budget_bytes if self.cards else self.budget_bytes
+
+    @property
+    def told_cards(self) -> tuple[CardPlan, ...]:
+        """What each of several cards does, as events and answers tell it."""
+        return tuple(
+            CardPlan(
+                number=number,
+                index=card.index,
+                name=card.name,
+                blocks=card.blocks,
+                device_bytes=card.shown_bytes,
+                budget_bytes=card.budget_bytes,
+                edges=any(row.kind == "edge" and row.card == number for row in self.groups),
+                gpu=card.gpu,
+            )
+            for number, card in enumerate(self.cards)
+        )
 
     def slots_of(self, card: int) -> int:
         """Slots that the streamed blocks of a card share."""
