@@ -21,6 +21,7 @@ from fluxtrain.live.setup import live_changes
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.planning import cards as planning
+from fluxtrain.planning import placing
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.run import train
@@ -163,3 +164,32 @@ def test_rates_of_a_probe_are_used_where_it_measured_all_cards(
     found = planning.rates_of_cards(both, first)
     assert found.up_together_bytes_per_s == 6e10
     assert found.host_bytes_per_s is not None and found.host_bytes_per_s >= 26e9
+
+
+@pytest.mark.parametrize(
+    ("card", "cards", "first"), [(1, (), [1]), (None, (), []), (None, (2, 0), [2])]
+)
+def test_the_first_card_of_a_plan_is_the_current_one(
+    card: int | None, cards: tuple[int, ...], first: list[int], monkeypatch: pytest.MonkeyPatch,
+    run_config: MakeConfig,
+) -> None:  # fmt: skip
+    """Embedding, head and what stands between the blocks are there."""
+    made: list[int] = []
+    given: dict[str, Any] = {}
+
+    class Wrapped(Exception):
+        pass
+
+    def wrap_placed(*_: Any, **how: Any) -> Any:
+        given.update(how)
+        raise Wrapped
+
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    monkeypatch.setattr("fluxtrain.wrapping.wrap.wrap_placed", wrap_placed)
+    placement: Any = SimpleNamespace(card=card, cards=[SimpleNamespace(index=at) for at in cards])
+    loaded: Any = SimpleNamespace(model=None, weight_files=())
+    facts: Any = SimpleNamespace(scales_its_loss=False)
+    with pytest.raises(Wrapped):
+        placing.wrapped(load_config(run_config()), loaded, "cuda", placement, facts, print)
+    assert made == first
+    assert given["cards"] == (list(cards) or None)

@@ -188,10 +188,18 @@ def test_one_card_is_placed_as_without_others() -> None:
     alone = place_timed(MODEL, capacity, SET, Timing(rates=TWO.cards[0]))
     assert place_on_cards(MODEL, machine(8), rates(250e12), SET, ParallelRequest()) == alone
     asked = place_on_cards(MODEL, machine(8, 8), TWO, SET, ParallelRequest(cards=1))
-    assert replace(asked, choices=alone.choices, left_out=()) == alone
+    assert replace(asked, choices=alone.choices, left_out=(), card=None) == alone
     assert told(asked, "parallel.cards") == ("1", "as set")
     ruled = place(MODEL, capacity, SET)
     assert place_on_cards(MODEL, machine(8), None, SET, ParallelRequest()) == ruled
+
+
+def test_the_card_that_computes_alone_is_named() -> None:
+    """The first card may draw a screen, and have less memory left."""
+    alone = replace(FIXED, cards=1)
+    assert place_on_cards(MODEL, machine(5, 8), TWO, SET, alone).card == 1
+    assert place_on_cards(MODEL, machine(8, 8), TWO, SET, alone).card == 0
+    assert place_on_cards(MODEL, machine(8), rates(250e12), SET, ParallelRequest()).card is None
 
 
 def test_a_card_that_would_hold_the_others_up_is_left_out_and_that_is_said() -> None:

@@ -271,6 +271,9 @@ def wrapped(
         keeping = partial(packed_cache, loaded, frozen, say)
     how: dict[str, Any] = {"states": states, "frozen": frozen, "keeping": keeping}
     cards = [card.index for card in placement.cards] or None
+    first = cards[0] if cards else placement.card
+    if device == "cuda" and first is not None:
+        torch.cuda.set_device(first)  # where embedding, head and what stands between blocks are
     streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
     engine = engine_of(streamed)
     for text in without_effect(request_of(config, facts, None, None), placement.choices):

@@ -108,7 +108,10 @@ class _Chooser:
         if chosen.alone is not None:
             told = one_card_choice(self.parallel, self.capacities, options, chosen)
             choices = (*told, *chosen.alone.choices)
-            return replace(chosen.alone, choices=choices, left_out=self._left_out(options, chosen))
+            several = self.capacities.has_gpu and len(self.capacities.cards) > 1
+            card = self.capacities.cards[chosen.positions[0]].index if several else None
+            left_out = self._left_out(options, chosen)
+            return replace(chosen.alone, card=card, choices=choices, left_out=left_out)
         rivals = list(self._rivals(chosen))
         best = min([chosen, *rivals], key=lambda one: one.step_s)
         choices = choices_of_cards(

@@ -88,6 +88,7 @@ class Placement:
     saving_bytes: int = 0  # weights of the device that are on the host while a file is written
     reached_bytes: int = 0  # what the process held at its fullest before this plan
     cards: tuple[CardNeed, ...] = ()  # where several compute; the other numbers are of all together
+    card: int | None = None  # torch's number of the one that computes alone; None: the current one
     left_out: tuple[CardLeftOut, ...] = ()  # other cards of the machine
     head_on_all_cards: bool = False  # its chunks of tokens are dealt to them
     step_s: float | None = None  # predicted, of several cards, as the next two
