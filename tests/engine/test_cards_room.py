@@ -12,7 +12,7 @@ import torch
 
 import fluxtrain
 from fluxtrain.errors import DeviceFailed
-from fluxtrain.live.card_rungs import card_rungs
+from fluxtrain.live.cards.rungs import card_rungs
 from fluxtrain.live.out_of_memory import gpu_of
 from fluxtrain.live.resettle import resettle
 from fluxtrain.methods.causal_lm import CausalLM

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.card_changes import COUNTS, changed_on_cards
+from fluxtrain.live.cards.changed import COUNTS, changed_on_cards
 from fluxtrain.live.settings import LiveContext
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards

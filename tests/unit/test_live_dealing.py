@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fluxtrain.live.advice import LEAST_GAIN, Advice
-from fluxtrain.live.dealing import (
+from fluxtrain.live.cards.dealing import (
     LEAST_STEPS,
     MOST_LOOKS,
     Dealing,
@@ -16,7 +16,7 @@ from fluxtrain.live.dealing import (
     advice_of,
     measured_cards,
 )
-from fluxtrain.live.redeal import DealtRun, MeasuredCard, Redealt, redealt
+from fluxtrain.live.cards.redeal import DealtRun, MeasuredCard, Redealt, redealt
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.request import RunRequest
@@ -46,7 +46,7 @@ def dealing(steps: list[StepLanes] | None = None, **changes: Any) -> Dealing:
 
 def planned_block_s() -> float:
     """What the plan's rates make of a block: measured alike, nothing is to be dealt anew."""
-    from fluxtrain.live.redeal import _block_s, _option, _work
+    from fluxtrain.live.cards.redeal import _block_s, _option, _work
 
     run = dealing().run
     option = _option(run, run.counts, run.rates)
@@ -68,7 +68,7 @@ def slower() -> Redealt:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch, slower: Redealt) -> Redealt:
     """The same where advice is made, which then need not simulate it anew."""
-    monkeypatch.setattr("fluxtrain.live.dealing.redealt", lambda *_: slower)
+    monkeypatch.setattr("fluxtrain.live.cards.dealing.redealt", lambda *_: slower)
     return slower
 
 
@@ -175,7 +175,7 @@ def test_the_adviser_looks_beside_the_training_and_only_at_new_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = Advice(id="dealing", because="card 1 is slow", gain=0.1, setting="parallel.dealing")
-    monkeypatch.setattr("fluxtrain.live.dealing.advice_of", lambda *_: said)
+    monkeypatch.setattr("fluxtrain.live.cards.dealing.advice_of", lambda *_: said)
     told: list[Advice | None] = []
     steps = [step(at) for at in range(LEAST_STEPS)]
     adviser = DealingAdviser(dealing(steps), told.append)
@@ -195,7 +195,7 @@ def test_a_run_on_several_cards_is_told_it_and_told_when_it_holds_no_more(
 ) -> None:
     said = Advice(id="dealing", because="card 1 is slow", gain=0.12, setting="parallel.dealing")
     answers: list[Advice | None] = [said, None]
-    monkeypatch.setattr("fluxtrain.live.dealing.advice_of", lambda *_: answers.pop(0))
+    monkeypatch.setattr("fluxtrain.live.cards.dealing.advice_of", lambda *_: answers.pop(0))
     steps = [step(at) for at in range(LEAST_STEPS)]
     some = dealing(steps)
     run = Run(context=replace(ground(), placement=some.placement), dealing=some)

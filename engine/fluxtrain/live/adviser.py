@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fluxtrain.hardware.pressure import memory_waited_s
 from fluxtrain.live.advice import Advice, RunFacts, StepFacts, advise, redone
-from fluxtrain.live.dealing import Dealing
+from fluxtrain.live.cards.dealing import Dealing
 from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.reporting.announce import Announcer

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.live.advice import Advice, StepFacts
 from fluxtrain.live.adviser import Adviser, Setup
-from fluxtrain.live.card_rungs import CardRung, card_rungs
-from fluxtrain.live.dealing import DealingAdviser
+from fluxtrain.live.cards.dealing import DealingAdviser
+from fluxtrain.live.cards.rungs import CardRung, card_rungs
 from fluxtrain.live.effect import STEPS, Effect
 from fluxtrain.live.settings import (
     Change,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.card_changes import COUNTS, changed_on_cards
+from fluxtrain.live.cards.changed import COUNTS, changed_on_cards
 from fluxtrain.plan.choices.activations import left_on_device
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts

@@ -13,9 +13,9 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.adviser import Setup
+from fluxtrain.live.cards.dealing import Dealing
+from fluxtrain.live.cards.redeal import DealtRun
 from fluxtrain.live.changes import LiveChanges
-from fluxtrain.live.dealing import Dealing
-from fluxtrain.live.redeal import DealtRun
 from fluxtrain.live.resettle import resettle
 from fluxtrain.live.settings import LiveContext, LiveSettings, Use
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity

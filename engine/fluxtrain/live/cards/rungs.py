@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fluxtrain.live.card_changes import counted
+from fluxtrain.live.cards.changed import counted
 from fluxtrain.live.settings import StepName
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts

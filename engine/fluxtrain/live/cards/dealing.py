@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fluxtrain.live.advice import LEAST_GAIN, MODEL_OFF, Advice
-from fluxtrain.live.redeal import DealtRun, MeasuredCard, Redealt, redealt
+from fluxtrain.live.cards.redeal import DealtRun, MeasuredCard, Redealt, redealt
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.trace.attribution import BINDS_FROM, attribute, computing_s

@@ -1,0 +1,1 @@
+"""Changes and advice of a run whose blocks are on several cards."""
