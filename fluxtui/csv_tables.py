@@ -50,6 +50,10 @@ def _flat(fields: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{part}", number) for part, number in value.items())
+        elif name == "cards" and isinstance(value, tuple):
+            for card in value:  # a column for each number of each card
+                own = _flat({part: what for part, what in asdict(card).items() if part != "number"})
+                yield from ((f"card{card.number}.{part}", number) for part, number in own)
         elif name not in _LEFT_OUT:
             yield name, value
 
@@ -82,6 +86,7 @@ def _blocks(view: View) -> Iterable[Row]:
             "block": at, "name": name_of(sample, at), "weights": weights,
             "gradients": sample.gradients[at : at + 1], "optimizer": sample.optimizer[at : at + 1],
             "weights_bytes": sizes[0], "gradients_bytes": sizes[1], "optimizer_bytes": sizes[2],
+            **({"card": int(sample.cards[at], 36)} if at < len(sample.cards) else {}),
         }  # fmt: skip
 
 
@@ -121,6 +126,8 @@ def _choices(state: RunState) -> Iterable[Row]:
 
 _HISTORIES: dict[str, Callable[[RunState], History[Any]]] = {
     "memory": lambda state: state.memories,
+    "cards": lambda state: state.memories,
+    "card_memory": lambda state: state.memories,
     "memory_history": lambda state: state.memories,
     "categories": lambda state: state.memories,
     "transfer": lambda state: state.traffics,
@@ -132,6 +139,8 @@ _TABLES: dict[str, Callable[[View], Iterable[Row]]] = {
     "grad_norm": lambda view: _curve(view.state.grad_norm, "grad_norm"),
     "learning_rate": lambda view: _curve(view.state.learning_rate, "learning_rate"),
     "memory": lambda view: _events(view.state.memories),
+    "cards": lambda view: _events(view.state.memories),
+    "card_memory": lambda view: _events(view.state.memories),
     "memory_history": lambda view: _events(view.state.memories),
     "categories": lambda view: _events(view.state.memories),
     "transfer": lambda view: _events(view.state.traffics),

@@ -151,7 +151,7 @@ def _numbers(view: View, row: CardRow, *, rates: bool) -> list[Line]:
         rate = rate_text(getattr(traffic, f"{way}_bytes_per_s") if traffic else None)
         found.append(((f"  {label_of(view, way).strip()} ", role), (f"{rate:>9}", "text")))
     landed = rate_text(traffic.landed_bytes_per_s if traffic else None)
-    return [*found, (("  from cards ", "flight"), (f"{landed:>9}", "text")), _blocks(row)]
+    return [*found, (("  from cards ", "dim"), (f"{landed:>9}", "text")), _blocks(row)]
 
 
 def _blocks(row: CardRow) -> Line:

@@ -79,7 +79,7 @@ def card_lines(view: View, width: int, most: int) -> list[Line]:
                 ((f"{label_of(view, name).strip()} ", ROLES[name]), (f"{rate:>9}", "text"))
             )
         landed = rate_text(card.landed_bytes_per_s)
-        parts.append((("from cards ", "flight"), (f"{landed:>9}", "text")))
+        parts.append((("from cards ", "dim"), (f"{landed:>9}", "text")))
         drawn.append(fitted(dropped_to_fit(parts, cell), cell))
     return [joined(drawn[at::lines]) for at in range(lines)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -107,6 +108,20 @@ def test_a_wide_row_tells_memory_copies_and_blocks_of_its_card() -> None:
     assert text.startswith("1 ") and "of 23.0 GiB" in text and "16 blocks" in text
     assert "H2D 10.5 GB/s" in text and "from cards 3.20 GB/s" in text
     assert "H2D 21.0 GB/s" in text_of([first])
+
+
+def test_tables_have_columns_for_each_card() -> None:
+    rows = list(csv.DictReader(csv_of("cards", view_of(2)).splitlines()))
+    assert rows and "cards" not in rows[0]
+    last = rows[-1]
+    assert int(last["card0.used_bytes"]) + int(last["card1.used_bytes"]) == int(
+        last["device_used_bytes"]
+    )
+    assert int(last["card1.by.weights"]) > 0
+    blocks = list(csv.DictReader(csv_of("residency", view_of(2)).splitlines()))
+    assert [row["card"] for row in blocks] == ["0", "1"] * 16
+    rates = list(csv.DictReader(csv_of("rates", view_of(2)).splitlines()))
+    assert float(rates[-1]["card1.h2d_bytes_per_s"]) == 1.05e10
 
 
 def test_samples_that_are_too_old_leave_no_number_of_a_card() -> None:

@@ -259,7 +259,7 @@ def _bound(
         cause = next(c for c in causes if c != "host" and CAUSE_LANES.get(c, "host") == "host")
         return worst, f"host, the computation waits {waited} of {whole} for {cause}", aside
     if worst == OTHER_CARDS:
-        return worst, f"{computing} of {whole}, {waited} idle while other cards compute", aside
+        return worst, f"{computing} of {whole}, idle beside others {waited}", aside
     busy = f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}"
     return worst, f"{busy}, the computation waits {waited} for it", aside
 
