@@ -27,10 +27,9 @@ def device_name(view: View) -> str:
     hello = view.state.hello
     if hello is None:
         return "device"
-    if view.cards > 1:
-        pretended = " (cpu: host buffers)" if hello.device == "cpu" else f", {hello.device}"
-        return f"{view.cards} cards{pretended}"
-    return "device (cpu: a host buffer)" if hello.device == "cpu" else hello.device
+    if hello.device == "cpu":
+        return "device (cpu: a host buffer)" if view.cards == 1 else f"{view.devices}: host buffers"
+    return view.devices
 
 
 def heading(view: View, width: int) -> Line:

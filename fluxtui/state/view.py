@@ -91,6 +91,21 @@ class View:
         return max(1, len(state.memory.cards) if state.memory is not None else 0)
 
     @property
+    def devices(self) -> str:
+        """What the run computes on, in words; "" until it tells."""
+        hello, planned = self.state.hello, self.state.planned
+        if hello is None or self.cards == 1:
+            return "" if hello is None else hello.device
+        if hello.device == "cpu":
+            return f"cpu as {self.cards} cards"
+        told = planned.cards if planned is not None else ()
+        names = [card.name or hello.device for card in told] or [hello.device] * self.cards
+        counts = {name: names.count(name) for name in names}
+        return ", ".join(
+            name if count == 1 else f"{count} x {name}" for name, count in counts.items()
+        )
+
+    @property
     def status(self) -> Status:
         return status_of(self.state, self.link, self.now_s)
 

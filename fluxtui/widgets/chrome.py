@@ -51,7 +51,7 @@ def header_line(view: View, width: int) -> Line:
             ((hello.run_id, "strong"),),
             ((hello.model, "text"), *_size(hello.parameters)),
             ((method_text(hello, whole=width >= WIDE), "dim"),),
-            ((f"on {hello.device}", "dim"),),
+            ((f"on {view.devices}", "dim"),),
         ]
     elif view.link.run_dir is not None:
         parts.append(((view.link.run_dir.name, "strong"),))

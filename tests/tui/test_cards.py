@@ -160,6 +160,20 @@ def test_the_card_of_a_block_stands_above_its_tile(blocks: int, room: int) -> No
         assert [row[at] for at in places] == [str(one) for one in numbers]
 
 
+def test_the_cards_are_named_together_where_they_are_alike(made: ModuleType) -> None:
+    view = view_of(2)
+    assert view.devices == "2 x NVIDIA RTX 4090"
+    planned = view.state.planned
+    assert planned is not None
+    other = (planned.cards[0], with_fields(planned.cards[1], name="NVIDIA L4"))
+    state = with_fields(view.state, planned=with_fields(planned, cards=other))
+    assert replace(view, state=state).devices == "NVIDIA RTX 4090, NVIDIA L4"
+    on_cpu = with_fields(view.state, hello=made.hello())
+    assert replace(view, state=on_cpu).devices == "cpu as 2 cards"
+    assert View(state=RunState().after_all(made.training(2))).devices == "cpu"
+    assert View().devices == ""
+
+
 def test_the_map_counts_the_blocks_of_each_card() -> None:
     assert "0:16 1:16" in text_of(PANELS["residency"].body(view_of(2), 116, 4))
     assert "card" not in text_of(PANELS["residency"].body(View(), 116, 4))

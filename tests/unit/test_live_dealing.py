@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fluxtrain.config.schema import demo_config
 from fluxtrain.live.advice import LEAST_GAIN, Advice
 from fluxtrain.live.cards.dealing import (
     LEAST_STEPS,
@@ -17,6 +18,8 @@ from fluxtrain.live.cards.dealing import (
     measured_cards,
 )
 from fluxtrain.live.cards.redeal import DealtRun, MeasuredCard, Redealt, redealt
+from fluxtrain.live.settings import LiveContext
+from fluxtrain.live.setup import _dealing
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.request import RunRequest
@@ -212,3 +215,29 @@ def test_a_run_on_several_cards_is_told_it_and_told_when_it_holds_no_more(
     run.steps(25)
     adviser.wait()
     assert [one.id for one in run.told(ev.AdviceWithdrawn)] == ["dealing"]
+
+
+def test_what_advice_follows_from_is_the_runs_own_placement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def rates_of(capacities: Any, first: Any) -> Any:
+        seen.append([card.index for card in capacities.cards])
+        return rates(1e14, 2e14)
+
+    monkeypatch.setattr("fluxtrain.live.setup.rates_of_cards", rates_of)
+    placement = dealing().placement
+    cards = placement.cards
+    turned = replace(placement, cards=(replace(cards[0], index=1), replace(cards[1], index=0)))
+    context = LiveContext(facts=FACTS, placement=turned, has_gpu=True)
+    config = demo_config(["train.batch_rows=16", "placement.aggressiveness=balanced"])
+    found = _dealing(config, context, TWO.cards[0], list)
+    assert found is not None and seen == [[0, 1]]
+    run = found.run
+    assert (run.counts, run.share) == ((6, 6), 0.5)
+    assert [card.index for card in run.capacities.cards] == [1, 0]
+    assert [card.matmul_per_s for card in run.rates.cards] == [2e14, 1e14]
+    assert (run.request.batch_rows, run.request.chunk_rows) == (16, 4)
+    alone = LiveContext(facts=FACTS, placement=replace(placement, cards=()), has_gpu=True)
+    assert _dealing(config, alone, TWO.cards[0], list) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fluxtrain.plan.cards.rates import cards_rates_from
+from fluxtrain.plan.cards.rates import CardsRates, cards_rates_from
 from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.cost.rates import Rates, rates_from
 
@@ -71,3 +71,14 @@ def test_pairs_and_buses_come_from_the_probe_by_torchs_numbers() -> None:
     assert found.up_together_bytes_per_s == 80e9
     assert found.down_together_bytes_per_s is None
     assert found.host_bytes_per_s == 120e9  # AdamW reaches 26 bytes for each of its 4 G parameters
+
+
+def test_cards_in_another_order_keep_their_rates_and_links() -> None:
+    first = Rates(has_gpu=True, matmul_per_s=1e14, adamw_per_s=1e9, h2d_bytes_per_s=5e10)
+    known = CardsRates(
+        cards=(first, replace(first, matmul_per_s=2e14), replace(first, matmul_per_s=3e14)),
+        peers={(0, 2): 1e9, (1, 0): 2e9},
+    )
+    turned = known.in_order([2, 0, 1])
+    assert [card.matmul_per_s for card in turned.cards] == [3e14, 1e14, 2e14]
+    assert turned.peers == {(1, 0): 1e9, (2, 1): 2e9}

@@ -19,6 +19,7 @@ from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.resettle import resettle
 from fluxtrain.live.settings import LiveContext, LiveSettings, Use
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.cards.rates import CardsRates
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.choices.ranked import STOPS
 from fluxtrain.plan.cost.rates import Rates
@@ -94,7 +95,7 @@ def _dealing(
         run=DealtRun(
             facts=facts,
             capacities=capacities,
-            rates=rates_of_cards(capacities, rates),
+            rates=_rates(capacities, rates),
             request=replace(request, chunk_rows=placement.layout.chunk_rows),
             counts=tuple(card.blocks for card in placement.cards),
             share=STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked,
@@ -104,6 +105,15 @@ def _dealing(
         lanes=lanes,
         widths=tuple(None if c.gpu is None else widths.get(c.gpu) for c in placement.cards),
     )
+
+
+def _rates(capacities: CardsCapacity, first: Rates) -> CardsRates:
+    """Return the rates of cards in their order; `first` are those of torch's first one."""
+    cards = capacities.cards
+    by_index = sorted(range(len(cards)), key=lambda at: cards[at].index)
+    ordered = replace(capacities, cards=tuple(cards[at] for at in by_index))
+    found = rates_of_cards(ordered, first)
+    return found.in_order([by_index.index(at) for at in range(len(cards))])
 
 
 def promise_of(setup: Setup, context: LiveContext, settings: LiveSettings) -> Promise:
