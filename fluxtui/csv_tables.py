@@ -12,6 +12,7 @@ from msgspec.structs import asdict
 
 from fluxtrain.telemetry.events import Event
 from fluxtui.panels.block import bytes_of, name_of
+from fluxtui.panels.card_colours import card_of
 from fluxtui.panels.lanes import shown
 from fluxtui.state.history import Curve, History
 from fluxtui.state.run import RunState
@@ -86,7 +87,7 @@ def _blocks(view: View) -> Iterable[Row]:
             "block": at, "name": name_of(sample, at), "weights": weights,
             "gradients": sample.gradients[at : at + 1], "optimizer": sample.optimizer[at : at + 1],
             "weights_bytes": sizes[0], "gradients_bytes": sizes[1], "optimizer_bytes": sizes[2],
-            **({"card": int(sample.cards[at], 36)} if at < len(sample.cards) else {}),
+            **({"card": card_of(sample.cards[at])} if at < len(sample.cards) else {}),
         }  # fmt: skip
 
 

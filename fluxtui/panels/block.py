@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fluxtrain.telemetry.events import Move, ResidencySampled
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
-from fluxtui.panels.card_colours import role_of
+from fluxtui.panels.card_colours import card_of, letter_of, role_of
 from fluxtui.panels.moves import ARROWS
 from fluxtui.panels.moves import ROLES as WAY_ROLES
 from fluxtui.panels.panel import Panel, key_of, stale_note
@@ -29,8 +29,8 @@ def heading(view: View, width: int) -> Line:
     name = name_of(sample, at)
     parts: list[Line] = [((f"{at + 1} of {len(sample.weights)}", "strong"),)]
     if at < len(sample.cards):
-        card = int(sample.cards[at], 36)
-        parts.append((("card ", "dim"), (f"{card}", role_of(card))))
+        card = card_of(sample.cards[at])
+        parts.append((("card ", "dim"), (letter_of(card), role_of(card))))
     if name:
         parts.append(((name, "text"),))
     hint = f"{key_of(view, 'block_before')} {key_of(view, 'block_after')} choose"

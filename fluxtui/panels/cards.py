@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fluxtrain.telemetry.events import CardMemory, CardPlan, CardTraffic, MemorySampled
 from fluxtrain.units import UNKNOWN, bytes_text, rate_text
 from fluxtui.panels.bus import label_of
-from fluxtui.panels.card_colours import role_of
+from fluxtui.panels.card_colours import card_of, role_of
 from fluxtui.panels.memory import category_parts, heading, host_line, legend_line
 from fluxtui.panels.panel import Panel, whole_share
 from fluxtui.plots.bars import Part, gauge, partition
@@ -48,7 +48,7 @@ def rows_of(view: View) -> list[CardRow]:
         plan = plans.get(number)
         blocks = plan.blocks if plan else None
         if place is not None and place.cards:
-            blocks = [int(letter, 36) for letter in place.cards].count(number)
+            blocks = [card_of(letter) for letter in place.cards].count(number)
         found.append(
             CardRow(
                 number=number, memory=memories.get(number), traffic=traffics.get(number),

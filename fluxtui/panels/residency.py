@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fluxtrain.units import UNKNOWN, bytes_text
-from fluxtui.panels.card_colours import role_of
+from fluxtui.panels.card_colours import card_of, letter_of, role_of
 from fluxtui.panels.panel import Panel, stale_note
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit, fitted, line, spread
@@ -67,11 +67,11 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 def _cards_line(cards: str, width: int, room: int) -> Line:
     """Return the card of each block, above the block's letters, and how many each card has."""
-    numbers = [int(letter, 36) for letter in cards]
+    numbers = [card_of(letter) for letter in cards]
     left: Line = ((f" {'card':<{LABEL_CELLS - 2}} ", "dim"), *card_tiles(numbers, room))
     counts = Counter(numbers)
     parts: list[Line] = [
-        ((f"{card}", role_of(card)), (f":{counts[card]}", "text")) for card in sorted(counts)
+        ((letter_of(card), role_of(card)), (f":{counts[card]}", "text")) for card in sorted(counts)
     ]
     right = dropped_to_fit(parts, TALLY_CELLS - 2, gap=" ")
     return spread(left, fitted(right, TALLY_CELLS - 1), width)
@@ -85,22 +85,18 @@ def card_tiles(numbers: Sequence[int], room: int) -> Line:
         size = -(-len(numbers) // room)
         shared = (set(numbers[i : i + size]) for i in range(0, len(numbers), size))
         return tuple(
-            (_letter(one), role_of(one)) if len(few) == 1 else ("·", "dim")
+            (letter_of(one), role_of(one)) if len(few) == 1 else ("·", "dim")
             for few in shared
             for one in [min(few)]
         )
     cells = tile_cells(len(numbers), room)
     if cells == 1:
-        return tuple((_letter(one), role_of(one)) for one in numbers)
+        return tuple((letter_of(one), role_of(one)) for one in numbers)
     return tuple(
         span
         for one in numbers
-        for span in ((_letter(one).center(cells - 1), f"tile:{role_of(one)}"), (" ", "text"))
+        for span in ((letter_of(one).center(cells - 1), f"tile:{role_of(one)}"), (" ", "text"))
     )
-
-
-def _letter(card: int) -> str:
-    return "0123456789abcdefghijklmnopqrstuvwxyz"[min(card, 35)]
 
 
 def tiles(letters: str, room: int, chosen: int | None = None) -> Line:

@@ -174,6 +174,19 @@ def test_the_cards_are_named_together_where_they_are_alike(made: ModuleType) -> 
     assert View().devices == ""
 
 
+def test_a_letter_that_names_no_card_is_drawn_as_unknown() -> None:
+    view = view_of(2)
+    place = view.state.residency
+    assert place is not None
+    odd = with_fields(place, cards="0\x1bé" + place.cards[3:])
+    view = replace(view, state=with_fields(view.state, residency=odd))
+    assert "?:2" in text_of(PANELS["residency"].body(view, 116, 4))
+    second = replace(view, chart=replace(view.chart, block=1))
+    assert "card ?" in text_of([PANELS["block"].heading(second, 80)])
+    assert [row.blocks for row in rows_of(view)] == [15, 15]
+    assert csv_of("residency", view).splitlines()[2].endswith(",-1")
+
+
 def test_the_map_counts_the_blocks_of_each_card() -> None:
     assert "0:16 1:16" in text_of(PANELS["residency"].body(view_of(2), 116, 4))
     assert "card" not in text_of(PANELS["residency"].body(View(), 116, 4))
