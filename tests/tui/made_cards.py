@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from fluxtrain.telemetry import events as ev
 from fluxtrain.trace.lanes import Interval, StepLanes
 from fluxtrain.trace.ring import RingWriter
+from fluxtui.panels.card_colours import letter_of
 from tests.tui import made_runs as made
 
 GIB = made.GIB
@@ -73,7 +74,7 @@ def residency(cards: int) -> ev.ResidencySampled:
     letters = "".join("G" if at % 3 else "C" for at in range(BLOCKS))
     return replace(
         made.residency(), weights=letters, gradients="C" * BLOCKS, optimizer="C" * BLOCKS,
-        cards="".join(f"{at % cards:x}" for at in range(BLOCKS)),
+        cards="".join(letter_of(at % cards) for at in range(BLOCKS)),
         blocks=(replace(made.residency().blocks[0], count=BLOCKS),),
     )  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_every_card_shows_its_memory_at_every_size(cards: int, size: tuple[int, 
             assert f"{card.used_bytes / (1 << 30):.1f} GiB" in text, (name, card.number)
 
 
-@pytest.mark.parametrize("cards", SOME)
+@pytest.mark.parametrize("cards", [*SOME, 30])
 @pytest.mark.parametrize("name", ["cards", "card_memory", "residency", "lanes", "rates", "bus"])
 def test_panels_of_several_cards_keep_their_boxes(cards: int, name: str, tmp_path: Path) -> None:
     view = view_of(cards, tmp_path)
