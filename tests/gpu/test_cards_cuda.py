@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from fluxtrain.device.among import streams
+from fluxtrain.trace.attribution import attribute
+from fluxtrain.trace.step_cutter import StepCutter
 from tests.on_cards import assert_same, batch, llama, trained, wrapped
 
 pytestmark = [
@@ -50,3 +53,40 @@ def test_both_gpus_compute_blocks_and_evaluation_agrees() -> None:
         left, right = (one(**batch()).logits for one in (model, other))
     assert torch.equal(left, right)
     assert all(torch.cuda.memory_allocated(card) for card in (0, 1))
+
+
+def test_lanes_of_two_gpus_are_by_their_own_clocks_and_add_up_to_the_step() -> None:
+    model = llama(6)
+    engine = wrapped(model, 2, device="cuda")
+    recorder = engine.device.recorder
+    cutter, steps = StepCutter(recorder), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for number in range(1, 7):
+        recorder.begin_step(number)
+        model(**batch(number)).loss.backward()
+        engine.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += cutter.ready()
+    engine.flush()
+    recorder.end_step()
+    until_s = time.monotonic() + 30
+    while recorder.notes and time.monotonic() < until_s:
+        steps += cutter.ready()
+        time.sleep(0.001)
+    engine.close()
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
+    for step in steps:
+        for kind in ("forward", "backward"):
+            found = [one for one in step.intervals if (one.lane, one.kind) == ("gpu", kind)]
+            where = {one.name: one.card for one in found if "layers" in one.name}
+            assert where == {f"model.layers.{at}": at % 2 for at in range(6)}, kind
+        for card in attribute(step).cards:
+            assert card.busy_s["gpu"] + sum(card.waits_s.values()) == pytest.approx(step.length_s)
+    for step in steps[2:]:  # a block's backward ends after that of the next block
+        stops = {
+            one.name: one.stop_s for one in step.intervals
+            if (one.lane, one.kind) == ("gpu", "backward")
+        }  # fmt: skip
+        ends = [stops[f"model.layers.{at}"] for at in range(6)]
+        assert all(later >= earlier - 1e-4 for earlier, later in zip(ends[1:], ends, strict=False))
