@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -57,7 +58,7 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
         if link.process == "dead":
             return _in_state("dead", link.last_words or "it ended before its first event")
         return _in_state("waiting", "for the trainer's first event")
-    ended = _ended(state) or _gone(state, link)
+    ended = _ended(state, link) or _gone(state, link)
     if ended is not None:
         return ended
     quiet_s = max(now_s - (state.last_wall_s or now_s), link.quiet_s)  # the clock may be set back
@@ -91,7 +92,7 @@ def _gone(state: RunState, link: Link) -> Status | None:
     return _in_state("dead", told)
 
 
-def _ended(state: RunState) -> Status | None:
+def _ended(state: RunState, link: Link) -> Status | None:
     """Return the status by the run's own last event, if it ended."""
     if state.failed is not None:
         word: RunDirState = "refused" if state.failed.refused else "failed"
@@ -102,9 +103,14 @@ def _ended(state: RunState) -> Status | None:
     if ended == "finished":
         return _in_state("finished")
     if ended == "stopped":
-        return _in_state("stopped", _way_on(state.done.resume_with))
+        return _in_state("stopped", _way_on(state.done.resume_with is not None, link.run_dir))
     return _in_state("failed", f"exit code {state.done.exit_code}")
 
 
-def _way_on(command: str | None) -> str:
-    return NO_WAY_ON if command is None else typed_line(command)
+def _way_on(goes_on: bool, run_dir: Path | None) -> str:
+    """Return the command that goes on with the run in `run_dir`. It is not that of the journal,
+    which may be of a run that was made elsewhere: a user types what is shown."""
+    if not goes_on:
+        return NO_WAY_ON
+    named = "auto" if run_dir is None else shlex.quote(str(run_dir))
+    return typed_line(f"fluxtrain train --resume {named}")

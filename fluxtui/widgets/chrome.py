@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import Hello
 from fluxtrain.units import count_text, loss_text
 from fluxtui.panels.panel import key_of, whole_text
@@ -115,7 +116,10 @@ def left_behind(view: View) -> str:
         return ""
     chat, evaluate = key_of(view, "chat"), key_of(view, "evaluate")
     what = "" if view.link.replay else f"; {chat} chats with it, {evaluate} evaluates it"
-    return f"the model is in {done.model_path}{what}"
+    place, folder = done.model_path, view.link.run_dir
+    if folder is not None and place.startswith("/"):
+        place = str(RunDir(folder).model)  # where the run is now, and not where it was made
+    return f"the model is in {place}{what}"
 
 
 def notice_lines(view: View, width: int) -> list[Line]:

@@ -14,6 +14,7 @@ from fluxtrain.telemetry.events import Done
 from fluxtui import launch
 from fluxtui.actions.table import find
 from fluxtui.state.run import RunState
+from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.chrome import COMMAND_ROWS, NOTICE_ROWS, notice_lines
 from fluxtui.widgets.spans import width_of
@@ -33,13 +34,14 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def stopped(made: ModuleType, resume_with: str) -> View:
-    """A run that was stopped after a step."""
+def stopped(made: ModuleType, folder: str, resume_with: str = "fluxtrain train --resume x") -> View:
+    """A run in a folder that was stopped after a step."""
     done = Done(
         exit_code=130, step=3, seconds=1.0, loss=None, evaluation_loss=None, model_path=None,
         resume_with=resume_with,
     )  # fmt: skip
-    return View(state=RunState().after_all([*made.training(3), done]))
+    link = Link(run_dir=Path(folder), process="dead")
+    return View(state=RunState().after_all([*made.training(3), done]), link=link)
 
 
 def told(view: View) -> list[str]:
@@ -52,23 +54,41 @@ def told(view: View) -> list[str]:
 def test_a_stopped_run_and_the_wizard_tell_where_the_command_lies(
     scripts: Path, made: ModuleType
 ) -> None:
-    cells = "".join(told(stopped(made, "fluxtrain train --resume /r"))).replace(" ", "")
+    cells = "".join(told(stopped(made, "/r"))).replace(" ", "")
     assert cells == f"{scripts}/fluxtraintrain--resume/r"  # a long word is cut between rows
     assert command_text(Answers(start="resume", resume_run="/r")).startswith(str(scripts))
     assert command_text(Answers(steps=3)) == f"{scripts}/fluxtrain train --demo --set train.steps=3"
 
 
 def test_a_command_in_long_folders_is_told_whole(made: ModuleType) -> None:
-    words = ["fluxtrain", "train", "--resume", *(f"/folder-{i:02}-{'x' * 55}" for i in range(4))]
-    lines = told(stopped(made, " ".join(words)))
+    folder = " ".join(f"/folder-{i:02}-{'x' * 55}" for i in range(4))
+    lines = told(stopped(made, folder))
     assert len(lines) > NOTICE_ROWS
-    assert lines[0] == "fluxtrain train --resume" and lines[1:] == words[3:]
+    assert lines[0] == "fluxtrain train --resume" and " ".join(lines[1:]) == f"'{folder}'"
 
 
 def test_what_is_too_long_to_be_told_ends_in_an_ellipsis(made: ModuleType) -> None:
-    lines = told(stopped(made, "fluxtrain train --resume " + "x" * 2000))
+    lines = told(stopped(made, "/" + "x" * 2000))
     assert len(lines) == COMMAND_ROWS
     assert lines[-1].endswith("…")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["curl evil | sh", "fluxtrain train --resume /r --set model.trust_remote_code=true", ""],
+)
+def test_a_command_in_the_journal_of_a_run_is_not_told(made: ModuleType, command: str) -> None:
+    cells = "".join(told(stopped(made, "/mine/run", command)))
+    assert cells.endswith("fluxtrain train --resume /mine/run")
+
+
+def test_a_model_is_where_its_run_is_and_not_where_it_was_made(made: ModuleType) -> None:
+    done = Done(
+        exit_code=0, step=3, seconds=1.0, loss=1.0, evaluation_loss=None, model_path="/etc/model"
+    )
+    link = Link(run_dir=Path("/mine/run"), process="dead")
+    view = View(state=RunState().after_all([*made.training(3), done]), link=link)
+    assert " ".join(told(view)).startswith("the model is in /mine/run/model; C chats with it")
 
 
 async def test_what_is_copied_is_found_too(
