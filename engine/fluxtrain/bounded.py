@@ -166,6 +166,17 @@ class _Watch:
 _watch = _Watch()
 
 
+def at_fault() -> BadInput | None:
+    """Return what is wrong with a model's folder where its part runs in this thread, or in any, and
+    the process is about to end by it; None where nothing of a model runs."""
+    found = list(_watch.running.values())
+    mine = [one for one in found if one._thread == threading.get_ident()]
+    for one in (*mine, *found):
+        one.exceeded = "made a native library abort"
+        return one.refusal()
+    return None
+
+
 def end_process(refusal: FluxTrainError) -> NoReturn:
     """End the process at once with the words and the exit code of `refusal`, which is recorded
     where `tell_last_words_to` says; that takes at most GRACE_S."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -20,10 +21,10 @@ HELD = "ctypes.PyDLL(None).exit(1)"  # with the interpreter held
 REFUSED = "def no(*_): raise RuntimeError\nthreading.Thread.start = no\n"
 
 
-def ended(program: str) -> subprocess.CompletedProcess[str]:
+def ended(program: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BEGIN + program], capture_output=True, text=True, check=False,
-        timeout=60,
+        [sys.executable, "-c", BEGIN + program, *options], capture_output=True, text=True,
+        check=False, timeout=60, env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -53,3 +54,51 @@ def test_an_end_of_our_own_is_none_of_a_library(how: str, code: int) -> None:
 def test_a_forked_process_ends_as_it_likes() -> None:
     found = ended(f"if not os.fork():\n {EXIT}\nprint(os.waitstatus_to_exitcode(os.wait()[1]))")
     assert (found.returncode, found.stdout, found.stderr) == (0, "1\n", "")
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+ABORT = "ctypes.CDLL(None).abort()"
+SEGFAULT = "ctypes.string_at(8)"
+BUS = """
+import mmap, tempfile
+with tempfile.TemporaryFile() as file:
+    file.truncate(1 << 16)
+    mapped = mmap.mmap(file.fileno(), 0)
+    file.truncate(0)
+    print(mapped[5])
+"""
+IN_A_MODEL = "from fluxtrain.bounded import within\nwith within('its tokenizer', 0, 'copy it'):\n "
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "words"),
+    [
+        (ABORT, 3, "a native library ended the process"),
+        ("ctypes.PyDLL(None).abort()", 3, "a native library ended the process"),
+        (REFUSED + ABORT, 3, "a native library ended the process"),
+        (SEGFAULT, 3, "a native library ended the process"),
+        (BUS, 2, "a file that is mapped into memory cannot be read any more"),
+        (IN_A_MODEL + ABORT, 2, "its tokenizer made a native library abort: copy it"),
+        (f"one = threading.Thread(target=lambda: {ABORT})\none.start()\none.join()", 3, "native"),
+    ],
+)
+def test_a_signal_of_a_native_library_is_told_and_recorded(
+    program: str, code: int, words: str
+) -> None:
+    found = ended(program)
+    assert found.returncode == code and found.stdout == f"recorded {code}\n"
+    assert words in found.stderr and "Traceback" not in found.stderr
+
+
+def test_a_forked_process_dies_of_its_own_signals() -> None:
+    found = ended(f"if not os.fork():\n {ABORT}\nprint(os.waitstatus_to_exitcode(os.wait()[1]))")
+    assert (found.returncode, found.stdout, found.stderr) == (0, "-6\n", "")
+
+
+def test_to_find_faults_signals_stay_as_they_are() -> None:
+    found = ended(ABORT, "--debug")
+    assert (found.returncode, found.stdout) == (-6, "")
+    found = ended(SEGFAULT, PYTHONFAULTHANDLER="1")
+    assert found.returncode == -11 and "Segmentation fault" in found.stderr
