@@ -290,10 +290,9 @@ class Run:
         loaded, prompt = self._inputs.loaded, self._inputs.prompt
         try:
             text = sample_text(loaded.model, loaded.tokenizer, prompt)
-        except Interrupted:
-            raise
         except BaseException as error:  # models bring code and settings of their own
-            if not isinstance(error, Exception) and not is_panic(error):
+            fails = isinstance(error, Exception) and not isinstance(error, Interrupted)
+            if not fails and not is_panic(error):
                 raise
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._session.announcer.warn(
