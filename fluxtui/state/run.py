@@ -281,6 +281,8 @@ def _after_checkpoint(state: RunState, event: ev.CheckpointWritten) -> RunState:
         f"step {event.step}: checkpoint of {bytes_text(event.bytes)} "
         f"in {duration_text(event.seconds)}"
     )
+    if event.held_s is not None:
+        text += f", {duration_text(event.held_s)} of them held up"
     return _logged(replace(state, checkpoint=event), event, "info", "checkpoint", text)
 
 

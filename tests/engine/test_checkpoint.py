@@ -25,10 +25,10 @@ from fluxtrain.checkpoint.checkpoint import (
     remove_unfinished,
     write_checkpoint,
 )
+from fluxtrain.checkpoint.newest import newest_valid
 from fluxtrain.checkpoint.randomness import random_state, restore_random_state, seed_everything
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.checkpoint.shard_file import hash_file, write_tensors
-from fluxtrain.checkpoint.writer import newest_valid
 from fluxtrain.errors import BadInput, NoSpace
 
 Shards = list[tuple[str, dict[str, Tensor]]]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import fluxtrain
 from fluxtrain.checkpoint.checkpoint import Damaged, read_checkpoint
-from fluxtrain.checkpoint.writer import newest_resumable
+from fluxtrain.checkpoint.newest import newest_resumable
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.wrapping.engine import engine_of
 from tests.conftest import MANY

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fluxtrain
 from fluxtrain.checkpoint.checkpoint import list_checkpoints
-from fluxtrain.checkpoint.writer import newest_resumable
+from fluxtrain.checkpoint.newest import newest_resumable
 from fluxtrain.data.batches import BatchSource
 from fluxtrain.errors import BadInput
 from fluxtrain.optimizer.plausible import Impossible, refuse_impossible_optimizer

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
+from fluxtrain.checkpoint.background import BackgroundWrite
 from fluxtrain.checkpoint.checkpoint import (
     TRAINER,
     Checkpoint,
     Damaged,
-    check_content,
     list_checkpoints,
     load_shard_tensors,
     prune,
@@ -24,10 +23,19 @@ from fluxtrain.checkpoint.checkpoint import (
     step_folder,
     write_checkpoint,
 )
+from fluxtrain.checkpoint.newest import (
+    damage_in_words_of,
+    damage_of,
+    newest_resumable,
+    refuse_later_steps,
+    refuse_other_run,
+    trainer_content,
+    with_cure,
+)
 from fluxtrain.checkpoint.randomness import random_state, restore_random_state
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
+from fluxtrain.errors import NoSpace
 from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.disk_wait import DiskWait
@@ -43,23 +51,8 @@ if TYPE_CHECKING:
     from fluxtrain.wrapping.engine import Engine
 
 PERIOD_S = 600.0
-_BEFORE = {
-    "train.states": "fp32",
-    "train.optimizer": "adamw",
-}  # values in checkpoints that are older than the setting
 TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most
 SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
-
-
-class _Content(msgspec.Struct):
-    """The content of trainer.json, by kind."""
-
-    run: dict[str, Any]
-    random: dict[str, Any]
-    data: dict[str, Any]
-    chunk_rows: Annotated[int, msgspec.Meta(ge=1)]
-    fingerprint: dict[str, Any]
-    threads: Annotated[int, msgspec.Meta(ge=1)]  # that share a computation
 
 
 class CheckpointWriter:
@@ -76,35 +69,132 @@ class CheckpointWriter:
         *,
         needs_best: bool = False,
         disk: DiskWait | None = None,
+        budget_bytes: int = 0,
     ) -> None:
+        """`budget_bytes` of host memory may hold copies of what is written in the background; 0:
+        training always waits."""
         self._root = root
         self._cadence = cadence
         self._keep, self._needs_best = keep, needs_best
         self._announcer = announcer
         self._fingerprint = fingerprint
         self._optimizer = optimizer
-        self._disk = disk or DiskWait(0.0, announcer, lambda: False)
+        self._disk = disk
+        self.budget_bytes = budget_bytes
+        self._under_way: BackgroundWrite | None = None
+        self._started_s, self._held_s = 0.0, 0.0
+        self._failed = False  # the last one in the background: the disk was full
         self.last: Checkpoint | None = None
         self.read_bytes = 0
         self.written_bytes = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether the cadence asks for a checkpoint now."""
-        return self._cadence.is_due(step)
+        """Return whether the cadence asks for a checkpoint now; not while one is under way."""
+        if self._under_way is not None and step < self._cadence.total_steps:
+            return False
+        return self._failed or self._cadence.is_due(step)
 
     def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         """Save the run between two steps; do nothing if the step is saved already.
 
         Raises NoSpace after the wait for a full disk; the previous checkpoint stays the last one.
         """
+        self.finish()
         if self.last is not None and self.last.step == state.step:
             return self.last
-        return self._disk.until_written(lambda: self._write(state, engine, data))
+        write = partial(self._write, state, engine, data)
+        return write() if self._disk is None else self._disk.until_written(write)
+
+    def begin(self, state: RunState, engine: Engine, data: Cursor) -> None:
+        """Save the run between two steps, in the background if the plan has memory for it.
+
+        `poll` and `finish` tell of its end. Raises NoSpace as `write`.
+        """
+        self.finish()
+        if not self.budget_bytes or self._failed:
+            self.write(state, engine, data)
+            return
+        if self.last is not None and self.last.step == state.step:
+            return
+        self._started_s = time.monotonic()
+        try:
+            self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
+        except NoSpace:
+            self.write(state, engine, data)  # which waits for room
+            return
+        content, step, best = self._content(state, engine, data), state.step, state.best_step
+
+        def write(shards: Iterator[tuple[str, dict[str, Tensor]]]) -> Checkpoint:
+            with engine.device.recorder.working("disk", "checkpoint", f"step {step}"):
+                written = write_checkpoint(self._root, step, shards, content)
+            prune(self._root, self._keep, step, best)
+            return written
+
+        self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes)
+        self._held_s = time.monotonic() - self._started_s
+
+    def poll(self) -> None:
+        """Tell of the checkpoint in the background, if it is whole since the last call.
+
+        Raises what made it fail; a full disk is waited for by the next `begin`, at once.
+        """
+        if self._under_way is not None and self._under_way.done:
+            self.finish()
+
+    def wait_copied(self) -> None:
+        """Wait until nothing of the background reads the engine's memory."""
+        if self._under_way is not None:
+            self._under_way.wait_copied()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in the background. Raises as `poll`."""
+        under_way = self._under_way
+        if under_way is None:
+            return
+        under_way.wait()
+        self._under_way = None
+        if under_way.checkpoint is None:
+            if not isinstance(under_way.error, NoSpace):
+                raise under_way.error or AssertionError("it is done")
+            self._failed = True
+            self._announcer.warn(f"{under_way.error}; the next checkpoint follows at once")
+            return
+        seconds = time.monotonic() - self._started_s
+        self._note(under_way.checkpoint, seconds, self._held_s)
+
+    def close(self) -> None:
+        """Wait for the checkpoint in the background, also where the run ends by an error."""
+        if self._under_way is not None:
+            self._under_way.wait()
 
     def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()
         self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
-        content = {
+        content = self._content(state, engine, data)
+        with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
+            written = write_checkpoint(self._root, state.step, self._shards(engine), content)
+        prune(self._root, self._keep, state.step, state.best_step)
+        self._note(written, time.monotonic() - started_s, None)
+        return written
+
+    def _note(self, written: Checkpoint, seconds: float, held_s: float | None) -> None:
+        """Tell of a checkpoint that is whole, and count what it cost."""
+        self.last, self._failed = written, False
+        self._cadence.done(written.step, seconds if held_s is None else held_s)
+        self.written_bytes += written.bytes
+        self._announcer.emit(
+            CheckpointWritten(
+                step=written.step,
+                path=str(written.path),
+                bytes=written.bytes,
+                seconds=seconds,
+                held_s=held_s,
+            )
+        )
+
+    def _content(self, state: RunState, engine: Engine, data: Cursor) -> dict[str, Any]:
+        """Return the trainer's part of a checkpoint."""
+        content: dict[str, Any] = {
             "run": state.to_json(),
             "random": random_state(),
             "data": data.state_dict(),
@@ -114,21 +204,7 @@ class CheckpointWriter:
         }
         if engine.loss_scale is not None:
             content["loss_scale"] = engine.loss_scale.state_dict()
-        with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
-            self.last = write_checkpoint(self._root, state.step, self._shards(engine), content)
-        seconds = time.monotonic() - started_s
-        self._cadence.done(state.step, seconds)
-        self.written_bytes += self.last.bytes
-        prune(self._root, self._keep, state.step, state.best_step)
-        self._announcer.emit(
-            CheckpointWritten(
-                step=state.step,
-                path=str(self.last.path),
-                bytes=self.last.bytes,
-                seconds=seconds,
-            )
-        )
-        return self.last
+        return content
 
     def resume(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
         """Restore from `checkpoint`, or from the newest one before it that is whole, if it turns
@@ -157,20 +233,20 @@ class CheckpointWriter:
             Damaged: it lacks a part of the model, or holds what no trainer writes.
         """
         content = trainer_content(checkpoint)
-        _refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
+        refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
         self.refuse_incomplete(checkpoint, engine)
         self._refuse_beyond_end(checkpoint)
-        with _damage_of(checkpoint):
+        with damage_of(checkpoint):
             state = RunState.from_json(content["run"])
             if state.step != checkpoint.step:
                 raise ValueError(f"{TRAINER} is of step {state.step}")
             data.load_state_dict(content["data"])
         if engine.loss_scale is not None:
-            with _damage_in_words_of(checkpoint):
+            with damage_in_words_of(checkpoint):
                 engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         self.load_weights(checkpoint, engine)
         engine.chunk_rows = content["chunk_rows"]
-        with _damage_of(checkpoint):
+        with damage_of(checkpoint):
             restore_random_state(content["random"])
         self._tell_of_threads(content["threads"])
         self.last = checkpoint
@@ -216,11 +292,11 @@ class CheckpointWriter:
     def load_weights(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Load weights and states alone, as nothing is trained afterwards. Raises Damaged."""
         for name, tensors in load_shard_tensors(checkpoint):
-            with _damage_in_words_of(checkpoint, Impossible):
+            with damage_in_words_of(checkpoint, Impossible):
                 if self._optimizer.load_state_shard(name, tensors):
                     continue
-            with _damage_in_words_of(checkpoint):
-                _refuse_later_steps(tensors, checkpoint.step)
+            with damage_in_words_of(checkpoint):
+                refuse_later_steps(tensors, checkpoint.step)
                 engine.load_state_shard(name, tensors)
         self.read_bytes += checkpoint.bytes
 
@@ -270,117 +346,8 @@ class CheckpointWriter:
         )
 
     def last_text(self) -> str:
-        """Name the last good checkpoint, for messages."""
+        """Name the last good checkpoint, for messages, once it is whole."""
+        self.finish()
         if self.last is None:
             return "no checkpoint was written yet"
         return f"the last good checkpoint is {self.last.path} (step {self.last.step})"
-
-
-def newest_valid(
-    root: Path, warn: Callable[[str], None], before: str | None = None
-) -> Checkpoint | None:
-    """Find the newest checkpoint without damage; name and skip damaged ones.
-
-    before: the name of a folder; only those of earlier steps are looked at.
-    None if there are no checkpoints. Raises BadInput if all are damaged.
-    """
-    found = [path for path in list_checkpoints(root) if before is None or path.name < before]
-    for path in found:
-        try:
-            return _of_its_name(read_checkpoint(path))
-        except Damaged as damage:
-            warn(f"skipped a damaged checkpoint: {damage}")
-    if found:
-        raise _all_damaged(root)
-    return None
-
-
-def _of_its_name(checkpoint: Checkpoint) -> Checkpoint:
-    """Return it; raise Damaged for one under the name of another step, such as a copy."""
-    if checkpoint.path.name != step_folder(checkpoint.path.parent, checkpoint.step).name:
-        raise Damaged(f"{checkpoint.path.name} holds step {checkpoint.step}")
-    return checkpoint
-
-
-def newest_resumable(
-    root: Path, warn: Callable[[str], None], before: str | None = None
-) -> Checkpoint | None:
-    """Find the newest checkpoint whose trainer's state can be read too, as `newest_valid` does.
-
-    None if there are no checkpoints. Raises BadInput if none is whole, also `before` a folder.
-    """
-    while (found := newest_valid(root, warn, before)) is not None:
-        try:
-            trainer_content(found)
-            return found
-        except Damaged as damage:
-            warn(f"skipped a damaged checkpoint: {damage}")
-        before = found.path.name
-    if before is not None:
-        raise _all_damaged(root)
-    return None
-
-
-def with_cure(damage: Damaged) -> Damaged:
-    """Add what to do about a damaged checkpoint that the user named."""
-    return Damaged(
-        f"{damage}: name another checkpoint, or the run's folder to go on from its newest whole one"
-    )
-
-
-def _all_damaged(root: Path) -> BadInput:
-    return BadInput(
-        f"all {len(list_checkpoints(root))} checkpoints under {root} are damaged: start again in "
-        "another --run-dir"
-    )
-
-
-@contextmanager
-def _damage_of(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raise Damaged for errors that content makes which no trainer writes, if its seal is right."""
-    try:
-        yield
-    except FluxTrainError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise Damaged(f"{checkpoint.path.name}: {TRAINER} is not what was written ({e})") from e
-
-
-@contextmanager
-def _damage_in_words_of(checkpoint: Checkpoint, kind: type[BadInput] = BadInput) -> Iterator[None]:
-    """Raise Damaged for what a part of the run refuses to be restored to."""
-    try:
-        yield
-    except kind as error:
-        raise Damaged(f"{checkpoint.path.name}: {error}") from error
-
-
-def _refuse_later_steps(tensors: dict[str, Tensor], last: int) -> None:
-    """Raise BadInput for a parameter that counts more updates than the run has made steps."""
-    for name, count in tensors.items():
-        if name.endswith(".step") and count.numel() == 1 and int(count) > last:
-            raise BadInput(f"its {name} is {int(count)}, after step {last}")
-
-
-def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read what `CheckpointWriter.write` wrote. Raises Damaged for anything else."""
-    try:
-        content = checkpoint.trainer_state()
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{checkpoint.path.name}: {TRAINER} cannot be read ({error})") from None
-    check_content(content, _Content, f"{checkpoint.path.name}: {TRAINER}")
-    return content
-
-
-def _refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    old, new = {**_BEFORE, **old}, {**_BEFORE, **new}
-    different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    if not different:
-        return
-    listed = "; ".join(
-        f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in sorted(different)
-    )
-    raise BadInput(
-        f"{path.name} belongs to another run ({listed}): resume with the settings it was made "
-        "with, or start a new run in another --run-dir"
-    )

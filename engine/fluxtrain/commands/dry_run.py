@@ -59,6 +59,8 @@ class NoCheckpoints(CheckpointWriter):
 class DryRun(Run):
     """A run without checkpoints, evaluations and an exported model."""
 
+    keeps_checkpoints = False
+
     @staticmethod
     def files(session: Session) -> DiskCapacity:
         """Name no disk to check, as no files are kept."""

@@ -68,6 +68,7 @@ class Group:
         self.rows: RowBuffers | None = None  # what its rows pass through, in place of a slot
         self.pending: Future[None] | None = None  # an update under way: its weights
         self.moments: Future[None] | None = None  # what of an update comes after its weights
+        self.saving: Future[None] | None = None  # a copy for a checkpoint, before the next update
         self.home_views: list[Tensor] = []  # by member index
         self._arenas: list[HostArena] = []
         self._pin = False

@@ -87,6 +87,15 @@ class EngineAdamW:
         return False
 
 
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the rate of the next step for all parameters."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)  # compiled steps read this tensor
+        else:
+            group["lr"] = rate
+
+
 def make_optimizer(settings: TrainSettings, model: nn.Module, learning_rate: float) -> Optimizer:
     """Make the optimizer that `settings` name, over the trained parameters of a wrapped model.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -31,6 +32,37 @@ def shard_bytes(context: Context) -> int:
     """Return the bytes of all shards, at most."""
     groups = sum(group.trained_bytes + group.state_bytes for group in context.groups)
     return groups + sum(parameter.nbytes for parameter in context.loose)
+
+
+def snapshot_bytes(context: Context) -> tuple[list[int], int]:
+    """Return the bytes of each shard, also before the first step, and the sum of those that cannot
+    be copied later (`hold_for_saving`)."""
+    sizes, at_once = [], 0
+    for group in context.groups:
+        if not group.trained:
+            continue
+        wanted = [kind for segment in group.trained for kind in segment.wanted_states().values()]
+        size = group.trained_bytes + sum(dtype.itemsize * count for dtype, count in wanted)
+        at_once += 0 if _can_be_held(group) else size
+        sizes.append(size)
+    loose = sum(parameter.nbytes for parameter in context.loose)
+    return [*sizes, loose], at_once + loose
+
+
+def hold_for_saving(context: Context, name: str) -> Future[None] | None:
+    """Let the next update of a group wait until the returned future has a result; None for a shard
+    that must be copied at once, as it is on a device or no group's."""
+    group = next((g for g in context.groups if g.name == name), None)
+    if group is None or not _can_be_held(group):
+        return None
+    group.saving = Future()
+    return group.saving
+
+
+def _can_be_held(group: Group) -> bool:
+    """Return whether the updates of a group are jobs of the update thread, on host memory."""
+    placed = group.placement
+    return placed.state == "host" and placed.weights == "host"
 
 
 def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:

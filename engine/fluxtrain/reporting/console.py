@@ -215,7 +215,8 @@ def _stopped_early(event: Event) -> str:
 def _checkpoint(event: Event) -> str:
     assert isinstance(event, CheckpointWritten)
     size, spent = bytes_text(event.bytes), duration_text(event.seconds)
-    return f"checkpoint of step {event.step}: {event.path} ({size} in {spent})"
+    held = "" if event.held_s is None else f", {duration_text(event.held_s)} of them held up"
+    return f"checkpoint of step {event.step}: {event.path} ({size} in {spent}{held})"
 
 
 def _sample(event: Event) -> str:

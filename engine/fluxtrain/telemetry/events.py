@@ -287,6 +287,7 @@ class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
     path: str
     bytes: int
     seconds: float
+    held_s: float | None = None  # of these training stood still; None: all of them
 
 
 class SampleGenerated(Event, frozen=True, kw_only=True, tag="sample"):

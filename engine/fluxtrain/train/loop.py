@@ -19,7 +19,7 @@ from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.out_of_memory import gpu_of, out_of_memory
 from fluxtrain.methods.objective import B, Task
-from fluxtrain.methods.optimizer import Optimizer
+from fluxtrain.methods.optimizer import Optimizer, set_learning_rate
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.progress import Progress
 from fluxtrain.telemetry.events import RunPhase, StepFinished
@@ -115,9 +115,12 @@ class TrainingLoop(Generic[B]):
                 self._between_steps()
                 self._progress.step_took(time.perf_counter() - started_s)
             self._report_queued()
+            self._checkpoints.finish()
         except FluxTrainError:
             self._report_queued()  # the last step that was made, or why it was refused
             raise
+        finally:
+            self._checkpoints.close()
         self._changes.finish(self.state.step)
         self._engine.flush()
         self._recorder.end_step()
@@ -249,12 +252,7 @@ class TrainingLoop(Generic[B]):
         if queued is None:
             return
         computed = queued.read()
-        skipped = not computed.is_finite and not computed.left_out
-        if skipped:
-            self._refusals.skip(queued, computed)
-        else:
-            self.state.skipped_in_a_row = 0
-        self._report(queued, computed, left_out=skipped or computed.left_out)
+        self._report(queued, computed, left_out=self._refusals.leaves_out(queued, computed))
 
     def _report(self, queued: QueuedStep, computed: Computed, *, left_out: bool) -> None:
         stalls = self._engine.take_stalls()
@@ -288,6 +286,7 @@ class TrainingLoop(Generic[B]):
         self._changes.step_took(finished)
 
     def _between_steps(self) -> None:
+        self._checkpoints.poll()
         evaluates = self._evaluations.is_due(self._step_number)
         saves = self._checkpoints.is_due(self._step_number)
         samples = self._samples_are_due(evaluated=evaluates)
@@ -332,7 +331,9 @@ class TrainingLoop(Generic[B]):
         self._disturbed()
         self._announcer.phase("saving")
         self._engine.flush()
-        self._checkpoints.write(self.state, self._engine, self._data)
+        background = then == "training" and self._goes_on()
+        save = self._checkpoints.begin if background else self._checkpoints.write
+        save(self.state, self._engine, self._data)
         self._announcer.phase(then)
 
     def _attend_requests(self) -> None:
@@ -343,6 +344,8 @@ class TrainingLoop(Generic[B]):
         self._stop_if_asked()
         if self._requests.take_checkpoint():
             self._checkpoint()
+        if self._changes.waiting:
+            self._checkpoints.wait_copied()
         if self._queued is None:  # or the change came just now, and waits for the next step
             self._changes.carry_out(self.state.step)
 
@@ -354,6 +357,7 @@ class TrainingLoop(Generic[B]):
         while self._requests.paused:
             if self._requests.take_checkpoint():
                 self._checkpoint(then="paused")
+            self._checkpoints.wait_copied()
             self._changes.carry_out(self.state.step)
             self._requests.wait_for_change()
         self._announcer.phase("training")
@@ -381,17 +385,14 @@ class TrainingLoop(Generic[B]):
 
     def _set_learning_rate(self) -> float:
         rate = self._settings.learning_rate_at(self._step_number)
-        for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # compiled steps read this tensor
-            else:
-                group["lr"] = rate
+        set_learning_rate(self._optimizer, rate)
         return rate
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> DoesNotFit:
         return out_of_memory(self._engine, self._step_number, error, self._checkpoints.last_text())
 
     def _make_room(self, error: torch.OutOfMemoryError, lost_s: float, what: str) -> None:
+        self._checkpoints.wait_copied()
         given_up = self._changes.make_room(self._step_number, lost_s, gpu_of(error))
         if given_up is None:
             raise self._out_of_memory(error) from error

@@ -15,14 +15,10 @@ from fluxtrain.calibration.peaks import measured_peaks
 from fluxtrain.checkpoint import writer as checkpoint_writer
 from fluxtrain.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, remove_unfinished
 from fluxtrain.checkpoint.fingerprint import fingerprint
+from fluxtrain.checkpoint.newest import newest_resumable, trainer_content, with_cure
 from fluxtrain.checkpoint.randomness import fix_threads, seed_everything
 from fluxtrain.checkpoint.recovery import Target
-from fluxtrain.checkpoint.writer import (
-    CheckpointWriter,
-    newest_resumable,
-    trainer_content,
-    with_cure,
-)
+from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
@@ -97,8 +93,7 @@ def train(
         device = choose_device(config)
         seed_everything(config.train.seed)
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
-        tell = partial(session.announcer.phase, "loading")
-        waits = session.disk.until_written
+        tell, waits = partial(session.announcer.phase, "loading"), session.disk.until_written
         inputs = load_inputs(config, fits, card_capability(device.value), tell, waits)
         inputs = replace(inputs, choices=chosen)
         for line in told_of(inputs, whole=config.method.name == "full"):
@@ -119,6 +114,8 @@ def train(
 
 class Run:
     """A run whose model is loaded, wrapped and, on a resume, restored."""
+
+    keeps_checkpoints = True
 
     @staticmethod
     def files(session: Session) -> DiskCapacity:
@@ -157,6 +154,8 @@ class Run:
             self._plan.facts,
             session.announcer.warn,
         )
+        snapshot = self._plan.snapshot(self.engine)
+        self._snapshot_bytes = snapshot.budget_bytes * self.keeps_checkpoints
         self._choices = (
             device,
             dtype_choice(inputs.loaded.precision),
@@ -166,6 +165,7 @@ class Run:
             *self._plan.placement.choices,
             *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,
+            snapshot.choice,
         )
         optimizer = make_optimizer(config.train, self.model, self.schedule.learning_rate)
         self.checkpoints = self.make_checkpoint_writer(optimizer)
@@ -238,6 +238,7 @@ class Run:
             optimizer,
             needs_best=config.train.final_model == "best",
             disk=session.disk,
+            budget_bytes=self._snapshot_bytes,
         )
 
     def announce(self, hello: Hello) -> None:
@@ -254,7 +255,9 @@ class Run:
                 first_step=session.state.step,
             )
         )
-        self._planned = self._plan.write(session.run_dir, self.engine, steps, self._choices)
+        self._planned = self._plan.write(
+            session.run_dir, self.engine, steps, self._choices, self._snapshot_bytes
+        )
         session.announcer.emit(self._planned)
 
     def finish(self) -> None:

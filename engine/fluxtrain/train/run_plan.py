@@ -30,6 +30,7 @@ from fluxtrain.planning.placing import (
 )
 from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
 from fluxtrain.planning.row_length import counted
+from fluxtrain.planning.snapshot import Snapshot, choose_snapshot
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChoiceMade, Planned, SampleFit
 from fluxtrain.train.run_files import write_plan_file
@@ -47,10 +48,26 @@ class RunPlan:
     capacity: Capacity
     samples: SampleFit  # how many of the data that is trained on fit
 
+    def snapshot(self, engine: Engine) -> Snapshot:
+        """Choose how checkpoints are written, by the host memory that this plan leaves free."""
+        free, need = self.capacity.host_available_bytes, self.placement.need.host_bytes
+        sizes, at_once_bytes = engine.snapshot_bytes()
+        room = None if free is None else free - need - self.placement.saving_bytes
+        own = self.config.train.optimizer == "adamw"
+        return choose_snapshot(sizes, at_once_bytes, room, own_optimizer=own)
+
     def write(
-        self, run_dir: RunDir, engine: Engine, steps: int, choices: Sequence[ChoiceMade]
+        self,
+        run_dir: RunDir,
+        engine: Engine,
+        steps: int,
+        choices: Sequence[ChoiceMade],
+        snapshot_bytes: int,
     ) -> Planned:
-        """Write plan.json for a run of `steps` steps; return the event of the plan."""
+        """Write plan.json for a run of `steps` steps; return the event of the plan.
+
+        `snapshot_bytes` of the host hold copies for checkpoints.
+        """
         placement = self.placement
         forecast = forecast_of(self.config, self.facts, placement, self.capacity, self.constants)
         time = forecast.time(steps)
@@ -65,7 +82,7 @@ class RunPlan:
             slots=placement.slots,
             device_bytes=placement.need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
             device_budget_bytes=placement.budget_bytes,
-            host_bytes=placement.host_bytes,
+            host_bytes=placement.host_bytes + snapshot_bytes,
             choices=tuple(choices),
             step_s=time.step_s if time else None,
             tokens_per_s=time.tokens_per_s if time else None,

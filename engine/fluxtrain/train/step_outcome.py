@@ -97,13 +97,16 @@ class Refusals(Generic[B]):
         lead nowhere."""
         return self._state.skipped_in_a_row > 0
 
-    def skip(self, queued: QueuedStep, computed: Computed) -> None:
-        """Count a step that is not finite.
+    def leaves_out(self, queued: QueuedStep, computed: Computed) -> bool:
+        """Return whether a step changed no weight; count it where it is not finite.
 
         Raises:
             Diverged: it was applied in part, or is one too many in a row.
         """
         state = self._state
+        if computed.is_finite or computed.left_out:
+            state.skipped_in_a_row = 0
+            return computed.left_out
         if queued.in_backward:
             raise Diverged(self._text(queued, computed))
         if not self.under_way:
@@ -118,6 +121,7 @@ class Refusals(Generic[B]):
                 f"{state.skipped_from}; no weight was changed ({state.skipped} skipped in all, "
                 f"{self._most} in a row end the run)"
             )
+        return True
 
     def divergence(self, seen: str, applied: str) -> str:
         """Return the message of a run that ends, with the cure."""

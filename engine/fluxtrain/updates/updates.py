@@ -104,11 +104,14 @@ class Updates:
             stepped=[group.members[index] for index in hypers],
             arrival=self._arrivals.get(group),
             norm=norm,
-            earlier=[job for job in (group.pending, group.moments) if job is not None],
+            earlier=[
+                job for job in (group.pending, group.moments, group.saving) if job is not None
+            ],
             defers=defers and any(flat_of(part).has_two_passes for part in work),
             threads=self._threads,
             unwritten=unwritten,
         )
+        group.saving = None  # this update waits for it
         group.pending = self._worker.submit(step.update)
         self._pending[group] = None
         return step
@@ -148,7 +151,8 @@ class _Step:
     stepped: list[Member]
     arrival: Arrival | None
     norm: GradNorm | None
-    earlier: list[Future[None]]  # of the group's previous step; on the same thread, so done before
+    earlier: list[Future[None]]  # of the group's previous step, on the same thread, so done before;
+    # and the copy of the group for a checkpoint
     defers: bool  # whether a second job writes the moments
     threads: int | None  # None: all
     unwritten: list[Tensor]  # states that no step has written yet

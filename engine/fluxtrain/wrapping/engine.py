@@ -6,6 +6,7 @@ Its state is in `Context`. One engine belongs to one model and is used by the th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.optimizer.state_shards import (
+    hold_for_saving,
     load_state_shard,
     shard_bytes,
     shard_names,
+    snapshot_bytes,
     state_shards,
 )
 from fluxtrain.optimizer.step_in_backward import StepInBackward
@@ -140,6 +143,15 @@ class Engine(Context):
     def shard_bytes(self) -> int:
         """Return the most bytes that all shards take now."""
         return shard_bytes(self)
+
+    def snapshot_bytes(self) -> tuple[list[int], int]:
+        """Return the bytes of each shard, and the sum of those that cannot be copied later."""
+        return snapshot_bytes(self)
+
+    def hold_for_saving(self, name: str) -> Future[None] | None:
+        """Let the next update of a group wait until the future has a result; None for a shard that
+        must be copied before it."""
+        return hold_for_saving(self, name)
 
     def shard_names(self) -> list[str]:
         """Return the names of all shards."""

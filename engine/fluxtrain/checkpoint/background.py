@@ -1,0 +1,121 @@
+"""Write one checkpoint on threads while training goes on, from copies made group by group.
+
+The thread `checkpoint-copy` copies the groups in the order in which the next step updates them, and
+each group's update waits for its copy (`Group.saving`); forward and backward only read, and wait
+for nothing. The thread `checkpoint` writes the copies. They hold at most a budget of host memory:
+beyond it copying waits for writing. So what is written is the state of one moment, bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from fluxtrain.checkpoint.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fluxtrain.wrapping.engine import Engine
+
+Shard = tuple[str, "dict[str, Tensor]"]
+Write = Callable[[Iterator[Shard]], Checkpoint]
+
+
+class BackgroundWrite:
+    """A checkpoint on its way to the disk. Made and asked by the run's thread."""
+
+    def __init__(self, engine: Engine, step: int, write: Write, budget_bytes: int) -> None:
+        """Take the state between two steps: all updates are done.
+
+        `write` writes the shards that it is given. What lives on a device is copied at once.
+        """
+        self.step = step
+        self.checkpoint: Checkpoint | None = None
+        self.error: BaseException | None = None
+        self._write, self._budget_bytes = write, budget_bytes
+        self._held_bytes, self._given_up = 0, False
+        self._room = threading.Condition()
+        self._copies: SimpleQueue[Shard | BaseException] = SimpleQueue()
+        self._parts: list[tuple[Shard, Future[None] | None]] = []
+        for name, tensors in engine.state_shards():
+            saving = engine.hold_for_saving(name)
+            shard = (name, tensors if saving is not None else _copied(tensors))
+            self._parts.append((shard, saving))
+        self._count = len(self._parts)
+        self._copier = threading.Thread(target=self._copy, name="checkpoint-copy")
+        self._writer = threading.Thread(target=self._written, name="checkpoint")
+        self._writer.start()
+        self._copier.start()
+
+    @property
+    def done(self) -> bool:
+        """Return whether the checkpoint is whole on disk, or has failed."""
+        return not self._writer.is_alive()
+
+    def wait_copied(self) -> None:
+        """Wait until nothing reads the engine's memory any more."""
+        self._copier.join()
+
+    def wait(self) -> None:
+        """Wait until it is done."""
+        self._copier.join()
+        self._writer.join()
+
+    def _copy(self) -> None:
+        for (name, tensors), saving in self._parts:
+            copies: Shard | BaseException = (name, tensors)
+            try:
+                self._wait_for_room(_bytes(tensors))
+                if saving is not None and not self._given_up:
+                    copies = (name, _copied(tensors))
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that writes
+                copies = error
+            finally:  # whatever happened, training goes on
+                if saving is not None:
+                    saving.set_result(None)
+            self._copies.put(copies)
+        self._parts = []
+
+    def _wait_for_room(self, size_bytes: int) -> None:
+        """Wait for writing, unless no copy is held; count the copy as held."""
+        with self._room:
+            while (
+                self._held_bytes
+                and self._held_bytes + size_bytes > self._budget_bytes
+                and not self._given_up
+            ):
+                self._room.wait()
+            self._held_bytes += size_bytes
+
+    def _written(self) -> None:
+        try:
+            self.checkpoint = self._write(self._shards())
+        except BaseException as error:  # noqa: BLE001 - raised between two steps
+            self.error = error
+        finally:
+            with self._room:
+                self._given_up = True
+                self._room.notify_all()
+
+    def _shards(self) -> Iterator[Shard]:
+        for _ in range(self._count):
+            copies = self._copies.get()
+            if isinstance(copies, BaseException):
+                raise copies
+            yield copies
+            with self._room:
+                self._held_bytes -= _bytes(copies[1])
+                self._room.notify_all()
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to host memory that nothing else writes to."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

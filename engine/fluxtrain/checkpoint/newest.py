@@ -1,0 +1,151 @@
+"""Find the newest checkpoint that is whole, and refuse those that are not, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from fluxtrain.checkpoint.checkpoint import (
+    TRAINER,
+    Checkpoint,
+    Damaged,
+    check_content,
+    list_checkpoints,
+    read_checkpoint,
+    step_folder,
+)
+from fluxtrain.errors import BadInput, FluxTrainError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BEFORE = {
+    "train.states": "fp32",
+    "train.optimizer": "adamw",
+}  # values in checkpoints that are older than the setting
+
+
+class _Content(msgspec.Struct):
+    """The content of trainer.json, by kind."""
+
+    run: dict[str, Any]
+    random: dict[str, Any]
+    data: dict[str, Any]
+    chunk_rows: Annotated[int, msgspec.Meta(ge=1)]
+    fingerprint: dict[str, Any]
+    threads: Annotated[int, msgspec.Meta(ge=1)]  # that share a computation
+
+
+def newest_valid(
+    root: Path, warn: Callable[[str], None], before: str | None = None
+) -> Checkpoint | None:
+    """Find the newest checkpoint without damage; name and skip damaged ones.
+
+    before: the name of a folder; only those of earlier steps are looked at.
+    None if there are no checkpoints. Raises BadInput if all are damaged.
+    """
+    found = [path for path in list_checkpoints(root) if before is None or path.name < before]
+    for path in found:
+        try:
+            return _of_its_name(read_checkpoint(path))
+        except Damaged as damage:
+            warn(f"skipped a damaged checkpoint: {damage}")
+    if found:
+        raise _all_damaged(root)
+    return None
+
+
+def _of_its_name(checkpoint: Checkpoint) -> Checkpoint:
+    """Return it; raise Damaged for one under the name of another step, such as a copy."""
+    if checkpoint.path.name != step_folder(checkpoint.path.parent, checkpoint.step).name:
+        raise Damaged(f"{checkpoint.path.name} holds step {checkpoint.step}")
+    return checkpoint
+
+
+def newest_resumable(
+    root: Path, warn: Callable[[str], None], before: str | None = None
+) -> Checkpoint | None:
+    """Find the newest checkpoint whose trainer's state can be read too, as `newest_valid` does.
+
+    None if there are no checkpoints. Raises BadInput if none is whole, also `before` a folder.
+    """
+    while (found := newest_valid(root, warn, before)) is not None:
+        try:
+            trainer_content(found)
+            return found
+        except Damaged as damage:
+            warn(f"skipped a damaged checkpoint: {damage}")
+        before = found.path.name
+    if before is not None:
+        raise _all_damaged(root)
+    return None
+
+
+def with_cure(damage: Damaged) -> Damaged:
+    """Add what to do about a damaged checkpoint that the user named."""
+    return Damaged(
+        f"{damage}: name another checkpoint, or the run's folder to go on from its newest whole one"
+    )
+
+
+def _all_damaged(root: Path) -> BadInput:
+    return BadInput(
+        f"all {len(list_checkpoints(root))} checkpoints under {root} are damaged: start again in "
+        "another --run-dir"
+    )
+
+
+@contextmanager
+def damage_of(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raise Damaged for errors that content makes which no trainer writes, if its seal is right."""
+    try:
+        yield
+    except FluxTrainError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise Damaged(f"{checkpoint.path.name}: {TRAINER} is not what was written ({e})") from e
+
+
+@contextmanager
+def damage_in_words_of(checkpoint: Checkpoint, kind: type[BadInput] = BadInput) -> Iterator[None]:
+    """Raise Damaged for what a part of the run refuses to be restored to."""
+    try:
+        yield
+    except kind as error:
+        raise Damaged(f"{checkpoint.path.name}: {error}") from error
+
+
+def refuse_later_steps(tensors: dict[str, Tensor], last: int) -> None:
+    """Raise BadInput for a parameter that counts more updates than the run has made steps."""
+    for name, count in tensors.items():
+        if name.endswith(".step") and count.numel() == 1 and int(count) > last:
+            raise BadInput(f"its {name} is {int(count)}, after step {last}")
+
+
+def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read what `CheckpointWriter.write` wrote. Raises Damaged for anything else."""
+    try:
+        content = checkpoint.trainer_state()
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{checkpoint.path.name}: {TRAINER} cannot be read ({error})") from None
+    check_content(content, _Content, f"{checkpoint.path.name}: {TRAINER}")
+    return content
+
+
+def refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise BadInput, with what differs, for a checkpoint of another model, data or settings."""
+    old, new = {**_BEFORE, **old}, {**_BEFORE, **new}
+    different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    if not different:
+        return
+    listed = "; ".join(
+        f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in sorted(different)
+    )
+    raise BadInput(
+        f"{path.name} belongs to another run ({listed}): resume with the settings it was made "
+        "with, or start a new run in another --run-dir"
+    )

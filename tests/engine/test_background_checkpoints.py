@@ -1,0 +1,261 @@
+"""Checkpoints in the background: the state of one moment, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluxtrain.checkpoint import background, shard_file
+from fluxtrain.checkpoint.background import BackgroundWrite
+from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.checkpoint.recovery import Target
+from fluxtrain.config.schema import load_config
+from fluxtrain.planning import snapshot as choosing
+from fluxtrain.planning.snapshot import choose_snapshot
+from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.run import train
+from fluxtrain.train.run_plan import RunPlan
+from tests.engine import forked
+from tests.engine.test_resume import assert_same_run, finished, steps_done, wait_for
+
+MakeConfig = Callable[..., Path]
+MIB = 1 << 20
+
+
+def run(config: Path, run_dir: Path, *, resumes: bool = False, disk_wait_s: float = 0.0) -> None:
+    target = Target(run_dir=RunDir(run_dir), resumes=resumes)
+    train(load_config(config), target, disk_wait_s=disk_wait_s)
+
+
+def told(run_dir: Path, kind: type[Any]) -> list[Any]:
+    return [event for event in read_events(run_dir / "events.ndjson") if isinstance(event, kind)]
+
+
+def held_to(monkeypatch: pytest.MonkeyPatch, budget_bytes: int) -> None:
+    """Let copies take so much host memory; 0: checkpoints are written as training waits."""
+    real = RunPlan.snapshot
+
+    def chosen(self: RunPlan, engine: Any) -> Any:
+        return choosing.Snapshot(budget_bytes=budget_bytes, choice=real(self, engine).choice)
+
+    monkeypatch.setattr(RunPlan, "snapshot", chosen)
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let each copy of a group take a while, so that steps go on beside it."""
+    real = background._copied
+
+    def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        time.sleep(seconds)
+        return real(tensors)
+
+    monkeypatch.setattr(background, "_copied", copied)
+
+
+def states(run_dir: Path) -> dict[int, tuple[dict[str, Any], dict[str, Tensor]]]:
+    """The content of all checkpoints by step, without what depends on the clock."""
+    found = {}
+    for path in list_checkpoints(run_dir / "checkpoints"):
+        checkpoint = read_checkpoint(path)
+        content = checkpoint.trainer_state()
+        content["run"].pop("trained_s")
+        tensors = {f"{n}.{k}": t.clone() for n, s in checkpoint.load_shards() for k, t in s.items()}
+        found[checkpoint.step] = (content, tensors)
+    return found
+
+
+SETTINGS: list[dict[str, object]] = [
+    {"train__max_grad_norm": 1.0},
+    {"train__max_grad_norm": None},  # updates in the backward pass
+    {"train__max_grad_norm": 1.0, "model__dtype": "bfloat16", "train__states": "8bit"},
+    {"train__max_grad_norm": 1.0, "model__dtype": "float16"},
+    {"train__max_grad_norm": 1.0, "train__accumulation": 2, "train__moments": "deferred"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["clip", "backward", "8bit", "fp16", "deferred"])
+@pytest.mark.parametrize("budget_bytes", [64 * MIB, 1], ids=["whole", "group by group"])
+@pytest.mark.thinned(5)
+def test_what_is_written_beside_the_training_is_what_waiting_would_have_written(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object], budget_bytes: int,
+) -> None:  # fmt: skip
+    config = run_config(
+        train__steps=6, train__checkpoint_every=2, train__keep_checkpoints=9,
+        train__evaluate_every="end", **settings,
+    )  # fmt: skip
+    with monkeypatch.context() as patched:
+        held_to(patched, 0)
+        run(config, tmp_path / "waits")
+    held_to(monkeypatch, budget_bytes)
+    slowly(monkeypatch, 0.02)
+    run(config, tmp_path / "goes-on")
+    one, other = states(tmp_path / "waits"), states(tmp_path / "goes-on")
+    assert set(one) == {2, 4, 6} and set(other) >= {2, 6}
+    for step, (content, tensors) in other.items():
+        assert content == one[step][0]
+        assert tensors.keys() == one[step][1].keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, one[step][1][name]), (step, name)
+    written = told(tmp_path / "goes-on", ev.CheckpointWritten)
+    assert [event.step for event in written] == sorted(other)
+    assert written[0].held_s is not None and written[0].held_s < written[0].seconds
+    assert written[-1].held_s is None, "the last one is waited for"
+
+
+def test_copies_hold_no_more_memory_than_their_budget() -> None:
+    class Source:
+        def state_shards(self) -> Any:
+            return ((f"block.{i}", {"w": torch.full((1000,), float(i))}) for i in range(20))
+
+        def hold_for_saving(self, _: str) -> Any:
+            from concurrent.futures import Future
+
+            return Future()
+
+    seen: list[int] = []
+
+    def write(shards: Any) -> Any:
+        for number, (name, tensors) in enumerate(shards):
+            assert name == f"block.{number}" and float(tensors["w"][0]) == number
+            time.sleep(0.002)
+            seen.append(made[0]._held_bytes)
+        return "whole"
+
+    made: list[Any] = []
+    engine: Any = Source()
+    real = BackgroundWrite.__init__
+
+    def noted(self: BackgroundWrite, *arguments: Any) -> None:
+        made.append(self)
+        real(self, *arguments)
+
+    BackgroundWrite.__init__ = noted  # type: ignore[method-assign]
+    try:
+        under_way = BackgroundWrite(engine, 3, write, 10_000)
+        under_way.wait()
+    finally:
+        BackgroundWrite.__init__ = real  # type: ignore[method-assign]
+    assert under_way.checkpoint == "whole"
+    assert len(seen) == 20 and max(seen) <= 10_000
+
+
+def test_a_disk_that_is_full_in_the_background_is_told_and_waited_for(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(train__steps=8, train__checkpoint_every=2, train__evaluate_every="end")
+    run(config, tmp_path / "whole")
+    real, refused = shard_file.HashingFile.write, []
+
+    def write(self: Any, data: bytes) -> None:
+        if len(refused) < 3:
+            refused.append(True)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, data)
+
+    monkeypatch.setattr(shard_file.HashingFile, "write", write)
+    run(config, tmp_path / "full", disk_wait_s=60.0)
+    warnings = [e.text for e in told(tmp_path / "full", ev.LogWritten) if "no space" in e.text]
+    assert len(warnings) == 1 and "the next checkpoint follows at once" in warnings[0]
+    assert any(e.phase == "no space" for e in told(tmp_path / "full", ev.PhaseChanged))
+    assert_same_run(tmp_path / "whole", tmp_path / "full")
+
+
+def test_another_error_in_the_background_ends_the_run_as_it_would_in_the_foreground(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: Any, data: bytes) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shard_file.HashingFile, "write", write)
+    with pytest.raises(OSError, match="Input/output error"):
+        run(run_config(train__steps=50, train__checkpoint_every=2), tmp_path / "run")
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == []
+
+
+def slow_writer(arguments: list[str]) -> None:
+    """`fluxtrain ARGUMENTS` whose disk takes a while for each write."""
+    from fluxtrain.cli import main
+
+    real = shard_file.HashingFile.write
+
+    def write(self: Any, data: bytes) -> None:
+        time.sleep(0.004)
+        real(self, data)
+
+    shard_file.HashingFile.write = write  # type: ignore[method-assign]
+    main(arguments)
+
+
+def is_writing(run_dir: Path) -> bool:
+    return bool(list((run_dir / "checkpoints").glob(".writing-step-*/*")))
+
+
+def in_the_midst(process: Any, run_dir: Path, steps: int) -> bool:
+    """Whether steps were made and a checkpoint is being written; or the process has ended."""
+    writing = is_writing(run_dir) and steps_done(run_dir) > steps
+    return writing or not process.is_alive()
+
+
+def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing_older(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = run_config(train__steps=60, train__checkpoint_every=10, train__evaluate_every="end")
+    assert finished("train", config, "--run-dir", tmp_path / "whole") == 0
+    run_dir, begun = tmp_path / "killed", 0
+    for _ in range(3):
+        arguments = ["train", str(config), "--run-dir", str(run_dir), "--resume", "auto"]
+        with forked.running(slow_writer, arguments) as process:
+            wait_for(partial(in_the_midst, process, run_dir, steps_done(run_dir)))
+            begun += is_writing(run_dir)
+            process.kill()
+        for path in list_checkpoints(run_dir / "checkpoints"):
+            read_checkpoint(path)
+    assert begun >= 2
+    assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
+    assert_same_run(tmp_path / "whole", run_dir)
+
+
+def test_the_plan_says_how_checkpoints_are_written_and_counts_the_copies(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    run(run_config(train__steps=2), tmp_path / "run")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    (choice,) = [c for c in plan["choices"] if c["name"] == "train.checkpoints"]
+    assert choice["value"] == "background" and "of host memory is free" in choice["because"]
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "own", "value", "budget_bytes"),
+    [
+        (10_000, True, "background", 1000),
+        (1500, True, "group by group", 750),
+        (390, True, "blocking", 0),
+        (-5, True, "blocking", 0),
+        (None, True, "blocking", 0),
+        (10_000, False, "blocking", 0),
+    ],
+)
+def test_memory_beside_the_plan_decides(
+    room_bytes: int | None, own: bool, value: str, budget_bytes: int
+) -> None:
+    chosen = choose_snapshot([100] * 10, 0, room_bytes, own_optimizer=own)
+    assert (chosen.choice.value, chosen.budget_bytes) == (value, budget_bytes)
+    assert chosen.choice.because
+
+
+def test_what_lies_on_the_device_needs_room_at_once() -> None:
+    assert choose_snapshot([100] * 10, 800, 1600, own_optimizer=True).choice.value == "blocking"
+    assert choose_snapshot([100] * 10, 700, 1600, own_optimizer=True).budget_bytes == 800
