@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 a bug of FluxTrain; 2 bad configuration or input; 3 does not fit in "
     "memory or on the disk; 4 diverged; 5 no space left on disk; 6 an exported model is not what "
-    "was trained; 7 a GPU failed; 130 interrupted, 143 terminated, both with a checkpoint."
+    "was trained; 7 a GPU failed; 8 a file cannot be read; 130 interrupted, 143 terminated, both "
+    "with a checkpoint."
 )
 
 app = typer.Typer(

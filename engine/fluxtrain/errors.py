@@ -17,6 +17,7 @@ EXIT_DIVERGED = 4
 EXIT_NO_SPACE = 5
 EXIT_DISAGREES = 6
 EXIT_DEVICE_FAILED = 7
+EXIT_READ_FAILED = 8
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
@@ -69,6 +70,12 @@ class DeviceFailed(FluxTrainError, RuntimeError):
     """A GPU or its driver failed while it was used."""
 
     exit_code = EXIT_DEVICE_FAILED
+
+
+class ReadFailed(FluxTrainError, OSError):
+    """A file that a run needs could not be read, also after several attempts."""
+
+    exit_code = EXIT_READ_FAILED
 
 
 class Interrupted(FluxTrainError):

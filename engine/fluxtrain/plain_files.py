@@ -9,16 +9,25 @@ from __future__ import annotations
 import errno
 import io
 import os
+import queue
 import stat
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, ReadFailed
+
+T = TypeVar("T")
 
 JSON_LIMIT_BYTES = 32 << 20  # a plan or a manifest of a hundred thousand blocks is smaller
 BEGUN_S, SILENT_S = 5.0, 120.0  # how long a pipe is waited for: the shell opens its own at once
 PIPE_PERIOD_S = 0.02
+PAUSES_S = (0.5, 2.0, 8.0)  # before a failed read is done again
+STUCK_S = 60.0  # a read that takes longer is done again beside it
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)  # network, loose cable
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -82,6 +91,88 @@ def read_named(
                 raise OSError(errno.ETIMEDOUT, f"nothing came for {wait_s:g} s", os.fspath(path))
             time.sleep(PIPE_PERIOD_S)
     raise _too_large(path, limit_bytes)
+
+
+def read_again(read: Callable[[], T], path: Path, stuck_s: float | None = None) -> T:
+    """Return what `read` returns; repeat it where the disk fails, or gives no answer in `stuck_s`
+    seconds (None: reading may take its time).
+
+    Raises ReadFailed after several attempts, and other errors at once.
+    """
+    for pause_s in (*PAUSES_S, None):
+        try:
+            return read() if stuck_s is None else _answered(read, stuck_s)
+        except TimeoutError as error:
+            reason = str(error)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            reason = error.strerror or str(error)
+        if pause_s is not None:
+            time.sleep(pause_s)
+    raise ReadFailed(
+        f"{path} cannot be read ({reason}, {len(PAUSES_S) + 1} attempts): look at the disk or the "
+        "network that holds it"
+    )
+
+
+def read_range(path: Path, offset: int, count: int, inode: int) -> bytes | None:
+    """Return `count` bytes of a file from `offset` on, as `read_again` does; None where another
+    file has taken its place, or none is there."""
+    try:
+        return _cached(path, offset, count, inode)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, *_PASSING):
+            raise
+    return read_again(partial(_from_disk, path, offset, count, inode), path, STUCK_S)
+
+
+def _cached(path: Path, offset: int, count: int, inode: int) -> bytes | None:
+    """Read what is in memory already. Raises BlockingIOError where it is not."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        raise BlockingIOError
+    return _from_disk(path, offset, count, inode, os.RWF_NOWAIT)
+
+
+def _from_disk(path: Path, offset: int, count: int, inode: int, flags: int = 0) -> bytes | None:
+    try:
+        descriptor = _opened(path, os.O_RDONLY, follow=False)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
+            return None
+        raise
+    try:
+        if os.fstat(descriptor).st_ino != inode:
+            return None
+        read, data = 0, bytearray(count)
+        while read < count:
+            got = os.preadv(descriptor, [memoryview(data)[read:]], offset + read, flags)
+            if not got:
+                return None  # cut off: whoever mapped it finds out
+            read += got
+        return bytes(data)
+    finally:
+        os.close(descriptor)
+
+
+def _answered(read: Callable[[], T], stuck_s: float) -> T:
+    """Call `read` on a thread that is left behind where it takes too long; raises TimeoutError."""
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((read(), None))
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="read", daemon=True).start()
+    try:
+        found, error = answers.get(timeout=stuck_s)
+    except queue.Empty:
+        raise TimeoutError(f"no answer in {stuck_s:g} s") from None
+    if error is not None:
+        raise error
+    return found  # type: ignore[return-value]  # None is an answer of `read` too
 
 
 def open_to_write(path: Path | str, flags: int, mode: int = 0o644) -> int:

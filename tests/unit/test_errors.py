@@ -18,6 +18,7 @@ DOCUMENTED = {
     errors.NoSpace: 5,
     errors.Disagrees: 6,
     errors.DeviceFailed: 7,
+    errors.ReadFailed: 8,
     errors.Interrupted: 130,
 }
 

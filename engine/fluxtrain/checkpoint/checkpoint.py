@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ from fluxtrain.checkpoint.shard_file import (
     write_tensors,
 )
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.plain_files import is_plain_folder, kind_of, open_plain, read_plain
+from fluxtrain.plain_files import is_plain_folder, kind_of, open_plain, read_again, read_plain
 from fluxtrain.rundir.own_files import of_checkpoint, open_folder, visit
 from fluxtrain.units import bytes_text
 
@@ -156,7 +157,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise Damaged(
                 f"{path.name}: {name} has {found_bytes:,} bytes instead of {expected.bytes:,}"
             )
-        if hash_file(path / name) != expected:
+        try:
+            found = read_again(partial(hash_file, path / name), path / name)
+        except OSError as error:
+            raise Damaged(f"{path.name}: {name} cannot be read: {error}") from None
+        if found != expected:
             raise Damaged(f"{path.name}: {name} is not what was written (sha256 differs)")
         files[name] = expected
     return _described(path, manifest["step"], {**manifest, "files": files})

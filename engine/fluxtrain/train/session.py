@@ -22,6 +22,7 @@ from fluxtrain.errors import (
     DeviceFailed,
     FluxTrainError,
     Interrupted,
+    ReadFailed,
 )
 from fluxtrain.hardware.cards.failed import device_failure
 from fluxtrain.reporting.announce import Announcer
@@ -126,9 +127,11 @@ class Session:
     @contextmanager
     def naming_failed_gpus(self) -> Iterator[None]:
         """Raise DeviceFailed for what is raised inside where a GPU has failed, with the command
-        that goes on."""
+        that goes on; name it for a file that cannot be read too."""
         try:
             yield
+        except ReadFailed as error:
+            raise ReadFailed(f"{error}; {self._newest_text}: {self.resume_command}") from error
         except RuntimeError as error:
             failed = device_failure(error)
             if failed is None:

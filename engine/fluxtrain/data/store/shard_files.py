@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import open_plain, read_plain
+from fluxtrain.plain_files import open_plain, read_plain, read_range
 
 BLOCK_BYTES = 1 << 16  # with less the checksums take room, with more a random read takes time
 
@@ -78,6 +78,7 @@ class Numbers:
         try:
             with open_plain(path) as file:
                 mapped = np.memmap(file, dtype=np.uint8, mode="r")
+                self._inode = os.fstat(file.fileno()).st_ino
         except (OSError, ValueError) as error:
             raise Damaged(f"{path} cannot be read: {error}") from error
         size, blocks = (int(one) for one in mapped[:16].view("<u8")) if len(mapped) > 20 else (0, 0)
@@ -90,6 +91,7 @@ class Numbers:
             raise Damaged(f"{path} is damaged")
         if guard not in (None, found) or size % self._dtype.itemsize:
             raise Damaged(f"{path} belongs to other data")
+        self._begin = begin
         self._sums = np.frombuffer(listed.tobytes(), dtype="<u4")
         self._data = mapped[begin:]
         self._verified = np.zeros(blocks, dtype=np.bool_)
@@ -98,15 +100,22 @@ class Numbers:
         return len(self._data) // self._dtype.itemsize
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Return `count` numbers from `start` on. Raises Damaged where a checksum does not fit."""
+        """Return `count` numbers from `start` on. Raises Damaged where a checksum does not fit, and
+        ReadFailed where the disk fails or does not answer."""
         first, last = start * self._dtype.itemsize, (start + count) * self._dtype.itemsize
         for block in range(first // BLOCK_BYTES, -(-last // BLOCK_BYTES)):
             if not self._verified[block]:
-                part = self._data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-                if zlib.crc32(part.data) != self._sums[block]:
+                end = min((block + 1) * BLOCK_BYTES, len(self._data))
+                if zlib.crc32(self._bytes(block * BLOCK_BYTES, end)) != self._sums[block]:
                     raise Damaged(f"{self._path} is damaged in its block {block}")
                 self._verified[block] = True
-        return np.frombuffer(self._data[first:last], dtype=self._dtype)
+        return np.frombuffer(self._bytes(first, last), dtype=self._dtype)
+
+    def _bytes(self, first: int, last: int) -> bytes | memoryview:
+        """Read a range: a failing disk raises an error, where it would end the process at a mapped
+        page. The mapping serves where the cache was removed or built anew meanwhile."""
+        found = read_range(self._path, self._begin + first, last - first, self._inode)
+        return self._data[first:last].data if found is None else found
 
     def whole(self) -> npt.NDArray[Any]:
         """Return all numbers. Raises Damaged as `read`."""
