@@ -47,8 +47,9 @@ def held_to(monkeypatch: pytest.MonkeyPatch, budget_bytes: int) -> None:
     """Let copies take so much host memory; 0: checkpoints are written as training waits."""
     real = RunPlan.snapshot
 
-    def chosen(self: RunPlan, engine: Any) -> Any:
-        return choosing.Snapshot(budget_bytes=budget_bytes, choice=real(self, engine).choice)
+    def chosen(self: RunPlan, engine: Any, *, keeps: bool) -> Any:
+        choice = real(self, engine, keeps=keeps).choice
+        return choosing.Snapshot(budget_bytes=budget_bytes, choice=choice)
 
     monkeypatch.setattr(RunPlan, "snapshot", chosen)
 

@@ -136,6 +136,12 @@ def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
     return content
 
 
+def batch_rows_of(checkpoint: Checkpoint) -> int | None:
+    """Return the rows of a micro-batch; None is refused when the checkpoint is restored."""
+    rows = trainer_content(checkpoint)["fingerprint"].get("batch_rows")
+    return rows if isinstance(rows, int) and rows > 0 else None
+
+
 def refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise BadInput, with what differs, for a checkpoint of another model, data or settings."""
     old, new = {**_BEFORE, **old}, {**_BEFORE, **new}

@@ -15,7 +15,7 @@ from fluxtrain.calibration.peaks import measured_peaks
 from fluxtrain.checkpoint import writer as checkpoint_writer
 from fluxtrain.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, remove_unfinished
 from fluxtrain.checkpoint.fingerprint import fingerprint
-from fluxtrain.checkpoint.newest import newest_resumable, trainer_content, with_cure
+from fluxtrain.checkpoint.newest import batch_rows_of, newest_resumable, with_cure
 from fluxtrain.checkpoint.randomness import fix_threads, seed_everything
 from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.checkpoint.writer import CheckpointWriter
@@ -154,8 +154,7 @@ class Run:
             self._plan.facts,
             session.announcer.warn,
         )
-        snapshot = self._plan.snapshot(self.engine)
-        self._snapshot_bytes = snapshot.budget_bytes * self.keeps_checkpoints
+        self._snapshot = self._plan.snapshot(self.engine, keeps=self.keeps_checkpoints)
         self._choices = (
             device,
             dtype_choice(inputs.loaded.precision),
@@ -165,7 +164,7 @@ class Run:
             *self._plan.placement.choices,
             *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,
-            snapshot.choice,
+            self._snapshot.choice,
         )
         optimizer = make_optimizer(config.train, self.model, self.schedule.learning_rate)
         self.checkpoints = self.make_checkpoint_writer(optimizer)
@@ -238,7 +237,7 @@ class Run:
             optimizer,
             needs_best=config.train.final_model == "best",
             disk=session.disk,
-            budget_bytes=self._snapshot_bytes,
+            budget_bytes=self._snapshot.budget_bytes,
         )
 
     def announce(self, hello: Hello) -> None:
@@ -255,9 +254,8 @@ class Run:
                 first_step=session.state.step,
             )
         )
-        self._planned = self._plan.write(
-            session.run_dir, self.engine, steps, self._choices, self._snapshot_bytes
-        )
+        copies = self._snapshot.budget_bytes
+        self._planned = self._plan.write(session.run_dir, self.engine, steps, self._choices, copies)
         session.announcer.emit(self._planned)
 
     def finish(self) -> None:
@@ -397,7 +395,4 @@ def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
     """Return the rows of a micro-batch as set or as in the checkpoint; None: the plan chooses."""
     if config.train.batch_rows != "auto":
         return config.train.batch_rows
-    if checkpoint is None:
-        return None
-    rows = trainer_content(checkpoint)["fingerprint"].get("batch_rows")
-    return rows if isinstance(rows, int) and rows > 0 else None  # None is refused when restored
+    return None if checkpoint is None else batch_rows_of(checkpoint)

@@ -48,13 +48,15 @@ class RunPlan:
     capacity: Capacity
     samples: SampleFit  # how many of the data that is trained on fit
 
-    def snapshot(self, engine: Engine) -> Snapshot:
-        """Choose how checkpoints are written, by the host memory that this plan leaves free."""
+    def snapshot(self, engine: Engine, *, keeps: bool) -> Snapshot:
+        """Choose how checkpoints are written, by the host memory that this plan leaves free; a
+        run that keeps none needs no copies."""
         free, need = self.capacity.host_available_bytes, self.placement.need.host_bytes
         sizes, at_once_bytes = engine.snapshot_bytes()
         room = None if free is None else free - need - self.placement.saving_bytes
         own = self.config.train.optimizer == "adamw"
-        return choose_snapshot(sizes, at_once_bytes, room, own_optimizer=own)
+        found = choose_snapshot(sizes, at_once_bytes, room, own_optimizer=own)
+        return found if keeps else replace(found, budget_bytes=0)
 
     def write(
         self,
