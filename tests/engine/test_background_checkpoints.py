@@ -20,11 +20,13 @@ from fluxtrain.checkpoint.background import BackgroundWrite
 from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.config.schema import load_config
+from fluxtrain.errors import Diverged
 from fluxtrain.planning import snapshot as choosing
 from fluxtrain.planning.snapshot import choose_snapshot
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
 from fluxtrain.train.run_plan import RunPlan
 from tests.engine import forked
@@ -45,13 +47,8 @@ def told(run_dir: Path, kind: type[Any]) -> list[Any]:
 
 def held_to(monkeypatch: pytest.MonkeyPatch, budget_bytes: int) -> None:
     """Let copies take so much host memory; 0: checkpoints are written as training waits."""
-    real = RunPlan.snapshot
-
-    def chosen(self: RunPlan, engine: Any, *, keeps: bool) -> Any:
-        choice = real(self, engine, keeps=keeps).choice
-        return choosing.Snapshot(budget_bytes=budget_bytes, choice=choice)
-
-    monkeypatch.setattr(RunPlan, "snapshot", chosen)
+    chosen = choosing.Snapshot(budget_bytes=budget_bytes, how="as the test says", because="")
+    monkeypatch.setattr(RunPlan, "snapshot", lambda _, *, keeps: chosen)
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -234,29 +231,48 @@ def test_the_plan_says_how_checkpoints_are_written_and_counts_the_copies(
 ) -> None:
     run(run_config(train__steps=2), tmp_path / "run")
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    (choice,) = [c for c in plan["choices"] if c["name"] == "train.checkpoints"]
-    assert choice["value"] == "background" and "of host memory is free" in choice["because"]
+    (choice,) = [c for c in plan["choices"] if c["name"] == "train.checkpoint_every"]
+    assert choice["value"] == "auto" and "written in the background" in choice["because"]
+    assert "of host memory is free beside the plan" in choice["because"]
 
 
 @pytest.mark.parametrize(
-    ("room_bytes", "own", "value", "budget_bytes"),
+    ("room_bytes", "own", "how", "budget_bytes"),
     [
-        (10_000, True, "background", 1000),
+        (10_000, True, "in the background", 1000),
         (1500, True, "group by group", 750),
-        (390, True, "blocking", 0),
-        (-5, True, "blocking", 0),
-        (None, True, "blocking", 0),
-        (10_000, False, "blocking", 0),
+        (390, True, "while training waits", 0),
+        (-5, True, "while training waits", 0),
+        (None, True, "while training waits", 0),
+        (10_000, False, "while training waits", 0),
     ],
 )
 def test_memory_beside_the_plan_decides(
-    room_bytes: int | None, own: bool, value: str, budget_bytes: int
+    room_bytes: int | None, own: bool, how: str, budget_bytes: int
 ) -> None:
     chosen = choose_snapshot([100] * 10, 0, room_bytes, own_optimizer=own)
-    assert (chosen.choice.value, chosen.budget_bytes) == (value, budget_bytes)
-    assert chosen.choice.because
+    assert (chosen.how, chosen.budget_bytes) == (how, budget_bytes)
+    assert chosen.because
 
 
 def test_what_lies_on_the_device_needs_room_at_once() -> None:
-    assert choose_snapshot([100] * 10, 800, 1600, own_optimizer=True).choice.value == "blocking"
+    assert choose_snapshot([100] * 10, 800, 1600, own_optimizer=True).how == "while training waits"
     assert choose_snapshot([100] * 10, 700, 1600, own_optimizer=True).budget_bytes == 800
+
+
+def test_a_run_that_ends_by_an_error_names_the_checkpoint_that_was_under_way(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(monkeypatch, 0.05)
+    real = TrainingLoop._compute
+
+    def compute(self: TrainingLoop[Any], clock: Any) -> Any:
+        if self.state.step == 3:  # the copies of step 2 are not all written
+            raise Diverged(self._refusals.divergence("enough", "was not applied"))
+        return real(self, clock)
+
+    monkeypatch.setattr(TrainingLoop, "_compute", compute)
+    config = run_config(train__steps=9, train__checkpoint_every=2, train__evaluate_every="end")
+    with pytest.raises(Diverged, match=r"last good checkpoint is .*step-00000002 \(step 2\)"):
+        run(config, tmp_path / "run")
+    assert [event.step for event in told(tmp_path / "run", ev.CheckpointWritten)] == [2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,9 +164,9 @@ class CheckpointWriter:
         self._note(under_way.checkpoint, seconds, self._held_s)
 
     def close(self) -> None:
-        """Wait for the checkpoint in the background, also where the run ends by an error."""
-        if self._under_way is not None:
-            self._under_way.wait()
+        """Wait for the checkpoint in the background where the run ends, whose own error counts."""
+        with suppress(Exception):
+            self.finish()
 
     def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()
@@ -347,7 +348,10 @@ class CheckpointWriter:
 
     def last_text(self) -> str:
         """Name the last good checkpoint, for messages, once it is whole."""
-        self.finish()
-        if self.last is None:
+        last = self.last
+        if self._under_way is not None:
+            self._under_way.wait()
+            last = self._under_way.checkpoint or last
+        if last is None:
             return "no checkpoint was written yet"
-        return f"the last good checkpoint is {self.last.path} (step {self.last.step})"
+        return f"the last good checkpoint is {last.path} (step {last.step})"

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -56,6 +57,7 @@ from fluxtrain.planning.placing import (
 )
 from fluxtrain.planning.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.planning.row_length import FirstSamples, counted, first_samples, with_row_length
+from fluxtrain.planning.snapshot import snapshot_of
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.inputs import DEMO, read_as
@@ -114,7 +116,8 @@ def preview(
         usual_rate=usual_rate(config),
     )
     locks = page_locks_planned(facts, placement, device.value, per_s)
-    return _answer(
+    snapshot = snapshot_of(config, facts, placement, where.host_available_bytes)
+    answer = _answer(
         config,
         forecast_of(config, facts, placement, where, constants),
         model=_told_model(config, model, dtype.value, facts.layers),
@@ -124,8 +127,13 @@ def preview(
         estimated_rows=rows,
         first=first,
         steps=schedule.total_steps,
-        choices=(device, dtype, *read, *chosen, *placement.choices, *locks, *schedule.choices),
-    )
+        choices=(
+            device, dtype, *read, *chosen, *placement.choices, *locks, *schedule.choices,
+            snapshot.choice(config.train.checkpoint_every),
+        ),
+    )  # fmt: skip
+    host_bytes = answer.host_bytes + snapshot.budget_bytes
+    return msgspec.structs.replace(answer, host_bytes=host_bytes)
 
 
 def _told_model(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) -> PlannedModel:

@@ -34,21 +34,6 @@ def shard_bytes(context: Context) -> int:
     return groups + sum(parameter.nbytes for parameter in context.loose)
 
 
-def snapshot_bytes(context: Context) -> tuple[list[int], int]:
-    """Return the bytes of each shard, also before the first step, and the sum of those that cannot
-    be copied later (`hold_for_saving`)."""
-    sizes, at_once = [], 0
-    for group in context.groups:
-        if not group.trained:
-            continue
-        wanted = [kind for segment in group.trained for kind in segment.wanted_states().values()]
-        size = group.trained_bytes + sum(dtype.itemsize * count for dtype, count in wanted)
-        at_once += 0 if _can_be_held(group) else size
-        sizes.append(size)
-    loose = sum(parameter.nbytes for parameter in context.loose)
-    return [*sizes, loose], at_once + loose
-
-
 def hold_for_saving(context: Context, name: str) -> Future[None] | None:
     """Let the next update of a group wait until the returned future has a result; None for a shard
     that must be copied at once, as it is on a device or no group's."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text
 
@@ -16,7 +19,28 @@ class Snapshot:
     """How much host memory copies may take; 0: training waits while a checkpoint is written."""
 
     budget_bytes: int
-    choice: ChoiceMade
+    how: str  # in the background, group by group, while training waits
+    because: str
+
+    def choice(self, every: int | str) -> ChoiceMade:
+        """Return what the plan says of checkpoints that are written every so many steps."""
+        because = f"as set, written {self.how}: {self.because}"
+        return ChoiceMade(name="train.checkpoint_every", value=str(every), because=because)
+
+
+def snapshot_of(
+    config: RunConfig, facts: ModelFacts, placement: Placement, available_bytes: int | None
+) -> Snapshot:
+    """Choose for a planned run, by the host memory that its plan leaves of what is available."""
+    at_once = {row.name for row in placement.groups if "device" in (row.state, row.weights)}
+    sizes = {group.name: group.rounded_bytes + group.state_bytes for group in facts.groups}
+    need = placement.need.host_bytes + placement.saving_bytes
+    return choose_snapshot(
+        list(sizes.values()),
+        sum(size for name, size in sizes.items() if name in at_once),
+        None if available_bytes is None else available_bytes - need,
+        own_optimizer=config.train.optimizer == "adamw",
+    )
 
 
 def choose_snapshot(
@@ -32,25 +56,24 @@ def choose_snapshot(
     """
     whole, largest = sum(group_bytes), max(group_bytes, default=0)
     if not own_optimizer:
-        return _chosen(0, "blocking", "another package's optimizer updates all weights at once")
+        return _waiting("another package's optimizer updates all weights at once")
     if room_bytes is None:
-        return _chosen(0, "blocking", "how much host memory is free is not known")
+        return _waiting("how much host memory is free is not known")
     budget = int(SHARE_OF_ROOM * max(0, room_bytes))
     beside = f"{bytes_text(room_bytes)} of host memory is free beside the plan"
     if budget >= whole:
         why = f"a copy of the state takes {bytes_text(whole)}, and {beside}"
-        return _chosen(whole, "background", why)
+        return Snapshot(budget_bytes=whole, how="in the background", because=why)
     needed = max(2 * largest, at_once_bytes + largest)
     if budget >= needed:
         why = (
             f"copies of {bytes_text(budget)} at a time: the state takes {bytes_text(whole)}, and "
             f"{beside}; updates wait for what is still to be copied"
         )
-        return _chosen(budget, "group by group", why)
-    why = f"copies would take {bytes_text(needed)} or more, and {beside}: training waits"
-    return _chosen(0, "blocking", why)
+        return Snapshot(budget_bytes=budget, how="group by group", because=why)
+    why = f"copies would take {bytes_text(needed)} or more, and {beside}"
+    return _waiting(why)
 
 
-def _chosen(budget_bytes: int, value: str, because: str) -> Snapshot:
-    choice = ChoiceMade(name="train.checkpoints", value=value, because=because)
-    return Snapshot(budget_bytes=budget_bytes, choice=choice)
+def _waiting(because: str) -> Snapshot:
+    return Snapshot(budget_bytes=0, how="while training waits", because=because)

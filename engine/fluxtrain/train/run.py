@@ -154,7 +154,7 @@ class Run:
             self._plan.facts,
             session.announcer.warn,
         )
-        self._snapshot = self._plan.snapshot(self.engine, keeps=self.keeps_checkpoints)
+        self._snapshot = self._plan.snapshot(keeps=self.keeps_checkpoints)
         self._choices = (
             device,
             dtype_choice(inputs.loaded.precision),
@@ -164,7 +164,7 @@ class Run:
             *self._plan.placement.choices,
             *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,
-            self._snapshot.choice,
+            self._snapshot.choice(config.train.checkpoint_every),
         )
         optimizer = make_optimizer(config.train, self.model, self.schedule.learning_rate)
         self.checkpoints = self.make_checkpoint_writer(optimizer)

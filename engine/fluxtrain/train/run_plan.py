@@ -30,7 +30,7 @@ from fluxtrain.planning.placing import (
 )
 from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
 from fluxtrain.planning.row_length import counted
-from fluxtrain.planning.snapshot import Snapshot, choose_snapshot
+from fluxtrain.planning.snapshot import Snapshot, snapshot_of
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChoiceMade, Planned, SampleFit
 from fluxtrain.train.run_files import write_plan_file
@@ -48,14 +48,10 @@ class RunPlan:
     capacity: Capacity
     samples: SampleFit  # how many of the data that is trained on fit
 
-    def snapshot(self, engine: Engine, *, keeps: bool) -> Snapshot:
-        """Choose how checkpoints are written, by the host memory that this plan leaves free; a
-        run that keeps none needs no copies."""
-        free, need = self.capacity.host_available_bytes, self.placement.need.host_bytes
-        sizes, at_once_bytes = engine.snapshot_bytes()
-        room = None if free is None else free - need - self.placement.saving_bytes
-        own = self.config.train.optimizer == "adamw"
-        found = choose_snapshot(sizes, at_once_bytes, room, own_optimizer=own)
+    def snapshot(self, *, keeps: bool) -> Snapshot:
+        """Choose how checkpoints are written; a run that keeps none needs no copies."""
+        available_bytes = self.capacity.host_available_bytes
+        found = snapshot_of(self.config, self.facts, self.placement, available_bytes)
         return found if keeps else replace(found, budget_bytes=0)
 
     def write(

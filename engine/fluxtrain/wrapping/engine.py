@@ -18,7 +18,6 @@ from fluxtrain.optimizer.state_shards import (
     load_state_shard,
     shard_bytes,
     shard_names,
-    snapshot_bytes,
     state_shards,
 )
 from fluxtrain.optimizer.step_in_backward import StepInBackward
@@ -143,10 +142,6 @@ class Engine(Context):
     def shard_bytes(self) -> int:
         """Return the most bytes that all shards take now."""
         return shard_bytes(self)
-
-    def snapshot_bytes(self) -> tuple[list[int], int]:
-        """Return the bytes of each shard, and the sum of those that cannot be copied later."""
-        return snapshot_bytes(self)
 
     def hold_for_saving(self, name: str) -> Future[None] | None:
         """Let the next update of a group wait until the future has a result; None for a shard that
