@@ -347,7 +347,8 @@ def test_a_killed_run_goes_on_whatever_was_refused_in_between(
     straight, run_dir = tmp_path / "straight", tmp_path / "run"
     reference(config, straight)
     with running("train", config, "--run-dir", run_dir) as process:
-        wait_for(lambda: steps_done(run_dir) >= 3)
+        saved = run_dir / "checkpoints"
+        wait_for(lambda: steps_done(run_dir) >= 3 and any(saved.glob("step-*")))
         process.kill()
         process.join()
     kept = files_of(run_dir)

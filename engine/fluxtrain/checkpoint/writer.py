@@ -90,9 +90,10 @@ class CheckpointWriter:
         self.written_bytes = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether the cadence asks for a checkpoint now; not while one is under way."""
-        if self._under_way is not None and step < self._cadence.total_steps:
-            return False
+        """Return whether the cadence asks for a checkpoint now; an automatic one does not while
+        another is under way."""
+        if self._under_way is not None and self._cadence.every == "auto":
+            return step >= self._cadence.total_steps
         return self._failed or self._cadence.is_due(step)
 
     def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
