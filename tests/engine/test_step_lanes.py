@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +17,8 @@ from transformers import PreTrainedModel
 from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
 from fluxtrain.device.recorder import Border, HostClock, Note, Recorder
-from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.events import LogWritten, StepFinished
+from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.trace import ring
 from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes
 from fluxtrain.trace.ring import read_ring
@@ -290,40 +286,6 @@ def test_a_run_leaves_the_lanes_of_its_steps_in_its_ring(
     assert "h2d" in copied  # in which step is open: the first blocks are copied ahead of theirs
     assert [s.step for s in steps if any(one.lane == "disk" for one in s.intervals)] == [2, 4, 5]
     assert any(one.kind == "evaluation" for one in steps[1].intervals)
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EROFS, "Read-only file system"), BadInput("timeline.ring is a link")]
-)
-def test_a_ring_that_cannot_be_written_is_told_and_the_training_goes_on(
-    run_config: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-) -> None:
-    def refused(*_: object) -> int:
-        raise error
-
-    monkeypatch.setattr(ring, "open_to_write", refused)
-    config = load_config(run_config(train__steps=2), [])
-    run_dir = tmp_path / "run"
-    train(config, locate(None, run_dir, config))
-    events = list(read_events(run_dir / "events.ndjson"))
-    assert sum(isinstance(event, StepFinished) for event in events) == 2
-    warnings = [e.text for e in events if isinstance(e, LogWritten) and "timeline" in e.text]
-    assert len(warnings) == 1 and "timeline.ring" in warnings[0]
-
-
-def test_a_ring_that_is_a_link_is_refused_before_anything_is_trained(
-    run_config: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = load_config(run_config(train__steps=2), [])
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    os.symlink(tmp_path / "elsewhere", run_dir / "timeline.ring")
-    with pytest.raises(BadInput, match=r"timeline\.ring is a symbolic link"):
-        train(config, locate(None, run_dir, config))
-    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_the_recorded_step_is_accounted_for_and_its_bound_is_named(

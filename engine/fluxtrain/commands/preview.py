@@ -87,26 +87,20 @@ def preview(
     capacity = _capacity(config, elsewhere, device.value)
     config, first, chosen = _first_samples(config, elsewhere)
     model, dtype, copied = _empty_model(config, elsewhere, device.value)
-    wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:
         constants = _known(config, facts, machine, device.value, per_s)
     facts = constants.applied(facts)
-    corpus = None if config.data.path == DEMO else corpora(_request(config))[0]
-    read = (read_as(corpus),) if corpus else ()
-    rows = _rows_within(config, corpus)
+    rows, read = _rows_and_form(config)
     placement = decide(
-        config,
-        facts,
-        machine,
-        device.value,
-        batch_rows=wished_rows,
+        config, facts, machine, device.value,
+        batch_rows=None if config.train.batch_rows == "auto" else config.train.batch_rows,
         data_rows=max(1, rows // config.train.accumulation),
         capacity=capacity,
         elsewhere=elsewhere.cards if elsewhere and device.value == "cuda" else None,
         constants=constants,
-    )
+    )  # fmt: skip
     where = capacity or capacity_of(machine, device.value)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
@@ -115,7 +109,6 @@ def preview(
         steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
         usual_rate=usual_rate(config),
     )
-    locks = page_locks_planned(facts, placement, device.value, per_s)
     snapshot = snapshot_of(config, facts, placement, where.host_available_bytes)
     answer = _answer(
         config,
@@ -128,12 +121,18 @@ def preview(
         first=first,
         steps=schedule.total_steps,
         choices=(
-            device, dtype, *read, *chosen, *placement.choices, *locks, *schedule.choices,
+            device, dtype, *read, *chosen, *placement.choices,
+            *page_locks_planned(facts, placement, device.value, per_s), *schedule.choices,
             snapshot.choice(config.train.checkpoint_every),
         ),
     )  # fmt: skip
-    host_bytes = answer.host_bytes + snapshot.budget_bytes
-    return msgspec.structs.replace(answer, host_bytes=host_bytes)
+    return msgspec.structs.replace(answer, host_bytes=answer.host_bytes + snapshot.budget_bytes)
+
+
+def _rows_and_form(config: RunConfig) -> tuple[int, tuple[ChoiceMade, ...]]:
+    """Estimate the rows of the data, and say as what they are read."""
+    corpus = None if config.data.path == DEMO else corpora(_request(config))[0]
+    return _rows_within(config, corpus), (read_as(corpus),) if corpus else ()
 
 
 def _told_model(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) -> PlannedModel:

@@ -1,0 +1,52 @@
+"""The ring of a run's steps where it cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.config.schema import load_config
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.events import LogWritten, StepFinished
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.trace import ring
+from fluxtrain.train.run import train
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EROFS, "Read-only file system"), BadInput("timeline.ring is a link")]
+)
+def test_a_ring_that_cannot_be_written_is_told_and_the_training_goes_on(
+    run_config: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    def refused(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(ring, "open_to_write", refused)
+    config = load_config(run_config(train__steps=2), [])
+    run_dir = tmp_path / "run"
+    train(config, locate(None, run_dir, config))
+    events = list(read_events(run_dir / "events.ndjson"))
+    assert sum(isinstance(event, StepFinished) for event in events) == 2
+    warnings = [e.text for e in events if isinstance(e, LogWritten) and "timeline" in e.text]
+    assert len(warnings) == 1 and "timeline.ring" in warnings[0]
+
+
+def test_a_ring_that_is_a_link_is_refused_before_anything_is_trained(
+    run_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = load_config(run_config(train__steps=2), [])
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    os.symlink(tmp_path / "elsewhere", run_dir / "timeline.ring")
+    with pytest.raises(BadInput, match=r"timeline\.ring is a symbolic link"):
+        train(config, locate(None, run_dir, config))
+    assert not (tmp_path / "elsewhere").exists()
