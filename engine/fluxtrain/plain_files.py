@@ -185,7 +185,7 @@ def open_to_write(path: Path | str, flags: int, mode: int = 0o644) -> int:
 
 
 def _too_large(path: Path, limit_bytes: int) -> OSError:
-    return OSError(errno.EFBIG, f"it has more than {limit_bytes:,} bytes", os.fspath(path))
+    return OSError(errno.EOVERFLOW, f"it has more than {limit_bytes:,} bytes", os.fspath(path))
 
 
 def _opened(path: Path | str, flags: int, *, follow: bool, mode: int = 0o644) -> int:

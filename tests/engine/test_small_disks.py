@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_in_a_run_loses_nothing(
     start: Start, disk: Path, undisturbed: str
 ) -> None:
     run = disk / "run"
-    process = start(*SETTINGS, "--run-dir", run)
+    process = start(*SETTINGS, "--run-dir", run, "--disk-wait", 0)
     until_s = time.monotonic() + LIMIT_S
     while not (run / "checkpoints" / "step-00000002").exists():
         assert process.poll() is None and time.monotonic() < until_s

@@ -71,6 +71,16 @@ def test_a_torn_line_longer_than_any_frame_is_removed_too(journal: Path, make_st
     assert steps_of(read_events(journal)) == [0, 1, 2]
 
 
+def test_a_journal_with_a_hole_as_large_as_a_disk_is_refused_at_once_and_stays(
+    journal: Path,
+) -> None:
+    journal.write_bytes(b"{}\n")
+    os.truncate(journal, 1 << 42)
+    with pytest.raises(BadInput, match="has no line in its last 256 MiB, so no run wrote it"):
+        JournalWriter(journal)
+    assert journal.stat().st_size == 1 << 42
+
+
 def test_a_journal_that_is_nothing_but_a_torn_line_starts_again(
     journal: Path, make_step: Make
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import TrainSettings
 from fluxtrain.errors import BadInput, DoesNotFit, Interrupted, NoSpace
+from fluxtrain.plain_files import _too_large
 from fluxtrain.reporting.console import PlainConsole, line
 from fluxtrain.reporting.failures import as_told
 from fluxtrain.reporting.progress import Progress
@@ -288,6 +290,7 @@ def test_gauges_are_not_for_the_console() -> None:
         (RuntimeError("shape mismatch"), type(None)),
         (OSError(2, "No such file"), type(None)),
         (Exception("File too large (os error 27)"), NoSpace),
+        (_too_large(Path("config.json"), 5), BadInput),
         (OSError(24, "Too many open files", "x"), DoesNotFit),
         (OSError(23, "Too many open files in system"), DoesNotFit),
         (RuntimeError("unable to open shared memory: Too many open files (24)"), DoesNotFit),

@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text (byte {error.start}): is it YAML?") from None
     except OSError as error:
-        if error.errno == errno.EFBIG:
+        if error.errno == errno.EOVERFLOW:
             told = f"{path} has no end that a configuration has: name a file of settings"
             raise BadInput(told) from None
         raise BadInput(f"{path} cannot be read: {error.strerror}") from None

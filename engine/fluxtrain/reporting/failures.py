@@ -18,7 +18,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _UNUSABLE = frozenset(
     {
         errno.EACCES, errno.EEXIST, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
-        errno.ENOTDIR, errno.EPERM, errno.EROFS, errno.ESTALE,
+        errno.ENOTDIR, errno.EOVERFLOW, errno.EPERM, errno.EROFS, errno.ESTALE,
     }
 )  # fmt: skip
 _NO_MEMORY = (

@@ -13,12 +13,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from fluxtrain.errors import BadInput
 from fluxtrain.plain_files import open_plain, open_to_write
 from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
 from fluxtrain.telemetry.frames import Skipped, classify_line, decode_line
 from fluxtrain.telemetry.storage import storage_error
+from fluxtrain.units import bytes_text
 
 TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
+TORN_LIMIT_BYTES = 256 << 20  # far more than a writer that was killed leaves
 
 
 class JournalWriter:
@@ -64,6 +67,12 @@ class JournalWriter:
                 end = start + newline + 1
                 break
             end = start
+            if size - end > TORN_LIMIT_BYTES:
+                os.close(self._descriptor)
+                raise BadInput(
+                    f"{self.path} has no line in its last {bytes_text(TORN_LIMIT_BYTES)}, so no "
+                    "run wrote it: move it away, or choose another --run-dir"
+                )
         if end < size:
             os.ftruncate(self._descriptor, end)
         return end
