@@ -137,3 +137,19 @@ def test_a_run_whose_host_runs_out_ends_with_its_checkpoint_and_goes_on_later(
     monkeypatch.setattr(CausalLM, "loss", loss)
     again = run(run_config(**SIZES), tmp_path / "run", resume=str(tmp_path / "run"))
     assert losses(again) == losses(whole)
+
+
+def test_an_evaluation_that_is_not_finite_keeps_no_checkpoint_from_being_written(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = CausalLM.metrics
+
+    def infinite(self: CausalLM, *given: Any) -> Any:
+        return {name: float("nan") for name in metrics(self, *given)}
+
+    monkeypatch.setattr(CausalLM, "metrics", infinite)
+    config = run_config(**{**SIZES, "train__checkpoint_every": 2})
+    events = run(config, tmp_path / "run")
+    assert [e.step for e in events if isinstance(e, ev.CheckpointWritten)] == [2, 4, 6]
+    again = run(config, tmp_path / "run", "train.steps=8", resume=str(tmp_path / "run"))
+    assert len(losses(again)) == 8

@@ -46,12 +46,13 @@ class RunState:
         """Note the held-out loss at this step.
 
         It is an improvement where it lies more than `threshold` below the last one that was. A loss
-        that is not finite is neither an improvement nor the best.
+        that is not finite is neither an improvement nor the best, and no checkpoint can hold it.
         """
-        self.evaluation_loss, self.evaluated_step = loss, self.step
+        self.evaluation_loss, self.evaluated_step = None, self.step
         self.stale_evaluations += 1
         if not math.isfinite(loss):
             return
+        self.evaluation_loss = loss
         if self.improved_loss is None or loss < self.improved_loss - threshold:
             self.improved_loss, self.stale_evaluations = loss, 0
         if self.best_loss is None or loss < self.best_loss:
