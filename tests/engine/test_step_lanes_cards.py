@@ -41,6 +41,8 @@ def recorded(steps: int = 3, **how: Any) -> list[StepLanes]:
 def test_each_block_is_in_the_lanes_of_its_card_and_the_seconds_add_up() -> None:
     steps = recorded()
     assert [step.step for step in steps] == [1, 2, 3]
+    dealt = {f"model.layers.{at}": at % 2 for at in range(5)}
+    copied: dict[str, int] = {}
     for step in steps:
         for lane, kind in (("gpu", "forward"), ("gpu", "backward"), ("h2d", "weights")):
             where = {
@@ -48,11 +50,16 @@ def test_each_block_is_in_the_lanes_of_its_card_and_the_seconds_add_up() -> None
                 for one in step.intervals
                 if (one.lane, one.kind) == (lane, kind) and "layers" in one.name
             }
-            assert where == {f"model.layers.{at}": at % 2 for at in range(5)}, (lane, kind)
+            if lane == "h2d":  # in which step is open: blocks are copied ahead of theirs
+                assert where.items() <= dealt.items()
+                copied |= where
+            else:
+                assert where == dealt, (lane, kind)
         assert {one.card for one in step.intervals if one.lane in ("cpu", "host")} <= {0}
         for card in attribute(step).cards:
             assert card.busy_s["gpu"] + sum(card.waits_s.values()) == pytest.approx(step.length_s)
             assert card.for_others_s > 0  # one thread computes for both
+    assert copied == dealt
 
 
 def test_the_update_of_a_block_that_lives_on_a_card_is_in_that_cards_lane() -> None:
