@@ -283,7 +283,9 @@ def test_a_run_leaves_the_lanes_of_its_steps_in_its_ring(
         assert {"gpu", "d2h", "host"} <= {one.lane for one in step.intervals}
     copied = {one.lane for step in steps for one in step.intervals}
     assert "h2d" in copied  # in which step is open: the first blocks are copied ahead of theirs
-    assert [s.step for s in steps if any(one.lane == "disk" for one in s.intervals)] == [2, 4, 5]
+    written = {s.step for s in steps if any(one.lane == "disk" for one in s.intervals)}
+    assert 1 not in written and 5 in written
+    assert written & {2, 3} and written & {4, 5}, "after a step, or beside the next"
     assert any(one.kind == "evaluation" for one in steps[1].intervals)
 
 
