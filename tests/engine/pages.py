@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import re
 from pathlib import Path
@@ -12,9 +13,17 @@ from torch import Tensor
 
 def made_bytes(memory: Tensor) -> int:
     """Of what there are pages for (mincore(2)); it begins with one."""
-    made = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
-    address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
-    assert ctypes.CDLL(None).mincore(address, size, made) == 0
+    return made_bytes_at(memory.data_ptr(), memory.nbytes)
+
+
+def made_bytes_at(address: int, size_bytes: int) -> int:
+    """Of what there are pages for from an address on; 0 where something of it is not mapped. Other
+    than the growth of the process it does not tell of what the rest of the process does."""
+    made = (ctypes.c_ubyte * (size_bytes // mmap.PAGESIZE))()
+    kernel = ctypes.CDLL(None, use_errno=True)
+    if kernel.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), made):
+        assert ctypes.get_errno() == errno.ENOMEM
+        return 0
     return sum(page & 1 for page in made) * mmap.PAGESIZE
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,14 +29,10 @@ from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.moving import prepare_move
 from fluxtrain.plan.group_placement import GroupPlacement
-from tests.engine.pages import made_bytes, mapped
+from tests.engine.pages import made_bytes, made_bytes_at, mapped
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
-
-
-def resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
 
 
 @given(st.integers(0, 1 << 40))
@@ -59,14 +54,14 @@ def test_an_arena_is_zero_and_its_tensors_share_memory_but_not_storages() -> Non
 
 
 class Locks(PageLocks):
-    """Grants one lock and refuses the next; `made` has what the process grew by before each."""
+    """Grants one lock and refuses the next; `made` has the bytes with pages before each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.made = resident_bytes(), []
+        self.made: list[int] = []
 
     def _register(self, address: int, size_bytes: int) -> bool:
-        self.made.append(resident_bytes() - self.before)
+        self.made.append(made_bytes_at(address, size_bytes))
         return len(self.made) == 1
 
     def _unregister(self, address: int) -> None:
@@ -83,7 +78,6 @@ def test_memory_is_made_before_it_is_locked_and_given_back_where_that_is_refused
     assert arena.pinned_bytes == size and locks.made[0] > size // 2
     whole = arena.tensor(torch.uint8, size, 0)
     assert made_bytes(whole) == size and not whole.any()
-    locks.before = resident_bytes()
     refused = HostArena(size, pin=True)
     assert refused.pinned_bytes == 0 and locks.made[1] > size // 2
     whole = refused.tensor(torch.uint8, size, 0)
@@ -164,17 +158,17 @@ def test_one_thread_leaves_the_pages_to_the_driver(monkeypatch: pytest.MonkeyPat
 
 def test_an_arena_lives_as_long_as_its_tensors_and_no_longer() -> None:
     size = 64 * MIB
-    before = resident_bytes()
     arena = HostArena(size, pin=False)
-    assert resident_bytes() < before + size // 4  # untouched pages cost nothing
     tensor = arena.tensor(torch.uint8, size, 0)
+    address = tensor.data_ptr()
+    assert made_bytes_at(address, size) < size // 4  # untouched pages cost nothing
     tensor.fill_(7)
-    assert resident_bytes() > before + size // 2
+    assert made_bytes_at(address, size) == size
     del arena
     gc.collect()
     assert int(tensor[-1]) == 7
     del tensor
-    assert resident_bytes() < before + size // 4
+    assert made_bytes_at(address, size) < size // 4
 
 
 def settled(*specs: tuple[torch.dtype, tuple[int, ...], bool]) -> Group:
