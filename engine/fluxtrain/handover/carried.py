@@ -41,7 +41,8 @@ def sent(values: Tensor, source: Card, target: Card) -> Tensor:
 def _sent(values: Tensor, known: Tensor, source: Card, target: Card) -> Tensor:
     """Copy `values` to `target` as they are computed; `known` says when, if that is known."""
     pieces = pieces_of(known)
-    made = target.device.landing(values)
+    with torch.inference_mode(False):  # so that writes to it are counted
+        made = target.device.landing(values)
     target.counts.landed_bytes += values.nbytes
     if pieces is None or not values.dim():
         point = target.device.land(made, values, [source.device.mark()], source.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxtrain.guards.arguments import flatten
+from fluxtrain.guards.arguments import Moved, flatten, write_back
 from fluxtrain.handover.carried import carried
 from fluxtrain.handover.handed import Handed, bring
 from fluxtrain.memory.unit import Unit
@@ -17,14 +17,34 @@ from fluxtrain.runtime.context import Context
 
 def receive(
     context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the unit's arguments with all tensors on its card or on their way there. Those that
-    many blocks get, and that ask for no gradient, are copied once."""
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Moved]:
+    """Return the unit's arguments with all tensors on its card or on their way there, and which of
+    them are copies. Those that many blocks get, and that ask for no gradient, are copied once."""
     tree, tensors = flatten((args, kwargs), once=True)
     card = context.card_of(unit)
-    found: tuple[tuple[Any, ...], dict[str, Any]]
-    found = tree.fill([_received(context, card, unit, tensor) for tensor in tensors])
-    return found
+    known = [_known(context, tensor) for tensor in tensors]
+    there = [_received(context, card, unit, *each) for each in known]
+    pairs = zip(known, there, strict=True)
+    moved = [(theirs, new, new._version) for (theirs, _), new in pairs if new is not theirs]
+    return tree.fill(there), moved
+
+
+def give_back(context: Context, moved: Moved) -> None:
+    """Copy what the unit wrote in place to copies of its arguments to where these came from. Waits
+    for all cards: blocks of any may read them, and hardly any model does this."""
+    written = [each for each in moved if each[1]._version != each[2]]
+    if not written:
+        return
+    _wait_for_all_cards(context)
+    with torch.no_grad():
+        write_back(written)
+    _wait_for_all_cards(context)
+
+
+def _wait_for_all_cards(context: Context) -> None:
+    for card in context.cards:
+        if card.torch_device.type == "cuda":
+            torch.cuda.synchronize(card.torch_device)
 
 
 def hand_over(context: Context, unit: Unit, out: Any) -> Any:
@@ -38,12 +58,17 @@ def hand_over(context: Context, unit: Unit, out: Any) -> Any:
     )
 
 
-def _received(context: Context, card: Card, unit: Unit, tensor: Tensor) -> Tensor:
-    source = context.cards[0]
-    if isinstance(tensor, Handed):
-        handed: Any = tensor
-        brought = handed.brought is not None
-        tensor, source = (handed.brought, source) if brought else (handed.plain, handed.card)
+def _known(context: Context, tensor: Tensor) -> tuple[Tensor, Card]:
+    """Return a tensor that a unit is given as it is on a card, and that card."""
+    if not isinstance(tensor, Handed):
+        return tensor, context.cards[0]
+    handed: Any = tensor
+    if handed.brought is not None:
+        return handed.brought, context.cards[0]
+    return handed.plain, handed.card
+
+
+def _received(context: Context, card: Card, unit: Unit, tensor: Tensor, source: Card) -> Tensor:
     if source is card:
         return tensor
     if unit.group.kind != "block" and card.number == 0:

@@ -14,7 +14,7 @@ from fluxtrain.edges.embedding import look_up
 from fluxtrain.edges.head import LazyLogits
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.guards.arguments import to_device, write_back
-from fluxtrain.handover.receiving import hand_over, receive
+from fluxtrain.handover.receiving import give_back, hand_over, receive
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import begin_forward
@@ -62,8 +62,9 @@ class UnitForward:
         begin_forward(context, unit)
         if len(context.cards) == 1:
             return self._run_here(context, args, kwargs, computes_logits=computes_logits)
-        args, kwargs = receive(context, unit, args, kwargs)
+        (args, kwargs), moved = receive(context, unit, args, kwargs)
         out = self._run_here(context, args, kwargs, computes_logits=computes_logits)
+        give_back(context, moved)
         return hand_over(context, unit, out)
 
     def _run_here(

@@ -19,7 +19,10 @@ class SharedArguments:
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # by id
 
     def copy_of(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """Return the card's copy of the tensor, which `make` makes on first use."""
+        """Return the card's copy of the tensor, which `make` makes on first use. Writes
+        to tensors of inference mode are not counted: those are copied each time."""
+        if tensor.is_inference():
+            return make()
         known = self._copies.get(id(tensor))
         version = version_of(tensor)
         if known is not None and known[0]() is tensor and known[1] == version:
