@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.block import chunking
 from fluxtrain.wrapping.engine import engine_of
 
 ROWS, WIDTH = 8, 16
@@ -167,6 +168,109 @@ def test_a_block_with_dropout_draws_the_same_again() -> None:
         torch.manual_seed(11)
         found.append(gradients(model))
     assert_close(*found)
+
+
+class Writes(Block):
+    """Writes to an argument, or to a buffer of its own, before memory runs out."""
+
+    count: Tensor
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.place = place
+
+    def forward(self, values: Tensor, scale: Tensor) -> Tensor:
+        if self.place == "argument":
+            values.mul_(0.5)
+        elif self.place == "buffer":
+            self.count += 1
+        return super().forward(values, scale) * (1 + self.count)
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("to", ["argument", "buffer", "nothing"])
+def test_what_a_block_wrote_before_memory_ran_out_is_not_written_twice(
+    to: str, mode: Any, cards: int
+) -> None:
+    model = Stack()
+    model.blocks = nn.ModuleList(Writes(to) for _ in range(4))
+    wanted, again = copy.deepcopy(model), copy.deepcopy(model)
+    fluxtrain.wrap(model, device="cpu", cards=cards, chunk_rows=8)
+    limit = limit_of(model, 1)
+    with mode():
+        if to == "argument":
+            limit.forward = 4
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                model(values())
+            assert "offload='max'" in caught.value.__notes__[0]
+            limit.forward = 99
+        else:
+            ran_out_once(limit)
+        torch.testing.assert_close(model(values()), wanted(values()))
+    if to == "nothing":
+        assert_close(gradients(model), gradients(again))
+
+
+def ran_out_once(limit: Limit) -> None:
+    def check(rows: int, most: int) -> None:
+        if not limit.ran_out:
+            Limit.check(limit, rows, most=0)
+
+    limit.check = check  # type: ignore[method-assign]
+
+
+def test_dropout_without_gradients_draws_the_same_again() -> None:
+    found: list[Tensor] = []
+    for chunk, most in ((8, 4), (4, 99)):
+        model = Stack("dropout")
+        fluxtrain.wrap(model, device="cpu", chunk_rows=chunk)
+        limit_of(model, 0).forward = most
+        torch.manual_seed(11)
+        with torch.no_grad():
+            found.append(torch.stack([model(values()), torch.rand(())]))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(("how", "most"), [("", 0), ("dropout", 4)])
+def test_a_backward_that_finds_no_room_names_the_cure_and_leaves_nothing(
+    how: str, most: int
+) -> None:
+    model = Stack(how)
+    fluxtrain.wrap(model, device="cpu", chunk_rows=8)
+    limit_of(model, 1).backward = most
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        gradients(model)
+    assert "blocks.1 ran out of device memory" in caught.value.__notes__[0]
+    limit_of(model, 1).backward = 99
+    model.zero_grad()
+    if not how:
+        assert_close(gradients(model), gradients(Stack()))
+
+
+def test_a_backward_without_room_for_the_trial_of_one_row_names_the_cure() -> None:
+    model = Stack()
+    fluxtrain.wrap(model, device="cpu", chunk_rows=8)
+    loss = model(values())
+    limit_of(model, 1).forward = limit_of(model, 1).backward = 0
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        loss.backward()
+    assert "blocks.1 ran out of device memory with 8 rows" in caught.value.__notes__[0]
+
+
+def test_measuring_a_row_that_finds_no_room_names_the_cure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ran_out(*_: Any) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(chunking, "saved_row_bytes", ran_out)
+    model = Stack()
+    fluxtrain.wrap(model, device="cpu")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(values())
+    assert "blocks.0 ran out of device memory with 1 rows" in caught.value.__notes__[0]
 
 
 def test_a_trainer_that_redoes_steps_gets_the_error() -> None:

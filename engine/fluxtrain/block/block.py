@@ -16,9 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.block.call import Call
 from fluxtrain.block.capture import Capture, active_collector
-from fluxtrain.block.chunking import chunks, spans
+from fluxtrain.block.chunking import chunks, spans, writes
 from fluxtrain.block.merging import Merging
+from fluxtrain.block.rng import RandomState
 from fluxtrain.block.room import halve_chunk
+from fluxtrain.guards.argument_writes import Untouched
 from fluxtrain.guards.arguments import (
     Tree,
     batch_rows,
@@ -33,6 +35,7 @@ from fluxtrain.guards.arguments import (
 from fluxtrain.guards.leaks import BoundWeights
 from fluxtrain.guards.output_alias import chunk_outputs
 from fluxtrain.handover.on_card import backward_on_card, forward_on_card
+from fluxtrain.memory.module_buffers import put_back
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.cards.pieces import wait_for_all, wait_for_rows
 from fluxtrain.runtime.context import Context
@@ -67,6 +70,7 @@ def run_without_gradients(
     while True:
         cut = rows if may_cut and rows and chunks(context, unit, rows, tree, tensors) else None
         at_once = context.chunk_rows if cut else rows if may_cut else None
+        before = _Before(context, unit, tree, tensors)
         try:
             with bound(context, unit):
                 weights = BoundWeights(unit)
@@ -76,10 +80,41 @@ def run_without_gradients(
                 else:
                     out = _by_chunks(context, unit, tree, tensors, cut)
                 weights.refuse_writes()
+            before.forget()
             device.keep_pace()
             return out
         except torch.OutOfMemoryError as error:
-            halve_chunk(context, unit, at_once, error)
+            again = context.retries_blocks and before.is_restored(args, kwargs)
+            halve_chunk(context, unit, at_once if again else None, error)
+
+
+class _Before:
+    """What a block without gradients may change, as it was before the block ran."""
+
+    def __init__(self, context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> None:
+        self._context, self._unit, self._tree, self._tensors = context, unit, tree, tensors
+        self._untouched = Untouched(tree, tensors)
+        self._buffers = unit.buffers_without_gradients.before(unit.module)
+        self._device = context.device.torch_device
+        draws = unit.module.training  # dropout
+        self._random = RandomState.now(self._device, host=unit.draws_on_host) if draws else None
+
+    def forget(self) -> None:
+        """Learn which buffers the block writes to, once it has run."""
+        self._unit.buffers_without_gradients.after(self._unit.module, self._buffers)
+
+    def is_restored(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Restore buffers and random state; False where the block wrote to an argument, so that it
+        would compute something else if it ran again."""
+        put_back(self._unit.module, self._buffers)
+        if self._random is not None:
+            self._random.restore(self._device)
+        if not self._untouched.holds((args, kwargs)):
+            return False
+        if self._untouched.is_counted:
+            return True
+        with bound(self._context, self._unit, "probe"):
+            return not writes(self._unit, self._tree, self._tensors)
 
 
 def _by_chunks(

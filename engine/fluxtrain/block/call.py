@@ -16,7 +16,7 @@ from fluxtrain.block.chunking import chunks, chunks_agree, draws, spans
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.recompute import CannotRefill, Saved, Tape, gradient_ends
 from fluxtrain.block.rng import Autocast, RandomState
-from fluxtrain.block.room import tell
+from fluxtrain.block.room import note_cure, tell
 from fluxtrain.guards.argument_writes import WRITES_TO_A_LEAF
 from fluxtrain.guards.arguments import Tree, batch_rows, flatten, run_with, slice_rows, splits
 from fluxtrain.guards.checks import Sums, checksum, sums_of
@@ -201,10 +201,15 @@ class Call(UnitCall):
             ran_out = error.with_traceback(None)  # its frames hold what was computed
         else:
             return self._handed(chunk, tensors, wanted, found)
-        halves = self._halves(chunk, tensors)
+        try:
+            halves = self._halves(chunk, tensors)
+        except torch.OutOfMemoryError:  # trying one row found no room either
+            halves = []
+        rows = chunk.span[1] - chunk.span[0]
         if not halves:
+            note_cure(self.unit, rows, ran_out)
             raise ran_out
-        tell(self.context, self.unit, chunk.span[1] - chunk.span[0])
+        tell(self.context, self.unit, rows)
         ends = self._ends
         parts = [self.backward(half, tensors, wanted, gradients) for half in halves]
         self._ends = ends  # of the graphs that the other chunks have recorded

@@ -47,7 +47,11 @@ def chunks(context: Context, unit: Unit, rows: int, tree: Tree, tensors: Sequenc
     if not context.chunk_rows:
         wait_for_all(context.card_of(unit).device, tensors)
         with bound(context, unit, "probe"):
-            row_bytes = saved_row_bytes(unit, tree, tensors)
+            try:
+                row_bytes = saved_row_bytes(unit, tree, tensors)
+            except torch.OutOfMemoryError as error:
+                note_cure(unit, 1, error)
+                raise
         most = max(1, rows // (2 * len(context.cards))) if len(context.cards) > 1 else rows
         context.chunk_rows = min(most, context.plan.chunk_for(row_bytes, rows))  # keep all busy
     return rows > context.chunk_rows
@@ -119,6 +123,21 @@ def draws(unit: Unit, tree: Tree, tensors: Sequence[Tensor], device: torch.devic
         with torch.no_grad(), Capture.of(active_collector()).collecting():
             unit.original(*args, **kwargs)
         return before.has_moved(device)
+
+
+def writes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
+    """Tell whether the block writes to its arguments in place, found out on copies of one row
+    (weights bound); True where it cannot be found out."""
+    one = slice_rows(tensors, splits(tensors, batch_rows(tensors) or 1), 0, 1)
+    given = [tensor.detach().clone() for tensor in one]
+    with _left_as_it_was(unit.module, _copies_inside(tree)):
+        args, kwargs = tree.fill(given)
+        try:
+            with torch.no_grad():
+                unit.original(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError):  # memory that ran out is one
+            return True
+    return not all(map(_is_same, given, one))
 
 
 def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:

@@ -149,6 +149,27 @@ class ArgumentWrites:
         return argument_name(self._function, self._tree, i)
 
 
+class Untouched:
+    """Tells whether a block has left its arguments as they were: by torch's counts of writes,
+    without a copy. Tensors of inference mode have none."""
+
+    def __init__(self, tree: Tree, tensors: Sequence[Tensor]) -> None:
+        self._tree, self._given = tree, tensors
+        self._watched = [*tensors, *(tensor for _, held in opaque(tree) for tensor in held)]
+        self._versions = [version_of(tensor) for tensor in self._watched]
+
+    @property
+    def is_counted(self) -> bool:
+        """True when torch counts the writes to all of them."""
+        return not any(tensor.is_inference() for tensor in self._watched)
+
+    def holds(self, arguments: Any) -> bool:
+        """True when no counted write and no change to a list or dict among them was made."""
+        if [version_of(tensor) for tensor in self._watched] != self._versions:
+            return False
+        return not self._tree.nests() or self._tree.is_in(arguments, self._given)
+
+
 def _differentiable(block: str, names: Sequence[str]) -> MisusedModel:
     return MisusedModel(
         f"{block} wrote in place to its argument {' or '.join(names)}, which asks for gradients: "

@@ -41,6 +41,7 @@ class Unit:
         # positions of the arguments that it writes to in place, by kind of call
         self.written_arguments: dict[Hashable, frozenset[int]] = {}
         self.buffers = WrittenBuffers()
+        self.buffers_without_gradients = WrittenBuffers()  # a forward may write to others then
         self.records_again = False  # its graph cannot be filled again (see recompute.py)
         self.draws_on_host = False  # it draws from Python's or numpy's generators
         self.checked_recomputes = 0
