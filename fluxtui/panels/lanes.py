@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from fluxtrain.trace.attribution import Attribution, attribute
+from fluxtrain.trace.attribution import QUEUED_LATE, Attribution, attribute
 from fluxtrain.trace.lanes import CARD_LANES, Interval, StepLanes, without_evaluation
 from fluxtrain.trace.ring import Recorded
 from fluxtrain.units import duration_text
@@ -25,10 +25,13 @@ from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, joined, w
 BOUND = ("bound ", "dim")
 LABEL_CELLS = 5
 SECONDS_FROM_CELLS = 90
-SHOWN = ("gpu", "wait", "h2d", "d2h", "cpu", "disk")
-LABELS = {"gpu": "gpu", "h2d": "h2d", "d2h": "d2h", "cpu": "cpu", "disk": "disk", "wait": "wait"}
+SHOWN = ("gpu", "queue", "wait", "h2d", "d2h", "cpu", "disk")
+LABELS = {lane: lane for lane in SHOWN}
 OFF_GPU = {"gpu": "dev", "h2d": "in", "d2h": "out"}
-ROLES = {"gpu": "device", "h2d": "device", "d2h": "host", "cpu": "update", "disk": "disk"}
+ROLES = {
+    "gpu": "device", "queue": "stall", "h2d": "device", "d2h": "host", "cpu": "update",
+    "disk": "disk",
+}  # fmt: skip
 KINDS = {
     "forward": Kind("F", "forward", "forward"),
     "head": Kind("H", "accent", "head"),
@@ -142,7 +145,7 @@ def _lanes_of_cards(step: StepLanes, height: int) -> list[Lane]:
     busy = {one.lane for one in step.intervals}
     chosen = {"gpu"}
     left = height - 2 - step.cards
-    for lane in ("cpu", "h2d", "d2h", "disk"):
+    for lane in ("cpu", "h2d", "d2h", "disk", "queue"):
         needed = step.cards if lane in CARD_LANES else 1
         if lane in busy and needed <= left:
             chosen.add(lane)
@@ -157,9 +160,9 @@ def _lanes_of_cards(step: StepLanes, height: int) -> list[Lane]:
 
 def _lanes(step: StepLanes, height: int) -> list[str]:
     busy = {one.lane for one in step.intervals}
-    lanes = [lane for lane in SHOWN if lane != "wait"]
-    if height >= len(SHOWN) + 2 and "stall" in busy:
-        return list(SHOWN)
+    lanes = [lane for lane in SHOWN if lane != "wait" and (lane != "queue" or lane in busy)]
+    if height >= len(lanes) + 3 and "stall" in busy:
+        return [lane for lane in SHOWN if lane == "wait" or lane in lanes]
     if height < len(lanes):
         lanes = [lane for lane in lanes if lane in busy or lane == "gpu"]
     return lanes[:height]
@@ -182,8 +185,8 @@ def _lane(
         intervals += [one._replace(kind=f"!{one.kind}") for one in waits]
     bars = bar(cells_of(intervals, step.length_s, room), _kind_of(lane))
     waited_s = sum(found.waits_s.values()) - found.waits_s.get("host", 0.0)
-    by_lane = found.busy_s if card is None else found.cards[card].busy_s
-    busy_s = waited_s if lane == "wait" else by_lane[lane]
+    of = found if card is None else found.cards[card]
+    busy_s = {**of.busy_s, "wait": waited_s, "queue": of.queued_s}[lane]
     share = share_text(busy_s / step.length_s if step.length_s > 0 else None)
     numbers = f"{share:>6}" + (f"{duration_text(busy_s) if busy_s else '0 s':>10}" if wide else "")
     role = ROLES.get(lane, "stall") if card is None else role_of(card)
@@ -214,7 +217,9 @@ def _kind_of(lane: str) -> Callable[[str], Kind]:
         if name.startswith("!"):
             return Kind("!", "stall", f"waits for {name[1:]}")
         known = KINDS.get(name, Kind((name[:1] or "?").upper(), "other", name))
-        return Kind(known.letter.lower(), "stall", known.label) if lane == "wait" else known
+        if lane in ("wait", "queue"):
+            return Kind(known.letter.lower(), "stall", known.label)
+        return known
 
     return kind
 
@@ -243,7 +248,8 @@ def _longest(step: StepLanes, width: int, rows: int, on_gpu: bool) -> list[Line]
     """Say which blocks took longest, if there is much room left."""
     if rows < LONGEST_FROM_ROWS:
         return []
-    ranked = sorted((one for one in step.intervals if one.lane in LABELS), key=_by_duration)
+    does = LABELS.keys() - {"queue"}
+    ranked = sorted((one for one in step.intervals if one.lane in does), key=_by_duration)
     lines: list[Line] = [BLANK, fitted((("the longest, and when they began", "dim"),), width)]
     for one in ranked[: rows - 1]:
         share = share_text(one.duration_s / step.length_s if step.length_s > 0 else None)
@@ -304,6 +310,8 @@ def _legend(step: StepLanes, width: int) -> Line:
     ]
     if any(one.lane == "stall" for one in step.intervals):
         parts.append(((" ! ", "on:stall"), (" waits", "dim")))
+    if any(one.lane == "queue" for one in step.intervals):
+        parts.append((("queue", "stall"), (f" {QUEUED_LATE}", "dim")))
     if step.merged or step.late or step.dropped:
         told = f"{step.merged} merged, {step.late + step.dropped} left out"
         parts.append(((told, "warn"),))

@@ -106,6 +106,9 @@ class FakeClock:
     def seconds(self, instant: Any) -> float | None:
         return instant.at_s + self.late_s if instant.at_s <= self.through_s else None
 
+    def queued_s(self, instant: Any) -> float | None:
+        return None
+
     def give_back(self, instant: Any) -> None:
         pass
 

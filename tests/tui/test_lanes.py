@@ -264,3 +264,15 @@ async def test_the_lanes_follow_a_ring_that_grows(made: ModuleType, tmp_path: Pa
             while f"step {step} " not in app.screen.query_one("#lanes", Lines).text:
                 assert time.monotonic() < deadline
                 await pilot.pause(0.05)
+
+
+def test_work_that_was_queued_late_has_a_lane_of_its_own(made: ModuleType, tmp_path: Path) -> None:
+    view = made_view(
+        made, tmp_path,
+        Interval("gpu", "forward", "a", 0.0, 0.9), Interval("queue", "forward", "", 0.0, 0.6),
+    )  # fmt: skip
+    text = drawn(view)
+    lane = next(line for line in text.splitlines() if line.startswith("\u2502 queue"))
+    assert "60" in lane and "600 ms" in lane
+    assert "no faster than the processor queues it" in text
+    assert "queue" not in drawn(recorded())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fluxtrain.live.advice import RunFacts, StepFacts
+from fluxtrain.live.run_facts import RunFacts, StepFacts
 from fluxtrain.live.settings import LiveContext, Use
 from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.cost.rates import Rates

@@ -175,3 +175,35 @@ def test_the_summary_names_every_lane_its_share_and_the_bound() -> None:
         "waited for 120 ms", "16 %", "bound: cpu optimizer",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_a_gpu_that_is_no_faster_than_its_work_is_queued_is_bound_by_the_host() -> None:
+    one = found(
+        ("gpu", "forward", 0.0, 0.4), ("gpu", "backward", 0.4, 0.95), ("queue", "forward", 0, 0.6)
+    )
+    assert one.queued_s == pytest.approx(0.6) and one.waits_s == pytest.approx({"host": 0.05})
+    assert one.bound == "host" and one.busy_s["gpu"] == pytest.approx(0.95)
+    assert one.because == (
+        "computation 950 ms of 1.00 s, 600 ms (60%) of it no faster than the processor queues it"
+    )
+    rows = [row for row in summary_lines(one, "last") if "queue" in row]
+    assert "600 ms" in rows[0] and "60 %" in rows[0]
+
+
+def test_work_that_is_queued_late_for_a_part_of_the_step_stands_beside_what_binds_it() -> None:
+    late = ("queue", "forward", 0.0, 0.2)
+    one = found(("gpu", "forward", 0.0, 0.3), ("gpu", "backward", 0.3, 0.95), late)
+    assert one.bound == "gpu"
+    assert one.aside == "200 ms of the computation no faster than the processor queues it"
+    waits = ("stall", "weights", 0.3, 0.6)
+    one = found(("gpu", "forward", 0.0, 0.95), waits, ("h2d", "weights", 0.2, 0.6), late)
+    assert one.bound == "h2d" and "no faster than the processor" in one.told
+    short = found(("gpu", "forward", 0.0, 0.95), ("queue", "forward", 0.0, 0.05))
+    assert short.told == "computation 950 ms of 1.00 s"
+
+
+def test_what_each_of_several_cards_got_late_is_its_own() -> None:
+    lanes = [("gpu", 0.0, 0.5, 0), ("queue", 0.0, 0.5, 0), ("gpu", 0.5, 0.9, 1)]
+    made = [Interval(lane, "forward", "a", at, to - at, card=card) for lane, at, to, card in lanes]
+    one = attribute(StepLanes(step=1, wall_s=0.0, length_s=1.0, intervals=made))
+    assert [card.queued_s for card in one.cards] == pytest.approx([0.5, 0.0])

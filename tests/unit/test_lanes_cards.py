@@ -101,7 +101,7 @@ def test_a_trace_has_the_lanes_of_each_card_together() -> None:
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = [e["tid"] for e in events if e["name"] == "thread_sort_index"]
     titles = [names[tid] for tid in order]
-    assert titles[1].startswith("card 0 gpu") and titles.index("card 1 gpu: computation") == 6
+    assert titles[1].startswith("card 0 gpu") and titles.index("card 1 gpu: computation") == 7
     assert titles[-3:] == ["cpu: optimizer", "disk", "host: the loop"]
     drawn = {names[e["tid"]] for e in events if e["ph"] == "X"}
     assert {"card 0 gpu: computation", "card 1 gpu: computation", "cpu: optimizer"} <= drawn

@@ -13,11 +13,12 @@ from fluxtrain.live.advice import (
     LEAST_GAIN,
     MOST_ADVICE,
     Advice,
-    RunFacts,
     advise,
     promising,
 )
+from fluxtrain.live.run_facts import RunFacts
 from fluxtrain.live.settings import Change, Use, settings_after
+from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.spread import spread_out
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, group, steps
@@ -192,3 +193,32 @@ def test_every_advice_has_a_number_and_live_ones_are_accepted(
         assert advice.because and advice.how
         if advice.change is not None:
             settings_after(run.context, run.settings, advice.change, run.use)
+
+
+def test_a_gpu_that_gets_its_work_late_is_given_larger_operations() -> None:
+    """The host takes 100 ms a block and chunk, the GPU computes a row of it in 3 ms."""
+    tried = Calibration(
+        forward=Line(base=0.0, slope=1e-3), backward=Line(base=0.0, slope=2e-3),
+        outside_forward=Line(base=0.0, slope=1e-3), outside_backward=Line(base=0.0, slope=1e-3),
+        activation_bytes=20 * MIB, host_block_s=0.1, host_forward_s=0.03, rows=(1, 8),
+        measured_at_s=0.0, measuring_s=1.0,
+    )  # fmt: skip
+    rates = replace(RATES, calibration=tried)
+    late = steps(queued_s=0.6)
+    run = facts(ground(chunk_rows=8), steps=late, rates=rates)
+    found = by_id(run)["queue"]
+    assert found.setting == "train.batch_rows=16" and found.gain == pytest.approx(0.5)
+    assert "60% of the last 20 steps" in found.because and "larger batch" in found.because
+    assert "no faster than the processor queues it" in found.because
+    halved = by_id(replace(run, passes=2))["queue"]
+    assert halved.setting == "train.batch_rows=16 train.accumulation=1"
+    assert "larger batch" not in halved.because
+    four_chunks = replace(run, context=ground(), settings=ground().planned)
+    chunked = by_id(replace(four_chunks, steps=steps(step_s=3.2, queued_s=2.0)))
+    assert "queue" not in chunked and "the GPU computed" in chunked["chunk"].because
+    for other in (
+        {"steps": steps(queued_s=0.05)},
+        {"rates": None},
+        {"context": ground(chunk_rows=8, budget_bytes=GIB)},
+    ):
+        assert "queue" not in by_id(replace(run, **other)), other  # type: ignore[arg-type]

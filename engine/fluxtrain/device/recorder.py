@@ -78,6 +78,10 @@ class HostClock:
         """Return the host seconds of an instant."""
         return float(instant)
 
+    def queued_s(self, instant: Instant) -> float | None:
+        """Return None: nothing is queued, what computes does so itself."""
+        return None
+
     def passed(self, border: Border) -> bool:
         """Return True: a border is noted when it is there."""
         return True
@@ -118,6 +122,7 @@ class CudaClock:
         except IndexError:
             event = torch.cuda.Event(enable_timing=True)
         event.record(self._current())
+        event.queued_s = time.perf_counter()  # type: ignore[attr-defined]
         return event
 
     def border(self, step: int) -> Border:
@@ -134,6 +139,10 @@ class CudaClock:
         if self._anchor is None or not instant.query():
             return None
         return self._anchor_s + float(self._anchor.elapsed_time(instant)) / 1e3
+
+    def queued_s(self, instant: Instant) -> float | None:
+        """Return the host seconds when `instant` made it; None for other instants."""
+        return getattr(instant, "queued_s", None)
 
     def passed(self, border: Border) -> bool:
         """Return whether the computation has come to a border."""

@@ -10,6 +10,7 @@ updates and gradients, and B those of its backward passes:
 | prefetch  | half of what is waited for although the copies would fit beside the computing      |
 | chunk     | by the cost model, whose launches are paid for each chunk                           |
 | backward  | min(U, B): without clipping updates run beside the backward pass                  |
+| queue     | by the cost model, a token, with twice the rows a chunk: as many operations         |
 | rows      | half of W, as many rows in half as many passes; or, a token, what 2 batches share  |
 | data      | the time in which batches were made                                               |
 | memory    | the time in which the host waited for memory (pressure stall information)           |
@@ -21,60 +22,26 @@ such a number, and nothing below `LEAST_GAIN` but what keeps a step from being d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from fluxtrain.errors import FluxTrainError
-from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use, settings_after
-from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.cost.step import cost
-from fluxtrain.plan.facts import Groups
-from fluxtrain.plan.footprint import by_tier
+from fluxtrain.live.run_facts import (
+    RunFacts,
+    blocks_of,
+    copied_bytes,
+    fits,
+    has_room_for,
+    modelled_step_s,
+    share_of,
+    step_s_with,
+)
+from fluxtrain.live.settings import Change
+from fluxtrain.trace.attribution import BINDS_FROM, QUEUED_LATE
 from fluxtrain.units import bytes_text, duration_text
 
 LEAST_GAIN = 0.02
 MOST_ADVICE = 3
 _SAME_MEMORY = ("resident", "device")
-MODEL_OFF = 2.0  # times the measured step, either way, up to which the cost model is believed
-ROOM_SHARE = 0.9  # of the budget; the rest is for fragmentation
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepFacts:
-    """Means over the last steady steps."""
-
-    count: int
-    step_s: float
-    forward_s: float
-    backward_s: float
-    data_s: float
-    stalls_s: Mapping[str, float]  # by cause: weights, update, gradients
-
-    @property
-    def computing_s(self) -> float:
-        """Forward and backward without the waiting in them."""
-        return max(0.0, self.forward_s + self.backward_s - sum(self.stalls_s.values()))
-
-    def stall_s(self, cause: str) -> float:
-        """Seconds a step that the computation waited."""
-        return self.stalls_s.get(cause, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What advice follows from."""
-
-    context: LiveContext
-    settings: LiveSettings
-    steps: StepFacts
-    use: Use
-    rates: Rates | None  # None: not measured on this machine
-    passes: int  # backward passes a step
-    clips: bool  # a norm is waited for
-    failed_chunk_rows: int | None = None  # ran out of device memory in this run
-    redone_share: float = 0.0  # of the time of the run, in attempts that ran out of memory
-    pressure_share: float | None = None  # of the last steps, in which the host waited for memory
-    disproved: frozenset[Change] = field(default_factory=frozenset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +76,9 @@ def promising(facts: RunFacts) -> list[Advice]:
         if (advice.gain >= LEAST_GAIN or advice.id == "redone")
         and advice.change not in facts.disproved
     ]
-    return sorted(worth, key=lambda advice: -advice.gain)
+    best = sorted(worth, key=lambda advice: -advice.gain)
+    first = {(advice.change, advice.setting): advice for advice in reversed(best)}
+    return [advice for advice in best if first[advice.change, advice.setting] is advice]
 
 
 def _resident(facts: RunFacts) -> Advice | None:
@@ -120,23 +89,23 @@ def _resident(facts: RunFacts) -> Advice | None:
         return None
     for count in range(context.host_blocks(settings), settings.resident_blocks, -1):
         change = Change(name="resident_blocks", value=count)
-        if _fits(facts, change):
+        if fits(facts, change):
             break
     else:
         return None
     more = count - settings.resident_blocks
     before, after = (
-        _copied_bytes(facts, settings),
-        _copied_bytes(facts, change.applied_to(settings)),
+        copied_bytes(facts, settings),
+        copied_bytes(facts, change.applied_to(settings)),
     )
-    trained = _blocks(facts).rounded_bytes > 0
+    trained = blocks_of(facts).rounded_bytes > 0
     saved_s = waited_s * (before - after) / before
     if facts.rates is not None:
         saved_s = min(waited_s / (2 if trained else 1), (before - after) / facts.rates.up)
     growth = context.device_growth_bytes(settings, change.applied_to(settings))
     return Advice(
         id="resident",
-        because=f"{_share_of(facts, waited_s)} waiting for copies of weights, and "
+        because=f"{share_of(facts, waited_s)} went into waiting for copies of weights, and "
         f"{bytes_text(growth)} for {more} of {streamed} streamed blocks is free",
         gain=saved_s / facts.steps.step_s,
         change=change,
@@ -147,20 +116,20 @@ def _device(facts: RunFacts) -> Advice | None:
     """Copies and updates are waited for and there is room: parts that need neither."""
     context, settings, steps = facts.context, facts.settings, facts.steps
     waited_s = sum(steps.stalls_s.values())
-    before = _modelled_step_s(facts)
+    before = modelled_step_s(facts)
     if before is None or not context.has_gpu or waited_s <= 0:
         return None
     for count in range(len(context.facts.groups), settings.device_groups, -1):
         change = Change(name="device_groups", value=count)
-        if _fits(facts, change):
+        if fits(facts, change):
             break
     else:
         return None
-    after = _step_s(facts, change.applied_to(settings))
+    after = step_s_with(facts, change.applied_to(settings))
     growth = context.device_growth_bytes(settings, change.applied_to(settings))
     return Advice(
         id="device",
-        because=f"{_share_of(facts, waited_s)} waiting for copies and updates, and "
+        because=f"{share_of(facts, waited_s)} went into waiting for copies and updates, and "
         f"{bytes_text(growth)} for {count - settings.device_groups} more parts with their "
         "optimizer states is free on the device",
         gain=min(1.0 - after / before, waited_s / steps.step_s),
@@ -175,13 +144,13 @@ def _prefetch(facts: RunFacts) -> Advice | None:
     if facts.rates is None or streamed < 2:
         return None
     change = Change(name="prefetch", value=min(2 * settings.prefetch, streamed - 1))
-    if change.value <= settings.prefetch or not _fits(facts, change):
+    if change.value <= settings.prefetch or not fits(facts, change):
         return None
-    copying_s = _copied_bytes(facts, settings) / facts.rates.up
+    copying_s = copied_bytes(facts, settings) / facts.rates.up
     must_wait_s = max(0.0, copying_s - facts.steps.computing_s)
     return Advice(
         id="prefetch",
-        because=f"{_share_of(facts, waited_s)} waiting for copies of weights, which take "
+        because=f"{share_of(facts, waited_s)} went into waiting for copies of weights, which take "
         f"{duration_text(copying_s)} beside {duration_text(facts.steps.computing_s)} of computing",
         gain=max(0.0, waited_s - must_wait_s) / 2 / facts.steps.step_s,
         change=change,
@@ -191,28 +160,63 @@ def _prefetch(facts: RunFacts) -> Advice | None:
 def _chunk(facts: RunFacts) -> Advice | None:
     """A larger chunk fits: fewer launches."""
     settings, batch = facts.settings, facts.context.layout.batch_rows
-    before = _modelled_step_s(facts)
+    before = modelled_step_s(facts)
     if before is None or settings.chunk_rows >= batch:
         return None
     limit = batch if facts.failed_chunk_rows is None else facts.failed_chunk_rows - 1
     rows = settings.chunk_rows
     while rows < batch:
         larger = min(2 * rows, batch)
-        if larger > limit or not _fits(facts, Change(name="chunk_rows", value=larger)):
+        if larger > limit or not fits(facts, Change(name="chunk_rows", value=larger)):
             break
         rows = larger
     if rows == settings.chunk_rows:
         return None
     change = Change(name="chunk_rows", value=rows)
-    after = _step_s(facts, change.applied_to(settings))
+    after = step_s_with(facts, change.applied_to(settings))
     chunks = -(-batch // settings.chunk_rows)
     return Advice(
         id="chunk",
-        because=f"{batch} rows are computed in {chunks} chunks of {settings.chunk_rows}, and "
-        f"chunks of {rows} fit; losses then differ by rounding, as they are summed in another "
-        "order",
+        because=f"{_queued_late(facts)}{batch} rows are computed in {chunks} chunks of "
+        f"{settings.chunk_rows}, and chunks of {rows} fit; losses then differ by rounding, as they "
+        "are summed in another order",
         gain=1.0 - after / before,
         change=change,
+    )
+
+
+def _queued_late(facts: RunFacts) -> str:
+    """Name the GPU that waits for its work, as the beginning of a sentence; "" where it hardly
+    does."""
+    queued_s = facts.steps.queued_s
+    if queued_s < BINDS_FROM * facts.steps.step_s:
+        return ""
+    return f"in {share_of(facts, queued_s)} the GPU computed {QUEUED_LATE}; "
+
+
+def _queue(facts: RunFacts) -> Advice | None:
+    """The GPU gets its work too late, in whole batches: larger operations, not more of them."""
+    settings, layout, before = facts.settings, facts.context.layout, modelled_step_s(facts)
+    late = _queued_late(facts)
+    if not late or before is None or settings.chunk_rows < layout.batch_rows:
+        return None
+    rows, halves = 2 * layout.batch_rows, facts.passes % 2 == 0
+    larger = replace(
+        facts,
+        context=facts.context.planned_as(replace(layout, batch_rows=rows, chunk_rows=rows)),
+        settings=replace(settings, chunk_rows=rows),
+        passes=facts.passes // 2 if halves else facts.passes,
+    )
+    if not has_room_for(facts, larger):
+        return None
+    after = step_s_with(larger, larger.settings)
+    setting = f"train.batch_rows={rows}"
+    return Advice(
+        id="queue",
+        because=f"{late}{rows} rows at once are as many operations, each twice as large"
+        + ("" if halves else " (gain for each token; a larger batch is another training)"),
+        gain=1.0 - after / (before if halves else 2 * before),
+        setting=f"{setting} train.accumulation={larger.passes}" if halves else setting,
     )
 
 
@@ -223,8 +227,8 @@ def _backward(facts: RunFacts) -> Advice | None:
         return None
     return Advice(
         id="backward",
-        because=f"{_share_of(facts, waited_s)} waiting for AdamW on the host; without clipping "
-        "it runs beside the backward pass (gradients are then not clipped)",
+        because=f"{share_of(facts, waited_s)} went into waiting for AdamW on the host; without "
+        "clipping it runs beside the backward pass (gradients are then not clipped)",
         gain=min(waited_s, facts.steps.backward_s) / facts.steps.step_s,
         setting="train.max_grad_norm=null",
     )
@@ -235,16 +239,13 @@ def _rows(facts: RunFacts) -> Advice | None:
     steps, layout = facts.steps, facts.context.layout
     weights_s, all_s = steps.stall_s("weights"), sum(steps.stalls_s.values())
     larger = facts.context.planned_as(replace(layout, batch_rows=2 * layout.batch_rows))
-    now, then = facts.context.need(facts.settings), larger.need(facts.settings)
-    available = facts.use.host_available_bytes
-    host_holds = available is None or then.host_bytes - now.host_bytes <= available
-    if not host_holds or _free_bytes(facts) < then.device_bytes - now.device_bytes:
+    if not has_room_for(facts, replace(facts, context=larger)):
         return None
     rows = f"train.batch_rows={2 * layout.batch_rows}"
     if facts.passes % 2 == 0:
         return Advice(
             id="rows",
-            because=f"{_share_of(facts, weights_s)} waiting for copies of weights in "
+            because=f"{share_of(facts, weights_s)} went into waiting for copies of weights in "
             f"{facts.passes} passes a step; the same rows fit in half as many",
             gain=weights_s / 2 / steps.step_s,
             setting=f"{rows} train.accumulation={facts.passes // 2}",
@@ -253,8 +254,8 @@ def _rows(facts: RunFacts) -> Advice | None:
     of_two_s = 2 * computing_s + max(0.0, all_s - computing_s)
     return Advice(
         id="rows",
-        because=f"{_share_of(facts, all_s)} waiting for copies and updates, which a step with "
-        "twice the rows pays once (gain for each token; a larger batch is another training)",
+        because=f"{share_of(facts, all_s)} went into waiting for copies and updates, which a step "
+        "with twice the rows pays once (gain for each token; a larger batch is another training)",
         gain=1.0 - of_two_s / 2 / steps.step_s,
         setting=rows,
     )
@@ -264,7 +265,7 @@ def _data(facts: RunFacts) -> Advice | None:
     """Batches are made between the steps, on the processor."""
     return Advice(
         id="data",
-        because=f"{_share_of(facts, facts.steps.data_s)} making batches, on one core",
+        because=f"{share_of(facts, facts.steps.data_s)} went into making batches, on one core",
         gain=facts.steps.data_s / facts.steps.step_s,
         setting="leave a core to the trainer: other programs, or OMP_NUM_THREADS, take them all",
     )
@@ -315,62 +316,5 @@ def _redone(facts: RunFacts) -> Advice | None:
 
 
 _RULES: tuple[Callable[[RunFacts], Advice | None], ...] = (
-    _resident, _device, _prefetch, _chunk, _backward, _rows, _data, _memory, _redone,
+    _resident, _device, _prefetch, _chunk, _queue, _backward, _rows, _data, _memory, _redone,
 )  # fmt: skip
-
-
-def _fits(facts: RunFacts, change: Change) -> bool:
-    """Whether the change is possible and leaves the reserve that automatic choices leave."""
-    context = facts.context
-    if context.budget_bytes is not None:
-        share = int(context.budget_bytes * ROOM_SHARE)
-        context = replace(context, placement=replace(context.placement, budget_bytes=share))
-    try:
-        settings_after(context, facts.settings, change, facts.use)
-    except FluxTrainError:
-        return False
-    return True
-
-
-def _free_bytes(facts: RunFacts) -> float:
-    """Of the device's budget, less the reserve; without a GPU of the host."""
-    context, use = facts.context, facts.use
-    if context.budget_bytes is None:
-        return float("inf") if use.host_available_bytes is None else use.host_available_bytes
-    peak = use.device_peak_bytes
-    if peak is None:
-        peak = context.need(facts.settings).device_bytes
-    return context.budget_bytes * ROOM_SHARE - peak
-
-
-def _blocks(facts: RunFacts) -> Groups:
-    return by_tier(facts.context.facts, facts.context.layout_with(facts.settings))[1].blocks
-
-
-def _copied_bytes(facts: RunFacts, settings: LiveSettings) -> int:
-    """Weights that go up in a step: streamed blocks twice a pass, resident ones once if trained."""
-    blocks = _blocks(facts)
-    streamed = blocks.streamed(settings.resident_blocks)
-    once = sum(b.weight_bytes for b in blocks if b.rounded_bytes and b not in streamed)
-    return once + 2 * facts.passes * streamed.weight_bytes
-
-
-def _modelled_step_s(facts: RunFacts) -> float | None:
-    """What the cost model says of the step as it is; None where that is far from what is measured,
-    or rates are not known: its word about another step is then worth nothing."""
-    if facts.rates is None:
-        return None
-    seconds = _step_s(facts, facts.settings)
-    return seconds if 1 / MODEL_OFF < seconds / facts.steps.step_s < MODEL_OFF else None
-
-
-def _step_s(facts: RunFacts, settings: LiveSettings) -> float:
-    assert facts.rates is not None
-    clips = facts.clips or facts.passes > 1
-    context = facts.context
-    layout = context.layout_with(settings)
-    return cost(context.facts, layout, facts.rates, clips=clips, passes=facts.passes).step_s
-
-
-def _share_of(facts: RunFacts, seconds: float) -> str:
-    return f"{seconds / facts.steps.step_s:.0%} of the last {facts.steps.count} steps went into"

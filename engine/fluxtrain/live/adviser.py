@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from fluxtrain.hardware.pressure import memory_waited_s
-from fluxtrain.live.advice import Advice, RunFacts, StepFacts, advise, redone
+from fluxtrain.live.advice import Advice, advise, redone
 from fluxtrain.live.cards.dealing import Dealing
+from fluxtrain.live.run_facts import RunFacts, StepFacts
 from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import AdviceGiven, AdviceWithdrawn
+from fluxtrain.trace.lanes import StepLanes, queued_s
 
 _SAME_GAIN = 0.05  # a prediction that moved less is the same advice
 
@@ -24,6 +28,7 @@ class Setup:
     passes: int  # backward passes a step
     clips: bool
     rates: Rates | None  # None: not measured on this machine
+    lanes: Callable[[], Sequence[StepLanes]] = tuple  # of the last steps
     dealing: Dealing | None = None  # of several cards, where their rates are known
 
 
@@ -62,6 +67,9 @@ class Adviser:
 
     def look(self, steps: StepFacts, settings: LiveSettings, use: Use) -> None:
         """Judge the last steady steps anew."""
+        recorded = list(self._setup.lanes())[-steps.count :]
+        if recorded:
+            steps = replace(steps, queued_s=fmean(map(queued_s, recorded)))
         found = advise(
             RunFacts(
                 context=self._setup.context,

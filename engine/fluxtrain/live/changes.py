@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
-from fluxtrain.live.advice import Advice, StepFacts
+from fluxtrain.live.advice import Advice
 from fluxtrain.live.adviser import Adviser, Setup
 from fluxtrain.live.cards.dealing import DealingAdviser
 from fluxtrain.live.cards.rungs import CardRung, card_rungs
 from fluxtrain.live.effect import STEPS, Effect
+from fluxtrain.live.run_facts import StepFacts
 from fluxtrain.live.settings import (
     Change,
     LiveContext,

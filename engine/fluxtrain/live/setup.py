@@ -55,6 +55,7 @@ def live_changes(
         passes=config.train.accumulation,
         clips=config.train.max_grad_norm is not None or facts.scales_its_loss,
         rates=None if isinstance(rates, str) else rates,
+        lanes=lanes,
         dealing=None
         if isinstance(rates, str) or not has_gpu
         else _dealing(config, context, rates, lanes),

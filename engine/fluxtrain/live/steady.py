@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
-from fluxtrain.live.advice import StepFacts
 from fluxtrain.live.effect import STEPS
+from fluxtrain.live.run_facts import StepFacts
 from fluxtrain.telemetry.events import StepFinished
 
 _WARM_UP_STEPS = 2  # of a process: caches are built, the first copies are on demand

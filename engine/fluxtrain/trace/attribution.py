@@ -33,6 +33,7 @@ CAUSE_LANES = {  # the lane that each cause of waiting waits for
     "moments": "cpu",
     "checkpoint": "disk", "data": "host", "host": "host", OTHER_CARDS: OTHER_CARDS,
 }  # fmt: skip
+QUEUED_LATE = "no faster than the processor queues it"
 BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it
 _PHASES = ("forward", "backward", "optimizer", "other")  # of the host's lane: no waiting
 Span = tuple[float, float]  # start, stop
@@ -46,6 +47,7 @@ class CardTime:
     busy_s: dict[str, float]  # by lane of the card: gpu, h2d, d2h
     work_s: dict[str, float]  # of the computation, by kind
     waits_s: dict[str, float]  # by cause; cards: idle while another card computes
+    queued_s: float = 0.0  # of the computation: only as fast as its work was queued
 
     @property
     def for_others_s(self) -> float:
@@ -67,6 +69,7 @@ class Attribution:
     because: str
     aside: str = ""  # what else is worth telling of it
     evaluation_s: float = 0.0  # that followed; in none of the above
+    queued_s: float = 0.0  # of the computation, on a GPU: only as fast as the host queued it
     card: int = 0  # of several, the one that computes most
     cards: tuple[CardTime, ...] = ()  # each, where there are several
 
@@ -102,7 +105,7 @@ def attribute(step: StepLanes) -> Attribution:
     ]
     cards = tuple(
         CardTime(
-            card=card, work_s=one.work_s, waits_s=one.waits_s,
+            card=card, work_s=one.work_s, waits_s=one.waits_s, queued_s=one.queued_s,
             busy_s={lane: s for lane, s in one.busy_s.items() if lane in CARD_LANES},
         )
         for card, one in enumerate(found)
@@ -163,12 +166,13 @@ def _attributed(step: StepLanes, beside: list[Span]) -> Attribution:
     waits_s = {cause: s for cause, s in waits_s.items() if s > 0}
     busy_s = {lane: _length(spans) for lane, spans in lanes.items()}
     busy_s["gpu"] = _length(computing)
-    bound, because, aside = _bound(step.length_s, busy_s, waits_s)
+    queued_s = _length(_common(computing, _of(step.intervals, "queue")))
+    bound, because, aside = _bound(step.length_s, busy_s, waits_s, queued_s)
     stalled = _of(step.intervals, "stall")
     return Attribution(
         step=step.step, length_s=step.length_s, busy_s=busy_s,
         work_s=_work(step.intervals, stalled), waits_s=waits_s, bound=bound, because=because,
-        aside=aside,
+        aside=aside, queued_s=queued_s,
     )  # fmt: skip
 
 
@@ -193,6 +197,8 @@ def summary_lines(found: Attribution, title: str) -> list[str]:
             note = f"waited for {duration_text(waits_s)}"
             note += f" by card {found.card}" * bool(found.cards)
         lines.append(_row(LANE_NAMES[lane], busy_s, found.length_s, note))
+        if lane == "gpu" and found.queued_s > 0:
+            lines.append(_row("  as it is queued", found.queued_s, found.length_s, QUEUED_LATE))
     if not found.cards:
         waiting_s = sum(found.waits_s.values())
         causes = _by_length(found.waits_s)
@@ -211,6 +217,11 @@ def _card_rows(one: CardTime, whole_s: float) -> list[str]:
     )
     return [
         _row(f"{name} computes", one.busy_s["gpu"], whole_s, _by_length(one.work_s)),
+        *(
+            [_row("  as it is queued", one.queued_s, whole_s, QUEUED_LATE)]
+            if one.queued_s > 0
+            else []
+        ),
         _row(f"{name} waits", waiting_s, whole_s, _by_length(one.waits_s)),
         *([f"  {name} copies{'':<21}{copies}"] if copies else []),
     ]
@@ -229,12 +240,13 @@ def _row(name: str, seconds: float, whole_s: float, note: str) -> str:
 
 
 def _bound(
-    length_s: float, busy_s: dict[str, float], waits_s: dict[str, float]
+    length_s: float, busy_s: dict[str, float], waits_s: dict[str, float], queued_s: float
 ) -> tuple[str, str, str]:
     """Return the lane that binds the step, the reason in words, and unrecorded time as an aside.
 
     A lane that the computation waits for binds before the computation does, from `BINDS_FROM` on.
-    Unrecorded time binds only if it is longer than both.
+    Unrecorded time binds only if it is longer than both. Of the computation the host binds what it
+    queued too slowly, from half of it on.
     """
     nobody_s = waits_s.get("host", 0.0)
     by_lane: dict[str, float] = {}
@@ -251,6 +263,12 @@ def _bound(
     aside = ""
     if nobody_s >= BINDS_FROM * length_s > 0:
         aside = f"unrecorded {duration_text(nobody_s)} ({nobody_s / length_s * 100:.0f} %)"
+    if queued_s >= BINDS_FROM * length_s > 0:
+        late = f"{duration_text(queued_s)} ({queued_s / length_s:.0%}) of it {QUEUED_LATE}"
+        if waited_s < BINDS_FROM * length_s and queued_s >= computing_s / 2:
+            return "host", f"{computing} of {whole}, {late}", aside
+        late = f"{duration_text(queued_s)} of the computation {QUEUED_LATE}"
+        aside = f"{aside}, {late}" if aside else late
     if waited_s < BINDS_FROM * length_s or not by_lane:
         return "gpu", f"{computing} of {whole}", aside
     waited = duration_text(waited_s)

@@ -1,9 +1,10 @@
 """The activity of every stream and thread during one optimizer step: intervals in lanes.
 
 A lane does one thing at a time: the computation, the copies in each direction, the optimizer on the
-host, the disk. Only uploads to a GPU may overlap, two at a time, when one waited for others. Two
+host, the disk. Only uploads to a GPU may overlap, two at a time, when one waited for others. Three
 more lanes tell why: `stall` is the computation waiting for something, `host` is what the thread
-that drives it was busy with. Of several cards each has lanes of its own: `CARD_LANES`.
+that drives it was busy with, `queue` is when a GPU computed no faster than that thread queued its
+work. Of several cards each has lanes of its own, `CARD_LANES`; the others are the host's.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-LANES = ("gpu", "h2d", "d2h", "cpu", "disk", "stall", "host")  # numbers of the file: add at the end
+LANES = ("gpu", "h2d", "d2h", "cpu", "disk", "stall", "host", "queue")  # in files: add at the end
 BUSY_LANES = LANES[:5]
-CARD_LANES = frozenset({"gpu", "h2d", "d2h", "stall"})  # the others are the host's: of card 0
+CARD_LANES = frozenset({"gpu", "h2d", "d2h", "stall", "queue"})
 OTHER_CARDS = "cards"  # the cause of a stall: rows that another card computes
 
 _MAGIC = b"STEP"
@@ -160,6 +161,11 @@ def unpacked(record: bytes) -> StepLanes:
         merged=head.merged, hidden_s=head.hidden_s, late=head.late, dropped=head.dropped,
         process=head.process,
     )  # fmt: skip
+
+
+def queued_s(step: StepLanes) -> float:
+    """Return the seconds in which the first card computed no faster than its work was queued."""
+    return sum(one.duration_s for one in step.intervals if (one.lane, one.card) == ("queue", 0))
 
 
 def without_evaluation(step: StepLanes) -> tuple[StepLanes, float]:

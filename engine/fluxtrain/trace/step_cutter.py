@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fluxtrain.device.recorder import Border, Note, Recorder
 from fluxtrain.trace.lanes import OTHER_CARDS, Interval, StepLanes
 
 _SHORTEST_WAIT_S = 20e-6  # for another card: less is the time between the two notes
+_NEAR_S, _NEAR_SHARE = 100e-6, 0.1  # by which a GPU that keeps up with its host may be behind it
+_SAME_RUN_S = 1e-3  # between two intervals that are told as one
 _MOST_WAITING = 8  # ended steps; beyond that the oldest is cut without times that are still unknown
 
 
@@ -36,6 +38,7 @@ class StepCutter:
         self._end_s: float | None = None  # when the next border passed, once known
         self._open: list[Note] = []  # times not known yet
         self._known: list[_Known] = []
+        self._queued: dict[int, _Known] = {}  # by card: the last run of work that came too late
         self._step: Border | None = None  # under way
         self._begin_s = 0.0
         self._wall_less_host_s: float | None = None  # so that steps follow each other exactly
@@ -71,7 +74,7 @@ class StepCutter:
             if self._step is not None:
                 steps.append(self._cut(self._step, at_s))
             else:
-                self._known = []
+                self._known, self._queued = [], {}
             self._step, self._begin_s = (note, at_s) if note.step else (None, at_s)
         self._learn()
         return steps
@@ -144,14 +147,37 @@ class StepCutter:
         if note.kind != OTHER_CARDS or stop_s - start_s >= _SHORTEST_WAIT_S:
             stop_s = max(start_s, stop_s)
             self._known.append(_Known(note.lane, note.kind, note.name, start_s, stop_s, note.card))
+            if note.lane == "gpu" and note.name:
+                self._see_queueing(note, start_s, stop_s)
         if note.pooled:
             clock.give_back(start)
             clock.give_back(stop)
         return True
 
+    def _see_queueing(self, note: Note, start_s: float, stop_s: float) -> None:
+        """Note where a GPU computed only as fast as its host queued the work: at the end it had
+        nothing left to do, and it took as long as the host did."""
+        clock = self._clocks[note.card]
+        queued_s, all_queued_s = clock.queued_s(note.start), clock.queued_s(note.stop)
+        if queued_s is None or all_queued_s is None:
+            return
+        length_s = stop_s - start_s
+        near_s = max(_NEAR_S, _NEAR_SHARE * length_s)
+        if stop_s - all_queued_s > near_s or abs(all_queued_s - queued_s - length_s) > near_s:
+            return
+        last = self._queued.get(note.card)
+        if last is not None and last.kind == note.kind and start_s - last.stop_s < _SAME_RUN_S:
+            self._queued[note.card] = replace(last, stop_s=stop_s)
+            return
+        if last is not None:
+            self._known.append(last)
+        self._queued[note.card] = _Known("queue", note.kind, "", start_s, stop_s, note.card)
+
     def _cut(self, border: Border, end_s: float) -> StepLanes:
         """Cut the step that ends at `end_s`; keep intervals that go on for the next step."""
         begin_s, intervals, later = self._begin_s, [], []
+        self._known += self._queued.values()
+        self._queued = {}
         for one in self._known:
             if one.stop_s <= begin_s and one.start_s < begin_s:
                 self._late += 1

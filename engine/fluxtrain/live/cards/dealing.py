@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fluxtrain.live.advice import LEAST_GAIN, MODEL_OFF, Advice
+from fluxtrain.live.advice import LEAST_GAIN, Advice
 from fluxtrain.live.cards.redeal import DealtRun, MeasuredCard, Redealt, redealt
+from fluxtrain.live.run_facts import MODEL_OFF
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.trace.attribution import BINDS_FROM, attribute, computing_s
