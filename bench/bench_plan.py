@@ -2,6 +2,8 @@
 
     python bench/bench_plan.py --device cpu --write     models made on the spot, some minutes
     python bench/bench_plan.py --device cuda --write    shapes of bench/shapes.yaml, some minutes
+    python bench/bench_plan.py --device cuda --table families --write    other model families
+    python bench/bench_plan.py --device cuda --table lora --write        adapters, packed bases
 
 Each case of bench/plan_cases.yaml is one `fluxtrain train` in a process of its own, with a cache of
 its own, so that it tries its block itself right before it trains. What a run predicted was frozen
@@ -34,16 +36,17 @@ import transformers
 import yaml
 from children import Stopped, run_python, stoppable
 from tokenizers import ByteLevelBPETokenizer
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from fluxtrain import _native
 from fluxtrain.hardware.machine import read_machine
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "planner.md"
+TABLES = ("cpu", "cuda", "families", "lora")  # sections of the cases; all but the first on a GPU
 MARKS = {
-    device: (f"<!-- table of bench_plan.py --device {device} -->", f"<!-- end of {device} -->")
-    for device in ("cpu", "cuda")
+    table: (f"<!-- table of bench_plan.py, {table} -->", f"<!-- end of {table} -->")
+    for table in TABLES
 }
 HEAD = (
     "| case | budget | layout (groups + resident blocks) | device, predicted / measured | host "
@@ -76,16 +79,22 @@ def write_model(shape: dict[str, Any], dtype: str, device: str, text: Path, fold
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     ).save_pretrained(folder)
-    config = Qwen2Config(**shape, eos_token_id=0, bos_token_id=0, pad_token_id=0)
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
     with torch.device(device):
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config_of(shape))
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
     del model
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+def config_of(shape: dict[str, Any]) -> PreTrainedConfig:
+    """The transformers configuration of a shape: Qwen2's unless it names another type."""
+    kind = shape.get("model_type", "qwen2")
+    sizes = {key: value for key, value in shape.items() if key != "model_type"}
+    return AutoConfig.for_model(kind, **sizes, eos_token_id=0, bos_token_id=0, pad_token_id=0)
 
 
 def configuration(case: dict[str, Any], device: str, steps: int, text: Path) -> dict[str, Any]:
@@ -96,6 +105,7 @@ def configuration(case: dict[str, Any], device: str, steps: int, text: Path) -> 
     placement |= {"chunk_rows": case["chunk"]} if "chunk" in case else {}
     placement |= {"budget_gib": case["budget_gib"]} if "budget_gib" in case else {}
     return {
+        **({"method": case["method"]} if "method" in case else {}),
         "model": {"path": case["model"]},
         "data": {"path": str(text), "sequence_length": case["sequence"]},
         "train": {
@@ -104,6 +114,7 @@ def configuration(case: dict[str, Any], device: str, steps: int, text: Path) -> 
             "accumulation": case.get("accumulation", 1),
             "evaluate_every": "end",
             "checkpoint_every": "end",
+            **case.get("train", {}),
         },
         "placement": {"device": device, **placement},
     }
@@ -197,6 +208,9 @@ def line(one: dict[str, Any], device: str) -> str:
     name = f"{case['shape']}, {case['batch']} x {case['sequence']}"
     if "accumulation" in case:
         name += f" x {case['accumulation']}"
+    told = {**case.get("method", {}), **case.get("train", {})}
+    for key, value in told.items():
+        name += f", {value}" if key == "name" else f", {key.replace('_', ' ')} {value}"
     limit = _budget(case)
     if one["exit_code"]:
         return f"| {name} | {limit} | failed with {one['exit_code']}: {one['log'][-1]} | | | |"
@@ -231,9 +245,9 @@ def machine(device: str, loads: list[float]) -> str:
     return ", ".join(words) + "."
 
 
-def write_docs(table: str, device: str, docs: Path = DOCS) -> None:
-    """Put the table between this device's marks."""
-    begin, end = MARKS[device]
+def write_docs(table: str, which: str, docs: Path = DOCS) -> None:
+    """Put the table between its marks."""
+    begin, end = MARKS[which]
     before, rest = docs.read_text(encoding="utf-8").split(begin, 1)
     after = rest.split(end, 1)[1]
     docs.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}", encoding="utf-8")
@@ -248,19 +262,25 @@ def _cell(quantity: str, row: dict[str, Any], limit: float) -> str:
     return f"{values} ({row['error']:+.1%}{verdict})"
 
 
-def main() -> None:
-    """Write the models, train the cases, print the table; details go to OUT/plan.json."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--table", choices=TABLES, help="which cases; those of the device")
     parser.add_argument("--out", type=Path, default=Path("build/bench-plan"))
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--again", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0")
     parser.add_argument("--cases", type=Path, default=HERE / "plan_cases.yaml")
     parser.add_argument("--write", action="store_true", help="into docs/planner.md")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Write the models, train the cases, print the table; details go to OUT/plan.json."""
+    options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
-    wanted = yaml.safe_load(options.cases.read_text())["gpu" if options.device == "cuda" else "cpu"]
+    which = options.table or options.device
+    wanted = yaml.safe_load(options.cases.read_text())[which]
     shapes = wanted.get("shapes") or yaml.safe_load((HERE / "shapes.yaml").read_text())
     cases = wanted["cases"]
     numbers = [i for i in range(len(cases)) if options.only is None or i in options.only]
@@ -288,7 +308,7 @@ def main() -> None:
     if stopped is not None:
         sys.exit(stopped.exit_code)
     if options.write:
-        write_docs(table, options.device)
+        write_docs(table, which)
 
 
 def measured(
