@@ -154,6 +154,8 @@ def take_when(monkeypatch: pytest.MonkeyPatch, phase: str, thief: Thief) -> None
         calls += 1
         if calls == wanted:
             thief.take()
+        elif phase == "loading":  # the second time
+            thief.give_back()
         return real(*given, **more)
 
     def next_step(self: TrainingLoop) -> Any:

@@ -250,6 +250,10 @@ def loaded_bytes(model: nn.Module) -> int:
     return resident_bytes(model)
 
 
+class RanOutLoading(torch.OutOfMemoryError):
+    """Device memory ran out while weights were put there; the model is of no use any more."""
+
+
 def wrapped(
     config: RunConfig,
     loaded: LoadedModel,
@@ -259,7 +263,7 @@ def wrapped(
     say: Callable[[str], None],
 ) -> tuple[nn.Module, Engine]:
     """The model as `placement` says, and its engine; `say` is told what became of the cache of
-    packed weights."""
+    packed weights. Raises RanOutLoading."""
     from fluxtrain.updates.loss_scale import LossScale
     from fluxtrain.wrapping.engine import engine_of
     from fluxtrain.wrapping.wrap import Keeping, wrap_placed
@@ -274,7 +278,10 @@ def wrapped(
     first = cards[0] if cards else placement.card
     if device == "cuda" and first is not None:
         torch.cuda.set_device(first)  # where embedding, head and what stands between blocks are
-    streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
+    try:
+        streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
+    except torch.OutOfMemoryError as error:
+        raise RanOutLoading(*error.args) from None
     engine = engine_of(streamed)
     for text in without_effect(request_of(config, facts, None, None), placement.choices):
         engine.say(text)

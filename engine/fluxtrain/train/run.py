@@ -16,7 +16,7 @@ from fluxtrain.checkpoint import writer as checkpoint_writer
 from fluxtrain.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, remove_unfinished
 from fluxtrain.checkpoint.fingerprint import fingerprint
 from fluxtrain.checkpoint.newest import batch_rows_of, newest_resumable, with_cure
-from fluxtrain.checkpoint.randomness import fix_threads, seed_everything
+from fluxtrain.checkpoint.randomness import fix_threads
 from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.client.machine import Machine
@@ -35,17 +35,18 @@ from fluxtrain.methods.optimizer import Optimizer, make_optimizer
 from fluxtrain.models.generation import sample_text
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.plan.guard import DiskCapacity
-from fluxtrain.planning.placing import card_capability, choose_device, dtype_choice, wrapped
+from fluxtrain.planning.placing import choose_device, dtype_choice, wrapped
 from fluxtrain.planning.prediction import compared, steady_step_s
-from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
+from fluxtrain.planning.preflight import disk_room, page_locks_of
 from fluxtrain.planning.row_length import with_row_length
 from fluxtrain.reporting.trackers.opening import refuse_missing_trackers
 from fluxtrain.rundir.own_files import kept_beside, model_files, note_model, of_model, others_in
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
-from fluxtrain.train.inputs import DEMO, Inputs, load_inputs, read_as, told_of
+from fluxtrain.train.inputs import DEMO, Inputs, read_as
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
+from fluxtrain.train.opening import open_run
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.samples import Samples, TrainedModel, prompts_of
@@ -91,16 +92,7 @@ def train(
         session.configured()
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
-        seed_everything(config.train.seed)
-        fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
-        tell, waits = partial(session.announcer.phase, "loading"), session.disk.until_written
-        inputs = load_inputs(config, fits, card_capability(device.value), tell, waits)
-        inputs = replace(inputs, choices=chosen)
-        for line in told_of(inputs, whole=config.method.name == "full"):
-            session.announcer.warn(line)
-        method_of(config).try_saving(inputs.loaded)
-        method_of(config).prepare(inputs.loaded.model, config)
-        run = made(config, inputs, session, checkpoint, machine, device)
+        run = open_run(made, config, session, checkpoint, machine, device, chosen)
         run.announce(hello)
         if configured:  # only now: a refused resume changes nothing of the run
             write_run_file(target.run_dir, config, machine)
