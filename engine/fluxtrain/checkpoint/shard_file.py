@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fluxtrain.plain_files import open_plain
 
-_NAMES = {
+DTYPE_NAMES = {  # of dtypes in a safetensors header
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -86,7 +86,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
         tensor = tensors[name]
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + size],
         }

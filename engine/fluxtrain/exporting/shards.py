@@ -15,18 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from fluxtrain.checkpoint.shard_file import DTYPE_NAMES
+
 _PIECE_BYTES = 16 << 20
 
 
@@ -82,7 +72,7 @@ def _write(path: Path, tensors: list[Planned], make: Callable[[Planned], Tensor]
     ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # stable: the format aligns data so
     for tensor in ordered:
         header[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.size_bytes],
         }

@@ -8,6 +8,7 @@ may be half on the device.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,21 +30,12 @@ if TYPE_CHECKING:
     from fluxtrain.train.run import Run
 
 
-def open_run(
-    made: type[Run],
-    config: RunConfig,
-    session: Session,
-    checkpoint: Checkpoint | None,
-    machine: Machine,
-    device: ChoiceMade,
-    chosen: tuple[ChoiceMade, ...],
-) -> Run:
-    """Load the model and the data, and make the run of them; once more, and say so, when device
-    memory ran out while the weights were loaded.
+def open_run(opens: Callable[[], Run], warn: Callable[[str], None]) -> Run:
+    """Return the run that `opens` loads a model for; once more, and say so, when device memory ran
+    out while the weights were loaded.
 
     Raises RanOutLoading when that happens the second time too.
     """
-    opens = partial(_opened, made, config, session, checkpoint, machine, device, chosen)
     try:
         return opens()
     except RanOutLoading as error:
@@ -52,14 +44,14 @@ def open_run(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    session.announcer.warn(
+    warn(
         f"device memory ran out while the model was loaded ({first}): it is loaded again, planned "
         "for what is free now"
     )
     return opens()
 
 
-def _opened(
+def load_run(
     made: type[Run],
     config: RunConfig,
     session: Session,
@@ -68,7 +60,7 @@ def _opened(
     device: ChoiceMade,
     chosen: tuple[ChoiceMade, ...],
 ) -> Run:
-    """Load the model and the data, and make the run of them."""
+    """Load the model and the data, and make the run of them. Raises RanOutLoading."""
     seed_everything(config.train.seed)
     fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
     tell, waits = partial(session.announcer.phase, "loading"), session.disk.until_written

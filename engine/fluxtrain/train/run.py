@@ -46,7 +46,7 @@ from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
 from fluxtrain.train.inputs import DEMO, Inputs, read_as
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
-from fluxtrain.train.opening import open_run
+from fluxtrain.train.opening import load_run, open_run
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.samples import Samples, TrainedModel, prompts_of
@@ -92,7 +92,8 @@ def train(
         session.configured()
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
-        run = open_run(made, config, session, checkpoint, machine, device, chosen)
+        loads = partial(load_run, made, config, session, checkpoint, machine, device, chosen)
+        run = open_run(loads, session.announcer.warn)
         run.announce(hello)
         if configured:  # only now: a refused resume changes nothing of the run
             write_run_file(target.run_dir, config, machine)
