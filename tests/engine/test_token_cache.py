@@ -105,9 +105,9 @@ def test_a_maker_killed_at_any_moment_leaves_what_the_next_ones_complete(
         maker.kill()
         maker.communicate()
         kept.add(len(list(cache.glob("*/trained/*.ids"))))
-    three = [worker(data, cache, tokenizer_folder) for _ in range(3)]
-    told = [one.communicate(timeout=120) for one in three]
-    assert all(one.returncode == 0 for one in three), told
+    both = [worker(data, cache, tokenizer_folder) for _ in range(2)]
+    told = [one.communicate(timeout=120) for one in both]
+    assert all(one.returncode == 0 for one in both), told
     assert {out.splitlines()[-1] for out, _ in told} == {digest(whole)}
     assert not list(cache.glob("*/*/.*"))
 

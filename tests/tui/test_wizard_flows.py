@@ -62,12 +62,14 @@ async def test_a_folder_and_a_file_lead_to_a_configuration_the_trainer_loads(
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     data.write_text(json.dumps({"messages": turns}) + "\n")
     async with opened(folder, Answers(step="model"), size=(80, 50)) as wizard:
-        await wizard.press("down", "down", *str(model))
+        await wizard.press("down", "down")
+        await wizard.write(str(model))
         await wizard.until(lambda: "LlamaForCausalLM" in wizard.text())
         assert "256" in wizard.text(), "both tensors are counted"
         await wizard.press("enter")
         await wizard.until(lambda: wizard.step == "data")
-        await wizard.press("down", *str(data))
+        await wizard.press("down")
+        await wizard.write(str(data))
         await wizard.until(lambda: "▌ So it is.<|end|>" in wizard.text())
         assert "<|user|>Why?" in wizard.text(), "as the engine says that the model sees it"
         await wizard.go_to("launch")
@@ -85,7 +87,8 @@ async def test_a_truncated_shard_is_told_while_the_folder_is_typed(
     shard = model / "model.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
     async with opened(folder, Answers(step="model")) as wizard:
-        await wizard.press("down", "down", *str(model))
+        await wizard.press("down", "down")
+        await wizard.write(str(model))
         await wizard.until(lambda: "cut off" in wizard.text())
         await wizard.press("enter")
         await wizard.pilot.pause()

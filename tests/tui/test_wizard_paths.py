@@ -50,13 +50,15 @@ async def test_tab_goes_as_far_as_names_agree_and_then_through_them(
             await wizard.until(lambda: field.value == text)
             assert field.has_focus and field.cursor_position == len(text)
 
-        await wizard.press("tab", *f"{models}/qw")
+        await wizard.press("tab")
+        await wizard.write(f"{models}/qw")
         await after_tab(f"{models}/qwen-")
         await after_tab(f"{models}/qwen-0.5b/")
         await after_tab(f"{models}/qwen-7b/")
         await after_tab(f"{models}/qwen-0.5b/")
         await wizard.until(lambda: wizard.screen.answers.model_folder == f"{models}/qwen-0.5b/")
-        await wizard.press("ctrl+u", *f"{models}/lla")
+        await wizard.press("ctrl+u")
+        await wizard.write(f"{models}/lla")
         await after_tab(f"{models}/llama/")
 
 

@@ -44,7 +44,8 @@ async def test_escape_goes_back_and_loses_nothing(folder: Path, opened: Opened) 
     data.write_text("Once upon a time.\n")
     async with opened(folder) as wizard:
         await wizard.go_to("data")
-        await wizard.press("down", *str(data))
+        await wizard.press("down")
+        await wizard.write(str(data))
         await wizard.until(lambda: "Once upon a time." in wizard.text())
         await wizard.go_to("method")
         await wizard.press("escape", "escape")
@@ -200,7 +201,8 @@ async def test_a_crash_loses_nothing_and_the_answers_are_offered(
     data.write_text("Once upon a time.\n")
     async with opened(folder) as wizard:
         await wizard.go_to("data")
-        await wizard.press("down", *str(data))
+        await wizard.press("down")
+        await wizard.write(str(data))
         await wizard.pilot.pause()
     async with opened(folder) as wizard:  # the first one ended without a word
         assert isinstance(wizard.app.screen, DraftOffer)

@@ -140,7 +140,7 @@ async def test_a_configuration_is_opened_and_its_other_settings_are_kept(
     async with opened(folder) as wizard:
         await wizard.press("down", "down", "down", "enter")
         assert isinstance(wizard.app.focused, Input)
-        await wizard.press(*str(config))
+        await wizard.write(str(config))
         await wizard.until(lambda: "✓ model" in wizard.text())
         await wizard.press("enter")
         await wizard.until(lambda: wizard.step == "strategy")

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from textual.app import App
+from textual.events import Paste
 from textual.pilot import Pilot
 
 from fluxtrain.client.plan import PlanAnswer
@@ -165,6 +166,15 @@ class Wizard:
 
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
+
+    async def write(self, text: str) -> None:
+        """Type the first letter, which may open an entry, and paste the others."""
+        await self.pilot.press(text[0])
+        await self.pilot.pause()
+        focused = self.app.focused
+        assert focused is not None
+        focused.post_message(Paste(text[1:]))
+        await self.pilot.pause()
 
     async def until(self, true: Callable[[], Any]) -> None:
         for _ in range(3000):

@@ -54,11 +54,11 @@ class Trackers:
         folder: Path,
         first_step: int,
         warn: Callable[[str], None],
-        limit_s: float = END_LIMIT_S,
+        limit_s: float | None = None,
     ) -> None:
         """Start a thread for each tracker of `config`; the run's directory is `folder`."""
         settings = config.trackers
-        self._limit_s = limit_s
+        self._limit_s = END_LIMIT_S if limit_s is None else limit_s
         run = TrackedRun(
             project=settings.project,
             name=settings.name or folder.name,
@@ -78,7 +78,7 @@ class Trackers:
             feed.put(event)
 
     def close(self, *, failed: bool) -> None:
-        """End the trackers' runs, and wait for them `END_LIMIT_S` at most."""
+        """End the trackers' runs, and wait for them `limit_s` (`END_LIMIT_S`) at most."""
         until_s = time.monotonic() + self._limit_s
         for feed in self.feeds:
             feed.end(failed=failed)
