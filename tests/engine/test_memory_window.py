@@ -160,6 +160,22 @@ def test_running_out_of_slots_is_an_error_and_not_a_wrong_weight() -> None:
     assert made.take(c)[0][0] == 2
 
 
+def test_weights_that_find_no_memory_to_be_unpacked_leave_their_slot_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b = group(0), group(1)
+    made, _ = window(1)
+
+    def ran_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.scratch, "fill", ran_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            made.take(a)
+    assert made.take(b)[0][0] == 1
+
+
 def test_a_resident_group_is_copied_again_only_after_its_weights_change() -> None:
     own, other = group(1), group(2)
     made, moves = window(1)

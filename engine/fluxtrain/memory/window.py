@@ -188,11 +188,12 @@ class Window:
             self._fill(slot, group, "demand")
         assert slot.transfer is not None
         slot.transfer.wait_compute("weights")
+        self.scratch.fill(group, slot.flat)  # may run out of memory: the slot is not in use yet
+        views = slot.views_of(group, self.scratch)
         slot.users += 1
         self._clock += 1
         slot.used_at = self._clock
-        self.scratch.fill(group, slot.flat)
-        return slot.views_of(group, self.scratch)
+        return views
 
     def unpack(self, group: Group) -> list[Tensor] | None:
         """Return the weights of a group that lives on the device, by member index, with its packed
