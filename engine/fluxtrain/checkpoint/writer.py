@@ -36,10 +36,11 @@ from fluxtrain.checkpoint.newest import (
 from fluxtrain.checkpoint.randomness import random_state, restore_random_state
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.errors import NoSpace
+from fluxtrain.errors import DoesNotFit, FluxTrainError, NoSpace
 from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.disk_wait import DiskWait
+from fluxtrain.reporting.failures import as_told
 from fluxtrain.telemetry.events import CheckpointWritten
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.units import bytes_text
@@ -71,9 +72,10 @@ class CheckpointWriter:
         needs_best: bool = False,
         disk: DiskWait | None = None,
         budget_bytes: int = 0,
+        chunk_rows: int | None = None,
     ) -> None:
         """`budget_bytes` of host memory may hold copies of what is written in the background; 0:
-        training always waits."""
+        training always waits. `chunk_rows` is as the user set it; None: by the plan."""
         self._root = root
         self._cadence = cadence
         self._keep, self._needs_best = keep, needs_best
@@ -82,6 +84,7 @@ class CheckpointWriter:
         self._optimizer = optimizer
         self._disk = disk
         self.budget_bytes = budget_bytes
+        self._chunk_rows_set = chunk_rows
         self._under_way: BackgroundWrite | None = None
         self._started_s, self._held_s = 0.0, 0.0
         self._failed = False  # the last one in the background: the disk was full
@@ -156,10 +159,7 @@ class CheckpointWriter:
         under_way.wait()
         self._under_way = None
         if under_way.checkpoint is None:
-            if not isinstance(under_way.error, NoSpace):
-                raise under_way.error or AssertionError("it is done")
-            self._failed = True
-            self._announcer.warn(f"{under_way.error}; the next checkpoint follows at once")
+            self._given_up(under_way.error or AssertionError("it is done"))
             return
         seconds = time.monotonic() - self._started_s
         self._note(under_way.checkpoint, seconds, self._held_s)
@@ -168,6 +168,30 @@ class CheckpointWriter:
         """Wait for the checkpoint in the background where the run ends, whose own error counts."""
         with suppress(Exception):
             self.finish()
+
+    def _given_up(self, error: BaseException) -> None:
+        """Go on without the checkpoint in the background, where the next one may succeed: the disk
+        was full, or memory for its copies ran out. Raises any other error."""
+        why = as_told(error)
+        if not isinstance(why, NoSpace | DoesNotFit):
+            raise error
+        self._failed = True
+        if isinstance(why, NoSpace):
+            self._announcer.warn(f"{why}; the next checkpoint follows at once")
+            return
+        self.budget_bytes, (first, *_) = 0, (str(error).strip() or "no memory").splitlines()
+        self._announcer.warn(
+            f"a checkpoint beside the training was given up ({first}): the next one follows at "
+            "once, and training waits for it and for those after it"
+        )
+
+    def write_last(self, state: RunState, engine: Engine, data: Cursor) -> None:
+        """Save the steps of a run that is about to end for want of memory; where that fails too,
+        the checkpoint before stays the last one."""
+        with suppress(FluxTrainError, RuntimeError, MemoryError):
+            engine.flush()
+            if state.step > 0:
+                self.write(state, engine, data)
 
     def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()
@@ -201,6 +225,7 @@ class CheckpointWriter:
             "random": random_state(),
             "data": data.state_dict(),
             "chunk_rows": engine.chunk_rows,
+            "chunk_rows_set": self._chunk_rows_set,
             "fingerprint": self._fingerprint,
             "threads": torch.get_num_threads(),
         }
@@ -247,13 +272,26 @@ class CheckpointWriter:
             with damage_in_words_of(checkpoint):
                 engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         self.load_weights(checkpoint, engine)
-        engine.chunk_rows = content["chunk_rows"]
+        engine.chunk_rows = self._chunk_rows_of(content)
         with damage_of(checkpoint):
             restore_random_state(content["random"])
         self._tell_of_threads(content["threads"])
         self.last = checkpoint
         self._cadence.done(checkpoint.step, 0.0)
         return state
+
+    def _chunk_rows_of(self, content: dict[str, Any]) -> int:
+        """Return the chunk that a run goes on with: the one it had, as losses depend on it, unless
+        the user has set another one since."""
+        had: int = content["chunk_rows"]
+        asked = self._chunk_rows_set
+        if asked in (None, had, content.get("chunk_rows_set", asked)):
+            return had
+        self._announcer.warn(
+            f"placement.chunk_rows is {asked} now, as set, and was {had}: losses differ in their "
+            "last digits from those of a run that never stopped, and with dropout by what is drawn"
+        )
+        return asked
 
     def _refuse_beyond_end(self, checkpoint: Checkpoint) -> None:
         """Raise Damaged for a checkpoint of a step that the run does not have."""

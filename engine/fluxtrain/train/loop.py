@@ -199,9 +199,9 @@ class TrainingLoop(Generic[B]):
                     raise self._out_of_memory(error) from error
                 # nothing was changed yet: weights move only after the norm is known
                 self._forget_gradients()
-                self._make_room(error, time.perf_counter() - started_s, "the step")
                 self._data.load_state_dict(cursor)
                 restore_random_state(random)
+                self._make_room(error, time.perf_counter() - started_s, "the step")
 
     def _compute(self, clock: StepClock) -> QueuedStep:
         """Run forward and backward for all batches of a step; the update waits for the norm."""
@@ -212,7 +212,8 @@ class TrainingLoop(Generic[B]):
         scale = self._engine.loss_scale
         in_backward = limit is None and len(batches) == 1 and scale is None
         in_backward = in_backward and self._optimizer.updates_in_backward
-        rate = self._set_learning_rate()
+        rate = self._settings.learning_rate_at(self._step_number)
+        set_learning_rate(self._optimizer, rate)
         losses = []
         for batch in batches:
             loss = objective.loss(self._model, batch, step_count)
@@ -383,11 +384,6 @@ class TrainingLoop(Generic[B]):
             raise DoesNotFit(f"{self._requests.lack}; {last}")
         raise Interrupted(f"stopped after step {self.state.step}: {last}", code)
 
-    def _set_learning_rate(self) -> float:
-        rate = self._settings.learning_rate_at(self._step_number)
-        set_learning_rate(self._optimizer, rate)
-        return rate
-
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> DoesNotFit:
         return out_of_memory(self._engine, self._step_number, error, self._checkpoints.last_text())
 
@@ -395,6 +391,9 @@ class TrainingLoop(Generic[B]):
         self._checkpoints.wait_copied()
         given_up = self._changes.make_room(self._step_number, lost_s, gpu_of(error))
         if given_up is None:
+            self._report_queued()
+            if not self._refusals.under_way:
+                self._checkpoints.write_last(self.state, self._engine, self._data)
             raise self._out_of_memory(error) from error
         ran_out = f"device memory ran out at step {self._step_number + 1}"
         self._announcer.warn(f"{ran_out}: {what} is done again with {given_up}")

@@ -215,6 +215,7 @@ class Run:
     def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
         """Make the writer of this run's checkpoints."""
         config, session = self._config, self._session
+        chunk_rows = config.placement.chunk_rows
         cadence = Cadence(
             every=config.train.checkpoint_every,
             total_steps=self.schedule.total_steps,
@@ -231,6 +232,7 @@ class Run:
             needs_best=config.train.final_model == "best",
             disk=session.disk,
             budget_bytes=self._snapshot.budget_bytes,
+            chunk_rows=None if chunk_rows == "auto" else chunk_rows,
         )
 
     def announce(self, hello: Hello) -> None:

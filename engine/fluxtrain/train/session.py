@@ -20,6 +20,7 @@ from fluxtrain.errors import (
     EXIT_DOES_NOT_FIT,
     EXIT_FINISHED,
     DeviceFailed,
+    DoesNotFit,
     FluxTrainError,
     Interrupted,
     ReadFailed,
@@ -127,16 +128,23 @@ class Session:
     @contextmanager
     def naming_failed_gpus(self) -> Iterator[None]:
         """Raise DeviceFailed for what is raised inside where a GPU has failed, with the command
-        that goes on; name it for a file that cannot be read too."""
+        that goes on; name it too for a file that cannot be read, and memory that ran out."""
         try:
             yield
         except ReadFailed as error:
             raise ReadFailed(f"{error}; {self._newest_text}: {self.resume_command}") from error
-        except RuntimeError as error:
-            failed = device_failure(error)
-            if failed is None:
+        except FluxTrainError:
+            raise
+        except (RuntimeError, MemoryError, OSError) as error:
+            failed = device_failure(error) if isinstance(error, RuntimeError) else None
+            if failed is not None:
+                told = f"{failed}; {self._newest_text}: {self.resume_command}"
+                raise DeviceFailed(told) from error
+            refused = as_told(error)
+            if not isinstance(refused, DoesNotFit):
                 raise
-            raise DeviceFailed(f"{failed}; {self._newest_text}: {self.resume_command}") from error
+            told = f"{refused}; {self._newest_text}: {self.resume_command}"
+            raise DoesNotFit(told) from error
 
     def listen(self) -> None:
         """Start to answer commands and to report gauges; called after the first event."""

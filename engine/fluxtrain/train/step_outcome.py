@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -170,7 +170,8 @@ class Refusals(Generic[B]):
             for unit in self._engine.units
         ]
         try:
-            with self._engine.evaluating(), torch.no_grad():
+            out_of_memory = suppress(torch.OutOfMemoryError)  # what was seen until then counts
+            with out_of_memory, self._engine.evaluating(), torch.no_grad():
                 for batch in batches:
                     self._objective.loss(self._model, batch, self._objective.count(batch))
         finally:
