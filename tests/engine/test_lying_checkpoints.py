@@ -218,6 +218,16 @@ def test_a_step_beyond_the_end_of_the_run_is_refused_with_the_cure(tmp_path: Pat
     assert any("is of step 25 and the run ends at step 20: raise" in text for text in warnings)
 
 
+def test_a_run_that_ends_before_all_its_checkpoints_is_told_so_and_of_no_damage(
+    tmp_path: Path,
+) -> None:
+    made, _ = writer(tmp_path)
+    for step in (24, 25):
+        made.write(state_at(step), FakeEngine(step), FakeData())
+    with pytest.raises(BadInput, match=r"step-00000024 is of step 24 .*: raise train\.steps"):
+        resumed(tmp_path)
+
+
 class FakeRows:
     """Seven rows, as far as a cursor asks."""
 

@@ -29,6 +29,10 @@ _BEFORE = {
 }  # values in checkpoints that are older than the setting
 
 
+class BeyondEnd(Damaged):
+    """A checkpoint is of a step that the run does not have (any more)."""
+
+
 class _Content(msgspec.Struct):
     """The content of trainer.json, by kind."""
 
@@ -85,6 +89,25 @@ def newest_resumable(
     return None
 
 
+def older_resumable(
+    root: Path, warn: Callable[[str], None], refused: Checkpoint, why: Damaged
+) -> Checkpoint:
+    """Find the newest one before a checkpoint that was `refused`. Raises BadInput if none is whole:
+    for one beyond the run's end, which is whole itself, with that."""
+    if isinstance(why, BeyondEnd):
+        warn(f"skipped a checkpoint: {why}")
+    else:
+        warn(f"skipped a damaged checkpoint: {why}")
+    try:
+        older = newest_resumable(root, warn, refused.path.name)
+    except BadInput:
+        if isinstance(why, BeyondEnd):
+            raise why from None
+        raise
+    assert older is not None, "without an older one it raises"
+    return older
+
+
 def with_cure(damage: Damaged) -> Damaged:
     """Add what to do about a damaged checkpoint that the user named."""
     return Damaged(
@@ -124,6 +147,15 @@ def refuse_later_steps(tensors: dict[str, Tensor], last: int) -> None:
     for name, count in tensors.items():
         if name.endswith(".step") and count.numel() == 1 and int(count) > last:
             raise BadInput(f"its {name} is {int(count)}, after step {last}")
+
+
+def refuse_beyond_end(checkpoint: Checkpoint, total_steps: int) -> None:
+    """Raise BeyondEnd for a checkpoint of a step after the run's last."""
+    if checkpoint.step > total_steps:
+        raise BeyondEnd(
+            f"{checkpoint.path.name} is of step {checkpoint.step} and the run ends at step "
+            f"{total_steps}: raise train.steps (or train.epochs) if it was lowered"
+        )
 
 
 def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from fluxtrain.checkpoint.checkpoint import (
 from fluxtrain.checkpoint.newest import (
     damage_in_words_of,
     damage_of,
-    newest_resumable,
+    older_resumable,
+    refuse_beyond_end,
     refuse_later_steps,
     refuse_other_run,
     trainer_content,
@@ -246,9 +247,7 @@ class CheckpointWriter:
             except Damaged as damage:
                 if checkpoint.named:
                     raise with_cure(damage) from None
-                self._announcer.warn(f"skipped a damaged checkpoint: {damage}")
-            older = newest_resumable(self._root, self._announcer.warn, checkpoint.path.name)
-            assert older is not None, "without an older one it raises"
+                older = older_resumable(self._root, self._announcer.warn, checkpoint, damage)
             self._announcer.warn(f"took the checkpoint before it: {older.path.name}")
             checkpoint = older
 
@@ -262,7 +261,7 @@ class CheckpointWriter:
         content = trainer_content(checkpoint)
         refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
         self.refuse_incomplete(checkpoint, engine)
-        self._refuse_beyond_end(checkpoint)
+        refuse_beyond_end(checkpoint, self._cadence.total_steps)
         with damage_of(checkpoint):
             state = RunState.from_json(content["run"])
             if state.step != checkpoint.step:
@@ -292,15 +291,6 @@ class CheckpointWriter:
             "last digits from those of a run that never stopped, and with dropout by what is drawn"
         )
         return asked
-
-    def _refuse_beyond_end(self, checkpoint: Checkpoint) -> None:
-        """Raise Damaged for a checkpoint of a step that the run does not have."""
-        total = self._cadence.total_steps
-        if checkpoint.step > total:
-            raise Damaged(
-                f"{checkpoint.path.name} is of step {checkpoint.step} and the run ends at step "
-                f"{total}: raise train.steps (or train.epochs) if it was lowered"
-            )
 
     def refuse_incomplete(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Raise Damaged for a checkpoint without a shard of every group: what is missing would keep
