@@ -225,7 +225,8 @@ class TrainingLoop(Generic[B]):
                 (loss if scale is None else scale.of(loss)).backward()
             except Diverged as error:  # an update in the backward pass refused the loss
                 seen = f"the loss is {losses[-1]:g} at step {self._step_number + 1}"
-                seen += f" (learning rate {rate:.3g})"
+                seen += f" (learning rate {rate:.3g}), first in "
+                seen += self._refusals.broken_output(batches)
                 raise Diverged(self._refusals.divergence(seen, "was not applied")) from error
             del loss  # or its graph would live until the end of the next forward pass
             clock.ends("backward")

@@ -107,10 +107,10 @@ class Refusals(Generic[B]):
         if computed.is_finite or computed.left_out:
             state.skipped_in_a_row = 0
             return computed.left_out
-        if queued.in_backward:
-            raise Diverged(self._text(queued, computed))
         if not self.under_way:
             state.skipped_from = self._began_in(queued, computed)
+        if queued.in_backward:
+            raise Diverged(self._text(queued, computed))
         state.skipped += 1
         state.skipped_in_a_row += 1
         if state.skipped_in_a_row >= self._most:
@@ -140,6 +140,8 @@ class Refusals(Generic[B]):
                 f", the last of {row} steps in a row; it began in {self._state.skipped_from} at "
                 f"step {queued.number - row + 1}"
             )
+        else:
+            seen += f", first in {self._state.skipped_from}"
         in_part = queued.in_backward and math.isfinite(computed.loss)
         text = self.divergence(seen, "was applied in part" if in_part else "was not applied")
         scaled = computed.loss_scale is not None
@@ -150,8 +152,13 @@ class Refusals(Generic[B]):
         a loss that is not, the block whose output was."""
         if math.isfinite(computed.loss):
             return f"the gradient of {queued.norm.began_in() or 'the model'}"
+        return self.broken_output(queued.batches)
+
+    def broken_output(self, batches: Sequence[Any]) -> str:
+        """Name the first block whose output is not finite in a step whose loss was not."""
+        self._engine.updates.forget_refused()
         with _random_state_kept():
-            name = self._first_output(queued.batches)
+            name = self._first_output(batches)
         return f"the output of {name}" if name else "the loss itself"
 
     def _first_output(self, batches: Sequence[Any]) -> str | None:
