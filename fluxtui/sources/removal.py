@@ -19,6 +19,7 @@ from fluxtrain.rundir.own_files import (
     of_checkpoints,
     of_model,
     of_trackers,
+    of_unfinished_model,
     open_folder,
     visit,
 )
@@ -37,7 +38,6 @@ OWN = frozenset(
 CONFIG_NAME = "config.yaml"  # the wizard's file beside them, and how it begins
 CONFIG_MARK = "# Written by fluxtrain-tui for the run in this folder, and deleted with it.\n"
 _CUT_OFF = re.compile(r"\.(?P<name>.+)\.\d+\.tmp")  # by a trainer that was killed
-_UNFINISHED_MODEL = re.compile(r"\.model-(?P<old>old-)?[a-z0-9_]{8}")
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,7 @@ def _rule_of_folder(name: str, listed: Mapping[str, int] | None) -> Rule | bool:
         return of_model(listed)
     if name in ("trackers", "tensorboard"):
         return of_trackers
-    unfinished = _UNFINISHED_MODEL.fullmatch(name)
-    if unfinished is None:
-        return False
-    if unfinished["old"] is None:
-        return of_model(None)
-    return lambda inner, _: of_model(listed) if inner == _HERE.model.name else False
+    return of_unfinished_model(name, listed)
 
 
 def _is_of_the_wizard(path: Path) -> bool:

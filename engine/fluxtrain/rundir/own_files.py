@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ _OF_MODEL = re.compile(
 _OF_TRACKERS = re.compile(
     r"(tensorboard|wandb|mlflow|trackio)\.json|events\.out\.tfevents\.\d+\..+"
 )
+_UNFINISHED_MODEL = re.compile(r"\.model-(?P<old>old-)?[a-z0-9_]{8}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -175,3 +177,32 @@ def of_model(listed: Mapping[str, int] | None) -> Rule:
         return listed.get(name) == facts.st_size
 
     return rule
+
+
+def of_unfinished_model(name: str, listed: Mapping[str, int] | None) -> Rule | bool:
+    """Return the rule of a folder that a process left when it was killed while it saved the model:
+    the new one, or, moved aside, the one before, whose files are `listed`."""
+    unfinished = _UNFINISHED_MODEL.fullmatch(name)
+    if unfinished is None:
+        return False
+    if unfinished["old"] is None:
+        return of_model(None)
+    return lambda inner, _: of_model(listed) if inner == "model" else False
+
+
+def remove_unfinished_models(run: RunDir, *, also_earlier: bool = False) -> None:
+    """Remove what processes left that were killed while they saved the model: it may be as large as
+    the model. `also_earlier`: the model before too, which is kept until there is a new one."""
+    listed = model_files(run)
+
+    def rule(name: str, facts: os.stat_result) -> Rule | bool:
+        if not stat.S_ISDIR(facts.st_mode) or (not also_earlier and name.startswith(".model-old-")):
+            return False
+        return of_unfinished_model(name, listed)
+
+    with suppress(OSError):
+        folder = open_folder(run.path)
+        try:
+            visit(folder, rule, remove=True)
+        finally:
+            os.close(folder)

@@ -40,7 +40,7 @@ from fluxtrain.planning.prediction import compared, steady_step_s
 from fluxtrain.planning.preflight import disk_room, page_locks_of
 from fluxtrain.planning.row_length import with_row_length
 from fluxtrain.reporting.trackers.opening import refuse_missing_trackers
-from fluxtrain.rundir.own_files import kept_beside, model_files, note_model, of_model, others_in
+from fluxtrain.rundir import own_files
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
@@ -264,8 +264,9 @@ class Run:
         self._keep_others_files()
         save = partial(self._method.save, loaded, self._config.method, session.run_dir.model)
         session.disk.until_written(save)
+        own_files.remove_unfinished_models(session.run_dir, also_earlier=True)
         with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
-            note_model(session.run_dir)
+            own_files.note_model(session.run_dir)
         session.model_path = str(session.run_dir.model)
         if self._inputs.prompt:
             self._show_sample(session.model_step)
@@ -274,8 +275,10 @@ class Run:
     def _keep_others_files(self) -> None:
         """Move what is not of the run out of its model's folder, which is about to be replaced."""
         run_dir = self._session.run_dir
-        for name in others_in(run_dir.model, of_model(model_files(run_dir))):
-            place = kept_beside(run_dir.model / name, run_dir.path / "kept-from-model")
+        for name in own_files.others_in(
+            run_dir.model, own_files.of_model(own_files.model_files(run_dir))
+        ):
+            place = own_files.kept_beside(run_dir.model / name, run_dir.path / "kept-from-model")
             self._session.announcer.warn(
                 f"{run_dir.model / name} is not of the run, and its model is saved again: it is "
                 f"{place} now"
@@ -375,6 +378,7 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
     if not target.resumes:
         return None
     remove_unfinished(target.run_dir.checkpoints)
+    own_files.remove_unfinished_models(target.run_dir)
     if target.checkpoint is not None:
         try:
             return replace(read_checkpoint(target.checkpoint), named=True)
