@@ -12,8 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fluxtrain.checkpoint import checkpoint as checkpoint_module
+from fluxtrain.checkpoint.checkpoint import Checkpoint
 from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.checkpoint.shard_file import read_tensors
+from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.telemetry import events as ev
@@ -154,6 +158,49 @@ def test_a_best_checkpoint_that_is_gone_or_damaged_is_said_and_the_last_weights_
     assert events[-1].model_step == 6
     run(config, tmp_path / "last")
     assert equal(model(run_dir), model(tmp_path / "last"))
+
+
+def test_a_best_checkpoint_that_cannot_be_read_leaves_the_last_weights_whole(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(**STEEP)
+    run(config, tmp_path / "last")
+    reads, best = 0, CheckpointWriter.best
+
+    def breaks(path: Path) -> dict[str, torch.Tensor]:
+        nonlocal reads
+        reads += 1
+        if reads == 3:  # some of its groups are loaded already
+            raise OSError(5, "Input/output error", str(path))
+        return read_tensors(path)
+
+    def found(*given: Any) -> Checkpoint | None:
+        checkpoint = best(*given)
+        monkeypatch.setattr(checkpoint_module, "read_tensors", breaks)
+        return checkpoint
+
+    monkeypatch.setattr(CheckpointWriter, "best", found)
+    events = run(config, tmp_path / "run", "train.final_model=best")
+    assert any("Input/output error" in log.text for log in of(ev.LogWritten, events))
+    assert events[-1].model_step == 6 and reads > 3
+    assert equal(model(tmp_path / "run"), model(tmp_path / "last"))
+
+
+def test_evaluations_of_other_data_are_not_compared_with_those_before(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    held_out = tmp_path / "held-out.txt"
+    config = run_config(**STEEP, data__held_out_path=str(held_out))
+    held_out.write_text("what is two and two? it is four\n\n" * 9, encoding="utf-8")
+    run(config, tmp_path / "run", "train.steps=3")
+    same = run(config, tmp_path / "run", "train.steps=4", resume=str(tmp_path / "run"))
+    assert not [log for log in of(ev.LogWritten, same) if "held-out data is not" in log.text]
+    held_out.write_text("a block streams through the device\n\n" * 9, encoding="utf-8")
+    events = run(config, tmp_path / "run", resume=str(tmp_path / "run"))
+    assert [log for log in of(ev.LogWritten, events) if "held-out data is not" in log.text]
+    later = [e for e in of(ev.EvaluationFinished, events) if e.step > 4]
+    assert later[-1].best_step in (5, 6)
+    assert later[-1].best_loss == min(e.loss for e in later)
 
 
 def test_an_adapter_of_the_best_step_is_saved(run_config: MakeConfig, tmp_path: Path) -> None:

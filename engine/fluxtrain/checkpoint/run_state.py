@@ -30,6 +30,17 @@ class RunState:
     skipped: int = 0  # steps whose loss or gradients were not finite
     skipped_in_a_row: int = 0  # of these, at the end
     skipped_from: str | None = None  # what was the first in that row that is not finite
+    held_out: str | None = None  # the fingerprint of what evaluations are of
+
+    def evaluates(self, held_out: str | None) -> bool:
+        """Note the fingerprint of what the next evaluations are of; return whether they cannot be
+        compared with those so far, of which none is the best any more."""
+        before, self.held_out = self.held_out, held_out
+        if before in (None, held_out) or self.best_loss is None:
+            return False
+        self.best_loss = self.best_step = self.improved_loss = None
+        self.stale_evaluations = 0
+        return True
 
     def step_done(self, loss: float, tokens: int, seconds: float) -> None:
         """Count one more optimizer step; a loss that is not finite is not kept."""

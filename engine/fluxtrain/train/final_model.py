@@ -12,6 +12,7 @@ from fluxtrain.config.schema import TrainSettings
 from fluxtrain.errors import BadInput
 
 if TYPE_CHECKING:
+    from fluxtrain.data.packing import PackedRows
     from fluxtrain.wrapping.engine import Engine
 
 
@@ -31,6 +32,15 @@ def refuse_without_evaluations(settings: TrainSettings, held_out_rows: int) -> N
             )
 
 
+def tell_of_other_data(state: RunState, held_out: PackedRows, warn: Callable[[str], None]) -> None:
+    """Warn where a resumed run evaluates on other data than before; the best one counts anew."""
+    if state.evaluates(held_out.fingerprint() if len(held_out) else None):
+        warn(
+            "the held-out data is not that of the evaluations so far: the best one, and "
+            "train.early_stopping_patience, count from here on"
+        )
+
+
 def choose_final_weights(
     wanted: Literal["last", "best"],
     state: RunState,
@@ -46,17 +56,18 @@ def choose_final_weights(
     if wanted == "last" or state.best_step in (None, state.step):
         return state.step
     try:
-        found = checkpoints.best(state, engine)
+        found, why = checkpoints.best(state, engine), "its checkpoint is not there"
+        if found is not None:
+            checkpoints.load_weights(found, engine)
+            engine.flush()
+            return found.step
     except Damaged as damage:
-        found, why = None, str(damage)
-    else:
-        why = "its checkpoint is not there"
-    if found is None:
-        warn(
-            f"the best evaluation was {state.best_loss:.4f} at step {state.best_step}, and {why}: "
-            f"the model is saved with the weights of step {state.step}, the last"
-        )
-        return state.step
-    checkpoints.load_weights(found, engine)
-    engine.flush()
-    return found.step
+        found, why = checkpoints.last, str(damage)
+        if found is not None and found.step == state.step:  # some weights may be the best's already
+            checkpoints.load_weights(found, engine)
+            engine.flush()
+    warn(
+        f"the best evaluation was {state.best_loss:.4f} at step {state.best_step}, and {why}: "
+        f"the model is saved with the weights of step {state.step}, the last"
+    )
+    return state.step

@@ -42,8 +42,8 @@ from fluxtrain.planning.row_length import with_row_length
 from fluxtrain.reporting.trackers.opening import refuse_missing_trackers
 from fluxtrain.rundir import own_files
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
+from fluxtrain.train import final_model
 from fluxtrain.train.early_stopping import EarlyStopping
-from fluxtrain.train.final_model import choose_final_weights, refuse_without_evaluations
 from fluxtrain.train.inputs import DEMO, Inputs, read_as
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.opening import load_run, open_run
@@ -128,7 +128,7 @@ class Run:
         self._method = method_of(config)
         self._objective = self._method.objective()
         rows = _known_rows(config, checkpoint)
-        refuse_without_evaluations(config.train, len(inputs.data.held_out))
+        final_model.refuse_without_evaluations(config.train, len(inputs.data.held_out))
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
         kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
         self._plan = self._planned_for(machine, device.value, rows)
@@ -166,6 +166,7 @@ class Run:
         if checkpoint is not None:
             session.state = self.checkpoints.resume(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
+        final_model.tell_of_other_data(session.state, inputs.data.held_out, session.announcer.warn)
         self._changes = self._live_changes()
         self.loop = self._training_loop(optimizer)
 
@@ -258,7 +259,7 @@ class Run:
         session, loaded = self._session, self._inputs.loaded
         wanted = self._config.train.final_model
         session.announcer.phase("saving", "the trained model")
-        session.model_step = choose_final_weights(
+        session.model_step = final_model.choose_final_weights(
             wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
         )
         self._keep_others_files()
