@@ -2,7 +2,8 @@
 
 The control socket's thread asks; the training loop carries out, measures and undoes. What is asked
 for is judged at once, so that the answer tells, and again when it is made. A resumed run starts
-with its configured window; its chunk is the checkpoint's, because the losses depend on it.
+with its configured window; its chunk is the checkpoint's, because the losses depend on it, unless
+the user sets another one for the resume.
 """
 
 from __future__ import annotations
