@@ -320,7 +320,7 @@ def test_a_bug_of_ours_says_so_and_where_the_story_is(
     def broken(*_: object) -> None:
         raise KeyError("slot 7")
 
-    monkeypatch.setattr("fluxtrain.train.opening.load_inputs", broken)
+    monkeypatch.setattr("fluxtrain.train.inputs.load_inputs", broken)
     answer = call("train", run_config(), "--run-dir", tmp_path / "run")
     assert answer.code == 1
     assert "this is a bug of FluxTrain: KeyError: 'slot 7'" in answer.stderr

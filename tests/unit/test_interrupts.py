@@ -188,7 +188,7 @@ def test_an_interrupt_before_anything_is_written_names_the_folder_that_the_user_
 def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     tmp_path: Path,
 ) -> None:
-    ended = interrupted_at(tmp_path, "fluxtrain.train.opening.load_inputs", "train", "--demo")
+    ended = interrupted_at(tmp_path, "fluxtrain.train.inputs.load_inputs", "train", "--demo")
     (run,) = (tmp_path / "runs").iterdir()
     assert ended.stderr == (
         f"stopped before a step was made: {run} holds its configuration and its log alone\n"
@@ -254,7 +254,7 @@ def test_a_run_that_is_terminated_before_it_wrote_anything_leaves_no_folder(
 
 
 def test_a_dry_run_that_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path) -> None:
-    ended = interrupted_at(tmp_path, "fluxtrain.train.opening.load_inputs", "dry-run", "--demo")
+    ended = interrupted_at(tmp_path, "fluxtrain.train.inputs.load_inputs", "dry-run", "--demo")
     assert ended.stderr.endswith("stopped: the dry run was stopped and left nothing\n")
     assert ended.returncode == EXIT_INTERRUPTED
     assert not (tmp_path / "runs").exists()

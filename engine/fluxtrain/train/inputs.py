@@ -1,12 +1,23 @@
-"""Load the inputs of a run: the model with its tokenizer, and the packed rows of its data."""
+"""Load the inputs of a run: the model with its tokenizer, and the packed rows of its data.
+
+What the plan found free on a GPU may be taken by another program while the weights are loaded. Then
+all is loaded once more, from the files, and planned for what is free: the first weights may be half
+on the device.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fluxtrain.checkpoint.randomness import seed_everything
+from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
@@ -20,8 +31,13 @@ from fluxtrain.models.generation import stop_at
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
 from fluxtrain.plan import states
+from fluxtrain.plan.guard import DiskCapacity
+from fluxtrain.planning.placing import RanOutLoading, card_capability
+from fluxtrain.planning.preflight import refuse_before_loading
 from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.train.session import Session
 
+Opened = TypeVar("Opened")
 Tell = Callable[[str], None] | None
 DEMO = "demo"
 PROMPT_CHARACTERS = 60
@@ -137,3 +153,44 @@ def _prompt(path: object, data: PreparedData) -> tuple[str, bool]:
         return str(words), True
     words = first.text.strip()[:PROMPT_CHARACTERS]
     return words.rpartition(" ")[0] or words, False
+
+
+def ready_inputs(
+    config: RunConfig,
+    session: Session,
+    disk: DiskCapacity,
+    machine: Machine,
+    device: ChoiceMade,
+    chosen: tuple[ChoiceMade, ...],
+) -> Inputs:
+    """Load the inputs of a run, told and prepared for its method."""
+    seed_everything(config.train.seed)
+    fits = partial(refuse_before_loading, config, machine, device.value, disk)
+    tell, waits = partial(session.announcer.phase, "loading"), session.disk.until_written
+    inputs = load_inputs(config, fits, card_capability(device.value), tell, waits)
+    for line in told_of(inputs, whole=config.method.name == "full"):
+        session.announcer.warn(line)
+    method_of(config).try_saving(inputs.loaded)
+    method_of(config).prepare(inputs.loaded.model, config)
+    return replace(inputs, choices=chosen)
+
+
+def opened_once_more(opens: Callable[[], Opened], warn: Callable[[str], None]) -> Opened:
+    """Return what `opens` loads a model for; once more, and say so, when device memory ran out
+    while the weights were loaded.
+
+    Raises RanOutLoading when that happens the second time too.
+    """
+    try:
+        return opens()
+    except RanOutLoading as error:
+        first = str(error).strip().splitlines()[0]
+        error.with_traceback(None)  # its frames hold the model
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    warn(
+        f"device memory ran out while the model was loaded ({first}): it is loaded again, planned "
+        "for what is free now"
+    )
+    return opens()

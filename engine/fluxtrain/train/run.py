@@ -44,9 +44,8 @@ from fluxtrain.rundir import own_files
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train import final_model
 from fluxtrain.train.early_stopping import EarlyStopping
-from fluxtrain.train.inputs import DEMO, Inputs, read_as
+from fluxtrain.train.inputs import DEMO, Inputs, opened_once_more, read_as, ready_inputs
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
-from fluxtrain.train.opening import load_run, open_run
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.samples import Samples, TrainedModel, prompts_of
@@ -92,8 +91,11 @@ def train(
         session.configured()
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
-        loads = partial(load_run, made, config, session, checkpoint, machine, device, chosen)
-        run = open_run(loads, session.announcer.warn)
+        ready = partial(ready_inputs, config, session, made.files(session), machine, device, chosen)
+        run = opened_once_more(
+            lambda: made(config, ready(), session, checkpoint, machine, device),
+            session.announcer.warn,
+        )
         run.announce(hello)
         if configured:  # only now: a refused resume changes nothing of the run
             write_run_file(target.run_dir, config, machine)
