@@ -53,7 +53,11 @@ def test_what_a_killed_save_left_is_gone_after_the_resume(
         run(config, run_dir, resume=str(run_dir))
     left = list(run_dir.glob(".model-*"))
     assert left, "the kill left something"
-    (run_dir / ".model-kept").mkdir()  # of somebody else
+    shutil.copytree(run_dir / "checkpoints", run_dir / ".model-kept")  # of somebody else
+    theirs = run_dir / ".model-original"
+    theirs.mkdir(mode=0o755)
+    (theirs / "model.safetensors").write_bytes(b"theirs")
     run(config, run_dir, resume=str(run_dir))
-    assert [path.name for path in run_dir.glob(".model-*")] == [".model-kept"]
+    assert {path.name for path in run_dir.glob(".model-*")} == {".model-kept", theirs.name}
+    assert (theirs / "model.safetensors").read_bytes() == b"theirs"
     assert (run_dir / "model" / "model.safetensors").exists()

@@ -102,11 +102,11 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
 
 def _written(write: Callable[[Path], None], made: Path, folder: Path) -> int:
     write(made)
-    made.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model
     files = [path for path in made.rglob("*") if path.is_file()]
     for path in (*files, made):
         _sync(path)
     _replace(made, folder)
+    folder.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model
     _sync(folder.parent)
     return sum((folder / path.relative_to(made)).stat().st_size for path in files)
 

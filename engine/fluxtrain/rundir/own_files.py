@@ -192,11 +192,14 @@ def of_unfinished_model(name: str, listed: Mapping[str, int] | None) -> Rule | b
 
 def remove_unfinished_models(run: RunDir, *, also_earlier: bool = False) -> None:
     """Remove what processes left that were killed while they saved the model: it may be as large as
-    the model. `also_earlier`: the model before too, which is kept until there is a new one."""
+    the model. `also_earlier`: the model before too, which is kept until there is a new one. A
+    folder that others may read is somebody else's: saving makes it for its own user alone."""
     listed = model_files(run)
 
     def rule(name: str, facts: os.stat_result) -> Rule | bool:
-        if not stat.S_ISDIR(facts.st_mode) or (not also_earlier and name.startswith(".model-old-")):
+        if stat.S_IFMT(facts.st_mode) != stat.S_IFDIR or stat.S_IMODE(facts.st_mode) != 0o700:
+            return False
+        if not also_earlier and name.startswith(".model-old-"):
             return False
         return of_unfinished_model(name, listed)
 
