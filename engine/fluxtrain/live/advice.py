@@ -35,7 +35,7 @@ from fluxtrain.live.run_facts import (
     share_of,
     step_s_with,
 )
-from fluxtrain.live.settings import Change
+from fluxtrain.live.settings import BY_ANOTHER_CHUNK, Change
 from fluxtrain.trace.attribution import BINDS_FROM, QUEUED_LATE
 from fluxtrain.units import bytes_text, duration_text
 
@@ -178,8 +178,7 @@ def _chunk(facts: RunFacts) -> Advice | None:
     return Advice(
         id="chunk",
         because=f"{_queued_late(facts)}{batch} rows are computed in {chunks} chunks of "
-        f"{settings.chunk_rows}, and chunks of {rows} fit; losses then differ by rounding, as they "
-        "are summed in another order",
+        f"{settings.chunk_rows}, and chunks of {rows} fit; losses then differ {BY_ANOTHER_CHUNK}",
         gain=1.0 - after / before,
         change=change,
     )

@@ -21,6 +21,7 @@ from fluxtrain.live.cards.rungs import CardRung, card_rungs
 from fluxtrain.live.effect import STEPS, Effect
 from fluxtrain.live.run_facts import StepFacts
 from fluxtrain.live.settings import (
+    BY_ANOTHER_CHUNK,
     Change,
     LiveContext,
     LiveSettings,
@@ -128,8 +129,8 @@ class LiveChanges:
                 return False, str(error)
             self._wishes.append(wish)
             change, now = wish.change, getattr(self.settings, wish.change.name)
-        rounding = "" if change.name in SAME_BITS else "; losses then differ by rounding"
-        return True, f"{change.name} goes from {now} to {change.value} after this step{rounding}"
+        differs = "" if change.name in SAME_BITS else f"; losses then differ {BY_ANOTHER_CHUNK}"
+        return True, f"{change.name} goes from {now} to {change.value} after this step{differs}"
 
     def _wished(self, arguments: Mapping[str, Any]) -> Wish:
         if "advice" not in arguments:

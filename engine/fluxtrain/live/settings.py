@@ -37,6 +37,7 @@ LiveSettingName = Literal[
     "prefetch", "resident_blocks", "device_groups", "blocks_without_recompute", "chunk_rows"
 ]
 LIVE_SETTINGS: tuple[LiveSettingName, ...] = get_args(LiveSettingName)
+BY_ANOTHER_CHUNK = "by rounding, as they are summed in another order, and by what dropout draws"
 StepName = Literal[LiveSettingName, "activations_on_device"]  # what a run gives up by itself
 
 
