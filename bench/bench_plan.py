@@ -246,8 +246,12 @@ def machine(device: str, loads: list[float]) -> str:
 
 
 def write_docs(table: str, which: str, docs: Path = DOCS) -> None:
-    """Put the table between its marks."""
+    """Put the table between its marks; a new one behind the tables that are there."""
     begin, end = MARKS[which]
+    text = docs.read_text(encoding="utf-8")
+    if begin not in text:
+        at = max(text.rfind(last) + len(last) for _, last in MARKS.values() if last in text)
+        docs.write_text(f"{text[:at]}\n\n{begin}{end}{text[at:]}", encoding="utf-8")
     before, rest = docs.read_text(encoding="utf-8").split(begin, 1)
     after = rest.split(end, 1)[1]
     docs.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}", encoding="utf-8")

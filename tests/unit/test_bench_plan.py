@@ -69,7 +69,18 @@ def test_a_memory_group_is_gone_after_its_process() -> None:
 def test_each_table_has_cases_and_a_place() -> None:
     assert set(CASES) == set(bench_plan.TABLES)
     for begin, end in bench_plan.MARKS.values():
-        assert DOCS.count(begin) == DOCS.count(end) == 1
+        assert DOCS.count(begin) == DOCS.count(end) <= 1
+
+
+def test_a_new_table_stands_behind_those_that_are_there(tmp_path: Path) -> None:
+    docs = tmp_path / "planner.md"
+    last = bench_plan.MARKS["cpu"][1]
+    docs.write_text(DOCS.split(last)[0] + last + "\n\nBehind.\n", encoding="utf-8")
+    for table in ("| once |", "| twice |"):
+        bench_plan.write_docs(table, "lora", docs)
+    begin, end = bench_plan.MARKS["lora"]
+    text = docs.read_text(encoding="utf-8")
+    assert text.endswith(f"{last}\n\n{begin}\n\n| twice |\n\n{end}\n\nBehind.\n")
 
 
 @pytest.mark.parametrize("table", bench_plan.TABLES)
