@@ -94,10 +94,8 @@ def older_resumable(
 ) -> Checkpoint:
     """Find the newest one before a checkpoint that was `refused`. Raises BadInput if none is whole:
     for one beyond the run's end, which is whole itself, with that."""
-    if isinstance(why, BeyondEnd):
-        warn(f"skipped a checkpoint: {why}")
-    else:
-        warn(f"skipped a damaged checkpoint: {why}")
+    kind = "checkpoint" if isinstance(why, BeyondEnd) else "damaged checkpoint"
+    warn(f"skipped a {kind}: {why}")
     try:
         older = newest_resumable(root, warn, refused.path.name)
     except BadInput:

@@ -41,7 +41,7 @@ from fluxtrain.errors import DoesNotFit, FluxTrainError, NoSpace
 from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.disk_wait import DiskWait
-from fluxtrain.reporting.failures import as_told
+from fluxtrain.reporting.failures import as_told, first_line
 from fluxtrain.telemetry.events import CheckpointWritten
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.units import bytes_text
@@ -180,19 +180,21 @@ class CheckpointWriter:
         if isinstance(why, NoSpace):
             self._announcer.warn(f"{why}; the next checkpoint follows at once")
             return
-        self.budget_bytes, (first, *_) = 0, (str(error).strip() or "no memory").splitlines()
+        self.budget_bytes = 0
         self._announcer.warn(
-            f"a checkpoint beside the training was given up ({first}): the next one follows at "
-            "once, and training waits for it and for those after it"
+            f"a checkpoint beside the training was given up ({first_line(error)}): the next one "
+            "follows at once, and training waits for it and for those after it"
         )
 
     def write_last(self, state: RunState, engine: Engine, data: Cursor) -> None:
         """Save the steps of a run that is about to end for want of memory; where that fails too,
-        the checkpoint before stays the last one."""
-        with suppress(FluxTrainError, RuntimeError, MemoryError):
+        say so: the checkpoint before stays the last one."""
+        try:
             engine.flush()
             if state.step > 0:
                 self.write(state, engine, data)
+        except (FluxTrainError, RuntimeError, MemoryError) as error:
+            self._announcer.warn(f"no checkpoint of step {state.step}: {first_line(error)}")
 
     def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()

@@ -67,12 +67,12 @@ def _by_words(error: BaseException) -> FluxTrainError | None:
         )
     if panicked:
         return BadInput(
-            f"a library of the tokenizer or of the weights' files failed ({_first_line(error)}): "
+            f"a library of the tokenizer or of the weights' files failed ({first_line(error)}): "
             "copy or download the model's folder again"
         )
     if ran_out:
         return DoesNotFit(
-            f"memory ran out ({_first_line(error)}): lower train.batch_rows or "
+            f"memory ran out ({first_line(error)}): lower train.batch_rows or "
             "data.sequence_length, choose a smaller model, or close other programs"
         )
     return None
@@ -95,6 +95,7 @@ def _by_system(error: OSError) -> FluxTrainError | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its kind."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

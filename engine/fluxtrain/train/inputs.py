@@ -34,6 +34,7 @@ from fluxtrain.plan import states
 from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.placing import RanOutLoading, card_capability
 from fluxtrain.planning.preflight import refuse_before_loading
+from fluxtrain.reporting.failures import first_line
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.session import Session
 
@@ -184,7 +185,7 @@ def opened_once_more(opens: Callable[[], Opened], warn: Callable[[str], None]) -
     try:
         return opens()
     except RanOutLoading as error:
-        first = str(error).strip().splitlines()[0]
+        first = first_line(error)
         error.with_traceback(None)  # its frames hold the model
     gc.collect()
     if torch.cuda.is_available():

@@ -101,7 +101,7 @@ def train(
             write_run_file(target.run_dir, config, machine)
         session.begin_training()
         session.track(config)
-        with session.naming_failed_gpus():
+        with session.naming_the_way_on():
             run.loop.run()
             session.signals.deferred = False
             run.finish()

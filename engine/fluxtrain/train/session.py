@@ -126,9 +126,9 @@ class Session:
             self._lock.release()
 
     @contextmanager
-    def naming_failed_gpus(self) -> Iterator[None]:
-        """Raise DeviceFailed for what is raised inside where a GPU has failed, with the command
-        that goes on; name it too for a file that cannot be read, and memory that ran out."""
+    def naming_the_way_on(self) -> Iterator[None]:
+        """Add the last checkpoint and the command that goes on to what is raised inside where a GPU
+        has failed (DeviceFailed), a file cannot be read, or memory ran out (DoesNotFit)."""
         try:
             yield
         except ReadFailed as error:
