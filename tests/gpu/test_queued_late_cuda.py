@@ -51,7 +51,7 @@ def test_small_kernels_that_come_late_are_queued_late() -> None:
     for step in trained(SMALL_CYCLES, PYTHON_S):
         one = attribute(step)
         assert one.queued_s > 0.8 * BLOCKS * PYTHON_S, one
-        assert one.bound == "host" and "no faster than the processor queues it" in one.because
+        assert one.bound == "host" and "queued late by the host" in one.because
 
 
 def test_large_kernels_that_were_queued_long_ago_are_computation() -> None:

@@ -274,5 +274,5 @@ def test_work_that_was_queued_late_has_a_lane_of_its_own(made: ModuleType, tmp_p
     text = drawn(view)
     lane = next(line for line in text.splitlines() if line.startswith("\u2502 queue"))
     assert "60" in lane and "600 ms" in lane
-    assert "no faster than the processor queues it" in text
+    assert "queued late by the host" in text
     assert "queue" not in drawn(recorded())

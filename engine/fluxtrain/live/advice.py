@@ -190,7 +190,7 @@ def _queued_late(facts: RunFacts) -> str:
     queued_s = facts.steps.queued_s
     if queued_s < BINDS_FROM * facts.steps.step_s:
         return ""
-    return f"in {share_of(facts, queued_s)} the GPU computed {QUEUED_LATE}; "
+    return f"in {share_of(facts, queued_s)} the GPU's work was {QUEUED_LATE}; "
 
 
 def _queue(facts: RunFacts) -> Advice | None:

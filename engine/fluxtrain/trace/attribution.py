@@ -33,7 +33,7 @@ CAUSE_LANES = {  # the lane that each cause of waiting waits for
     "moments": "cpu",
     "checkpoint": "disk", "data": "host", "host": "host", OTHER_CARDS: OTHER_CARDS,
 }  # fmt: skip
-QUEUED_LATE = "no faster than the processor queues it"
+QUEUED_LATE = "queued late by the host"  # a GPU computed no faster than it got its work
 BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it
 _PHASES = ("forward", "backward", "optimizer", "other")  # of the host's lane: no waiting
 Span = tuple[float, float]  # start, stop
@@ -198,7 +198,7 @@ def summary_lines(found: Attribution, title: str) -> list[str]:
             note += f" by card {found.card}" * bool(found.cards)
         lines.append(_row(LANE_NAMES[lane], busy_s, found.length_s, note))
         if lane == "gpu" and found.queued_s > 0:
-            lines.append(_row("  as it is queued", found.queued_s, found.length_s, QUEUED_LATE))
+            lines.append(_row("  of it", found.queued_s, found.length_s, QUEUED_LATE))
     if not found.cards:
         waiting_s = sum(found.waits_s.values())
         causes = _by_length(found.waits_s)
@@ -217,11 +217,7 @@ def _card_rows(one: CardTime, whole_s: float) -> list[str]:
     )
     return [
         _row(f"{name} computes", one.busy_s["gpu"], whole_s, _by_length(one.work_s)),
-        *(
-            [_row("  as it is queued", one.queued_s, whole_s, QUEUED_LATE)]
-            if one.queued_s > 0
-            else []
-        ),
+        *([_row("  of it", one.queued_s, whole_s, QUEUED_LATE)] if one.queued_s > 0 else []),
         _row(f"{name} waits", waiting_s, whole_s, _by_length(one.waits_s)),
         *([f"  {name} copies{'':<21}{copies}"] if copies else []),
     ]
@@ -264,7 +260,7 @@ def _bound(
     if nobody_s >= BINDS_FROM * length_s > 0:
         aside = f"unrecorded {duration_text(nobody_s)} ({nobody_s / length_s * 100:.0f} %)"
     if queued_s >= BINDS_FROM * length_s > 0:
-        late = f"{duration_text(queued_s)} ({queued_s / length_s:.0%}) of it {QUEUED_LATE}"
+        late = f"{duration_text(queued_s)} of it {QUEUED_LATE}"
         if waited_s < BINDS_FROM * length_s and queued_s >= computing_s / 2:
             return "host", f"{computing} of {whole}, {late}", aside
         late = f"{duration_text(queued_s)} of the computation {QUEUED_LATE}"

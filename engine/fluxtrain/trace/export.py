@@ -29,7 +29,7 @@ from fluxtrain.trace.ring import RingReader, read_ring
 _BESIDE = "h2d beside"  # a thread in the trace, not a lane
 THREADS = {
     "step": "step", "gpu": "gpu: computation", "stall": "gpu: waits",
-    "queue": "gpu: no faster than queued", "h2d": "h2d: to the device",
+    "queue": "gpu: queued late", "h2d": "h2d: to the device",
     _BESIDE: "h2d: beside those", "d2h": "d2h: to the host", "cpu": "cpu: optimizer",
     "disk": "disk", "host": "host: the loop",
 }  # fmt: skip
