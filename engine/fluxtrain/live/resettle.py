@@ -30,7 +30,8 @@ def resettle(context: Context, placement: Placement) -> None:
 
     Groups move whose rows say other tiers than before; then blocks get the slots, activations and
     chunk that the placement says. New memory is taken before any is given back, so that running out
-    of it leaves everything as it was. Raises DoesNotFit then.
+    of it leaves everything as it was. Raises DoesNotFit then. Blocks that stop being resident leave
+    their slots to those that stream, so that this needs no memory where there is none.
     """
     check_groups(placement.groups, context.groups)
     refuse_unused(placement.groups, cards=len(context.cards))
@@ -39,14 +40,18 @@ def resettle(context: Context, placement: Placement) -> None:
     moving = [(group, row) for group, row in rows if moves(group, row)]
     fresh: list[_Placed] = []
     gone: list[_Placed] = []
+    left: list[_Placed] = []
     if moving:  # the ring lends from one host group to another
         for card in context.cards:
             card.gradients.host.give_ring_back(context.groups)
     try:
         for card in context.cards:
             owners, streamed = slots_for(context, card.number, placement.groups)
-            gone += _owned(card, owners, fresh)
-            gone += _shared(card, streamed, placement.slots_of(card.number), fresh)
+            freed = _owned(card, owners, fresh)
+            found = _shared(card, streamed, placement.slots_of(card.number), fresh, freed)
+            left += found
+            gone += [one for one in freed if one not in found]
+            gone += _too_many(card, streamed, placement.slots_of(card.number))
         prepared = [
             prepare_move(group, row, pin=context.device.pins and row.weights != "device")
             for group, row in moving
@@ -57,11 +62,14 @@ def resettle(context: Context, placement: Placement) -> None:
         _give_back(context)
         raise
     _remove(gone)
+    for card, slot in left:
+        card.window.share_slot(slot)
     for move in prepared:
         move()
     if prepared:
         renew_state(owner for owners in context.owners.values() for owner in owners.values())
-    gone.clear()
+    for placed in (gone, left):
+        placed.clear()
     prepared.clear()
     before, context.plan = context.plan, placement
     for group, row in rows:
@@ -124,14 +132,31 @@ def _owned(card: Card, owners: list[Group], fresh: list[_Placed]) -> list[_Place
     return [(card, slot) for group, slot in owned.items() if group not in owners]
 
 
-def _shared(card: Card, streamed: list[Group], count: int, fresh: list[_Placed]) -> list[_Placed]:
-    """`count` shared slots of the largest streamed block's size; returns those to give back."""
+def _shared(
+    card: Card, streamed: list[Group], count: int, fresh: list[_Placed], freed: list[_Placed]
+) -> list[_Placed]:
+    """Bring the shared slots of the largest streamed block's size to `count`; return which of the
+    `freed` ones, whose owners own none now, are among them."""
+    size_bytes, fitting = _fitting(card, streamed)
+    missing = max(0, count - len(fitting))
+    found = [one for one in freed if one[1].flat.nbytes == size_bytes][:missing]
+    for _ in range(missing - len(found)):
+        fresh.append((card, card.window.add_slot(size_bytes)))
+    return found
+
+
+def _too_many(card: Card, streamed: list[Group], count: int) -> list[_Placed]:
+    """Return the shared slots that are of another size, or more than `count`."""
+    added = [slot for slot in card.window.slots if slot.owner is None]
+    _, fitting = _fitting(card, streamed)
+    return [(card, slot) for slot in added if slot not in fitting[:count]]
+
+
+def _fitting(card: Card, streamed: list[Group]) -> tuple[int, list[Slot]]:
+    """Return the bytes of the largest streamed block, and the shared slots of that size."""
     size_bytes = max((group.weight_bytes for group in streamed), default=0)
     shared = [slot for slot in card.window.slots if slot.owner is None]
-    fitting = [slot for slot in shared if slot.flat.nbytes == size_bytes][:count]
-    for _ in range(count - len(fitting)):
-        fresh.append((card, card.window.add_slot(size_bytes)))
-    return [(card, slot) for slot in shared if slot not in fitting]
+    return size_bytes, [slot for slot in shared if slot.flat.nbytes == size_bytes]
 
 
 def _give_back(context: Context) -> None:

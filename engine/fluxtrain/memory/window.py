@@ -146,6 +146,12 @@ class Window:
         if slot.owner is not None:
             self._owners.discard(slot.owner)
 
+    def share_slot(self, slot: Slot) -> None:
+        """Let other groups use the slot of one that owned it; what is in it stays."""
+        if slot.owner is not None:
+            self._owners.discard(slot.owner)
+            slot.owner = None
+
     def holds(self, group: Group) -> Slot | None:
         """Return the slot with the group's current weights, arrived or being uploaded."""
         slot = self._where.get(group)
