@@ -344,6 +344,15 @@ def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing(
     assert run.live.settings == replace(ground().planned, chunk_rows=1)
 
 
+def test_an_evaluation_gives_up_nothing_that_only_a_backward_pass_has() -> None:
+    context = ground(chunk_rows=2, resident_blocks=3, blocks_without_recompute=2)
+    run = Run(context=context)
+    run.chunk_rows = 2
+    assert run.live.make_room(3, lost_s=1.0, backward=False) == "chunks of 1 rows instead of 2"
+    assert run.live.make_room(3, lost_s=1.0, backward=False) == "resident_blocks 1 instead of 3"
+    assert str(run.live.make_room(3, lost_s=1.0)).startswith("blocks_without_recompute")
+
+
 def test_parts_of_the_device_stay_when_the_host_has_no_room_for_them() -> None:
     run = Run(context=ground(chunk_rows=1, device_groups=4))
     run.chunk_rows, run.use = 1, Use(host_available_bytes=10 * MIB)

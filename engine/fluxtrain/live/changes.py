@@ -198,19 +198,21 @@ class LiveChanges:
         with self._lock:
             self._steady.disturb()
 
-    def make_room(self, step: int, lost_s: float, gpu: int | None = None) -> str | None:
+    def make_room(
+        self, step: int, lost_s: float, gpu: int | None = None, *, backward: bool = True
+    ) -> str | None:
         """Device memory ran out in the step after `step`, `lost_s` after it began, of several GPUs
         on `gpu`: give up what the rules say, so that it can be done again. In words what; None when
         nothing is left."""
         with self._lock:
-            rung = self._rung_taken(gpu)
+            rung = self._rung_taken(gpu, backward=backward)
             if rung is not None:
                 self._stop_measuring(step)
                 change = Change(name=rung.name, value=rung.after)
                 self._tell_applied(Wish(change=change, why="memory"), rung.before, step, rung.index)
                 self._steady.restart()
                 return str(rung)
-            for change in steps_down(self._context, self.settings):
+            for change in steps_down(self._context, self.settings, backward=backward):
                 before = getattr(self._context.layout_with(self.settings), change.name)
                 if self._gave_up(change):
                     break
@@ -243,13 +245,13 @@ class LiveChanges:
             return False
         return True
 
-    def _rung_taken(self, gpu: int | None) -> CardRung | None:
+    def _rung_taken(self, gpu: int | None, *, backward: bool) -> CardRung | None:
         """Give up what the card that ran out has alone, where that is possible."""
         earlier = self._context
         if not earlier.several_cards:
             return None
         now = earlier.placement_with(self.settings)
-        for rung in card_rungs(earlier.facts, now, gpu):
+        for rung in card_rungs(earlier.facts, now, gpu, backward=backward):
             room = self._use().host_available_bytes
             if room is not None and rung.to_host_bytes > room:
                 continue

@@ -235,22 +235,23 @@ def _between(change: Change, low: int, high: int, because: str) -> None:
         raise BadInput(f"{change}: {because}, use {low} to {high}")
 
 
-def steps_down(context: LiveContext, now: LiveSettings) -> list[Change]:
+def steps_down(context: LiveContext, now: LiveSettings, *, backward: bool = True) -> list[Change]:
     """Return what to give up when device memory runs out in a step: all block inputs that stay on
     the device by choice (no computation is lost with them), or where the host has no room for
     them, and next, half of the blocks that keep their activations, then half of the chunk, and of
-    the smallest chunk half of the resident blocks, else of the parts on the device."""
+    the smallest chunk half of the resident blocks, else of the parts on the device. Not backward:
+    an evaluation keeps nothing for a backward pass, so that it begins with the chunk."""
     if context.several_cards:
         half = Change(name="chunk_rows", value=now.chunk_rows // 2)
         return [half] if now.chunk_rows > 1 else []
-    staying = context.layout_with(now).activations_on_device
+    staying = backward and context.layout_with(now).activations_on_device
     first = [Change(name="activations_on_device", value=0)] if staying else []
-    return [*first, *_later_steps(context, now)]
+    return [*first, *_later_steps(context, now, backward)]
 
 
-def _later_steps(context: LiveContext, now: LiveSettings) -> list[Change]:
+def _later_steps(context: LiveContext, now: LiveSettings, backward: bool) -> list[Change]:
     kept = kept_count(context.facts, context.layout_with(now))
-    if kept:
+    if kept and backward:
         return [Change(name="blocks_without_recompute", value=kept // 2)]
     if now.chunk_rows > 1:
         return [Change(name="chunk_rows", value=now.chunk_rows // 2)]

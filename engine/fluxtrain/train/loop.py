@@ -145,8 +145,7 @@ class TrainingLoop(Generic[B]):
         started_s = time.perf_counter()
         self._disturbed()
         self._announcer.phase("evaluating")
-        # in chunks, or the logits would not fit
-        with self._engine.evaluating(), self._recorder.as_one("evaluation"):
+        with self._engine.evaluating(), self._recorder.as_one("evaluation"):  # in chunks
             result = self._evaluated_until_it_fits()
         self._engine.take_stalls()  # the stalls of the evaluation are not the next step's
         if result is not None:
@@ -390,11 +389,12 @@ class TrainingLoop(Generic[B]):
 
     def _make_room(self, error: torch.OutOfMemoryError, lost_s: float, what: str) -> None:
         self._checkpoints.wait_copied()
-        given_up = self._changes.make_room(self._step_number, lost_s, gpu_of(error))
+        step, trains = self._step_number, what == "the step"
+        given_up = self._changes.make_room(step, lost_s, gpu_of(error), backward=trains)
         if given_up is None:
             self._report_queued()
             if not self._refusals.under_way:
                 self._checkpoints.write_last(self.state, self._engine, self._data)
             raise self._out_of_memory(error) from error
-        ran_out = f"device memory ran out at step {self._step_number + 1}"
-        self._announcer.warn(f"{ran_out}: {what} is done again with {given_up}")
+        when = f"at step {step + 1}" if trains else f"after step {step}"
+        self._announcer.warn(f"device memory ran out {when}: {what} is done again with {given_up}")

@@ -30,15 +30,17 @@ class CardRung:
         return f"{self.name} {self.after} instead of {self.before} on card {self.index}"
 
 
-def card_rungs(facts: ModelFacts, placement: Placement, index: int | None) -> Iterator[CardRung]:
+def card_rungs(
+    facts: ModelFacts, placement: Placement, index: int | None, *, backward: bool = True
+) -> Iterator[CardRung]:
     """Yield what card `index` may give up, first what costs least: half of the blocks that keep
-    their activations; where there are none, half of its resident blocks, then of the parts that
-    live there. Every bit of the results stays."""
+    their activations, where there is a backward pass; where there are none, half of its resident
+    blocks, then of the parts that live there. Every bit of the results stays."""
     number = next((at for at, card in enumerate(placement.cards) if card.index == index), None)
     if number is None or index is None:
         return
     kept = _at(placement, number, lambda row: row.activations == "kept")
-    if kept:
+    if kept and backward:
         rows = _changed(placement, kept[len(kept) // 2 :], _recomputed(placement.groups))
         yield CardRung(
             index=index, name="blocks_without_recompute", before=len(kept), after=len(kept) // 2,
