@@ -51,7 +51,8 @@ test-native: dev ## the C++ kernels against their scalar reference
 	$(BIN)/ctest --test-dir build/native-tests --output-on-failure --no-tests=ignore
 
 test-gpu: dev ## the tests that need an NVIDIA GPU
-	$(BIN)/python -m pytest -m "gpu and not slow" $(TESTS)
+	$(BIN)/python -m pytest -m "gpu and not slow and not alone" $(TESTS)
+	$(BIN)/python -m pytest -m "gpu and alone and not slow" -n 0 tests/gpu
 
 test-transformers4: dev $(STAMPS)/transformers4 ## saved models in transformers 4, in an environment of its own
 	FLUXTRAIN_TRANSFORMERS4=$(CURDIR)/$(VENV)/transformers4/bin/python $(PYTEST) tests/transformers4

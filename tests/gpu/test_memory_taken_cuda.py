@@ -24,7 +24,11 @@ from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import Run, train
 from fluxtrain.train.samples import Samples
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
 MIB = 1 << 20
 STEPS = 6
 LEFT_MIB = 48
@@ -123,6 +127,12 @@ def trained(folder: Path, run_dir: Path, **train_settings: Any) -> list[Any]:
     return list(read_events(run_dir / "events.ndjson"))
 
 
+@pytest.fixture(scope="module")
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The events of a run that nothing is taken from."""
+    return trained(model_folder, tmp_path_factory.mktemp("whole") / "run")
+
+
 def of(kind: type, events: list[Any]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
@@ -169,9 +179,9 @@ def take_when(monkeypatch: pytest.MonkeyPatch, phase: str, thief: Thief) -> None
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_run_goes_on_with_the_same_losses(
-    phase: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thief: Thief
-) -> None:
-    whole = trained(model_folder, tmp_path / "whole")
+    phase: str, model_folder: Path, whole: list[Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, thief: Thief,
+) -> None:  # fmt: skip
     take_when(monkeypatch, phase, thief)
     events = trained(model_folder, tmp_path / "run")
     assert thief.taken == 1

@@ -14,6 +14,7 @@ from fluxtrain.trace.step_cutter import StepCutter
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 BLOCKS = 20
