@@ -15,8 +15,6 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ import yaml
 from gpu_engines import DeepSpeedLoop, FluxLoop, Loop, MastersLoop, ResidentLoop
 from memory_watch import GIB, MemoryWatch
 from random_model import random_model
-from step_timeline import StepTimeline
+from step_timeline import StepTimeline, profiled
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fluxtrain.calibration.measured_constants import measure_constants
@@ -77,7 +75,8 @@ def main() -> None:
     parser.add_argument("--blocks-without-recompute", type=count, default="auto")
     parser.add_argument("--chunk-rows", type=count, default="auto")
     parser.add_argument("--cards", type=int, default=1, help="GPUs of this process")
-    parser.add_argument("--through-host", action="store_true", help="no copies between GPUs")
+    parser.add_argument("--through-host", action="store_true", help="again so, last")
+    parser.add_argument("--also", type=int, nargs="+", default=[], help="batches, with this plan")
     parser.add_argument("--slow-card", type=float, help="the speed of the last GPU, below 1")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.set_defaults(frozen="plain", vocabulary=None)
@@ -252,8 +251,6 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     model = random_model(Qwen2Config(**SHAPES[options.shape]), target, torch.device("cuda"))
     if options.engine == "flux":
         cap_memory(options.budget_gib)
-    if options.through_host:
-        cards_here.copy_through_host(options.cards)
     parameters = sum(weight.numel() for weight in model.parameters())  # ZeRO-3 leaves empty ones
     loop, engine, plan, told = made(model, options)
     setup_s = time.perf_counter() - started_s
@@ -279,6 +276,14 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     times = [end - start for start, end in itertools.pairwise(ended_s)]
     stalls = {} if engine is None else engine.take_stalls()
     bound = {} if timeline is None else timeline.close(options.trace, options.shape)
+    if options.also or options.through_host:
+
+        def train(number: int, rows: int) -> torch.Tensor:
+            return loop.step(batch(tokens, number, rows, options.sequence).cuda())
+
+        told["also"] = cards_here.measured_also(
+            train, options.also or [options.batch], options.cards, through_host=options.through_host
+        )
     if plan is not None and plan.cards:
         told |= cards_here.told_of_cards(plan)
     return report(options, parameters, engine, plan, times, read) | {
@@ -320,23 +325,6 @@ def with_fused_loss(model: Qwen2ForCausalLM) -> str:
 
     apply_liger_kernel_to_qwen2(model=model)
     return "liger"
-
-
-@contextmanager
-def profiled(path: Path | None) -> Iterator[None]:
-    """Write what the device did inside, by kernel, to `path`."""
-    if path is None:
-        yield
-        return
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        yield
-        torch.cuda.synchronize()
-    table = recorded.key_averages().table(
-        sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90
-    )
-    path.write_text(table)
 
 
 def report(

@@ -44,30 +44,7 @@ WARM_STEPS = 2
 
 def main() -> None:
     """Measure; see the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", default="flux", choices=("flux", "resident"))
-    parser.add_argument("--shape", default="8b", choices=SHAPES)
-    parser.add_argument("--layers", type=int, help="fewer blocks than the shape has")
-    parser.add_argument("--frozen", default="nf4-double", choices=("plain", *PACKED_FORMATS))
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--batches", type=int, nargs="+", default=[2])
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5, help="that count, after two that do not")
-    parser.add_argument("--budget-gib", type=float, default=23.0)
-    parser.add_argument("--host-gib", type=float, help="host memory that the plan may use")
-    parser.add_argument("--offload", default="auto")
-    parser.add_argument("--device-groups", type=count, default="auto")
-    parser.add_argument("--resident-blocks", type=count, default="auto")
-    parser.add_argument("--blocks-without-recompute", type=count, default="auto")
-    parser.add_argument("--chunk-rows", type=count, default="auto")
-    parser.add_argument("--activations", default="auto", choices=("auto", "device", "host"))
-    parser.add_argument("--head", default="auto", choices=("auto", "whole", "chunks"))
-    parser.add_argument("--json", type=Path)
-    parser.set_defaults(
-        cards=1, states="fp32", moments="auto", in_backward=False, passes=1, kernels="auto",
-        learning_rate=RATE,
-    )  # fmt: skip
-    options = parser.parse_args()
+    options = options_given()
     shape = SHAPES[options.shape]
     options.vocabulary, options.batch = shape["vocab_size"], options.batches[0]
     layers = options.layers or shape["num_hidden_layers"]
@@ -89,14 +66,46 @@ def main() -> None:
         options.json.write_text(json.dumps(rows, indent=1))
 
 
+def options_given() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", default="flux", choices=("flux", "resident"))
+    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="fewer blocks than the shape has")
+    parser.add_argument("--frozen", default="nf4-double", choices=("plain", *PACKED_FORMATS))
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--batches", type=int, nargs="+", default=[2])
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5, help="that count, after two that do not")
+    parser.add_argument("--budget-gib", type=float, default=23.0)
+    parser.add_argument("--host-gib", type=float, help="host memory that the plan may use")
+    parser.add_argument("--offload", default="auto")
+    parser.add_argument("--device-groups", type=count, default="auto")
+    parser.add_argument("--resident-blocks", type=count, default="auto")
+    parser.add_argument("--blocks-without-recompute", type=count, default="auto")
+    parser.add_argument("--chunk-rows", type=count, default="auto")
+    parser.add_argument("--activations", default="auto", choices=("auto", "device", "host"))
+    parser.add_argument("--head", default="auto", choices=("auto", "whole", "chunks"))
+    parser.add_argument("--cards", type=int, default=1, help="GPUs of this process")
+    parser.add_argument("--json", type=Path)
+    parser.set_defaults(
+        states="fp32", moments="auto", in_backward=False, passes=1, kernels="auto",
+        learning_rate=RATE, slow_card=None,
+    )  # fmt: skip
+    return parser.parse_args()
+
+
 def measured(loop: Any, rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds a step of `rows` rows, median of those that count."""
     tokens, steps = corpus(options.vocabulary), WARM_STEPS + options.steps
     losses = Losses(steps)
     read: list[float] = []
     ended_s = [time.perf_counter()]
+    up_bytes = 0
     for step in range(steps):
         ids = batch(tokens, step, rows, options.sequence).pin_memory().cuda(non_blocking=True)
+        if step == steps - 1:
+            up_bytes = uploaded(loop)
         losses.take(loop.step(ids))
         if step:
             read.append(losses.value(step - 1))
@@ -113,7 +122,13 @@ def measured(loop: Any, rows: int, options: argparse.Namespace) -> dict[str, Any
         "tokens_per_s": round(trained / step_s, 1),
         "times_s": [round(t, 3) for t in times],
         "losses": [round(loss, 4) for loss in read],
+        "packed_up_mib": round((uploaded(loop) - up_bytes) / (1 << 20), 1),  # in the last step
     }
+
+
+def uploaded(loop: Any) -> int:
+    """Packed bytes that went up to the GPUs so far."""
+    return loop.engine.traffic().h2d_packed_bytes if isinstance(loop, FluxLoop) else 0
 
 
 def flux(config: LlamaConfig, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

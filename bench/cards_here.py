@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from fluxtrain.plan.request import RunRequest
 from fluxtrain.planning import cards as planning
 from fluxtrain.wrapping.engine import Engine
 
-_SIZE = 4096  # of the products that slow a card down
+_SIZE = 6144  # of the products that slow a card down: half a millisecond, far above a launch
 
 
 def planned_on_cards(
@@ -57,6 +60,28 @@ def copy_through_host(number: int) -> None:
     """Let no card of this process copy to another directly, as where peers cannot reach."""
     pairs = itertools.permutations(range(number), 2)
     streams._peers.update(dict.fromkeys(pairs, False))
+
+
+def measured_also(
+    step: Callable[[int, int], Any], batches: list[int], number: int, *, through_host: bool
+) -> list[dict[str, Any]]:
+    """Seconds a step (median of all but the first) of further batches with the plan that is there,
+    and of the last one once more without copies between the cards. `step` trains step n of so many
+    rows; its loss can be read."""
+    told: list[dict[str, Any]] = []
+    rows = [(rows, False) for rows in batches]
+    for batch, by_host in [*rows, *[(rows[-1][0], True)] * through_host]:
+        if by_host:
+            torch.cuda.synchronize()
+            copy_through_host(number)
+        times = []
+        for at in range(5):
+            started_s = time.perf_counter()
+            float(step(100 + at, batch))
+            times.append(time.perf_counter() - started_s)
+        step_s = statistics.median(times[1:])
+        told.append({"batch": batch, "through_host": by_host, "step_s": round(step_s, 3)})
+    return told
 
 
 def plan_with_slow_card(card: int, speed: float) -> None:

@@ -35,12 +35,8 @@ class FluxLoop:
         in_backward: bool,
         passes: int = 1,
     ) -> None:
-        self._model, self._engine, self._in_backward, self._passes = (
-            model,
-            engine,
-            in_backward,
-            passes,
-        )
+        self._model, self.engine = model, engine
+        self._in_backward, self._passes = in_backward, passes
         trained = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=rate)
 
@@ -49,12 +45,12 @@ class FluxLoop:
         for rows in ids.chunk(self._passes):
             loss: Tensor = self._model(input_ids=rows, labels=rows).loss / self._passes
             if self._in_backward:
-                self._engine.begin_step_in_backward(self._optimizer, loss)
+                self.engine.begin_step_in_backward(self._optimizer, loss)
             loss.backward()
             told += loss.detach()
-        self._engine.clip_grad_norm(None if self._in_backward else MAX_NORM, [told])
+        self.engine.clip_grad_norm(None if self._in_backward else MAX_NORM, [told])
         self._optimizer.step()
-        self._engine.forget_gradients()
+        self.engine.forget_gradients()
         return told
 
 

@@ -26,20 +26,23 @@ class MemoryWatch(threading.Thread):
         super().__init__(daemon=True)
         torch.ones(1, device="cuda").add_(1)
         torch.cuda.synchronize()
-        self.device_bytes = 0
+        self.device_bytes = [0] * torch.cuda.device_count()
         self.host_bytes = {"setup": 0, "training": 0}
         self._phase = "setup"
         self.empty_host_bytes = psutil.Process().memory_info().rss
         self._ended = threading.Event()
         pynvml.nvmlInit()
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        numbers = range(len(self.device_bytes))
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
 
     def run(self) -> None:
         process = psutil.Process()
         while not self._ended.wait(EVERY_S):
-            for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-                if entry.pid == os.getpid() or entry.usedGpuMemory is not None:
-                    self.device_bytes = max(self.device_bytes, entry.usedGpuMemory or 0)
+            for card, handle in enumerate(self._handles):
+                for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    if entry.pid == os.getpid() or entry.usedGpuMemory is not None:
+                        held_bytes = max(self.device_bytes[card], entry.usedGpuMemory or 0)
+                        self.device_bytes[card] = held_bytes
             phase = self._phase
             self.host_bytes[phase] = max(self.host_bytes[phase], process.memory_info().rss)
 
@@ -53,7 +56,8 @@ class MemoryWatch(threading.Thread):
 
     def figures(self, row: Mapping[str, Any]) -> dict[str, float]:
         """Both peaks, for the result of a row."""
-        taken = {"nvml_gib": round(self.device_bytes / GIB, 4)}
+        cards = [round(held_bytes / GIB, 4) for held_bytes in self.device_bytes]
+        taken: dict[str, Any] = {"nvml_gib": cards[0], "nvml_cards_gib": cards}
         above = {name: peak - self.empty_host_bytes for name, peak in self.host_bytes.items()}
         return taken | host_figures(row, above["training"], above["setup"])
 

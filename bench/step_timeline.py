@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.export import write_trace
@@ -63,3 +66,20 @@ class StepTimeline:
             "busy_s": {lane: round(seconds, 3) for lane, seconds in found.busy_s.items()},
             "waits_s": {cause: round(seconds, 3) for cause, seconds in found.waits_s.items()},
         }
+
+
+@contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Write what the device did inside, by kernel, to `path`."""
+    if path is None:
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        yield
+        torch.cuda.synchronize()
+    table = recorded.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90
+    )
+    path.write_text(table)
