@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 320, 48, 16, 112, 36
-COLOURS = ("#0969da", "#cf222e", "#1a7f37")
+COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#57606a")
+DASHES = ("", "4 3", "8 3", "2 2", "8 3 2 3", "1 4")
 
 
 def curves(named: dict[str, list[float]]) -> str:
@@ -40,7 +41,7 @@ def curves(named: dict[str, list[float]]) -> str:
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 4}">step; loss in nats a token</text>')
     for index, (name, losses) in enumerate(named.items()):
         points = " ".join(f"{x(i):.1f},{y(loss):.1f}" for i, loss in enumerate(losses))
-        dash = "" if index == 0 else ' stroke-dasharray="4 3"'
+        dash = f' stroke-dasharray="{DASHES[index]}"' if DASHES[index] else ""
         line = f'fill="none" stroke="{COLOURS[index]}" stroke-width="1.5"{dash}'
         parts.append(f'<polyline points="{points}" {line}/>')
         place = f'x="{WIDTH - RIGHT + 8}" y="{TOP + 14 + 18 * index}" fill="{COLOURS[index]}"'
