@@ -53,8 +53,7 @@ class Group:
         frozen: StorageFormat = "plain",
     ) -> None:
         self.name = name
-        self.kind = kind
-        self.states = states
+        self.kind, self.states = kind, states
         self.frozen = frozen  # how large frozen weights are stored
         self.placement = GroupPlacement(name=name, kind=kind)
         self.lane = 0  # of its card's compute streams, for its unit
