@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fluxtrain.device.page_locks import host_empty
 
+LANES = 2  # compute streams of a GPU, which neighbouring blocks have in turn
 MOST_BEHIND = 3  # units that a GPU may be behind the host, whose memory is not free yet
 _CHECKED_BYTES = 1 << 22
 _peers: dict[tuple[int, int], bool] = {}  # whether copies between two GPUs arrive as they left
@@ -30,7 +31,8 @@ class Among:
     ) -> None:
         self.torch_device = torch_device
         self._outside = current  # the stream of the code around blocks
-        self._computes = [torch.cuda.Stream(torch_device)]  # by lane
+        # by lane, all of them now: memory that is handed out is kept for each
+        self._computes = [torch.cuda.Stream(torch_device) for _ in range(LANES)]
         # where the code around was when it was last waited for
         self._joined: torch.cuda.Event | None = None
         self.leaving = torch.cuda.Stream(torch_device)
@@ -44,8 +46,6 @@ class Among:
         if outside in self._computes:
             yield
             return
-        while lane >= len(self._computes):
-            self._computes.append(torch.cuda.Stream(self.torch_device))
         compute = self._computes[lane]
         if joins == "now":
             self._joined = outside.record_event()
