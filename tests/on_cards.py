@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +27,16 @@ def llama(layers: int = 5, tied: bool = False, dtype: torch.dtype = torch.bfloat
     return LlamaForCausalLM(config).to(dtype).train()
 
 
+def wide(layers: int) -> nn.Module:
+    """The same with more to compute: several milliseconds a block on a GPU."""
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=4, vocab_size=VOCABULARY, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
 def batch(step: int = 0) -> dict[str, Tensor]:
     drawn = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=drawn)
@@ -41,9 +54,29 @@ def wrapped(
     return engine_of(model)
 
 
-def trained(model: nn.Module, cards: int | None, steps: int = 4, **how: Any) -> dict[str, Tensor]:
-    """Train for some steps; return all weights and states, and what each loss was."""
-    engine = wrapped(model, cards, **how)
+def wrapped_as_dealt(
+    model: nn.Module, dealing: Sequence[int], device: str = "cpu", frozen: Any = "plain", **how: Any
+) -> Engine:
+    """Wrap the model with its blocks on these cards, in order."""
+    plain = copy.deepcopy(model)
+    plan = wrapped(plain, max(dealing) + 1, device, **how).plan
+    fluxtrain.unwrap(plain)
+    cards = iter(dealing)
+    rows = [replace(row, card=next(cards)) if row.kind == "block" else row for row in plan.groups]
+    slots = tuple(replace(card, slots=2) for card in plan.cards)
+    placement = replace(plan, groups=tuple(rows), cards=slots)
+    number = max(dealing) + 1
+    fluxtrain.wrap(model, device=device, cards=number, placement=placement, frozen=frozen)
+    return engine_of(model)
+
+
+def trained(
+    model: nn.Module, cards: int | Sequence[int] | None, steps: int = 4, **how: Any
+) -> dict[str, Tensor]:
+    """Train for some steps on so many cards, or with the blocks dealt so; return all weights and
+    states, and what each loss was."""
+    dealt = isinstance(cards, Sequence)
+    engine = wrapped_as_dealt(model, cards, **how) if dealt else wrapped(model, cards, **how)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
     losses: list[Tensor] = []
     for step in range(steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -15,9 +16,19 @@ from fluxtrain.errors import BadInput
 from fluxtrain.handover.handed import Handed
 from fluxtrain.plan import states
 from fluxtrain.plan.request import PlacementRequest
-from fluxtrain.runtime.cards.pieces import pieces_of
+from fluxtrain.runtime.cards.pieces import note_pieces, pieces_of
 from fluxtrain.wrapping.engine import engine_of
-from tests.on_cards import LENGTH, ROWS, VOCABULARY, assert_same, batch, llama, trained, wrapped
+from tests.on_cards import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    assert_same,
+    batch,
+    llama,
+    trained,
+    wrapped,
+    wrapped_as_dealt,
+)
 
 
 @pytest.mark.parametrize("cards", [2, 3])
@@ -87,6 +98,47 @@ def test_chunks_of_a_block_begin_before_those_of_the_one_before_have_all_ended(
     engine.flush()
     spans = ((0, 2), (2, 4), (4, 6), (6, 8))
     assert seen == [(number, spans) for number in range(4)]
+
+
+DEALINGS = [(0, 0, 1, 0, 0, 1), (1, 1, 1, 0, 1, 1), (0, 0, 0, 1, 1, 1), (0, 1, 1, 2, 2, 0)]
+
+
+@pytest.mark.parametrize("dealing", DEALINGS, ids=str)
+def test_neighbours_on_one_card_have_different_lanes_and_the_bits_stay(
+    dealing: tuple[int, ...],
+) -> None:
+    model = llama(6)
+    other = copy.deepcopy(model)
+    engine = wrapped_as_dealt(copy.deepcopy(model), dealing)
+    blocks = [unit for unit in engine.units if unit.group.kind == "block"]
+    assert [unit.card for unit in blocks] == list(dealing)
+    for before, after in itertools.pairwise(blocks):
+        assert (before.lane != after.lane) or before.card != after.card
+        assert after.group.lane == after.lane
+    assert_same(trained(model, None), trained(other, dealing))
+
+
+def test_packed_blocks_have_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "LEAST_PACKED", 1024)
+    model = llama(4).requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    engine = wrapped_as_dealt(model, (0, 0, 1, 1), frozen="nf4")
+    assert any(group.dense_bytes for group in engine.groups)
+    assert {unit.lane for unit in engine.units} == {0}
+
+
+def test_a_block_waits_for_code_outside_where_an_argument_is_new() -> None:
+    """Arguments that the block before had too were waited for then."""
+    card = wrapped(llama(2), 2).cards[0]
+    table, mask = torch.ones(3), torch.ones(2)
+    assert card.joins_for([table], 0) == "now"
+    assert card.joins_for([table], 1) == "last"
+    assert card.joins_for([table, mask], 1) == "now"
+    assert card.joins_for([mask], 1) == "last"
+    mask.add_(1)
+    assert card.joins_for([mask], 1) == "now", "it was written to since"
+    arrived = note_pieces(torch.ones(2), [(0, 2)], [None])
+    assert card.joins_for([arrived, mask], 1) == "last"
 
 
 class Between(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from fluxtrain.device.among import streams
 from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.step_cutter import StepCutter
-from tests.on_cards import assert_same, batch, llama, trained, wrapped
+from tests.on_cards import assert_same, batch, llama, trained, wide, wrapped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +41,18 @@ def test_weights_and_states_are_those_of_one_gpu(
     two = trained(other, 2, device="cuda", **how)
     assert_same(one, two)
     assert streams._peers[0, 1] is peer
+
+
+@pytest.mark.parametrize("dealing", [(0, 0, 1, 0, 0, 1), (1, 1, 1, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize("how", PLACES[:6], ids=str)
+def test_neighbours_on_one_gpu_compute_beside_each_other(
+    how: dict[str, Any], dealing: tuple[int, ...]
+) -> None:
+    """Wide enough that kernels of both lanes are under way at once."""
+    model = wide(6)
+    other = copy.deepcopy(model)
+    given = {"device": "cuda", "steps": 6, "chunk_rows": 1, **how}
+    assert_same(trained(model, None, **given), trained(other, dealing, **given))
 
 
 def test_both_gpus_compute_blocks_and_evaluation_agrees() -> None:

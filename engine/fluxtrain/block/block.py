@@ -20,12 +20,14 @@ from fluxtrain.block.chunking import chunks, spans, writes
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.rng import RandomState
 from fluxtrain.block.room import halve_chunk
+from fluxtrain.device.device import Joins
 from fluxtrain.guards.argument_writes import Untouched
 from fluxtrain.guards.arguments import (
     Tree,
     batch_rows,
     flatten,
     has_cache,
+    opaque,
     refuse_hidden_gradients,
     run_with,
     slice_rows,
@@ -51,8 +53,10 @@ def run_with_gradients(
     tree, tensors = flatten((args, kwargs), once=True)
     refuse_hidden_gradients(unit.name, tree)
     collector = active_collector()
-    with context.card_of(unit).computing():  # the first one may try chunks
+    joins = joins_of(context, unit, tree, tensors)
+    with context.card_of(unit).computing(joins=joins, lane=unit.lane):  # it may try chunks
         call = Call(context, unit, tree, tensors, Capture.of(collector))
+    call.joins = joins
     flat = _Streamed.apply(call, context.anchor, *tensors)  # type: ignore[no-untyped-call]
     out, extra = call.outputs.hand_out(flat, tensors)
     call.capture.put_back(collector, extra)
@@ -64,6 +68,24 @@ def run_without_gradients(
 ) -> Any:
     """Run the unit on the whole batch, or on a chunk of rows at a time."""
     tree, tensors = flatten((args, kwargs), once=True)
+    joins = joins_of(context, unit, tree, tensors)
+    with context.card_of(unit).computing(joins=joins, lane=unit.lane):
+        return _without_gradients(context, unit, args, kwargs, tree, tensors)
+
+
+def joins_of(context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> Joins:
+    """Say what a block's forward must wait for of the code around: all, where an argument holds
+    tensors that are not seen here."""
+    if len(context.cards) == 1:
+        return "now"
+    lane = 0 if any(opaque(tree)) else unit.lane
+    return context.card_of(unit).joins_for(tensors, lane)
+
+
+def _without_gradients(
+    context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Tree,
+    tensors: list[Tensor],
+) -> Any:  # fmt: skip
     rows = batch_rows(tensors)
     may_cut = not has_cache(args, kwargs) and active_collector() is None
     device = context.card_of(unit).device

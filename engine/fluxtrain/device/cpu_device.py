@@ -134,8 +134,11 @@ class CpuDevice:
     def mark(self) -> None:
         return None
 
-    def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
+    def computing(self, *, joins: Any = "now", lane: int = 0) -> AbstractContextManager[None]:
         return nullcontext()  # every computation ends before the next one begins
+
+    def used_here(self, tensor: Tensor) -> None:
+        return None
 
     def wait_for(self, point: Any) -> None:
         return None

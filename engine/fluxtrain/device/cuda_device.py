@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer, all_arrived
 from fluxtrain.device.worker import Worker
 
+Joins = Literal["now", "last", "no"]  # as in `Device.computing`
 _HERE: AbstractContextManager[None] = nullcontext()
 
 
@@ -217,8 +218,12 @@ class CudaDevice:
         event.record(self._current())
         return event
 
-    def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
-        return _HERE if self._among is None else self._among.computing(joins=joins)
+    def computing(self, *, joins: Joins = "now", lane: int = 0) -> AbstractContextManager[None]:
+        return _HERE if self._among is None else self._among.computing(joins=joins, lane=lane)
+
+    def used_here(self, tensor: Tensor) -> None:
+        if self._among is not None and tensor.device == self.torch_device:
+            tensor.record_stream(self._current())
 
     def wait_for(self, point: Any) -> None:
         if point is None or point.query():
@@ -233,7 +238,7 @@ class CudaDevice:
 
     def hand_out(self, made: Tensor) -> None:
         if self._among is not None and made.device == self.torch_device:
-            made.record_stream(self._current())
+            self._among.hand_out(made)
 
     def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
         assert self._among is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from fluxtrain.device.cuda_device import CudaDevice
 from fluxtrain.device.recorder import Recorder
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer
+
+Joins = Literal["now", "last", "no"]
 
 
 class Device(Protocol):
@@ -53,9 +55,14 @@ class Device(Protocol):
     def mark(self) -> Any:
         """Mark this point of the computation, for `upload(free=...)`."""
 
-    def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
-        """Compute inside on this device's own stream, where it is one of several; code outside
-        waits for it. joins: after what code outside has queued on this device."""
+    def computing(self, *, joins: Joins = "now", lane: int = 0) -> AbstractContextManager[None]:
+        """Compute inside on a stream of this device's own, where it is one of several; code outside
+        waits for it. Of two lanes each computes by itself. joins: after what code outside has
+        queued on this device until `now`, or until the `last` time that this was asked; or `no`."""
+
+    def used_here(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that another lane has made until what this one has queued is
+        done with it."""
 
     def wait_for(self, point: Any) -> None:
         """Make the computation wait for a point of this device's or another's."""

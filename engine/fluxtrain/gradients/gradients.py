@@ -47,7 +47,8 @@ class Gradients:
         """`arrivals`: gradients on the host, which several devices' sums share."""
         self._device = device
         self.host = HostGradients(device, downloaded, uploaded, arrivals)
-        self._scratch: Tensor | None = None  # shared by groups that finish within their backward
+        # shared by groups that finish within their backward, by the lane that they compute on
+        self._scratch: dict[int, Tensor] = {}
         self._views = MemberViews()
         self._flat: dict[Group, FlatSum] = {}
         self._parts: dict[Group, VocabChunkSum | EmbeddingSum] = {}
@@ -56,8 +57,7 @@ class Gradients:
     def device_bytes(self) -> int:
         """Device memory of open sums, of staging, and of rows that stay for further passes."""
         flats = [total.flat for total in list(self._flat.values())]  # other threads ask
-        if self._scratch is not None:
-            flats.append(self._scratch)
+        flats += list(self._scratch.values())
         held = {id(flat.untyped_storage()): flat.nbytes for flat in flats}
         parts = sum(total.device_bytes for total in list(self._parts.values()))
         return sum(held.values()) + parts + self.host.device_bytes
@@ -120,8 +120,8 @@ class Gradients:
     def zeros_for_chunk(self, shape: torch.Size) -> Tensor:
         """Return zeros (shape) in fp32 to sum one chunk of a gradient in; the memory serves the
         next chunk too."""
-        count, flat = shape.numel(), self._scratch
-        if flat is None or flat.numel() < count or self._scratch_is_taken():
+        count, flat = shape.numel(), self._scratch.get(0)
+        if flat is None or flat.numel() < count or self._is_taken(flat):
             flat = torch.empty(count, dtype=torch.float32, device=self._device.torch_device)
         return flat[:count].zero_().view(shape)
 
@@ -158,7 +158,7 @@ class Gradients:
 
     def _begin_flat(self, group: Group) -> FlatSum:
         flat = self._memory_for(group)
-        stays = flat is self._scratch
+        stays = flat is self._scratch.get(group.lane)
         total = FlatSum(group, flat, self.host, self._views, flat_stays=stays)
         self._flat[group] = total
         return total
@@ -168,12 +168,13 @@ class Gradients:
         until the end of the pass, get memory of their own."""
         n = group.trained_elements
         device = self._device.torch_device
-        if group.users > 1 or self._scratch_is_taken():
+        scratch = self._scratch.get(group.lane)
+        if group.users > 1 or (scratch is not None and self._is_taken(scratch)):
             return torch.empty(n, dtype=torch.float32, device=device)
-        if self._scratch is None or self._scratch.numel() < n:
+        if scratch is None or scratch.numel() < n:
             self._views.forget()
-            self._scratch = torch.empty(n, dtype=torch.float32, device=device)
-        return self._scratch
+            scratch = self._scratch[group.lane] = torch.empty(n, dtype=torch.float32, device=device)
+        return scratch
 
-    def _scratch_is_taken(self) -> bool:
-        return any(total.flat is self._scratch for total in self._flat.values())
+    def _is_taken(self, scratch: Tensor) -> bool:
+        return any(total.flat is scratch for total in self._flat.values())

@@ -23,7 +23,7 @@ def forward_on_card(forward: F) -> F:
         card = call.context.card_of(call.unit)
         if len(call.context.cards) == 1:
             return forward(ctx, call, *rest)
-        with card.computing():
+        with card.computing(joins=call.joins, lane=call.unit.lane):
             found = forward(ctx, call, *rest)
         return _handed_out(card, found)
 
@@ -43,8 +43,8 @@ def backward_on_card(backward: F) -> F:
         if len(context.cards) == 1:
             return backward(ctx, *gradients)
         card = context.card_of(ctx.call.unit)
-        joins = any(one is not None and pieces_of(one) is None for one in gradients)
-        with card.computing(joins=joins):
+        outside = any(one is not None and pieces_of(one) is None for one in gradients)
+        with card.computing(joins="now" if outside else "no", lane=ctx.call.unit.lane):
             found = backward(ctx, *gradients)
         return _handed_out(card, found)
 

@@ -102,6 +102,7 @@ class ActivationOffload:
             # the computation reuses this memory next, so it waits for the download
             found, transfer = activation.source, activation.download
         transfer.wait_compute("activations")
+        self._device.used_here(found)  # another lane may have begun its upload
         activation.on_device = activation.source = None
         if activation in self._downloading:
             self._downloading.remove(activation)

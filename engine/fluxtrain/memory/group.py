@@ -53,10 +53,10 @@ class Group:
         frozen: StorageFormat = "plain",
     ) -> None:
         self.name = name
-        self.kind = kind
-        self.states = states
+        self.kind, self.states = kind, states
         self.frozen = frozen  # how large frozen weights are stored
         self.placement = GroupPlacement(name=name, kind=kind)
+        self.lane = 0  # of its card's compute streams, for its unit
         self.members: list[Member] = []
         self.segments: list[Segment] = []
         self.flat_weights: Tensor | None = None  # (weight_bytes,) uint8 on the host

@@ -26,6 +26,7 @@ class Unit:
         self.position = position
         self.group = group  # the group it owns
         self.card = 0  # the number of the GPU that it runs on, with all of its groups
+        self.lane = 0  # of that GPU's compute streams: neighbours there have different ones
         self.borrowed: dict[Group, list[Member]] = {}  # members of other groups it computes with
         self.places: list[tuple[nn.Module, str, Member]] = []  # where its parameters are registered
         self.original: Callable[..., Any] = module.forward

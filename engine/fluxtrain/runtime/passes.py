@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fluxtrain.device.device import Joins
 from fluxtrain.errors import MisusedModel
 from fluxtrain.guards.writes import check_writes
 from fluxtrain.memory.group import Group
@@ -31,6 +32,7 @@ class UnitCall:
         self.context = context  # kept, so that a backward pass after `unwrap` raises with a reason
         self.unit = unit
         self.training = unit.module.training
+        self.joins: Joins = "now"  # what its forward waits for
         self.versions = {group: group.version for group in unit.groups}
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from fluxtrain.edges.embedding import passes_in_parts
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.unit import Unit
+from fluxtrain.plan.cards.residency import LANES
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.runtime.context import Context
 
@@ -59,3 +61,21 @@ def put_units_on_cards(context: Context) -> None:
             )
         last = numbers.pop() if numbers else last
         unit.card = last if unit.group.kind == "block" else 0
+    put_blocks_on_lanes(context)
+
+
+def put_blocks_on_lanes(context: Context) -> None:
+    """Let neighbours on one of several cards compute in different lanes, in turn, so that a chunk
+    of one need not wait for all chunks of the one before. Packed weights are unpacked into one
+    scratch, so that their blocks compute one by one."""
+    if len(context.cards) == 1:
+        return
+    packed = {group.placement.card for group in context.groups if group.dense_bytes}
+    before: Unit | None = None
+    for unit in context.units:
+        if unit.group.kind != "block":
+            continue
+        follows = before is not None and before.card == unit.card and unit.card not in packed
+        unit.lane = (before.lane + 1) % LANES if before is not None and follows else 0
+        unit.group.lane = unit.lane
+        before = unit

@@ -92,8 +92,7 @@ class UnitForward:
         if torch.is_grad_enabled():
             out = run_with_gradients(context, unit, args, kwargs)
         else:
-            with card.computing():
-                out = run_without_gradients(context, unit, args, kwargs)
+            out = run_without_gradients(context, unit, args, kwargs)
         write_back(moved)
         return out
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fluxtrain.device.page_locks import host_empty
 
+LANES = 2  # compute streams of a GPU, which neighbouring blocks have in turn
 MOST_BEHIND = 3  # units that a GPU may be behind the host, whose memory is not free yet
 _CHECKED_BYTES = 1 << 22
 _PART_BYTES = 4 << 20  # of a copy through the host: 80 us at 50 GB/s
@@ -34,20 +35,26 @@ class Among:
     ) -> None:
         self.torch_device = torch_device
         self._outside = current  # the stream of the code around blocks
-        self._compute = torch.cuda.Stream(torch_device)
+        # by lane, all of them now: memory that is handed out is kept for each
+        self._computes = [torch.cuda.Stream(torch_device) for _ in range(LANES)]
+        # where the code around was when it was last waited for
+        self._joined: torch.cuda.Event | None = None
         self.leaving = torch.cuda.Stream(torch_device)
         self.landed_on = torch.cuda.Stream(torch_device)
         self._behind: deque[torch.cuda.Event] = deque()
 
     @contextmanager
-    def computing(self, *, joins: bool) -> Iterator[None]:
-        """Queue on the compute stream inside; the code around waits for it afterwards."""
-        outside, compute = self._outside(), self._compute
-        if outside == compute:
+    def computing(self, *, joins: str, lane: int) -> Iterator[None]:
+        """Queue on the compute stream of a lane inside; the code around waits for it afterwards."""
+        outside = self._outside()
+        if outside in self._computes:
             yield
             return
-        if joins:
-            compute.wait_stream(outside)
+        compute = self._computes[lane]
+        if joins == "now":
+            self._joined = outside.record_event()
+        if joins != "no" and self._joined is not None:
+            compute.wait_event(self._joined)
         try:
             with torch.cuda.stream(compute):
                 yield
@@ -58,9 +65,13 @@ class Among:
         """Return memory such as `like`, which copies on the landing stream fill and blocks read."""
         with torch.cuda.stream(self.landed_on):
             made = torch.empty(like.shape, dtype=like.dtype, device=self.torch_device)
-        made.record_stream(self._compute)
-        made.record_stream(self._outside())
+        self.hand_out(made)
         return made
+
+    def hand_out(self, made: Tensor) -> None:
+        """Keep the memory of a tensor until whoever may get it is done with it."""
+        for stream in (*self._computes, self._outside()):
+            made.record_stream(stream)
 
     def land(
         self, to: Tensor, source: Tensor, after: Sequence[torch.cuda.Event], sender: Among

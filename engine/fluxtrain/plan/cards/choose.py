@@ -339,7 +339,8 @@ class _Chooser:
             passes=self.request.passes,
             order="fast" if fast else "fixed",
         )
-        return simulated(work, rates)
+        packed = any(group.dense_bytes for group in self.facts.groups)
+        return simulated(work, rates, runs_by_chunks=not packed)
 
 
 def _with_moments(settled: tuple[Settled, ...], *, deferred: bool) -> tuple[Settled, ...]:

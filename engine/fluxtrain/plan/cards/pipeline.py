@@ -50,8 +50,8 @@ class PipelineTime:
 def simulated(work: StepWork, rates: CardsRates, *, runs_by_chunks: bool = False) -> PipelineTime:
     """Return how long a step takes once many have gone before.
 
-    `runs_by_chunks`: neighbouring blocks on one card go chunk by chunk, which the engine does not
-    do yet, else block by block. Of one card they always go block by block.
+    `runs_by_chunks`: neighbouring blocks on one card go chunk by chunk, else block by block. Of one
+    card they always go block by block, and of packed weights.
     """
     pipeline = _Pipeline(work, rates, by_chunks=runs_by_chunks and work.cards > 1)
     ends_s = [pipeline.step() for _ in range(STEPS)]

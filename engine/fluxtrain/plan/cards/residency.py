@@ -26,6 +26,7 @@ from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.units import GIB, bytes_text
 
+LANES = 2  # compute streams of a card that neighbouring blocks have in turn
 LANDING_BUFFERS = 4  # of a whole batch: a chunk arrives in one while others are computed with
 LEVELS: tuple[Offload, ...] = (
     "none",
@@ -225,7 +226,16 @@ class Residency:
             return 0
         sums = max((g.sum_bytes for g in dealt.groups_of(card) if g.kind == "block"), default=0)
         head = self._head_bytes if self.head_on_all_cards and card != EDGES_CARD else 0
-        return self.landing_bytes + (run - 1) * sums + head
+        at_once = min(run, LANES) - 1  # further blocks that compute beside one
+        return self.landing_bytes + at_once * (sums + self._chunk_bytes) + head
+
+    @cached_property
+    def _chunk_bytes(self) -> int:
+        """Bytes of the activations that one chunk of a block computes with."""
+        row, batch, chunk = self.facts.row, self.request.batch_rows, self.request.chunk_rows
+        if row is None or batch is None:
+            return 0
+        return row.activation_bytes * (batch if chunk == "auto" else min(chunk, batch))
 
     @cached_property
     def _head_bytes(self) -> int:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from fluxtrain.device.device import Device
+from fluxtrain.device.device import Device, Joins
 from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.gradients.host_gradients import Arrival
+from fluxtrain.guards.shared_memory import version_of
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
 from fluxtrain.runtime.cards.ahead import CopiesAhead
+from fluxtrain.runtime.cards.pieces import pieces_of
 from fluxtrain.runtime.cards.shared_arguments import SharedArguments
 from fluxtrain.runtime.counters import Counters
 
@@ -42,12 +45,28 @@ class Card:
         )
         self.activation_offload = ActivationOffload(device)
         self.shared = SharedArguments()
+        # arguments that code outside had made when a block last waited for it, with their versions
+        self._joined: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # its copy of a head whose tokens all cards share, with the version of the weights
         self.head_weight: tuple[int, Tensor] | None = None
 
-    def computing(self, *, joins: bool = True) -> AbstractContextManager[None]:
+    def computing(self, *, joins: Joins = "now", lane: int = 0) -> AbstractContextManager[None]:
         """Compute inside where this card's blocks do; see `Device.computing`."""
-        return self.device.computing(joins=joins)
+        return self.device.computing(joins=joins, lane=lane)
+
+    def joins_for(self, tensors: Iterable[Tensor], lane: int) -> Joins:
+        """Say what a forward on a lane must wait for: what code outside has queued until now, or,
+        where its arguments are those of the blocks before or say when they are there, until it was
+        waited for the last time."""
+        mine = [t for t in tensors if t.device == self.torch_device and pieces_of(t) is None]
+        if lane and all(self._is_joined(tensor) for tensor in mine):
+            return "last"
+        self._joined = {id(t): (weakref.ref(t), version_of(t)) for t in mine}
+        return "now"
+
+    def _is_joined(self, tensor: Tensor) -> bool:
+        found = self._joined.get(id(tensor))
+        return found is not None and found[0]() is tensor and found[1] == version_of(tensor)
 
     @property
     def torch_device(self) -> torch.device:
