@@ -42,12 +42,12 @@ RANK = 16
 def main() -> None:
     """Train all of them and print how far their losses are apart."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="0.4b", choices=SHAPES)
+    parser.add_argument("--shape", default="0.3b", choices=SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--first-steps", type=int, default=150, help="of the weights begun with")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--first-steps", type=int, default=80, help="of the weights begun with")
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--svg", type=Path)
     options = parser.parse_args()
