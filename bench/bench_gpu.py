@@ -36,6 +36,7 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.models.kernels import choose_kernels
+from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
@@ -62,6 +63,19 @@ def corpus(vocabulary: int) -> torch.Tensor:
 
 def main() -> None:
     """One measurement; see the module."""
+    options = options_given()
+    watch = MemoryWatch()
+    watch.start()
+    row = run(options, watch)
+    watch.stop()
+    row |= watch.figures(row)
+    print(json.dumps({**row, "losses": [round(loss, 3) for loss in row["losses"][:20]]}))
+    if options.json:
+        options.json.write_text(json.dumps(row, indent=1))
+
+
+def options_given() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="1.5b", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=8)
@@ -77,6 +91,7 @@ def main() -> None:
     parser.add_argument("--cards", type=int, default=1, help="GPUs of this process")
     parser.add_argument("--through-host", action="store_true", help="again so, last")
     parser.add_argument("--also", type=int, nargs="+", default=[], help="batches, with this plan")
+    parser.add_argument("--order", default="fixed", choices=("fixed", "fast"), help="of cards")
     parser.add_argument("--slow-card", type=float, help="the speed of the last GPU, below 1")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.set_defaults(frozen="plain", vocabulary=None)
@@ -96,15 +111,7 @@ def main() -> None:
         "--trace", type=Path, help="write a Perfetto trace of the median step there"
     )
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    watch = MemoryWatch()
-    watch.start()
-    row = run(options, watch)
-    watch.stop()
-    row |= watch.figures(row)
-    print(json.dumps({**row, "losses": [round(loss, 3) for loss in row["losses"][:20]]}))
-    if options.json:
-        options.json.write_text(json.dumps(row, indent=1))
+    return parser.parse_args()
 
 
 def count(text: str) -> int | Auto:
@@ -177,7 +184,12 @@ def planned(
             cards_here.plan_with_slow_card(options.cards - 1, options.slow_card)
         known = None if timing is None else timing.rates
         plan = cards_here.planned_on_cards(
-            facts, request, known, options.cards, budget_bytes, host_bytes
+            facts,
+            request,
+            known,
+            ParallelRequest(cards=options.cards, order=options.order),
+            budget_bytes,
+            host_bytes,
         )
     told: dict[str, Any] = {
         "constants": constants.source if timing else f"{constants.source}; {rates}",

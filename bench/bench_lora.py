@@ -91,6 +91,7 @@ def options_given() -> argparse.Namespace:
     parser.set_defaults(
         states="fp32", moments="auto", in_backward=False, passes=1, kernels="auto",
         learning_rate=RATE, slow_card=None,
+        order="fixed",
     )  # fmt: skip
     return parser.parse_args()
 

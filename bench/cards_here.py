@@ -28,18 +28,18 @@ def planned_on_cards(
     facts: ModelFacts,
     request: RunRequest,
     rates: Rates | None,
-    number: int,
+    parallel: ParallelRequest,
     budget_bytes: int,
     host_available_bytes: int | None,
 ) -> Placement:
     """Plan for so many cards of `budget_bytes` each, as the trainer does; all of them are taken."""
     cards = tuple(
         CardCapacity(index=index, name=torch.cuda.get_device_name(index), free_bytes=budget_bytes)
-        for index in range(number)
+        for index in range(int(parallel.cards))  # type: ignore[arg-type]
     )
     capacity = CardsCapacity(cards=cards, host_available_bytes=host_available_bytes)
     known = None if rates is None else planning.rates_of_cards(capacity, rates)
-    return place_on_cards(facts, capacity, known, request, ParallelRequest(cards=number))
+    return place_on_cards(facts, capacity, known, request, parallel)
 
 
 def told_of_cards(plan: Placement) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def plan_with_slow_card(card: int, speed: float) -> None:
 
 def slow_down(engine: Engine, card: int, speed: float) -> None:
     """Let each chunk of a block on a card take 1 / `speed` of its time, by products that nobody
-    needs beside it; clocks stay as they are. The time of a chunk is measured at the first."""
+    needs beside it; clocks stay as they are. The time of a chunk is measured at the
+    first, the second time that it runs: the first may compile kernels."""
     device = torch.device("cuda", card)
     left = torch.randn(_SIZE, _SIZE, device=device, dtype=torch.bfloat16)
 
@@ -127,6 +128,7 @@ def slow_down(engine: Engine, card: int, speed: float) -> None:
             if not counted:
                 torch.cuda.synchronize(device)
                 with torch.no_grad():
+                    original(*args, **kwargs)
                     took_s = seconds(lambda: original(*args, **kwargs))
                 counted.append(max(1, round(took_s * (1 / speed - 1) / one_s)))
             # a forward is recomputed once, and its backward takes as long as two

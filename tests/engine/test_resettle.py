@@ -92,6 +92,28 @@ def training(tiny: Any, batch: Any) -> Callable[..., Training]:
     return fresh
 
 
+def test_blocks_that_stop_being_resident_need_no_memory_for_the_slots_they_share(
+    training: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, turned = training(), training()
+    plain.steps(4)
+    everywhere = LiveSettings(prefetch=2, resident_blocks=LAYERS, chunk_rows=2)
+    turn(turned.engine, turned.context, everywhere)
+    turned.steps(2)
+
+    def runs_out(*_: Any, **__: Any) -> None:
+        raise DoesNotFit("there is no memory")
+
+    monkeypatch.setattr(Window, "add_slot", runs_out)
+    slots = {id(slot.flat) for slot in turned.engine.cards[0].window.slots}
+    turn(turned.engine, turned.context, replace(everywhere, resident_blocks=1))
+    left = turned.engine.cards[0].window.slots
+    assert {id(slot.flat) for slot in left} < slots
+    assert sum(slot.owner is None for slot in left) == turned.engine.plan.slots
+    turned.steps(2)
+    assert turned.losses == plain.losses
+
+
 def test_losses_and_weights_keep_their_bits_through_changes_of_residency_and_prefetch(
     training: Callable[[], Training],
 ) -> None:

@@ -32,6 +32,7 @@ pytestmark = [
 MIB = 1 << 20
 STEPS = 6
 LEFT_MIB = 48
+NEEDED_MIB = 1000  # of this process: with 1 row and nothing kept or resident 700 are predicted
 TAKEN_AT_STEP = 3
 THIEF = """
 import sys, torch
@@ -67,10 +68,12 @@ class Thief:
         self.taken = 0
         self._hear("ready")
 
-    def take(self) -> None:
+    def take(self, *, leaves_needed: bool) -> None:
+        """Take all but a little, or but what a step needs at the least."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        self._say(f"leave {LEFT_MIB * MIB}")
+        needed = NEEDED_MIB * MIB - torch.cuda.memory_reserved() if leaves_needed else 0
+        self._say(f"leave {max(LEFT_MIB * MIB, needed)}")
         self.taken += 1
 
     def give_back(self) -> None:
@@ -91,11 +94,18 @@ class Thief:
         assert self._process.stdout.readline().strip() == wanted
 
 
-@pytest.fixture
-def thief() -> Iterator[Thief]:
+@pytest.fixture(scope="module")
+def process() -> Iterator[Thief]:
     made = Thief()
     yield made
     made.end()
+
+
+@pytest.fixture
+def thief(process: Thief) -> Iterator[Thief]:
+    process.taken = 0
+    yield process
+    process.give_back()
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +159,8 @@ PHASES: dict[str, Entry] = {  # what is called when a phase begins
     "saving": (Run, "finish"),
 }
 COUNTED = {"forward", "backward", "optimizer"}  # once a step
-MUST_GIVE_UP = {"forward", "backward", "evaluation"}
+STEP = {"forward", "backward"}
+MUST_GIVE_UP = {*STEP, "evaluation"}
 
 
 def take_when(monkeypatch: pytest.MonkeyPatch, phase: str, thief: Thief) -> None:
@@ -163,7 +174,7 @@ def take_when(monkeypatch: pytest.MonkeyPatch, phase: str, thief: Thief) -> None
         nonlocal calls
         calls += 1
         if calls == wanted:
-            thief.take()
+            thief.take(leaves_needed=phase in STEP)
         elif phase == "loading":  # the second time
             thief.give_back()
         return real(*given, **more)
