@@ -296,7 +296,7 @@ def _remove_forgotten(folder: Path) -> None:
     """Remove unfinished files of other models that nobody has written to for a week."""
     for partial in folder.glob("*.partial"):
         try:
-            if time.time() - partial.stat().st_mtime < _FORGOTTEN_S:
+            if time.time() - partial.lstat().st_mtime < _FORGOTTEN_S:
                 continue
             fd = os.open(partial, os.O_RDWR)
         except OSError:
