@@ -92,6 +92,24 @@ def training(tiny: Any, batch: Any) -> Callable[..., Training]:
     return fresh
 
 
+@pytest.mark.parametrize("resident", [1, 4])
+@pytest.mark.parametrize("kept", [2, LAYERS])
+def test_blocks_that_become_resident_leave_the_slot_that_others_will_use(
+    training: Callable[[], Training], resident: int, kept: int
+) -> None:
+    """One that keeps its activations refers to its weights until its backward pass; what was copied
+    ahead for it into a shared slot is overwritten by then."""
+    plain, turned = training(), training()
+    turned.steps(1)
+    settings = LiveSettings(
+        prefetch=2, resident_blocks=resident, chunk_rows=2, blocks_without_recompute=kept
+    )
+    turn(turned.engine, turned.context, settings)
+    turned.steps(3)
+    assert turned.losses == plain.steps(4)
+    assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
+
+
 def test_blocks_that_stop_being_resident_need_no_memory_for_the_slots_they_share(
     training: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,15 @@ class Window:
         self.slots = [*self.slots, slot]  # a new list: other threads read the old one
         if owner is not None:
             self._owners.add(owner)
+            self._leave_shared_slot(owner)
         return slot
+
+    def _leave_shared_slot(self, group: Group) -> None:
+        """Forget that the group is in a slot, where others may overwrite it: a block that keeps its
+        activations refers to its weights from its forward pass until its backward pass."""
+        shared = self._where.pop(group, None)
+        if shared is not None:
+            shared.group, shared.version, shared.frozen_version = None, -1, -1
 
     def remove_slot(self, slot: Slot) -> None:
         """Free the slot's memory, after a copy under way into it."""
