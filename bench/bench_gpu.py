@@ -36,7 +36,6 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.models.kernels import choose_kernels
-from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
@@ -187,7 +186,8 @@ def planned(
             facts,
             request,
             known,
-            ParallelRequest(cards=options.cards, order=options.order),
+            options.cards,
+            options.order,
             budget_bytes,
             host_bytes,
         )

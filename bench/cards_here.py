@@ -13,7 +13,7 @@ import torch
 from fluxtrain.device.among import streams
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.request import ParallelRequest
+from fluxtrain.plan.cards.request import Order, ParallelRequest
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import ModelFacts
@@ -28,18 +28,21 @@ def planned_on_cards(
     facts: ModelFacts,
     request: RunRequest,
     rates: Rates | None,
-    parallel: ParallelRequest,
+    number: int,
+    order: Order,
     budget_bytes: int,
     host_available_bytes: int | None,
 ) -> Placement:
     """Plan for so many cards of `budget_bytes` each, as the trainer does; all of them are taken."""
     cards = tuple(
         CardCapacity(index=index, name=torch.cuda.get_device_name(index), free_bytes=budget_bytes)
-        for index in range(int(parallel.cards))  # type: ignore[arg-type]
+        for index in range(number)
     )
     capacity = CardsCapacity(cards=cards, host_available_bytes=host_available_bytes)
     known = None if rates is None else planning.rates_of_cards(capacity, rates)
-    return place_on_cards(facts, capacity, known, request, parallel)
+    return place_on_cards(
+        facts, capacity, known, request, ParallelRequest(cards=number, order=order)
+    )
 
 
 def told_of_cards(plan: Placement) -> dict[str, Any]:

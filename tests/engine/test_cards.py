@@ -12,9 +12,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.device.among import streams
 from fluxtrain.errors import BadInput
 from fluxtrain.handover.handed import Handed
 from fluxtrain.plan import states
+from fluxtrain.plan.cards import residency
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.runtime.cards.pieces import note_pieces, pieces_of
 from fluxtrain.wrapping.engine import engine_of
@@ -372,3 +374,7 @@ def test_one_card_tells_of_no_cards() -> None:
     assert engine.memory().cards == ()
     assert engine.traffic().cards == ()
     assert engine.residency().cards == ""
+
+
+def test_the_plan_counts_as_many_lanes_as_a_card_has() -> None:
+    assert streams.LANES == residency.LANES

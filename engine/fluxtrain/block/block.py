@@ -20,7 +20,7 @@ from fluxtrain.block.chunking import chunks, spans, writes
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.rng import RandomState
 from fluxtrain.block.room import halve_chunk
-from fluxtrain.device.device import Joins
+from fluxtrain.device.among.streams import Joins
 from fluxtrain.guards.argument_writes import Untouched
 from fluxtrain.guards.arguments import (
     Tree,

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fluxtrain.device import page_locks
-from fluxtrain.device.among.streams import Among
+from fluxtrain.device.among.streams import Among, Joins
 from fluxtrain.device.current_gpu import CurrentStream
 from fluxtrain.device.recorder import CudaClock, Instant, Recorder
 from fluxtrain.device.staging import Staging, Wait
@@ -23,7 +23,6 @@ from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer, all_arrived
 from fluxtrain.device.worker import Worker
 
-Joins = Literal["now", "last", "no"]  # as in `Device.computing`
 _HERE: AbstractContextManager[None] = nullcontext()
 
 

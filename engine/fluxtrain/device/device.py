@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fluxtrain.device.among.streams import Joins
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.device.cuda_device import CudaDevice
 from fluxtrain.device.recorder import Recorder
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer
-
-Joins = Literal["now", "last", "no"]
 
 
 class Device(Protocol):
@@ -61,8 +60,7 @@ class Device(Protocol):
         queued on this device until `now`, or until the `last` time that this was asked; or `no`."""
 
     def used_here(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor that another lane has made until what this one has queued is
-        done with it."""
+        """Record a tensor that another lane has allocated on this lane's stream."""
 
     def wait_for(self, point: Any) -> None:
         """Make the computation wait for a point of this device's or another's."""

@@ -31,7 +31,7 @@ def resettle(context: Context, placement: Placement) -> None:
     Groups move whose rows say other tiers than before; then blocks get the slots, activations and
     chunk that the placement says. New memory is taken before any is given back, so that running out
     of it leaves everything as it was. Raises DoesNotFit then. Blocks that stop being resident leave
-    their slots to those that stream, so that this needs no memory where there is none.
+    their slots to those that stream, so that this allocates nothing.
     """
     check_groups(placement.groups, context.groups)
     refuse_unused(placement.groups, cards=len(context.cards))
@@ -68,8 +68,7 @@ def resettle(context: Context, placement: Placement) -> None:
         move()
     if prepared:
         renew_state(owner for owners in context.owners.values() for owner in owners.values())
-    for placed in (gone, left):
-        placed.clear()
+    gone.clear()
     prepared.clear()
     before, context.plan = context.plan, placement
     for group, row in rows:

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import EllipsisType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fluxtrain.device.page_locks import host_empty
 
-LANES = 2  # compute streams of a GPU, which neighbouring blocks have in turn
+Joins = Literal["now", "last", "no"]  # as in `Device.computing`
+LANES = 2  # compute streams of a GPU, which neighbouring blocks have in turn: as the plan counts
 MOST_BEHIND = 3  # units that a GPU may be behind the host, whose memory is not free yet
 _CHECKED_BYTES = 1 << 22
 _PART_BYTES = 4 << 20  # of a copy through the host: 80 us at 50 GB/s
@@ -44,7 +46,7 @@ class Among:
         self._behind: deque[torch.cuda.Event] = deque()
 
     @contextmanager
-    def computing(self, *, joins: str, lane: int) -> Iterator[None]:
+    def computing(self, *, joins: Joins, lane: int) -> Iterator[None]:
         """Queue on the compute stream of a lane inside; the code around waits for it afterwards."""
         outside = self._outside()
         if outside in self._computes:
@@ -69,7 +71,8 @@ class Among:
         return made
 
     def hand_out(self, made: Tensor) -> None:
-        """Keep the memory of a tensor until whoever may get it is done with it."""
+        """Record a tensor on every stream that may read it, so that torch's allocator keeps its
+        memory until all of them are past what is queued now."""
         for stream in (*self._computes, self._outside()):
             made.record_stream(stream)
 

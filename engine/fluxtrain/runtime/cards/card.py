@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from fluxtrain.device.device import Device, Joins
+from fluxtrain.device.among.streams import Joins
+from fluxtrain.device.device import Device
 from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.guards.shared_memory import version_of
