@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from children import Stopped, run_python, stoppable
+from children import Stopped, compiled_once, run_python, stoppable
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
@@ -133,7 +133,11 @@ def run(case: dict[str, Any], device: str, steps: int, text: Path, folder: Path)
         code = run_python(
             [*command, "--run-dir", str(folder / "run")],
             stdout=log,
-            environment={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+            environment={
+                **os.environ,
+                **compiled_once(folder.parent / "bytecode", os.environ),
+                "XDG_CACHE_HOME": str(folder / "cache"),
+            },
             group=group,
         )
     case = {**case, "limited": group is not None}

@@ -4,12 +4,15 @@
 
 A model folder of that shape (random weights, bf16) and a tokenizer trained on the text are written
 in Hugging Face format, `fluxtrain train` runs on the source of Python's standard library in a
-process of its own, and NVML is asked ten times a second what that process holds.
+process of its own, and NVML is asked ten times a second what that process holds. With
+`--checkpoint-every N` it says what each checkpoint took of the training beside it; `--cards N`
+deals the blocks to so many GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -28,7 +31,12 @@ from children import Stopped, started_python, stoppable
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fluxtrain.telemetry.events import EvaluationFinished, StepFinished
+from fluxtrain.telemetry.events import (
+    AnyEvent,
+    CheckpointWritten,
+    EvaluationFinished,
+    StepFinished,
+)
 from fluxtrain.telemetry.journal import read_events
 
 SHAPES = Path(__file__).with_name("shapes.yaml")
@@ -92,6 +100,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--offload", default="auto")
+    parser.add_argument("--cards", type=int, help="those that help, unless told")
+    parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -128,11 +138,35 @@ def configuration(options: argparse.Namespace, text: Path) -> dict[str, Any]:
             "steps": options.steps,
             "batch_rows": options.batch,
             "learning_rate": 3e-4,
-            "evaluate_every": max(1, options.steps // 2),
-            "checkpoint_every": "end",
+            "evaluate_every": "end" if options.checkpoint_every else max(1, options.steps // 2),
+            "checkpoint_every": options.checkpoint_every or "end",
         },
         "placement": {"offload": options.offload, "budget_gib": options.budget_gib},
+        **({"parallel": {"cards": options.cards}} if options.cards else {}),
     }
+
+
+def checkpoint_costs(events: list[AnyEvent]) -> list[dict[str, Any]]:
+    """What each checkpoint took of the training: the seconds between two steps beyond the median,
+    added up from its beginning to the step after it was on disk."""
+    ends = [e.t_s for e in events if isinstance(e, StepFinished)]
+    between = list(itertools.pairwise(ends))
+    usual_s = statistics.median(end - begin for begin, end in between[3:])
+    told = []
+    for written in (e for e in events if isinstance(e, CheckpointWritten)):
+        begin_s = written.t_s - written.seconds
+        beside = [end - begin for begin, end in between if end > begin_s and begin < written.t_s]
+        told.append(
+            {
+                "step": written.step,
+                "gib": round(written.bytes / GIB, 2),
+                "written_s": round(written.seconds, 2),
+                "held_s": written.held_s,
+                "steps_beside": len(beside),
+                "cost_s": round(sum(beside) - len(beside) * usual_s, 3),
+            }
+        )
+    return told
 
 
 def summary(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
@@ -151,6 +185,7 @@ def summary(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         "phases_s": {k: round(v, 3) for k, v in steady[-1].phases_s.items()},
         "stalls_s": {k: round(v, 3) for k, v in steady[-1].stalls_s.items()},
         "loss": [round(s.loss, 3) for s in steps[:: max(1, len(steps) // 12)]],
+        "checkpoints": checkpoint_costs(events),
         "evaluations": [round(e.loss, 4) for e in events if isinstance(e, EvaluationFinished)],
         "choices": {c["name"]: f"{c['value']}: {c['because']}" for c in plan["choices"]},
     }
