@@ -255,6 +255,20 @@ def test_memory_beside_the_plan_decides(
     assert chosen.because
 
 
+def test_a_run_that_saves_its_last_step_alone_plans_no_copies(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    predicted = {}
+    for every in ("end", 2):
+        config = run_config(train__steps=3, train__checkpoint_every=every)
+        run(config, tmp_path / str(every))
+        plan = json.loads((tmp_path / str(every) / "plan.json").read_text())
+        choices = {choice["name"]: choice["because"] for choice in plan["choices"]}
+        assert ("while training waits" in choices["train.checkpoint_every"]) == (every == "end")
+        predicted[every] = plan["host_bytes"]
+    assert predicted["end"] < predicted[2]
+
+
 def test_what_lies_on_the_device_needs_room_at_once() -> None:
     assert choose_snapshot([100] * 10, 800, 1600, own_optimizer=True).how == "while training waits"
     assert choose_snapshot([100] * 10, 700, 1600, own_optimizer=True).budget_bytes == 800

@@ -31,7 +31,10 @@ class Snapshot:
 def snapshot_of(
     config: RunConfig, facts: ModelFacts, placement: Placement, available_bytes: int | None
 ) -> Snapshot:
-    """Choose for a planned run, by the host memory that its plan leaves of what is available."""
+    """Choose for a planned run, by the host memory that its plan leaves of what is available. The
+    checkpoint after the last step needs no copies: nothing is trained beside it."""
+    if config.train.checkpoint_every == "end" and config.train.final_model != "best":
+        return _waiting("no step follows the only one that is saved")
     at_once = {row.name for row in placement.groups if "device" in (row.state, row.weights)}
     sizes = {group.name: group.rounded_bytes + group.state_bytes for group in facts.groups}
     need = placement.need.host_bytes + placement.saving_bytes
