@@ -128,6 +128,22 @@ def test_their_number_changes_between_two_steps(tiny: Any, batch: Any) -> None:
     assert same(every, turned)
 
 
+@pytest.mark.parametrize("where", [PLACES[0], PLACES[3], PLACES[4]], ids=str)
+def test_all_of_them_leave_the_device_between_two_steps(
+    tiny: Any, batch: Any, where: dict[str, Any]
+) -> None:
+    every, turned = Training(tiny, batch, 0, **where), Training(tiny, batch, 0, **where)
+    turn_to(turned.engine, activations="device")
+    kept = where.get("blocks_without_recompute", 0)
+    for away in (False, True, False, True):
+        turn_to(turned.engine, activations="host" if away else "device")
+        for _ in range(2):
+            every.step()
+            sent, _ = turned.step()
+            assert sent == (LAYERS + 1 - kept if away else 0)
+    assert same(every, turned)
+
+
 def test_the_ones_sent_last_are_still_there_behind_those_that_stay(
     tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,12 +17,16 @@ from fluxtrain.live.out_of_memory import gpu_of
 from fluxtrain.live.resettle import resettle
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.facts import RowFacts
 from fluxtrain.telemetry import events as ev
 from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
 from tests.on_cards import assert_same, batch, llama, wrapped
 
 ON_ONE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.00 GiB"
+ROW = RowFacts(
+    hidden=32, vocabulary=96, sequence_length=10, dtype_bytes=2, activation_bytes=1 << 16
+)
 
 
 def test_the_card_is_read_from_the_error() -> None:
@@ -67,6 +71,22 @@ def test_a_card_gives_up_activations_then_blocks_then_parts(index: int) -> None:
     fluxtrain.unwrap(model)
 
 
+def test_a_gpus_block_inputs_go_to_the_host_first() -> None:
+    model = llama(12)
+    engine = wrapped(model, 2, resident_blocks=3)
+    facts, plan = replace(facts_of(model, "fp32", "plain"), row=ROW), engine.plan
+    rung = next(card_rungs(facts, plan, 1))
+    assert (rung.name, rung.before, rung.after) == ("activations_on_device", 6, 0)
+    assert rung.to_host_bytes == 6 * plan.layout.batch_rows * ROW.block_input_bytes
+    for before, after in zip(plan.groups, rung.placement.groups, strict=True):
+        moved = before.card == 1 and before.kind == "block"
+        assert after.activations == ("inputs_on_host" if moved else "inputs_on_device")
+    assert next(card_rungs(facts, rung.placement, 1)).name == "resident_blocks"
+    for how in ({"has_gpu": False}, {"backward": False}):
+        assert next(card_rungs(facts, plan, 1, **how)).name == "resident_blocks"
+    fluxtrain.unwrap(model)
+
+
 def test_blocks_that_all_stay_get_slots_when_some_of_them_stream() -> None:
     model = llama(12)
     engine = wrapped(model, 2, resident_blocks=12)
@@ -92,17 +112,18 @@ def test_blocks_that_all_stay_get_slots_when_some_of_them_stream() -> None:
 def trained(giving_up: bool) -> dict[str, torch.Tensor]:
     """Train on two cards; card 1 gives up a rung after each step."""
     torch.manual_seed(0)
-    model = llama(8)
+    model = llama(16)
     how: dict[str, Any] = {"device_groups": 3, "resident_blocks": 4, "blocks_without_recompute": 3}
     engine = wrapped(model, 2, **how)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
-    facts, rungs = facts_of(model, "fp32", "plain"), 0
-    for step in range(6):
+    facts, rungs = replace(facts_of(model, "fp32", "plain"), row=ROW), 0
+    for step in range(8):
         model(**batch(step)).loss.backward()
         engine.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
         rung = next(card_rungs(facts, engine.plan, 1), None)
+        assert rung is None or step or rung.name == "activations_on_device"
         if giving_up and rung is not None:
             resettle(engine, rung.placement)
             rungs += 1

@@ -211,6 +211,31 @@ def test_when_memory_runs_out_they_go_first_and_come_back_by_no_other_change() -
     assert planned.layout_with(second.applied_to(now)).activations_on_device == 0
 
 
+def test_when_all_wait_on_the_device_they_go_to_the_host_first() -> None:
+    planned = ground(blocks_without_recompute=1, resident_blocks=2)
+    knobs = planned.planned
+    assert planned.held(knobs, "activations_on_device") == BLOCKS - 1
+    first, second = steps_down(planned, knobs)
+    assert first == Change(name="activations_on_device", value=0)
+    now = first.applied_to(knobs)
+    left = planned.layout_with(now)
+    assert (left.activations, left.activations_on_device) == ("host", 0)
+    freed = planned.need(knobs).device_bytes - planned.need(now).device_bytes
+    assert freed == (BLOCKS - INPUTS_IN_FLIGHT) * (8 << 20) > 0
+    assert planned.held(now, "activations_on_device") == 0
+    assert steps_down(planned, now) == [second]
+    assert planned.layout_with(second.applied_to(now)).activations == "host"
+    assert steps_down(planned, knobs, backward=False)[0].name == "chunk_rows"
+
+
+def test_they_stay_where_that_frees_nothing_and_without_a_gpu() -> None:
+    few = ground(batch_rows=8, blocks_without_recompute=BLOCKS - 1, resident_blocks=BLOCKS)
+    assert steps_down(few, few.planned)[0].name == "blocks_without_recompute"
+    without = ground(budget_bytes=None)
+    assert steps_down(without, without.planned)[0].name == "chunk_rows"
+    assert without.held(without.planned, "activations_on_device") == 0
+
+
 def test_nothing_is_said_of_none() -> None:
     assert staying_words(model(8), OFFLOADED) == ""
     on_device = replace(OFFLOADED, activations="device", activations_on_device=2)

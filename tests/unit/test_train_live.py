@@ -314,8 +314,22 @@ def test_undo_takes_back_one_change_after_the_other() -> None:
     assert run.live.settings == ground().planned
 
 
-def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run() -> None:
+def test_block_inputs_on_the_device_leave_it_when_its_memory_runs_out() -> None:
     run = Run()
+    assert run.live.make_room(4, lost_s=2.0) == f"activations_on_device 0 instead of {BLOCKS}"
+    applied = run.told(ev.ChangeApplied)[-1]
+    assert (applied.name, applied.why, applied.same_bits) == (
+        "activations_on_device", "memory", True
+    )  # fmt: skip
+    assert run.live.settings.activations_on_device == 0
+    assert run.live.make_room(4, lost_s=2.0) == "chunks of 1 rows instead of 2"
+    full = Run(context=ground())
+    full.use = Use(host_available_bytes=10 * MIB)
+    assert full.live.make_room(4, lost_s=2.0) == "chunks of 1 rows instead of 2"
+
+
+def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run() -> None:
+    run = Run(context=ground(activations="host"))
     run.ask(chunk_rows=8)
     run.steps(4)
     assert run.live.make_room(4, lost_s=2.0) == "chunks of 4 rows instead of 8"
@@ -330,7 +344,8 @@ def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run()
 
 
 def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing() -> None:
-    run = Run(context=ground(chunk_rows=1, resident_blocks=3, device_groups=2))
+    how = {"chunk_rows": 1, "resident_blocks": 3, "device_groups": 2, "activations": "host"}
+    run = Run(context=ground(**how))
     run.chunk_rows = 1
     said = [run.live.make_room(0, lost_s=1.0) for _ in range(5)]
     assert said == [
@@ -341,12 +356,12 @@ def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing(
         None,
     ]
     assert {change.why for change in run.told(ev.ChangeApplied)} == {"memory"}
-    assert run.live.settings == replace(ground().planned, chunk_rows=1)
+    assert run.live.settings == replace(ground(activations="host").planned, chunk_rows=1)
 
 
 def test_an_evaluation_gives_up_nothing_that_only_a_backward_pass_has() -> None:
-    context = ground(chunk_rows=2, resident_blocks=3, blocks_without_recompute=2)
-    run = Run(context=context)
+    kept = {"blocks_without_recompute": 2, "activations": "host"}
+    run = Run(context=ground(chunk_rows=2, resident_blocks=3, **kept))
     run.chunk_rows = 2
     assert run.live.make_room(3, lost_s=1.0, backward=False) == "chunks of 1 rows instead of 2"
     assert run.live.make_room(3, lost_s=1.0, backward=False) == "resident_blocks 1 instead of 3"

@@ -213,7 +213,7 @@ class LiveChanges:
                 self._steady.restart()
                 return str(rung)
             for change in steps_down(self._context, self.settings, backward=backward):
-                before = getattr(self._context.layout_with(self.settings), change.name)
+                before = self._context.held(self.settings, change.name)
                 if self._gave_up(change):
                     break
             else:
@@ -251,7 +251,8 @@ class LiveChanges:
         if not earlier.several_cards:
             return None
         now = earlier.placement_with(self.settings)
-        for rung in card_rungs(earlier.facts, now, gpu, backward=backward):
+        has_gpu = earlier.has_gpu
+        for rung in card_rungs(earlier.facts, now, gpu, backward=backward, has_gpu=has_gpu):
             room = self._use().host_available_bytes
             if room is not None and rung.to_host_bytes > room:
                 continue

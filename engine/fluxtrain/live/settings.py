@@ -52,7 +52,8 @@ class LiveSettings:
     blocks_without_recompute: int = (
         0  # of those whose weights are on the device, where there are so many
     )
-    activations_on_device: int = 0  # at most; fewer where the plan's peak has no room for them
+    activations_on_device: int = 0  # blocks whose inputs wait there, at most; fewer where the
+    # plan's peak has no room for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +116,24 @@ class LiveContext:
             chunk_rows=self.layout.chunk_rows,
             device_groups=self.layout.device_groups,
             blocks_without_recompute=self.layout.blocks_without_recompute,
-            activations_on_device=self.layout.activations_on_device,
+            activations_on_device=(
+                self.facts.layers if self.inputs_may_leave else self.layout.activations_on_device
+            ),
         )
+
+    @property
+    def inputs_may_leave(self) -> bool:
+        """Whether all block inputs wait on a GPU as planned, from where they may go to the host."""
+        known = self.has_gpu and self.facts.row is not None
+        return known and not self.layout.offloads_activations
+
+    def held(self, settings: LiveSettings, name: StepName) -> int:
+        """The value of a setting that these `settings` come to."""
+        layout = self.layout_with(settings)
+        if name == "activations_on_device" and not layout.offloads_activations:
+            kept = kept_count(self.facts, layout)
+            return self.facts.layers - kept if self.inputs_may_leave else 0
+        return int(getattr(layout, name))
 
     def host_blocks(self, settings: LiveSettings) -> int:
         """Blocks on the host, which may be resident or stream."""
@@ -124,10 +141,13 @@ class LiveContext:
         return len(by_tier(self.facts, moved)[1].blocks)
 
     def layout_with(self, settings: LiveSettings) -> Layout:
-        """The layout that `settings` make. InputsOn that stay on the device give way where it would
-        take more of it than was planned, for they only have what everything else leaves."""
+        """The layout that `settings` make. Block inputs that stay on the device beside others that
+        wait on the host give way where it would take more of it than was planned, for they only
+        have what everything else leaves."""
+        leave = self.inputs_may_leave and settings.activations_on_device < self.facts.layers
         layout = replace(
             self.layout,
+            activations="host" if leave else self.layout.activations,
             slots=settings.prefetch + 1,
             resident_blocks=min(settings.resident_blocks, self.host_blocks(settings)),
             chunk_rows=settings.chunk_rows,
@@ -244,9 +264,13 @@ def steps_down(context: LiveContext, now: LiveSettings, *, backward: bool = True
     if context.several_cards:
         half = Change(name="chunk_rows", value=now.chunk_rows // 2)
         return [half] if now.chunk_rows > 1 else []
-    staying = backward and context.layout_with(now).activations_on_device
-    first = [Change(name="activations_on_device", value=0)] if staying else []
-    return [*first, *_later_steps(context, now, backward)]
+    leave = Change(name="activations_on_device", value=0)
+    helps = (
+        backward
+        and context.held(now, leave.name)
+        and context.device_growth_bytes(now, leave.applied_to(now)) < 0
+    )
+    return [*([leave] if helps else []), *_later_steps(context, now, backward)]
 
 
 def _later_steps(context: LiveContext, now: LiveSettings, backward: bool) -> list[Change]:

@@ -9,6 +9,7 @@ from fluxtrain.live.cards.changed import counted
 from fluxtrain.live.settings import StepName
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.footprint import INPUTS_IN_FLIGHT
 from fluxtrain.plan.group_placement import Activations, GroupPlacement
 
 _SLOTS = 2  # for a card's first streamed blocks: one computes while the next is copied
@@ -31,14 +32,30 @@ class CardRung:
 
 
 def card_rungs(
-    facts: ModelFacts, placement: Placement, index: int | None, *, backward: bool = True
+    facts: ModelFacts,
+    placement: Placement,
+    index: int | None,
+    *,
+    backward: bool = True,
+    has_gpu: bool = True,
 ) -> Iterator[CardRung]:
-    """Yield what card `index` may give up, first what costs least: half of the blocks that keep
-    their activations, where there is a backward pass; where there are none, half of its resident
-    blocks, then of the parts that live there. Every bit of the results stays."""
+    """Yield what card `index` may give up, first what costs least: where there is a backward pass,
+    all block inputs that wait there, and half of the blocks that keep their activations; where
+    there are none, half of its resident blocks, then of the parts that live there. Every bit of the
+    results stays."""
     number = next((at for at, card in enumerate(placement.cards) if card.index == index), None)
     if number is None or index is None:
         return
+    inputs = _at(
+        placement, number, lambda row: row.kind == "block" and row.activations == "inputs_on_device"
+    )
+    if backward and has_gpu and facts.row is not None and len(inputs) > INPUTS_IN_FLIGHT:
+        rows = _changed(placement, inputs, lambda row: replace(row, activations="inputs_on_host"))
+        one_bytes = placement.layout.batch_rows * facts.row.block_input_bytes
+        yield CardRung(
+            index=index, name="activations_on_device", before=len(inputs), after=0,
+            placement=replace(placement, groups=rows), to_host_bytes=len(inputs) * one_bytes,
+        )  # fmt: skip
     kept = _at(placement, number, lambda row: row.activations == "kept")
     if kept and backward:
         rows = _changed(placement, kept[len(kept) // 2 :], _recomputed(placement.groups))
