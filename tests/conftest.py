@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from fluxtrain.hardware.allocator import let_segments_grow
 from tests.process_state import changes, process_state
 
 # Before torch is imported. Test processes that each use every core only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# As the trainer does before it imports torch: with segments of fixed sizes a test that lets a GPU's
+# memory run out would find it in pieces.
+let_segments_grow()
 
 # What the tests were started to ignore (`nohup`, a script's job in the background) the programs
 # that they start would ignore too; what has a handler, one that does nothing, is not inherited.

@@ -10,10 +10,10 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD,
            signal.SIGTSTP, signal.SIGWINCH)  # fmt: skip
 
-# pytest's, what torch's compiler tells Triton where it lies, once, and what accelerate sets while
-# it looks for a GPU, which stays where two threads do that at a time
+# pytest's, what torch's compiler tells Triton where it lies, once, what accelerate sets while it
+# looks for a GPU, which stays where two threads do that at a time, and what liger is imported with
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH",
-                    "PYTORCH_NVML_BASED_CUDA_CHECK")  # fmt: skip
+                    "PYTORCH_NVML_BASED_CUDA_CHECK", "TRITON_CACHE_AUTOTUNING")  # fmt: skip
 
 
 def process_state() -> dict[str, Any]:
