@@ -13,7 +13,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.
 # pytest's, what torch's compiler tells Triton where it lies, once, what accelerate sets while it
 # looks for a GPU, which stays where two threads do that at a time, and what liger is imported with
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH",
-                    "PYTORCH_NVML_BASED_CUDA_CHECK", "TRITON_CACHE_AUTOTUNING")  # fmt: skip
+                    "PYTORCH_NVML_BASED_CUDA_CHECK", "TRITON_CACHE_AUTOTUNING",
+                    "LIGER_FUSED_MOE_AUTOTUNE")  # fmt: skip
 
 
 def process_state() -> dict[str, Any]:

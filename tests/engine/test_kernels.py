@@ -40,8 +40,9 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", inner)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patch)
     monkeypatch.setattr(kernels, "version", lambda _: "0.8.5")
-    monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "0")  # so that it is as before afterwards
-    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING")
+    for name in kernels.READ_AT_IMPORT:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
     return asked
 
 
@@ -54,6 +55,15 @@ def test_on_a_gpu_ligers_kernels_are_applied_without_its_losses(
     assert liger == [{"model": model, "fused_linear_cross_entropy": False, "cross_entropy": False}]
     assert choose_kernels("liger", model, "cuda").because == "as set"
     assert os.environ["TRITON_CACHE_AUTOTUNING"] == "1", "what Triton tunes is kept"
+    assert os.environ["LIGER_FUSED_MOE_AUTOTUNE"] == "0", "no minutes go into tuning experts"
+
+
+def test_who_wants_the_kernels_of_experts_tuned_has_them_tuned(
+    model: LlamaForCausalLM, liger: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "1")
+    choose_kernels("auto", model, "cuda")
+    assert os.environ["LIGER_FUSED_MOE_AUTOTUNE"] == "1"
 
 
 def test_liger_without_metadata_is_used_and_its_version_is_unknown(

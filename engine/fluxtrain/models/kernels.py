@@ -25,6 +25,12 @@ class ChosenKernels(NamedTuple):
     because: str
 
 
+# What liger and Triton read when liger is imported. What a kernel is tuned to is kept. Those of
+# experts are not tuned: they would try 32 ways each, for minutes, in memory that no plan counts,
+# and the way that a run happens to take decides the last bits of its sums.
+READ_AT_IMPORT = {"TRITON_CACHE_AUTOTUNING": "1", "LIGER_FUSED_MOE_AUTOTUNE": "0"}
+
+
 def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> ChosenKernels:
     """Give `model` the fastest kernels that are allowed and possible; return the choice.
 
@@ -52,8 +58,8 @@ def _what_is_missing(kind: str, device: str) -> str | None:
         return "fused kernels need a GPU"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed (pip install liger-kernel)"
-    # what Triton's kernels are tuned to is kept beside them; read when liger is imported
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+    for name, value in READ_AT_IMPORT.items():
+        os.environ.setdefault(name, value)
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except (ImportError, AttributeError, RuntimeError) as error:
