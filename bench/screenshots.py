@@ -67,10 +67,10 @@ PICTURES = (
     Picture("gpu-dashboard-80x24", run="h200", size=(80, 24), until_share=0.97),
     Picture("gpu-memory", run="h200", screen="memory", until_share=0.97),
     Picture("gpu-transfer", run="h200", screen="transfer", until_share=0.97),
-    Picture("cards", run="cards", until_share=0.9),
-    Picture("cards-80x24", run="cards", size=(80, 24), until_share=0.9),
-    Picture("cards-memory", run="cards", screen="memory", until_share=0.9),
-    Picture("cards-transfer", run="cards", screen="transfer", until_share=None, keys=("left",) * 5),
+    Picture("cards", run="h200-cards", until_share=0.9),
+    Picture("cards-80x24", run="h200-cards", size=(80, 24), until_share=0.9),
+    Picture("cards-memory", run="h200-cards", screen="memory", until_share=0.9),
+    Picture("cards-transfer", run="h200-cards", screen="transfer", until_share=0.9, keys=("left",) * 3),
     Picture("help", keys=("question_mark",)),
 )
 
