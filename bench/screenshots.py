@@ -70,7 +70,9 @@ PICTURES = (
     Picture("cards", run="h200-cards", until_share=0.9),
     Picture("cards-80x24", run="h200-cards", size=(80, 24), until_share=0.9),
     Picture("cards-memory", run="h200-cards", screen="memory", until_share=0.9),
-    Picture("cards-transfer", run="h200-cards", screen="transfer", until_share=0.9, keys=("left",) * 3),
+    Picture(
+        "cards-transfer", run="h200-cards", screen="transfer", until_share=0.9, keys=("left",) * 3
+    ),
     Picture("help", keys=("question_mark",)),
 )
 
