@@ -24,6 +24,7 @@ from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.typed import typed
 from fluxtui.command_line import answers_of, forget_odd_sizes, make_parser
+from fluxtui.hang_up import signal_hang_up
 from fluxtui.wizard.answers.answers import Answers
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def _line_by_line(answers: Answers | None, at_once: bool) -> int:
     from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
     from fluxtui.wizard.linear import LinearWizard
 
+    signal_hang_up(descriptor=1)
     if at_once:
         outcome: Any = prepare(with_settings_of_the_dial(answers or Answers()))
     else:
@@ -133,6 +135,7 @@ def _attach(options: argparse.Namespace) -> int:
             print(f"no terminal here: lines instead of the app{hint}", file=sys.stderr, flush=True)
         if said:
             print(printable(said), file=sys.stderr, flush=True)
+        signal_hang_up(descriptor=1)
         return follow_lines(run_dir)
     return show(lambda: _app(options, run_dir, said=said))
 
@@ -206,6 +209,7 @@ def show(make: Callable[[], FluxApp]) -> int:
     Almost no object of a start is garbage: collecting it meanwhile would cost a tenth of its time.
     """
     gc.disable()
+    signal_hang_up(descriptor=0)
     try:
         app = make()
     except BaseException:

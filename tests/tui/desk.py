@@ -180,9 +180,18 @@ class Desk:
             assert time.monotonic() < deadline, f"the run is {found}, not {state}"
             time.sleep(0.1)
 
+    def processes(self) -> list[psutil.Process]:
+        """All that run for this user: in terminals, below them, and trainings."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            theirs = (process.info["environ"] or {}).get("FLUXTRAIN_RUNS") == str(self.runs)
+            if theirs or any(str(self.runs) in part for part in process.info["cmdline"] or ()):
+                found.append(process)
+        return found
+
     def close(self) -> None:
         for terminal in self._terminals:
             terminal.close()
-        for process in psutil.process_iter(["cmdline"]):
-            if any(str(self.runs) in part for part in process.info["cmdline"] or ()):
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
