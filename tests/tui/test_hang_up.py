@@ -116,7 +116,7 @@ def test_the_app_ends_with_its_terminal_in_a_list_and_in_a_dialog(
 
 @pytest.mark.parametrize("attached", [False, True], ids=["asking", "following"])
 def test_plain_lines_end_with_their_terminal(desk: Desk, silent: Path, attached: bool) -> None:
-    desk.environment["ACCESSIBLE"] = "1"
+    desk.environment |= {"ACCESSIBLE": "1", "TMPDIR": str(desk.runs.parent)}
     arguments = ("--attach", str(silent)) if attached else ()
     terminal = started(desk, *APP, *arguments, by="make")
     terminal.until("step 20/200" if attached else "What would you like to do?")
