@@ -22,7 +22,9 @@ from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
 
 
 def test_the_knobs_of_a_plan_are_those_that_it_set() -> None:
-    assert ground().planned == LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=2)
+    known = {"prefetch": 2, "resident_blocks": 0, "chunk_rows": 2}
+    assert ground().planned == LiveSettings(activations_on_device=BLOCKS, **known)
+    assert ground(activations="host").planned == LiveSettings(**known)
     assert ground(offload="max").planned.prefetch == 1
     assert ground(resident_blocks=BLOCKS - 1).planned.resident_blocks == BLOCKS - 1
 
