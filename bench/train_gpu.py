@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--offload", default="auto")
-    parser.add_argument("--cards", type=int, help="those that help, unless told")
-    parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--cards", type=int, help="GPUs; by default all that help")
+    parser.add_argument("--checkpoint-every", type=int, help="steps; by default the end alone")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def checkpoint_costs(events: list[AnyEvent]) -> list[dict[str, Any]]:
     added up from its beginning to the step after it was on disk."""
     ends = [e.t_s for e in events if isinstance(e, StepFinished)]
     between = list(itertools.pairwise(ends))
-    usual_s = statistics.median(end - begin for begin, end in between[3:])
+    usual_s = statistics.median(end - begin for begin, end in between[3:] or between)
     told = []
     for written in (e for e in events if isinstance(e, CheckpointWritten)):
         begin_s = written.t_s - written.seconds

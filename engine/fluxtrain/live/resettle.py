@@ -31,7 +31,7 @@ def resettle(context: Context, placement: Placement) -> None:
     Groups move whose rows say other tiers than before; then blocks get the slots, activations and
     chunk that the placement says. New memory is taken before any is given back, so that running out
     of it leaves everything as it was. Raises DoesNotFit then. Blocks that stop being resident leave
-    their slots to those that stream, so that this allocates nothing.
+    their slots to streamed blocks, so this allocates no memory.
     """
     check_groups(placement.groups, context.groups)
     refuse_unused(placement.groups, cards=len(context.cards))

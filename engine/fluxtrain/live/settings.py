@@ -52,8 +52,8 @@ class LiveSettings:
     blocks_without_recompute: int = (
         0  # of those whose weights are on the device, where there are so many
     )
-    activations_on_device: int = 0  # blocks whose inputs wait there, at most; fewer where the
-    # plan's peak has no room for them
+    # blocks whose inputs wait there, at most: fewer where the plan's peak has no room for them
+    activations_on_device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
