@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
+from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
@@ -53,7 +55,8 @@ class EvaluationDialog(ModalScreen[None]):
     def _show(self) -> None:
         waited = f"the engine reads the model and its held-out data  {self._waited_s:.0f} s"
         told = waited if self._told is None else self._told
-        self.query_one("#result", Static).update("\n".join(map(printable, told.split("\n"))))
+        with suppress(NoMatches):  # left meanwhile
+            self.query_one("#result", Static).update("\n".join(map(printable, told.split("\n"))))
 
     @property
     def _waited_s(self) -> float:

@@ -64,11 +64,17 @@ class RunScreen(Ground, ActionScreen[None]):
     def place(self) -> str:
         return self.NAME
 
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether all widgets are there: not before mounting, nor while news reach a
+        screen that is being taken down."""
+        return self.is_mounted and len(self.children) >= self._whole
+
     def draw(self) -> None:
         """Draw the app's present view; cheap when little of it changed."""
         width, height = self.size
-        if not self.is_mounted or len(self.children) < self._whole or not width:
-            return  # not mounted yet, or unmounting while news of the run still arrive
+        if not self.is_whole or not width:
+            return
         view, palette = self.flux.view, self.flux.palette
         tiny = too_small(width, height)
         self.set_class(tiny, "-tiny")

@@ -111,7 +111,8 @@ class RunsScreen(RunScreen):
 
     def _show(self, runs: Sequence[RunSummary], problem: str = "") -> None:
         self._all, self._problem = runs, problem
-        self._arrange()
+        if self.is_whole:
+            self._arrange()
 
     def _arrange(self, *, by_user: bool = False) -> None:
         """Filter and sort; the cursor stays on its run when others come or go.

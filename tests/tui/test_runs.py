@@ -271,6 +271,20 @@ async def test_a_clone_opens_the_wizard_with_the_runs_settings(
         assert app.is_running, "leaving the wizard leads back to the list"
 
 
+async def test_runs_read_while_the_screen_is_taken_down_are_no_error(
+    runs: Path, made: ModuleType, app_pilot: Any
+) -> None:
+    app = app_pilot.app_on(runs / "ours", made, start_screen="runs")
+    async with app.run_test(size=SIZE) as pilot:
+        await listed(pilot, app, app_pilot, "ours")
+        screen = app.screen
+        await screen.query("#body").remove()  # widgets leave before their screen does
+        screen.look_again()
+        await app.workers.wait_for_complete([it for it in app.workers if it.group == "runs"])
+        await pilot.pause()
+        assert app.is_running
+
+
 async def test_a_run_without_its_settings_cannot_be_cloned(
     runs: Path, made: ModuleType, app_pilot: Any
 ) -> None:
