@@ -70,6 +70,24 @@ def test_a_model_without_weights_is_planned_for_a_machine_that_is_not_here(
     assert "balanced" in text
 
 
+def test_copies_for_checkpoints_count_in_each_plan_of_the_dial(
+    large: RunConfig, tmp_path: Path
+) -> None:
+    plan, end = (
+        preview(with_checkpoints(large, every), machine(tmp_path, 24, 260)) for every in (10, "end")
+    )
+    copies_bytes = plan.host_bytes - end.host_bytes
+    assert copies_bytes > 8e9, "the last checkpoint alone needs no copies"
+    for one, without in zip(plan.plans, end.plans, strict=True):
+        assert one.host_bytes - without.host_bytes == copies_bytes
+    assert plan.plans[0].host_bytes == plan.host_bytes
+
+
+def with_checkpoints(config: RunConfig, every: int | str) -> RunConfig:
+    train = config.train.model_copy(update={"checkpoint_every": every})
+    return config.model_copy(update={"train": train})
+
+
 def test_all_cards_of_a_file_are_planned_for_and_told(large: RunConfig, tmp_path: Path) -> None:
     gpus = [{"name": "card", "memory_total_bytes": 24 * GIB}] * 2
     path = tmp_path / "two.json"

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -126,7 +125,7 @@ def preview(
             snapshot.choice(config.train.checkpoint_every),
         ),
     )  # fmt: skip
-    return msgspec.structs.replace(answer, host_bytes=answer.host_bytes + snapshot.budget_bytes)
+    return snapshot.counted_in(answer)
 
 
 def _rows_and_form(config: RunConfig) -> tuple[int, tuple[ChoiceMade, ...]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
@@ -26,6 +29,14 @@ class Snapshot:
         """Return what the plan says of checkpoints that are written every so many steps."""
         because = f"as set, written {self.how}: {self.because}"
         return ChoiceMade(name="train.checkpoint_every", value=str(every), because=because)
+
+    def counted_in(self, answer: PlanAnswer) -> PlanAnswer:
+        """Return the answer with the copies in the host memory of its plan and those beside it."""
+        copies_bytes, replace = self.budget_bytes, msgspec.structs.replace
+        plans = tuple(
+            replace(one, host_bytes=one.host_bytes + copies_bytes) for one in answer.plans
+        )
+        return replace(answer, host_bytes=answer.host_bytes + copies_bytes, plans=plans)
 
 
 def snapshot_of(
