@@ -48,6 +48,8 @@ def down(placement: Placement, facts: Any, index: int) -> list[tuple[str, int, i
             if before.card != index
         ]
         assert all(before == after for before, after in others), "only this card's rows change"
+        more_bytes = rung.placement.need.host_bytes - placement.need.host_bytes
+        assert more_bytes == rung.to_host_bytes, "what moves to the host is told there"
         told.append((rung.name, rung.before, rung.after))
         placement = rung.placement
         assert len(told) < 50
@@ -78,6 +80,7 @@ def test_a_gpus_block_inputs_go_to_the_host_first() -> None:
     rung = next(card_rungs(facts, plan, 1))
     assert (rung.name, rung.before, rung.after) == ("activations_on_device", 6, 0)
     assert rung.to_host_bytes == 6 * plan.layout.batch_rows * ROW.block_input_bytes
+    assert rung.placement.need.host_bytes == plan.need.host_bytes + rung.to_host_bytes
     for before, after in zip(plan.groups, rung.placement.groups, strict=True):
         moved = before.card == 1 and before.kind == "block"
         assert after.activations == ("inputs_on_host" if moved else "inputs_on_device")

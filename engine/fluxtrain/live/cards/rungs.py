@@ -51,10 +51,11 @@ def card_rungs(
     )
     if backward and has_gpu and facts.row is not None and len(inputs) > INPUTS_IN_FLIGHT:
         rows = _changed(placement, inputs, lambda row: replace(row, activations="inputs_on_host"))
-        one_bytes = placement.layout.batch_rows * facts.row.block_input_bytes
+        moved = len(inputs) * placement.layout.batch_rows * facts.row.block_input_bytes
         yield CardRung(
             index=index, name="activations_on_device", before=len(inputs), after=0,
-            placement=replace(placement, groups=rows), to_host_bytes=len(inputs) * one_bytes,
+            placement=_with_more_on_host(replace(placement, groups=rows), moved),
+            to_host_bytes=moved,
         )  # fmt: skip
     kept = _at(placement, number, lambda row: row.activations == "kept")
     if kept and backward:
@@ -79,11 +80,12 @@ def card_rungs(
     parts = _at(placement, number, lambda row: row.weights == "device")
     if parts:
         gone = parts[len(parts) // 2 :]
-        rows = _changed(placement, gone, _on_host)
+        moved = sum(facts.groups[at].host_bytes(accumulates=True) for at in gone)
+        after_it = replace(placement, groups=_changed(placement, gone, _on_host))
         yield CardRung(
             index=index, name="device_groups", before=len(parts), after=len(parts) // 2,
-            placement=_with_slots(replace(placement, groups=rows), number),
-            to_host_bytes=sum(facts.groups[at].host_bytes(accumulates=True) for at in gone),
+            placement=_with_slots(_with_more_on_host(after_it, moved * has_gpu), number),
+            to_host_bytes=moved,
         )  # fmt: skip
 
 
@@ -112,6 +114,12 @@ def _on_host(row: GroupPlacement) -> GroupPlacement:
     """Move a part to the host; what no block shares slots for has a slot of its own."""
     resident = row.kind == "edge" and "whole" in row.transfers
     return replace(row, weights="host", state="host", gradients="host", resident=resident)
+
+
+def _with_more_on_host(placement: Placement, more_bytes: int) -> Placement:
+    """Tell what has moved there; without a GPU it was there before."""
+    host_bytes = placement.need.host_bytes + more_bytes
+    return replace(placement, need=replace(placement.need, host_bytes=host_bytes))
 
 
 def _with_slots(placement: Placement, number: int) -> Placement:
