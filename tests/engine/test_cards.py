@@ -33,7 +33,7 @@ from tests.on_cards import (
 )
 
 
-@pytest.mark.parametrize("cards", [2, 3])
+@pytest.mark.parametrize("cards", [2, 3, 4])
 @pytest.mark.parametrize(
     "how",
     [
@@ -213,7 +213,7 @@ def test_hooks_and_retained_gradients_between_blocks_are_served() -> None:
     assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in kept)
 
 
-@pytest.mark.parametrize("cards", [2, 3])
+@pytest.mark.parametrize("cards", [2, 3, 4])
 def test_hidden_states_and_logits_without_gradients_are_those_of_one_card(cards: int) -> None:
     model = llama(5).eval()
     other = copy.deepcopy(model)
