@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fluxtrain.device.among import streams
 from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.step_cutter import StepCutter
+from tests.between_blocks import BETWEEN, Model, assert_close, gradients
 from tests.on_cards import assert_same, batch, llama, trained, wide, wrapped
 
 pytestmark = [
@@ -54,6 +57,15 @@ def test_neighbours_on_one_gpu_compute_beside_each_other(
     other = copy.deepcopy(model)
     given = {"device": "cuda", "steps": 6, "chunk_rows": 1, **how}
     assert_same(trained(model, None, **given), trained(other, dealing, **given))
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_what_computes_between_blocks_gets_its_gradients(
+    between: Callable[[Tensor], Tensor],
+) -> None:
+    one, two = (gradients(Model(between), cards, "cuda") for cards in (1, 2))
+    assert len(one) == 10
+    assert_close(two, one)
 
 
 def test_both_gpus_compute_blocks_and_evaluation_agrees() -> None:

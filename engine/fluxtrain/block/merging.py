@@ -27,8 +27,9 @@ class Merging:
     def add(self, place: int, span: tuple[int, int], part: Tensor) -> None:
         """Take the rows [first, stop) of the tensor at `place`, which the device has computed."""
         first, stop = span
-        if not self._hands_over or not part.dim() or part.shape[0] != stop - first:
-            self._parts.setdefault(place, []).append(part)
+        has_rows = part.dim() and part.shape[0] == stop - first
+        if not self._hands_over or not has_rows or place in self._parts:
+            self._parts.setdefault(place, self._taken_apart(place)).append(part)
             return
         part = part.detach()
         if stop - first == self._rows:
@@ -38,6 +39,13 @@ class Merging:
                 self._whole[place] = part.new_empty((self._rows, *part.shape[1:]))
             self._whole[place][first:stop].copy_(part)
         self._pieces.setdefault(place, []).append((span, self._device.mark()))
+
+    def _taken_apart(self, place: int) -> list[Tensor]:
+        """Return what earlier chunks brought: they had as many rows as the chunk by chance."""
+        if place not in self._whole:
+            return []
+        whole = self._whole.pop(place)
+        return [whole[first:stop] for (first, stop), _ in self._pieces.pop(place)]
 
     def take(self, place: int) -> Tensor | None:
         """Return the whole tensor; None where no chunk has brought rows."""

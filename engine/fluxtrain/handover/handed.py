@@ -12,16 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from fluxtrain.handover.carried import carried
+from fluxtrain.handover.carried import carried, sent
 from fluxtrain.runtime.cards.card import Card
 from fluxtrain.runtime.cards.pieces import wait_for_all
 from fluxtrain.runtime.context import Context
 
 
 class Handed(Tensor):
-    """An alias of a tensor on another card."""
+    """An alias of a tensor on another card, without memory of its own.
+
+    Functions of torch see the tensor on the first card in its place. What never asks for such a
+    replacement (an `autograd.Function`, `vmap`, hooks of modules) computes with the alias: autograd
+    knows it as made from the tensor, and each operation below autograd gets the values.
+    """
 
     plain: Tensor
     context: Context
@@ -32,9 +38,10 @@ class Handed(Tensor):
     def of(plain: Tensor, context: Context, card: Card) -> Handed:
         """Hand out `plain`, which `card` computes."""
         with torch._C.DisableTorchFunctionSubclass():
-            alias: Any = plain.detach().as_subclass(Handed)
-            alias.requires_grad_(plain.requires_grad)
-        made: Handed = alias
+            if torch.is_grad_enabled() and plain.requires_grad:
+                made: Handed = _Alias.apply(plain, context, card)  # type: ignore[no-untyped-call]
+            else:
+                made = _alias(plain, context)
         made.plain, made.context, made.card, made.brought = plain, context, card, None
         return made
 
@@ -49,15 +56,47 @@ class Handed(Tensor):
         if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func is _DEVICE:
-            return args[0].context.device.torch_device
+        there = pytree.tree_map_only(Handed, on_first_card, (args, kwargs or {}))
+        return func(*there[0], **there[1])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         there = pytree.tree_map_only(Handed, on_first_card, (args, kwargs or {}))
         return func(*there[0], **there[1])
 
 
-_DEVICE = Tensor.device.__get__
+def _alias(plain: Tensor, context: Context) -> Handed:
+    """Return what looks like `plain` on the first card."""
+    made: Handed = Tensor._make_wrapper_subclass(
+        Handed, plain.shape, plain.stride(), plain.storage_offset(), dtype=plain.dtype,
+        device=context.device.torch_device,
+    )  # fmt: skip
+    return made
+
+
+class _Alias(torch.autograd.Function):
+    """Takes gradients of the alias itself to the tensor's card."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, context: Context, card: Card) -> Tensor:
+        ctx.first, ctx.card = context.cards[0], card
+        return _alias(plain, context)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return sent(gradient, ctx.first, ctx.card), None, None
+
+
 _FACTS = {
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "requires_grad", "ndim", "layout")
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "ndim", "layout")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 
 
@@ -69,7 +108,8 @@ def on_first_card(handed: Handed) -> Tensor:
             "this model computes between its blocks with what they return: where that is on "
             "another card it is copied to the first one, which waits for it"
         )
-        handed.brought = bring(handed.plain, context, handed.card)
+        with torch.inference_mode(False), torch.enable_grad():  # whoever is the first to use it
+            handed.brought = bring(handed.plain, context, handed.card)
     return handed.brought
 
 

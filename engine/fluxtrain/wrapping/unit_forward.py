@@ -63,8 +63,10 @@ class UnitForward:
         if len(context.cards) == 1:
             return self._run_here(context, args, kwargs, computes_logits=computes_logits)
         (args, kwargs), moved = receive(context, unit, args, kwargs)
-        out = self._run_here(context, args, kwargs, computes_logits=computes_logits)
-        give_back(context, moved)
+        try:
+            out = self._run_here(context, args, kwargs, computes_logits=computes_logits)
+        finally:
+            give_back(context, moved)  # also what a block wrote before it failed
         return hand_over(context, unit, out)
 
     def _run_here(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ class Pieces:
     points: tuple[Any, ...]  # of a device, as `Device.mark`
     version: int  # of the tensor when it was complete
 
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Be nothing in a file, which any torch.load takes: all rows are there."""
+        return OrderedDict, ()
+
     def within(self, first: int, stop: int) -> list[Any]:
         """Return the points after which the rows [first, stop) are there."""
         pairs = zip(self.spans, self.points, strict=True)
@@ -37,8 +42,8 @@ def note_pieces(tensor: Tensor, spans: Sequence[tuple[int, int]], points: Iterab
 def pieces_of(tensor: Tensor) -> Pieces | None:
     """Return when the tensor's rows are there; None where that is not known, or code has written
     to it since."""
-    found: Pieces | None = getattr(tensor, _NAME, None)
-    return None if found is None or found.version != version_of(tensor) else found
+    found = getattr(tensor, _NAME, None)
+    return found if isinstance(found, Pieces) and found.version == version_of(tensor) else None
 
 
 def wait_for_rows(device: Device, tensors: Iterable[Tensor], first: int, stop: int) -> None:
