@@ -110,3 +110,28 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+class Dropping(Block):
+    """Drops out inside of the block."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(hidden), 0.3, self.training)
+
+
+def with_dropout() -> Model:
+    model = Model(lambda hidden: hidden)
+    model.layers = nn.ModuleList(Dropping() for _ in range(4))
+    return model
+
+
+def drawn(cards: int, device: str, *, gradients: bool) -> Tensor:
+    """Return what a model with dropout in its blocks computes, twice one after another."""
+    model = with_dropout()
+    wrapped(model, cards, device, chunk_rows=2)
+    words = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % WORDS
+    torch.manual_seed(5)
+    with torch.set_grad_enabled(gradients):
+        found = torch.stack([model(words).detach().cpu() for _ in range(2)])
+    fluxtrain.unwrap(model)
+    return found

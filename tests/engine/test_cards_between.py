@@ -11,7 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from tests.between_blocks import BETWEEN, LENGTH, ROWS, WORDS, Block, Model, assert_close, gradients
+from fluxtrain.block.rng import RandomState
+from tests.between_blocks import (
+    BETWEEN,
+    LENGTH,
+    ROWS,
+    WORDS,
+    Block,
+    Model,
+    assert_close,
+    drawn,
+    gradients,
+)
 from tests.on_cards import wrapped
 
 
@@ -152,3 +163,16 @@ def test_a_block_that_fails_after_it_wrote_to_an_argument_leaves_cards_agreed(ca
             layer.fails = False
         found.append((model(words).detach(), model.scale.clone()))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_every_block_that_drops_out_draws_from_the_first_cards_sequence(
+    gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lend, lent = RandomState.lend, []
+    monkeypatch.setattr(
+        RandomState, "lend", lambda state, *cards: (lent.append(cards), lend(state, *cards))[1]
+    )
+    assert torch.equal(*(drawn(cards, "cpu", gradients=gradients) for cards in (1, 2)))
+    blocks, passes = 4, 2
+    assert len(lent) >= 2 * blocks * passes, "of one card and of two"

@@ -14,7 +14,7 @@ from torch import Tensor
 from fluxtrain.device.among import streams
 from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.step_cutter import StepCutter
-from tests.between_blocks import BETWEEN, Model, assert_close, gradients
+from tests.between_blocks import BETWEEN, Model, assert_close, drawn, gradients
 from tests.on_cards import assert_same, batch, llama, trained, wide, wrapped
 
 pytestmark = [
@@ -66,6 +66,13 @@ def test_what_computes_between_blocks_gets_its_gradients(
     one, two = (gradients(Model(between), cards, "cuda") for cards in (1, 2))
     assert len(one) == 10
     assert_close(two, one)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_two_gpus_drop_out_what_one_would(gradients: bool) -> None:
+    one, two = (drawn(cards, "cuda", gradients=gradients) for cards in (1, 2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one[0], one[1])
 
 
 def test_both_gpus_compute_blocks_and_evaluation_agrees() -> None:

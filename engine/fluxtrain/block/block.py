@@ -8,6 +8,7 @@ weights to the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def _without_gradients(
         at_once = context.chunk_rows if cut else rows if may_cut else None
         before = _Before(context, unit, tree, tensors)
         try:
-            with bound(context, unit):
+            with bound(context, unit), before.drawing():
                 weights = BoundWeights(unit)
                 if cut is None:
                     wait_for_all(device, tensors)
@@ -120,6 +121,11 @@ class _Before:
         self._device = context.device.torch_device
         draws = unit.module.training  # dropout
         self._random = RandomState.now(self._device, host=unit.draws_on_host) if draws else None
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Draw inside what one card would draw."""
+        card = self._context.card_of(self._unit).torch_device
+        return nullcontext() if self._random is None else self._random.lend(self._device, card)
 
     def forget(self) -> None:
         """Learn which buffers the block writes to, once it has run."""
