@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,10 +23,13 @@ from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.planning import cards as planning
 from fluxtrain.planning import placing
+from fluxtrain.planning.placing import undealt_choice
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.run import train
 from fluxtrain.units import GIB
+from fluxtrain.wrapping.grouping import facts_of
+from tests.on_cards import llama
 
 MakeConfig = Callable[..., Path]
 SIZES = {
@@ -138,6 +142,48 @@ def test_every_usable_card_is_held_to_the_budget_and_others_are_not_touched(
     assert [one.free_bytes for one in found.cards] == [12 * GIB, 0, 12 * GIB]
     assert [one.unusable for one in found.cards] == ["", "other programs fill it", ""]
     assert shares == {0: 0.5, 2: 0.5}
+
+
+def test_cards_that_a_list_does_not_name_are_not_touched(
+    monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
+) -> None:
+    asked: list[int] = []
+    fake_cuda(monkeypatch, (card(0), card(1), card(2)))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda index: (asked.append(index), (GIB, GIB))[1]
+    )
+    config = load_config(run_config(parallel__cards=[1]))
+    found = planning.cards_of(config, read_machine(), "cuda", None)
+    assert asked == [1]
+    set_so = "as set with parallel.cards"
+    assert [one.unusable for one in found.cards] == [set_so, "", set_so]
+    monkeypatch.setattr(planning, "known_rates", lambda _: {})
+    monkeypatch.setattr(planning, "_product_s", lambda index: asked.append(index) or 1e-3)
+    first = Rates(has_gpu=True, matmul_per_s=1e14, adamw_per_s=1e9, h2d_bytes_per_s=5e10)
+    assert planning.rates_of_cards(found, first).cards == (first,) * 3
+    assert asked == [1, 1]
+
+
+def test_a_card_without_bf16_computes_where_the_run_is_in_float16(
+    monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
+) -> None:
+    old = msgspec.structs.replace(card(1), compute_capability="7.5", bf16=False)
+    fake_cuda(monkeypatch, (card(0), old))
+    for dtype, usable in (("auto", False), ("float16", True), ("float32", True)):
+        config = load_config(run_config(model__dtype=dtype))
+        found = planning.cards_of(config, read_machine(), "cuda", None)
+        assert ("model.dtype=float16" not in found.cards[1].unusable) is usable, dtype
+
+
+def test_what_is_asked_of_cards_without_effect_is_told(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = load_config(run_config(parallel__cards=2, train__optimizer="bnb-adamw-8bit"))
+    facts = facts_of(llama(4), "fp32", "plain")
+    (choice,) = undealt_choice(config, facts)
+    assert (choice.name, choice.value) == ("parallel.cards", "1")
+    assert choice.because == "no effect: train.optimizer = bnb-adamw-8bit updates on one card"
+    assert undealt_choice(load_config(run_config(parallel__cards=2)), facts) == ()
 
 
 def test_one_process_of_several_has_one_card(

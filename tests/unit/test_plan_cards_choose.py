@@ -223,8 +223,9 @@ def test_every_card_that_does_not_compute_is_told_with_its_reason() -> None:
     asked = place_on_cards(MODEL, some, three, SET, replace(FIXED, cards=(1,)))
     assert [one.index for one in asked.left_out] == [0, 2]
     assert asked.left_out[0].because.startswith("as set")
-    small = place_on_cards(model(1), machine(8, 8), TWO, SET, FIXED)
-    assert [one.because for one in small.left_out] == ["the model has 1 block"]
+    for cards in ("auto", 2):
+        small = place_on_cards(model(1), machine(8, 8), TWO, SET, replace(FIXED, cards=cards))
+        assert [one.because for one in small.left_out] == ["the model has 1 block"]
 
 
 def test_a_placement_tells_each_card_and_what_binds_the_pipeline() -> None:
@@ -288,7 +289,10 @@ def test_the_head_is_on_all_cards_where_that_pays_and_the_order_is_free() -> Non
     assert fast.step_s is not None and fixed.step_s is not None
     assert fast.step_s < fixed.step_s
     assert told(fast, "parallel.order")[0] == "fast"
-    assert told(fixed, "parallel.order") == ("fixed", "as set: the same bits as one card's")
+    assert told(fixed, "parallel.order") == (
+        "fixed",
+        "as set: the bits of one card with the same chunks",
+    )
 
 
 def test_without_rates_every_card_that_can_be_used_computes_by_the_rule() -> None:
@@ -296,6 +300,20 @@ def test_without_rates_every_card_that_can_be_used_computes_by_the_rule() -> Non
     assert len(found.cards) == 2
     assert found.step_s is None
     assert "no times are known" in told(found, "parallel.cards")[1]
+
+
+@pytest.mark.parametrize("row", [ROW, None], ids=["rows known", "any rows"])
+def test_without_rates_a_card_that_the_model_does_not_fit_with_is_left_out(
+    row: RowFacts | None,
+) -> None:
+    facts = replace(MODEL, row=row)
+    found = place_on_cards(facts, machine(24, 0.05), None, SET, ParallelRequest())
+    assert found.cards == () and found.card == 0
+    assert [(one.index, one.because) for one in found.left_out] == [(1, "no layout with it fits")]
+    two = place_on_cards(facts, machine(0.05, 8, 8), None, SET, ParallelRequest())
+    assert [card.index for card in two.cards] == [1, 2]
+    with pytest.raises(DoesNotFit):
+        place_on_cards(facts, machine(24, 0.05), None, SET, ParallelRequest(cards=(0, 1)))
 
 
 def test_without_a_gpu_pretended_cards_compute_only_where_they_are_asked_for() -> None:
@@ -342,6 +360,8 @@ def test_cards_that_cannot_be_used_are_left_out_with_the_reason() -> None:
         ({"dealing": (4, 4), "cards": (0,)}, ["2 numbers for 1 cards"]),
         ({"dealing": "random"}, ["parallel.dealing is 'random'", "speed"]),
         ({"dealing": (8, 0)}, ["parallel.dealing is (8, 0)"]),
+        ({"dealing": ()}, ["parallel.dealing is ()"]),
+        ({"cards": 1025}, ["parallel.cards is 1025"]),
         ({"order": "loose"}, ["parallel.order is 'loose'", "fixed"]),
     ],
 )
@@ -351,6 +371,12 @@ def test_what_cannot_be_asked_is_refused_with_the_cure(
     with pytest.raises(BadInput) as refused:
         place_on_cards(MODEL, machine(8, 8), TWO, SET, ParallelRequest(**asked))
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_numbers_for_more_cards_than_blocks_are_told_by_the_blocks() -> None:
+    asked = replace(FIXED, cards=3, dealing=(1, 1, 1))
+    with pytest.raises(BadInput, match="deals 3 blocks and the model has 2"):
+        place_on_cards(model(2), machine(8, 8, 8), rates(1e14, 1e14, 1e14), SET, asked)
 
 
 def test_a_card_that_cannot_be_used_is_refused_where_it_is_named() -> None:

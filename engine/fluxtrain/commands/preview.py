@@ -392,4 +392,7 @@ def _of(size: int | None, limit: int | None) -> str:
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    text = ", ".join(map(str, value))  # a number is how many, in brackets it is which
+    return f"[{text}]" if value and all(isinstance(one, int) for one in value) else text

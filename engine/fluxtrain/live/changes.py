@@ -208,6 +208,7 @@ class LiveChanges:
             rung = self._rung_taken(gpu, backward=backward)
             if rung is not None:
                 self._stop_measuring(step)
+                self._made = [made for made in self._made if made.wish.change.name != rung.name]
                 change = Change(name=rung.name, value=rung.after)
                 self._tell_applied(Wish(change=change, why="memory"), rung.before, step, rung.index)
                 self._steady.restart()

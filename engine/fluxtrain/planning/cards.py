@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
+import msgspec
 import torch
 
-from fluxtrain.client.machine import TOGETHER, Machine
+from fluxtrain.client.machine import TOGETHER, Card, Machine
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.device.among.streams import reaches
 from fluxtrain.hardware.cards.seen import BF16_CAPABILITY, cards_seen, of_one_generation
@@ -42,8 +43,9 @@ def cards_of(
         cards = tuple(CardCapacity(index=index) for index in indices)
         return CardsCapacity(cards=cards, host_available_bytes=available)
     here = torch.cuda.current_device()
-    needs_bf16 = torch.cuda.get_device_capability(here) >= BF16_CAPABILITY
-    seen = of_one_generation(cards_seen(machine), needs_bf16=needs_bf16)
+    needs_bf16 = config.model.dtype in ("auto", "bfloat16")
+    needs_bf16 &= torch.cuda.get_device_capability(here) >= BF16_CAPABILITY
+    seen = _named(of_one_generation(cards_seen(machine), needs_bf16=needs_bf16), config)
     if in_process_group() or len(seen) < 2:
         return CardsCapacity(
             cards=(_capacity(here, "", limit_bytes),), host_available_bytes=available
@@ -53,6 +55,19 @@ def cards_of(
         for card in seen
     )
     return CardsCapacity(cards=found, host_available_bytes=available)
+
+
+def _named(seen: tuple[Card, ...], config: RunConfig) -> tuple[Card, ...]:
+    """Return the cards with those marked that a list of cards does not name: others may need them,
+    and a context takes some hundred MiB."""
+    asked = config.parallel.cards
+    if not isinstance(asked, tuple):
+        return seen
+    why = "as set with parallel.cards"
+    return tuple(
+        card if card.index in asked else msgspec.structs.replace(card, unusable=why)
+        for card in seen
+    )
 
 
 def _capacity(index: int, unusable: str, limit_bytes: int | None) -> CardCapacity:
@@ -76,6 +91,7 @@ def rates_of_cards(
     measured each and all at once; without one, each computes a product now, and copies between two
     are measured where they arrive as they left. Of another machine `elsewhere` are the rates."""
     indices = [card.index for card in cards.cards]
+    usable = [card.index for card in cards.cards if not card.unusable]
     if elsewhere is not None:
         return cards_rates_from(first, elsewhere, indices)
     if not cards.has_gpu or len(indices) == 1:
@@ -83,13 +99,16 @@ def rates_of_cards(
     probed = {name: rate.per_s for name, rate in known_rates(runs_root()).items()}
     if probed.get(TOGETHER[0]):
         return cards_rates_from(first, probed, indices)
-    seconds = [_product_s(index) for index in indices]
-    times = [one / seconds[0] for one in seconds]
+    seconds = {index: _product_s(index) for index in usable}
+    first_s = seconds[usable[0]] if usable else 1.0
+    times = [seconds.get(index, first_s) / first_s for index in indices]
     peers = {
         (a, b): rate
         for a, source in enumerate(indices)
         for b, target in enumerate(indices)
-        if a != b and (rate := _peer_bytes_per_s(source, target)) is not None
+        if a != b
+        and {source, target} <= set(usable)
+        and (rate := _peer_bytes_per_s(source, target)) is not None
     }
     return CardsRates(
         cards=tuple(_as_long(first, factor) for factor in times),

@@ -171,7 +171,11 @@ def decide(
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
-        choices=(*placement.choices, *dial_choice(config, device, timed=timing is not None)),
+        choices=(
+            *placement.choices,
+            *undealt_choice(config, facts),
+            *dial_choice(config, device, timed=timing is not None),
+        ),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
     )
@@ -180,8 +184,22 @@ def decide(
 def deals_blocks(config: RunConfig, facts: ModelFacts) -> bool:
     """Return whether blocks may be dealt to several cards: not where the optimizer's package
     updates on one, or where blocks share weights."""
+    return not _not_dealt(config, facts)
+
+
+def _not_dealt(config: RunConfig, facts: ModelFacts) -> str:
+    if config.train.optimizer != "adamw":
+        return f"train.optimizer = {config.train.optimizer} updates on one card"
     shared = any(group.kind == "block" and group.users > 1 for group in facts.groups)
-    return config.train.optimizer == "adamw" and not shared
+    return "blocks of this model share weights, so that one card has them all" if shared else ""
+
+
+def undealt_choice(config: RunConfig, facts: ModelFacts) -> tuple[ChoiceMade, ...]:
+    """Why what somebody asked of several cards has no effect, where it has none."""
+    because = _not_dealt(config, facts)
+    if not because or config.parallel == ParallelRequest():
+        return ()
+    return (ChoiceMade(name="parallel.cards", value="1", because=f"no effect: {because}"),)
 
 
 def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from fluxtrain.errors import BadInput
+from fluxtrain.hardware.cards.seen import is_full
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.request import ParallelRequest
+from fluxtrain.plan.cards.request import MOST_CARDS, ParallelRequest
 from fluxtrain.plan.choices.placement import Placement, place_for_any_rows
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.request import RunRequest, count_or
-
-_MOST_PARTS = 1024  # of a processor that is given as several cards; blocks are fewer
+from fluxtrain.units import bytes_text
 
 
 def compute_device(device: str | torch.device | None) -> torch.device:
@@ -67,7 +67,7 @@ def compute_devices(
     there = torch.cuda.device_count()
     asked = there if cards is None else cards
     if first.type == "cpu":
-        return [first] * min(asked if isinstance(asked, int) else len(asked), _MOST_PARTS)
+        return [first] * min(asked if isinstance(asked, int) else len(asked), MOST_CARDS)
     if index is not None:
         raise BadInput(f"device is {first} and cards is {cards!r}: leave the number of one out")
     if isinstance(asked, int) and asked > there:
@@ -76,6 +76,20 @@ def compute_devices(
     if max(numbers) >= there:
         raise BadInput(f"cards is {cards!r}, but torch sees {there}: use numbers below {there}")
     return [torch.device("cuda", number) for number in numbers]
+
+
+def devices_of(
+    placement: Placement, device: str | torch.device | None, cards: int | Sequence[int] | None
+) -> list[torch.device]:
+    """Return the devices for a made placement. Raises BadInput for another number of cards."""
+    planned = len(placement.cards)
+    devices = compute_devices(device, cards or planned or 1)
+    if planned and planned != len(devices):
+        raise BadInput(
+            f"cards is {cards!r}, and the placement is made for {planned} cards: leave it out, or "
+            f"name {planned}"
+        )
+    return devices
 
 
 def _refuse_odd(cards: Any) -> None:
@@ -105,19 +119,36 @@ def told_of_launcher(devices: Sequence[torch.device]) -> str:
     )
 
 
-def cards_capacity(model: nn.Module, devices: Sequence[torch.device]) -> CardsCapacity:
-    """What is free on each of these devices once the model's weights have left their places."""
+def cards_capacity(
+    model: nn.Module, devices: Sequence[torch.device], *, judges: bool = False
+) -> CardsCapacity:
+    """What is free on each of these devices once the model's weights have left their places;
+    `judges` marks a card that other programs fill as one that cannot be used."""
     capacities = [free_capacity(model, device) for device in devices]
     on_gpus = devices[0].type == "cuda"
     names = [torch.cuda.get_device_name(one) if on_gpus else "" for one in devices]
     numbers = [one.index if on_gpus else number for number, one in enumerate(devices)]
     return CardsCapacity(
         cards=tuple(
-            CardCapacity(index=index, name=name, free_bytes=one.device_free_bytes)
-            for index, name, one in zip(numbers, names, capacities, strict=True)
+            CardCapacity(
+                index=index,
+                name=name,
+                free_bytes=one.device_free_bytes,
+                unusable=_filled(one.device_free_bytes, device) if judges else "",
+            )
+            for index, name, one, device in zip(numbers, names, capacities, devices, strict=True)
         ),
         host_available_bytes=capacities[0].host_available_bytes,
     )
+
+
+def _filled(free_bytes: int | None, device: torch.device) -> str:
+    if free_bytes is None:
+        return ""
+    total_bytes = torch.cuda.mem_get_info(device)[1]
+    if not is_full(free_bytes, total_bytes):
+        return ""
+    return f"other programs fill it, {bytes_text(free_bytes)} of {bytes_text(total_bytes)} is free"
 
 
 def free_capacity(model: nn.Module, device: torch.device) -> Capacity:
@@ -139,10 +170,16 @@ def free_capacity(model: nn.Module, device: torch.device) -> Capacity:
 
 
 def placed(
-    facts: ModelFacts, model: nn.Module, devices: Sequence[torch.device], asked: RunRequest
+    facts: ModelFacts,
+    model: nn.Module,
+    devices: Sequence[torch.device],
+    asked: RunRequest,
+    *,
+    all_of_them: bool = True,
 ) -> tuple[Placement, list[torch.device]]:
     """Place a model whose rows nobody knows yet; also return the devices that compute, in the order
-    of the placement's cards. Blocks that share weights are computed on one.
+    of the placement's cards. Blocks that share weights are computed on one; `all_of_them` False
+    leaves a device out that the model does not fit with, or that other programs fill.
 
     Raises BadInput and DoesNotFit as `place_for_any_rows`.
     """
@@ -150,10 +187,12 @@ def placed(
     if len(devices) == 1 or shares:
         first = devices[0]
         return place_for_any_rows(facts, free_capacity(model, first), asked), [first]
-    capacities = cards_capacity(model, devices)
+    capacities = cards_capacity(model, devices, judges=not all_of_them)
     numbers = tuple(card.index for card in capacities.cards)
-    found = place_on_cards(facts, capacities, None, asked, ParallelRequest(cards=numbers))
+    parallel = ParallelRequest(cards=numbers if all_of_them else "auto")
+    found = place_on_cards(facts, capacities, None, asked, parallel)
     chunk_rows = count_or(asked.chunk_rows, 0)  # else by the memory of a row, when one is there
     found = replace(found, layout=replace(found.layout, chunk_rows=chunk_rows))
     at = {card.index: device for card, device in zip(capacities.cards, devices, strict=True)}
-    return found, [at[card.index] for card in found.cards] or [devices[0]]
+    alone = devices[0] if found.card is None else at[found.card]
+    return found, [at[card.index] for card in found.cards] or [alone]

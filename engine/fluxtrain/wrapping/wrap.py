@@ -48,7 +48,7 @@ from fluxtrain.wrapping.module_patches import (
     replace_forward,
 )
 from fluxtrain.wrapping.slots import make_slots, put_units_on_cards
-from fluxtrain.wrapping.target import compute_devices, placed, told_of_launcher
+from fluxtrain.wrapping.target import compute_devices, devices_of, placed, told_of_launcher
 from fluxtrain.wrapping.unit_forward import UnitForward
 
 # Opens, for the groups before their weights move, where packed weights are kept.
@@ -106,13 +106,14 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     steps["deferred_moments"] = deferred_moments or None
     if isinstance(placement, Placement):
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
-        devices = compute_devices(device, cards or len(placement.cards) or 1)
-        _put_engine(model, devices, placement, states, frozen, overlap=overlap)
+        made_for = devices_of(placement, device, cards)
+        _put_engine(model, made_for, placement, states, frozen, overlap=overlap)
         return model
     request = replace(_request_of(placement), **asked)
     device = request.device if device is None and request.device != "auto" else device
     made = RunRequest.of(request, **steps)
-    _put_engine(model, compute_devices(device, cards), made, states, frozen, overlap=overlap)
+    devices = compute_devices(device, cards)
+    _put_engine(model, devices, made, states, frozen, overlap=overlap, chooses=cards is None)
     return model
 
 
@@ -140,9 +141,8 @@ def wrap_placed(
     beside the computation, packed weights that may be kept on disk, and its files' pages given
     back as soon as they were read."""
     refuse_unsupported(model)
-    target = compute_devices(device, cards or 1)
     how: dict[str, Any] = {"overlap": True, "keeping": keeping, "drops": True}
-    _put_engine(model, target, placement, states, frozen, **how)
+    _put_engine(model, compute_devices(device, cards or 1), placement, states, frozen, **how)
     return model
 
 
@@ -154,10 +154,12 @@ def _put_engine(
     frozen: StorageFormat,
     *,
     overlap: bool,
+    chooses: bool = False,
     keeping: Keeping | None = None,
     drops: bool = False,
 ) -> None:
-    """Give the model's parts an engine, which adopts optimizers; plan only what is not placed."""
+    """Give the model's parts an engine, which adopts optimizers; plan only what is not placed, and
+    where it `chooses` on those of the devices that help."""
     parts = _parts_of(model)
     groups, borrowed = group_parameters(model, parts, states, frozen)
     if isinstance(asked, Placement):
@@ -166,7 +168,7 @@ def _put_engine(
         refuse_unused(placement.groups, cards=len(devices))
     else:
         facts = model_facts(model, parts, groups, borrowed)
-        placement, devices = placed(facts, model, devices, asked)
+        placement, devices = placed(facts, model, devices, asked, all_of_them=not chooses)
         told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         several = len(devices) > 1
@@ -274,10 +276,8 @@ def _request_of(placement: Any) -> PlacementRequest:
 def _refuse_beside_a_placement(asked: Iterable[str]) -> None:
     """A made placement has these already."""
     for name in asked:
-        raise BadInput(
-            f"{name} is part of the placement that was made: leave it out, or give wrap a "
-            "PlacementRequest"
-        )
+        why = "is part of the placement that was made: leave it out, or give wrap a"
+        raise BadInput(f"{name} {why} PlacementRequest")
 
 
 def _furnish(

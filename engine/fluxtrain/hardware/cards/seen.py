@@ -84,9 +84,14 @@ def _split(gpu: Gpu | None) -> str:
     )
 
 
+def is_full(free_bytes: int, total_bytes: int) -> bool:
+    """Tell whether other programs fill a card so far that it cannot help."""
+    return free_bytes < max(FULL_SHARE * total_bytes, LEAST_FREE_BYTES)
+
+
 def _full(card: Card, gpu: Gpu | None) -> str:
     free, total = card.memory_free_bytes, card.memory_total_bytes
-    if free is None or total is None or free >= max(FULL_SHARE * total, LEAST_FREE_BYTES):
+    if free is None or total is None or not is_full(free, total):
         return ""
     programs = () if gpu is None else gpu.other_processes or ()
     told = ", ".join(

@@ -55,7 +55,9 @@ class DealingAdviser:
             return
         self._seen, self._looks = measured, self._looks + 1
         arguments = (measured, step_s)
-        self._thread = threading.Thread(target=self._judge, args=arguments, daemon=True)
+        self._thread = threading.Thread(
+            target=self._judge, args=arguments, name="dealing", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:

@@ -5,8 +5,8 @@
 Cards are tried in the order of their speed: the fastest alone, then with the next, and so on. The
 fewest are taken whose throughput is nearly the best. For each number, batches as for one card; for
 a batch, dealings by speed and corrected by memory; for those, each card's residency by the search
-for one card; and each of these is simulated. Without rates every card that can be used is taken,
-and the rule for one card places each share.
+for one card; and each of these is simulated. Without rates as many are taken as fit, those with
+most memory first, and the rule for one card places each share.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Chooser:
     def placement(self) -> Placement:
         """The fastest placement that is worth its cards."""
         if isinstance(self.parallel.dealing, tuple):
-            check_given(self.facts.layers, len(self._cards), self.parallel.dealing)
+            check_given(self.facts.layers, len(self._usable), self.parallel.dealing)
         options, refused = self._options()
         if not options:
             raise refused[-1]
@@ -131,12 +131,18 @@ class _Chooser:
                 options.append(self._best_of(self._cards[:number]))
             except DoesNotFit as error:
                 refused.append(error)
+                continue
+            if self.rates is None:
+                break  # of placements without times the one with the most cards is taken
         return options, refused
 
     @cached_property
     def _cards(self) -> tuple[int, ...]:
-        usable = usable_cards(self.capacities, self.parallel, self.block_s)
-        return usable[: max(1, self.facts.layers)]
+        return self._usable[: max(1, self.facts.layers)]
+
+    @cached_property
+    def _usable(self) -> tuple[int, ...]:
+        return usable_cards(self.capacities, self.parallel, self.block_s)
 
     @property
     def _numbers(self) -> list[int]:
@@ -146,7 +152,8 @@ class _Chooser:
             return [every]
         if self.rates is None and not self.capacities.has_gpu:
             return [1]  # the same cores would do the work of all cards
-        return list(range(1, every + 1)) if self.rates is not None else [every]
+        fewest_first = range(1, every + 1)
+        return list(fewest_first if self.rates is not None else reversed(fewest_first))
 
     @cached_property
     def block_s(self) -> tuple[float | None, ...]:

@@ -119,12 +119,15 @@ def _not_worth(
     parallel: ParallelRequest, options: Sequence[Option], chosen: Option, at: int
 ) -> str:
     """Say why a card that can be used does not compute."""
+    layers = chosen.dealt.facts.layers
+    few = layers <= len(chosen.positions)
     if parallel.cards != "auto" or isinstance(parallel.dealing, tuple):
+        wanted = at < parallel.cards if isinstance(parallel.cards, int) else False
+        if few and wanted:
+            return f"the model has {_blocks(layers)}"
         return "as set with parallel.cards or parallel.dealing"
     tried = [one for one in _best_of_each_number(options) if at in one.positions]
     if not tried:
-        layers = chosen.dealt.facts.layers
-        few = layers <= len(chosen.positions)
         return f"the model has {_blocks(layers)}" if few else "no layout with it fits"
     if chosen.time is None:
         return "no times are known"
@@ -194,7 +197,7 @@ def _order(parallel: ParallelRequest, options: Sequence[Option], best: Option) -
             f"{duration_text(beside)} with it on one"
         )
     if parallel.order == "fixed":
-        return "fixed", "as set: the same bits as one card's"
+        return "fixed", "as set: the bits of one card with the same chunks"
     return "fixed", "the head on all cards would gain too little, or does not fit: one card has it"
 
 
@@ -207,7 +210,7 @@ def _kept(one: Settled) -> str:
     text = f"{one.card.text} has {here} of {len(facts.groups)} groups"
     if layout.resident_blocks and layout.offload != "none":
         text += f" and the weights of {layout.resident_blocks} more blocks"
-    return f"{text}, {bytes_text(one.device_bytes)}{room}"
+    return f"{text}, {bytes_text(one.shown_bytes)}{room}"
 
 
 def _rows(

@@ -31,9 +31,11 @@ def _each_once(cards: Any) -> Any:
     return cards
 
 
+MOST_CARDS = 1024  # without a GPU, parts of the processor
+
 Ids = Annotated[tuple[Count, ...], Field(min_length=1)]
 Cards = Annotated[
-    Positive | Ids | Auto,
+    Annotated[Positive, Field(le=MOST_CARDS)] | Ids | Auto,
     BeforeValidator(refuse_boolean),
     BeforeValidator(_numbers),
     AfterValidator(_each_once),
@@ -64,7 +66,7 @@ class ParallelRequest:
     order: Order = _setting(
         "fast: where it pays, the head's chunks of tokens are dealt to all cards, so that its "
         "gradient is summed in another order than on one card; fixed: the head is on one card, and "
-        "every weight has the same bits as with one card",
+        "every weight has the bits of one card with the same placement.chunk_rows",
         "fixed",
     )
 
@@ -78,7 +80,7 @@ def check_parallel(request: ParallelRequest) -> None:
 
 
 def _check_cards(cards: Any) -> None:
-    if cards == "auto" or (_is_whole(cards) and cards >= 1):
+    if cards == "auto" or (_is_whole(cards) and 1 <= cards <= MOST_CARDS):
         return
     if not isinstance(cards, tuple) or not cards or not all(map(_is_whole, cards)):
         raise BadInput(
@@ -94,7 +96,8 @@ def _check_dealing(dealing: Any) -> None:
     words = get_args(DealingRule)
     if isinstance(dealing, str) and dealing in words:
         return
-    if not isinstance(dealing, tuple) or not all(_is_whole(n) and n >= 1 for n in dealing):
+    counts = dealing if isinstance(dealing, tuple) else ()
+    if not counts or not all(_is_whole(n) and n >= 1 for n in counts):
         raise BadInput(
             f"parallel.dealing is {dealing!r}: use {', '.join(words)}, or a tuple with the number "
             "of blocks of each card, such as (20, 16)"
