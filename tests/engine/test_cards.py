@@ -13,17 +13,12 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.device.among import streams
-from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.handover.handed import Handed
 from fluxtrain.plan import states
 from fluxtrain.plan.cards import residency
-from fluxtrain.plan.facts import Capacity
-from fluxtrain.plan.request import PlacementRequest, RunRequest
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.runtime.cards.pieces import note_pieces, pieces_of
-from fluxtrain.units import GIB
-from fluxtrain.wrapping import target
 from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.grouping import facts_of
 from tests.on_cards import (
     LENGTH,
     ROWS,
@@ -316,66 +311,6 @@ def test_a_state_of_one_card_is_loaded_by_two_and_back() -> None:
     right, _ = go_on(None, two)
     for name in left:
         assert_same(left[name], right[name])
-
-
-@pytest.mark.parametrize("cards", [0, -1, [], [0, 0], [-1], "2", 2.0, True, ["0"]])
-def test_cards_that_cannot_be_are_refused(cards: Any) -> None:
-    with pytest.raises(BadInput, match="cards is"):
-        fluxtrain.wrap(llama(2), device="cpu", cards=cards)
-
-
-def test_a_made_placement_for_other_cards_is_refused() -> None:
-    model = llama(4)
-    made = wrapped(model, 3).plan
-    fluxtrain.unwrap(model)
-    for cards in (2, 4):
-        with pytest.raises(BadInput, match=f"cards is {cards}.*made for 3 cards"):
-            fluxtrain.wrap(llama(4), device="cpu", cards=cards, placement=made)
-    assert len(engine_of(fluxtrain.wrap(model, device="cpu", placement=made)).plan.cards) == 3
-    fluxtrain.unwrap(model)
-
-
-def test_of_all_gpus_those_are_taken_that_the_model_fits_on_and_others_do_not_fill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Pretended GPUs with so many GiB free; by default and as asked."""
-    model, devices = llama(6), [torch.device("cuda", at) for at in range(3)]
-    facts = facts_of(model, "fp32", "plain")
-
-    def taken(*free_gib: float, full: int | None = None, **how: Any) -> list[int]:
-        def free(_: Any, device: torch.device) -> Capacity:
-            free_bytes = int(free_gib[device.index] * GIB)
-            return Capacity(device_free_bytes=free_bytes, host_available_bytes=None)
-
-        monkeypatch.setattr(target, "free_capacity", free)
-        monkeypatch.setattr(target, "is_full", lambda free, total: total == full)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, device.index))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-        request = RunRequest.of(PlacementRequest())
-        _, used = target.placed(facts, model, devices, request, **how)
-        return [device.index for device in used]
-
-    nothing = 1e-6
-    assert taken(8, 8, 8, all_of_them=False) == [0, 1, 2]
-    assert taken(8, nothing, 8, all_of_them=False) == [0, 2]
-    assert taken(nothing, nothing, 8, all_of_them=False) == [2]
-    assert taken(8, 8, 8, full=1, all_of_them=False) == [0, 2]
-    with pytest.raises(DoesNotFit, match="card 1"):
-        taken(8, nothing, 8)
-
-
-def test_one_process_of_a_launcher_says_that_it_computes_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = llama(2)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    wrapped(model, None)
-    assert "WORLD_SIZE is 2: this process computes on cpu alone" in caplog.text
-    fluxtrain.unwrap(model)
-    caplog.clear()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    wrapped(model, None)
-    assert "WORLD_SIZE" not in caplog.text
 
 
 def test_more_cards_than_blocks_leave_some_without_any() -> None:

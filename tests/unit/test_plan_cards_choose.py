@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.rates import CardsRates
@@ -345,68 +345,3 @@ def test_cards_that_cannot_be_used_are_left_out_with_the_reason() -> None:
     found = place_on_cards(MODEL, capacity, TWO, SET, ParallelRequest())
     assert found.cards == ()
     assert "card 1 (GTX 1080) is left out: it has no bf16" in told(found, "parallel.cards")[1]
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"cards": 3}, ["parallel.cards = 3", "2 can be used", "card 1 (RTX 4090)"]),
-        ({"cards": (0, 5)}, ["card 5", "card 0 (RTX 4090), card 1"]),
-        ({"cards": (1, 1)}, ["card 1 is named twice"]),
-        ({"cards": 0}, ["parallel.cards is 0"]),
-        ({"cards": "both"}, ["parallel.cards is 'both'"]),
-        ({"dealing": (4, 5)}, ["deals 9 blocks", "has 8", "[4, 4]"]),
-        ({"dealing": (3, 3, 2)}, ["numbers for 3 cards", "2 can be used"]),
-        ({"dealing": (4, 4), "cards": (0,)}, ["2 numbers for 1 cards"]),
-        ({"dealing": "random"}, ["parallel.dealing is 'random'", "speed"]),
-        ({"dealing": (8, 0)}, ["parallel.dealing is (8, 0)"]),
-        ({"dealing": ()}, ["parallel.dealing is ()"]),
-        ({"cards": 1025}, ["parallel.cards is 1025"]),
-        ({"order": "loose"}, ["parallel.order is 'loose'", "fixed"]),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_with_the_cure(
-    asked: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(BadInput) as refused:
-        place_on_cards(MODEL, machine(8, 8), TWO, SET, ParallelRequest(**asked))
-    assert all(word in str(refused.value) for word in words), str(refused.value)
-
-
-def test_numbers_for_more_cards_than_blocks_are_told_by_the_blocks() -> None:
-    asked = replace(FIXED, cards=3, dealing=(1, 1, 1))
-    with pytest.raises(BadInput, match="deals 3 blocks and the model has 2"):
-        place_on_cards(model(2), machine(8, 8, 8), rates(1e14, 1e14, 1e14), SET, asked)
-
-
-def test_a_card_that_cannot_be_used_is_refused_where_it_is_named() -> None:
-    old = CardCapacity(index=0, name="GTX 1080", free_bytes=8 * GIB, unusable="it has no bf16")
-    only = CardsCapacity(cards=(old,), host_available_bytes=None)
-    for asked in (ParallelRequest(cards=(0,)), ParallelRequest()):
-        with pytest.raises(BadInput, match="GTX 1080.*it has no bf16"):
-            place_on_cards(MODEL, only, None, SET, asked)
-
-
-def test_a_refusal_names_the_card_the_numbers_and_the_cure() -> None:
-    with pytest.raises(DoesNotFit) as refused:
-        place_on_cards(MODEL, machine(8, 1), TWO, SET, replace(FIXED, cards=2))
-    words = str(refused.value)
-    assert words.startswith("card 1 (RTX 4090)")
-    assert "of device memory" in words and "leave it out of parallel.cards" in words
-
-
-def test_a_card_with_room_for_some_rows_says_how_many() -> None:
-    with pytest.raises(DoesNotFit) as refused:
-        place_on_cards(MODEL, machine(8, 1.2), TWO, SET, replace(FIXED, cards=2))
-    words = str(refused.value)
-    assert "4 of 8 blocks" in words and "parallel.cards" in words
-
-
-def test_a_host_too_small_for_all_cards_is_told_what_would_fit() -> None:
-    narrow = model(layers=8)
-    narrow = replace(narrow, groups=tuple(replace(g, narrow=g.trained) for g in narrow.groups))
-    asked = replace(FIXED, cards=2)
-    with pytest.raises(DoesNotFit) as refused:
-        place_on_cards(narrow, machine(3.2, 3.2, host_gib=5), TWO, SET, asked)
-    assert "host of 2 cards" in str(refused.value)
-    assert "train.states=8bit fits with" in str(refused.value)
