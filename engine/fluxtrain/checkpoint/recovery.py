@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from fluxtrain.config.schema import RunConfig, validate
@@ -19,6 +16,7 @@ from fluxtrain.plain_files import is_plain_folder, read_plain
 from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.telemetry.storage import read_json
+from fluxtrain.terminations import Terminated, terminations_raised
 from fluxtrain.trace.ring import is_ring
 
 AUTO = "auto"
@@ -70,7 +68,7 @@ def truly_told(target: Target) -> Iterator[None]:
     """
     run_dir = target.run_dir
     try:
-        with _terminations_raised():
+        with terminations_raised():
             yield
     except BaseException as error:
         if target.made:
@@ -78,9 +76,9 @@ def truly_told(target: Target) -> Iterator[None]:
         if isinstance(error, Interrupted) and target.made and _removed_without_run(run_dir):
             words = "stopped before a step was made: nothing was kept"
             raise Interrupted(words, error.exit_code) from None
-        if not isinstance(error, KeyboardInterrupt | _Terminated):
+        if not isinstance(error, KeyboardInterrupt | Terminated):
             raise
-        code = EXIT_TERMINATED if isinstance(error, _Terminated) else EXIT_INTERRUPTED
+        code = EXIT_TERMINATED if isinstance(error, Terminated) else EXIT_INTERRUPTED
         if run_dir.path.exists():
             held = ", ".join(sorted(path.name for path in run_dir.path.iterdir())) or "nothing"
             at = f"while it was not training: {run_dir.path} is there and holds {held}"
@@ -88,32 +86,6 @@ def truly_told(target: Target) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise Interrupted("interrupted before anything was started", code) from None
-
-
-class _Terminated(BaseException):
-    """SIGTERM or SIGHUP, as `KeyboardInterrupt` is Ctrl-C: code in between that catches Exception
-    does not catch it."""
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    raise _Terminated
-
-
-@contextlib.contextmanager
-def _terminations_raised() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `_Terminated` instead of ending the process silently; a signal
-    that is ignored or has a handler already keeps it."""
-    taken = []
-    if threading.current_thread() is threading.main_thread():
-        signals = (signal.SIGTERM, signal.SIGHUP)
-        taken = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
-    try:
-        for number in taken:
-            signal.signal(number, _terminate)
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _removed_without_run(run_dir: RunDir) -> bool:

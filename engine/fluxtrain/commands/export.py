@@ -7,12 +7,14 @@ from collections.abc import Callable
 from fluxtrain.client.export import ExportAnswer
 from fluxtrain.exporting.export import export as export_folder
 from fluxtrain.exporting.request import ExportRequest
+from fluxtrain.terminations import terminations_told
 from fluxtrain.units import bytes_text, duration_text
 
 
 def export(request: ExportRequest, tell: Callable[[str], None]) -> ExportAnswer:
     """Write what is asked for; raise the documented errors."""
-    return export_folder(request, tell)
+    with terminations_told("the export was whole"):
+        return export_folder(request, tell)
 
 
 def page(found: ExportAnswer) -> str:

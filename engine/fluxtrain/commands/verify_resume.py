@@ -31,6 +31,7 @@ from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.storage import read_json, storage_error
+from fluxtrain.terminations import terminations_told
 
 STEPS = 8
 _TRAIN = (sys.executable, "-P", "-m", "fluxtrain", "train")
@@ -51,7 +52,7 @@ def verify_resume(
     if steps < 2:
         raise BadInput(f"--steps {steps} has no middle to save in: take 2 or more")
     started_s, run = time.monotonic(), start or _process
-    with _folder() as folder:
+    with terminations_told("the runs were compared"), _folder() as folder:
         settings = folder / "run.yaml"
         settings.write_text(json.dumps(_shortened(config, steps)), encoding="utf-8")
         trust = ["--set", "model.trust_remote_code=true"] if config.model.trust_remote_code else []
