@@ -55,7 +55,9 @@ class FakeEngine:
 
 
 class FakeData:
-    """A cursor."""
+    """A cursor that does not know of steps."""
+
+    served_steps = None
 
     def __init__(self) -> None:
         self.position = 0
@@ -141,6 +143,20 @@ def test_a_run_that_goes_on_with_other_threads_hears_that_its_bits_will_differ(
     assert "1 threads before and has 7 now" in warning.text and "OMP_NUM_THREADS=1" in warning.text
 
 
+def test_another_learning_rate_is_another_run_also_where_the_trainer_chose_it(
+    tmp_path: Path,
+) -> None:
+    rate = {**FINGERPRINT, "learning rate": 1e-3}
+    made, _ = writer(tmp_path, rate)
+    checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
+    other, _ = writer(tmp_path, {**rate, "learning rate": 2e-5})
+    with pytest.raises(BadInput, match="learning rate was 0.001 and is 2e-05"):
+        other.restore(checkpoint, FakeEngine(2), FakeData())
+    older, _ = writer(tmp_path / "older")
+    checkpoint = older.write(state_at(5), FakeEngine(1), FakeData())
+    assert made.restore(checkpoint, FakeEngine(2), FakeData()).step == 5
+
+
 @pytest.mark.parametrize(
     "forged",
     [
@@ -150,6 +166,8 @@ def test_a_run_that_goes_on_with_other_threads_hears_that_its_bits_will_differ(
         {"chunk_rows": 0},
         {"fingerprint": None},
         {"threads": 0},
+        {"threads": 10**30},
+        {"chunk_rows_set": "abc"},
     ],
 )
 def test_a_trainers_state_that_was_never_written_so_is_damaged(

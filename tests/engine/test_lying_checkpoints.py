@@ -34,7 +34,13 @@ from tests.engine.test_checkpoint_writer import (
     state_at,
     writer,
 )
-from tests.engine.test_foreign_checkpoints import NEWEST, listed_again, resumed, two_checkpoints
+from tests.engine.test_foreign_checkpoints import (
+    NEWEST,
+    listed_again,
+    resumed,
+    sealed_again,
+    two_checkpoints,
+)
 
 FLIPS = 5_000 if EXPLORES else 150
 
@@ -180,6 +186,10 @@ STATES: list[tuple[str, Any, str]] = [
     ("best_step", 99, "after its last step, 10"),
     ("best_loss", 1.0, "without its step"),
     ("stale_evaluations", -1, "below zero"),
+    ("total_tokens", 10**40, "beyond all bounds"),
+    ("trained_s", 1e308, "beyond all bounds"),
+    ("skipped_in_a_row", 5, "more skipped steps"),
+    ("skipped", 11, "more skipped steps"),
 ]
 
 
@@ -207,6 +217,47 @@ def test_a_generator_beyond_its_words_is_refused_and_never_read(
     step, _, warnings = resumed(tmp_path)
     assert step == 5
     assert any(f"at word {position}" in text for text in warnings), warnings
+
+
+@pytest.mark.parametrize(
+    ("generator", "at", "value", "words"),
+    [
+        ("numpy", 4, math.inf, "keeps inf"),
+        ("numpy", 4, math.nan, "keeps nan"),
+        ("python", 2, math.inf, "keeps inf"),
+        ("python", 2, "x", "must be real number"),
+        ("cuda", None, [7], "no texts"),
+        ("cuda", None, "x", "no texts"),
+    ],
+)
+def test_a_generator_that_keeps_what_none_does_is_refused(
+    tmp_path: Path, generator: str, at: int | None, value: Any, words: str
+) -> None:
+    two_checkpoints(tmp_path)
+    content = json.loads((tmp_path / NEWEST / "trainer.json").read_text())
+    if at is None:
+        content["random"][generator] = value
+    else:
+        content["random"][generator][at] = value
+    listed_again(tmp_path / NEWEST, "trainer.json", json.dumps(content).encode())
+    step, _, warnings = resumed(tmp_path)
+    assert step == 5
+    assert any(NEWEST in text and words in text for text in warnings), warnings
+
+
+@pytest.mark.parametrize("change", ["swapped", "twice"])
+def test_groups_that_have_each_others_files_are_refused(tmp_path: Path, change: str) -> None:
+    two_checkpoints(tmp_path)
+    manifest = json.loads((tmp_path / NEWEST / "manifest.json").read_text())
+    shards = manifest["shards"]
+    if change == "swapped":
+        shards[0][1], shards[1][1] = shards[1][1], shards[0][1]
+    else:
+        shards[1][1] = shards[0][1]
+    sealed_again(tmp_path / NEWEST, manifest)
+    step, _, warnings = resumed(tmp_path)
+    assert step == 5
+    assert any(NEWEST in text and "as part" in text for text in warnings), warnings
 
 
 def test_a_step_beyond_the_end_of_the_run_is_refused_with_the_cure(tmp_path: Path) -> None:
@@ -244,7 +295,12 @@ class FakeRows:
     ("moved", "whole"),
     [
         ({}, True),
-        ({"position": 6}, True),
+        ({"position": 6}, False),
+        ({"position": 3.0}, False),
+        ({"position": 3.5}, False),
+        ({"epoch": 0}, False),
+        ({"epoch": 10**30}, False),
+        ({"epoch": True}, False),
         ({"position": 7}, False),
         ({"position": -1}, False),
         ({"epoch": -1}, False),
@@ -259,7 +315,7 @@ def test_a_cursor_beyond_the_data_is_refused_for_the_one_before(
     made, _ = writer(tmp_path)
     for step in (5, 10):
         source = BatchSource(rows, batch_rows=1)
-        source._position = step % 7
+        source._epoch, source._position = divmod(step, 7)
         made.write(state_at(step), FakeEngine(step), source)
     content = json.loads((tmp_path / NEWEST / "trainer.json").read_text())
     content["data"] |= moved

@@ -165,6 +165,10 @@ class Stream(Generic[B]):
     def epoch(self) -> float:
         return self.position / len(self.batches)
 
+    @property
+    def served_steps(self) -> float:
+        return self.position / self.batches_a_step
+
     def next_step(self) -> list[B]:
         first, self.position = self.position, self.position + self.batches_a_step
         return [self.batches[i % len(self.batches)] for i in range(first, self.position)]

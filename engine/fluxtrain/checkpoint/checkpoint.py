@@ -265,7 +265,7 @@ def _write_files(
     files: dict[str, WrittenFile] = {}
     names: list[list[str]] = []
     for number, (name, tensors) in enumerate(shards):
-        file_name = f"shard-{number:05d}.safetensors"
+        file_name = _shard_file(number)
         files[file_name] = write_tensors(folder / file_name, tensors)
         names.append([name, file_name])
     files[TRAINER] = write_json(folder / TRAINER, trainer_state)
@@ -274,6 +274,10 @@ def _write_files(
     content = {**manifest, "files": listed}
     write_json(folder / MANIFEST, {**content, _SEAL: _seal(content)})
     return {**manifest, "files": files}
+
+
+def _shard_file(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -291,6 +295,9 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path.name}: {MANIFEST} lacks entries")
     if len({name for name, _ in manifest["shards"]}) < len(manifest["shards"]):
         raise Damaged(f"{path.name}: {MANIFEST} names a group twice")
+    for number, (name, file_name) in enumerate(manifest["shards"]):
+        if file_name != _shard_file(number):
+            raise Damaged(f"{path.name}: {MANIFEST} has {file_name} as part {number}, {name}")
     return manifest
 
 

@@ -12,10 +12,11 @@ from fluxtrain.units import count_text
 
 
 def fingerprint(
-    config: RunConfig, model: nn.Module, batch_rows: int, base: str = ""
+    config: RunConfig, model: nn.Module, batch_rows: int, learning_rate: float, base: str = ""
 ) -> dict[str, Any]:
     """Return the settings that must be equal to resume exactly; compared key by key.
 
+    `learning_rate` was chosen where the configuration leaves it to the trainer.
     `base`: the key of the model's weight files. It counts where checkpoints hold no frozen weights.
     """
     settings = config.train.model_dump(mode="json")
@@ -30,6 +31,7 @@ def fingerprint(
         "data.held_out": config.data.held_out,
         "data.seed": config.data.seed,
         "batch_rows": batch_rows,
+        "learning rate": learning_rate,
         **{f"train.{key}": settings[key] for key in keys},
     }
 

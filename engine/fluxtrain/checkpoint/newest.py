@@ -29,6 +29,9 @@ _BEFORE = {
 }  # values in checkpoints that are older than the setting
 
 
+_LATER = ("learning rate",)  # not in checkpoints that are older than the check
+
+
 class BeyondEnd(Damaged):
     """A checkpoint is of a step that the run does not have (any more)."""
 
@@ -41,7 +44,8 @@ class _Content(msgspec.Struct):
     data: dict[str, Any]
     chunk_rows: Annotated[int, msgspec.Meta(ge=1)]
     fingerprint: dict[str, Any]
-    threads: Annotated[int, msgspec.Meta(ge=1)]  # that share a computation
+    threads: Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # that share a computation
+    chunk_rows_set: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def newest_valid(
@@ -176,6 +180,7 @@ def refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> No
     """Raise BadInput, with what differs, for a checkpoint of another model, data or settings."""
     old, new = {**_BEFORE, **old}, {**_BEFORE, **new}
     different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    different = [key for key in different if key not in _LATER or (key in old and key in new)]
     if not different:
         return
     listed = "; ".join(

@@ -103,6 +103,8 @@ class RunState:
                 number is None or math.isfinite(number) for number in numbers
             ),
             "counts below zero": min(counts) >= 0,
+            "counts beyond all bounds": max(counts) < 2**62,
+            "more skipped steps than steps": (self.skipped_in_a_row <= self.skipped <= self.step),
             f"an evaluation after its last step, {self.step}": max(past, default=0) <= self.step,
             "more losses than steps": len(self.losses) <= min(self.step, LOSS_TAIL),
             "a best loss without its step": (self.best_loss is None) == (self.best_step is None),

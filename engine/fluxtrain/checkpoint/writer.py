@@ -269,6 +269,8 @@ class CheckpointWriter:
             if state.step != checkpoint.step:
                 raise ValueError(f"{TRAINER} is of step {state.step}")
             data.load_state_dict(content["data"])
+            if data.served_steps not in (None, state.step):
+                raise ValueError(f"its data are those of {data.served_steps:.6g} steps")
         if engine.loss_scale is not None:
             with damage_in_words_of(checkpoint):
                 engine.loss_scale.load_state_dict(content.get("loss_scale", {}))

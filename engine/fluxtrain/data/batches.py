@@ -141,7 +141,9 @@ class BatchSource:
                 f"the checkpoint's order of rows has seed {state['seed']} and this run has "
                 f"{self.seed}: use the same seed, or start a new run"
             )
-        epoch, position = int(state["epoch"]), int(state["position"])
+        epoch, position = state["epoch"], state["position"]
+        if type(epoch) is not int or type(position) is not int:
+            raise ValueError(f"the position is row {position!r} of epoch {epoch!r}")
         if epoch < 0 or not 0 <= position < len(self.rows):
             raise ValueError(
                 f"the position is row {position} of epoch {epoch}, and there are {len(self.rows)}"
@@ -149,6 +151,11 @@ class BatchSource:
         self._epoch, self._position = epoch, position
         self._order = _RowOrder(self.rows, self.seed, self._epoch)
         self._ready = []
+
+    @property
+    def served_steps(self) -> float:
+        """Return how many steps' rows were taken since the first epoch began."""
+        return (self._epoch * len(self.rows) + self._position) / self.step_rows
 
     def _check_between_steps(self) -> None:
         if self._ready:

@@ -217,7 +217,7 @@ class Run:
 
     def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
         """Make the writer of this run's checkpoints."""
-        config, session = self._config, self._session
+        config, session, rate = self._config, self._session, self.schedule.learning_rate
         chunk_rows = config.placement.chunk_rows
         cadence = Cadence(
             every=config.train.checkpoint_every,
@@ -230,7 +230,7 @@ class Run:
             cadence,
             config.train.checkpoints_kept,
             session.announcer,
-            fingerprint(config, self.model, self.batch_rows, self._inputs.loaded.base_key),
+            fingerprint(config, self.model, self.batch_rows, rate, self._inputs.loaded.base_key),
             optimizer,
             needs_best=config.train.final_model == "best",
             disk=session.disk,
