@@ -15,8 +15,8 @@ from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interr
 from fluxtrain.plain_files import is_plain_folder, read_plain
 from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, runs_root
+from fluxtrain.rundir.terminations import Terminated, terminations_raised
 from fluxtrain.telemetry.storage import read_json
-from fluxtrain.terminations import Terminated, terminations_raised
 from fluxtrain.trace.ring import is_ring
 
 AUTO = "auto"
