@@ -56,8 +56,7 @@ class Handed(Tensor):
         if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        there = pytree.tree_map_only(Handed, on_first_card, (args, kwargs or {}))
-        return func(*there[0], **there[1])
+        return _on_values(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -67,8 +66,15 @@ class Handed(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        there = pytree.tree_map_only(Handed, on_first_card, (args, kwargs or {}))
-        return func(*there[0], **there[1])
+        return _on_values(func, args, kwargs)
+
+
+def _on_values(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """Call `func` with the tensors on the first card in place of their aliases."""
+    args, kwargs = pytree.tree_map_only(Handed, on_first_card, (args, kwargs or {}))
+    return func(*args, **kwargs)
 
 
 def _alias(plain: Tensor, context: Context) -> Handed:
@@ -108,7 +114,8 @@ def on_first_card(handed: Handed) -> Tensor:
             "this model computes between its blocks with what they return: where that is on "
             "another card it is copied to the first one, which waits for it"
         )
-        with torch.inference_mode(False), torch.enable_grad():  # whoever is the first to use it
+        # with its graph even where the first to use it computes no gradients: others may
+        with torch.inference_mode(False), torch.enable_grad():
             handed.brought = bring(handed.plain, context, handed.card)
     return handed.brought
 
