@@ -42,7 +42,7 @@ def test_of_all_gpus_those_are_taken_that_the_model_fits_on_and_others_do_not_fi
     model, devices = llama(6), [torch.device("cuda", at) for at in range(3)]
     facts = facts_of(model, "fp32", "plain")
 
-    def taken(*free_gib: float, full: int | None = None, **how: Any) -> list[int]:
+    def taken(*free_gib: float, full: int | None = None, current: int = 0, **how: Any) -> list[int]:
         def free(_: Any, device: torch.device) -> Capacity:
             free_bytes = int(free_gib[device.index] * GIB)
             return Capacity(device_free_bytes=free_bytes, host_available_bytes=None)
@@ -51,6 +51,7 @@ def test_of_all_gpus_those_are_taken_that_the_model_fits_on_and_others_do_not_fi
         monkeypatch.setattr(target, "is_full", lambda free, total: total == full)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, device.index))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
         request = RunRequest.of(PlacementRequest())
         _, used = target.placed(facts, model, devices, request, **how)
         return [device.index for device in used]
@@ -58,6 +59,10 @@ def test_of_all_gpus_those_are_taken_that_the_model_fits_on_and_others_do_not_fi
     nothing = 1e-6
     assert taken(8, 8, 8, all_of_them=False) == [0, 1, 2]
     assert taken(8, nothing, 8, all_of_them=False) == [0, 2]
+    # what the model returns is where the code around it computes, whatever is free elsewhere
+    assert taken(8, 10, 9, all_of_them=False) == [0, 1, 2]
+    assert taken(8, 10, 9, current=2, all_of_them=False) == [2, 1, 0]
+    assert taken(nothing, 9, 10, all_of_them=False) == [2, 1]
     assert taken(nothing, nothing, 8, all_of_them=False) == [2]
     assert taken(8, 8, 8, full=1, all_of_them=False) == [0, 2]
     with pytest.raises(DoesNotFit, match="card 1"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.hardware.cards.seen import is_full
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
@@ -139,6 +139,7 @@ def cards_capacity(
             for index, name, one, device in zip(numbers, names, capacities, devices, strict=True)
         ),
         host_available_bytes=capacities[0].host_available_bytes,
+        current=torch.cuda.current_device() if on_gpus else None,
     )
 
 
@@ -190,7 +191,10 @@ def placed(
     capacities = cards_capacity(model, devices, judges=not all_of_them)
     numbers = tuple(card.index for card in capacities.cards)
     parallel = ParallelRequest(cards=numbers if all_of_them else "auto")
-    found = place_on_cards(facts, capacities, None, asked, parallel)
+    try:
+        found = place_on_cards(facts, capacities, None, asked, parallel)
+    except DoesNotFit:  # perhaps on the current card alone
+        found = place_on_cards(facts, replace(capacities, current=None), None, asked, parallel)
     chunk_rows = count_or(asked.chunk_rows, 0)  # else by the memory of a row, when one is there
     found = replace(found, layout=replace(found.layout, chunk_rows=chunk_rows))
     at = {card.index: device for card, device in zip(capacities.cards, devices, strict=True)}

@@ -35,6 +35,9 @@ class CardsCapacity:
 
     cards: tuple[CardCapacity, ...]
     host_available_bytes: int | None  # None: unknown, taken as enough
+    # torch's number of the card where the code around the model computes, which gets what the model
+    # returns there; None: that code goes where the model is
+    current: int | None = None
 
     @property
     def has_gpu(self) -> bool:
@@ -46,8 +49,9 @@ def usable_cards(
     capacity: CardsCapacity, parallel: ParallelRequest, block_s: Sequence[float | None]
 ) -> tuple[int, ...]:
     """Return the cards that may compute, as positions in `capacity`, the one for embedding and head
-    first: the fastest, of equals the one with the most memory. Cards of a list, and cards for which
-    numbers of blocks were given, keep their order.
+    first: that of the code around the model, if it is known, then the fastest, of equals the one
+    with the most memory. Cards of a list, and cards for which numbers of blocks were given, keep
+    their order.
 
     Raises BadInput for cards that are not there or cannot be used, and where none can.
     """
@@ -64,6 +68,7 @@ def usable_cards(
     if isinstance(parallel.dealing, tuple):
         return tuple(usable[: None if asked == "auto" else asked])
     ordered = _fastest_first(capacity, usable, block_s)
+    ordered = sorted(ordered, key=lambda at: capacity.cards[at].index != capacity.current)
     return tuple(ordered[: None if asked == "auto" else asked])
 
 
