@@ -98,8 +98,8 @@ def gradients(model: nn.Module, cards: int, device: str = "cpu") -> dict[str, Te
     words = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % WORDS
     if cards:
         wrapped(model, cards, device, chunk_rows=2)
-    logits = model(words)
-    nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
+    logits = model(words).flatten(0, 1)
+    nn.functional.cross_entropy(logits, words.flatten().to(logits.device)).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     if cards:
         fluxtrain.unwrap(model)

@@ -14,7 +14,8 @@ _KNOBS = {knob.name for knob in fields(PlacementRequest)} - {"device"}
 
 
 def wrap_with(model: nn.Module, **arguments: Any) -> nn.Module:
-    """Wrap; knobs that are None are left to the planner."""
+    """Wrap on one card, or as `cards` says; knobs that are None are left to the planner."""
+    arguments.setdefault("cards", 1)
     asked = {name: value for name, value in arguments.items() if name in _KNOBS}
     asked = {name: value for name, value in asked.items() if value is not None}
     rest = {name: value for name, value in arguments.items() if name not in _KNOBS}

@@ -154,7 +154,9 @@ def test_the_head_keeps_small_gradients_and_large_sums() -> None:
         model, _ = wrapped(offload="none")
         if dtype == torch.float32:
             model = fluxtrain.unwrap(model)
-            model = fluxtrain.wrap(model.float(), device="cuda", offload="none", chunk_rows=4)
+            model = fluxtrain.wrap(
+                model.float(), device="cuda", cards=1, offload="none", chunk_rows=4
+            )
         ids = torch.randint(0, 1024, (8, 128), generator=torch.Generator().manual_seed(9)).cuda()
         loss = model(input_ids=ids, labels=ids).loss
         (loss * FIRST).backward()

@@ -105,7 +105,7 @@ def test_the_next_batch_may_be_written_over_a_page_locked_one_after_the_forward_
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         vocab_size=256, max_position_embeddings=64,
     )  # fmt: skip
-    model = fluxtrain.wrap(LlamaForCausalLM(config).train(), device="cuda", offload="none")
+    model = fluxtrain.wrap(LlamaForCausalLM(config).train(), device="cuda", cards=1, offload="none")
     first = torch.randint(0, 256, (4, 32))
     batch = torch.empty_like(first, pin_memory=True)
     losses = []

@@ -180,7 +180,7 @@ def heads_agree(dtype: torch.dtype, *, bias: bool, device: str) -> None:
     target = torch.randint(0, WORDS, (len(hidden),), device=device)
     target[::7] = -100
     loss, gradients = loss_and_gradients(plain, hidden.to(FP32), target)
-    fluxtrain.wrap(model, device=device, chunk_rows=len(hidden))
+    fluxtrain.wrap(model, device=device, cards=1, chunk_rows=len(hidden))
     fused, found = loss_and_gradients(model, hidden, target)
     fluxtrain.unwrap(model)
     assert len(found) == len(gradients) == 2 + bias

@@ -50,7 +50,7 @@ def fits(empty, copied):
     told.update(saving=saving_bytes(facts, layout), loading=loading_bytes(
         facts, layout, copied_bytes=copied.weights_bytes, sources_bytes=copied.sources_bytes))
 model = load_model(ModelSource(path=sys.argv[1], dtype=sys.argv[2]), fits).model
-fluxtrain.wrap(model, device="cuda", offload="none")
+fluxtrain.wrap(model, device="cuda", cards=1, offload="none")
 torch.cuda.synchronize()
 told["loading_peak"], held_after = peak[0] - before, held()
 peak[0] = 0

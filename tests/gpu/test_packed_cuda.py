@@ -110,7 +110,7 @@ def trained(model: nn.Module, steps: int = 4) -> list[float]:
 def test_a_packed_base_trains_like_the_weights_it_unpacks_to(storage: PackedFormat) -> None:
     model = llama()
     with_unpacked(model, storage)
-    dense = fluxtrain.wrap(adapted(model), device="cuda", offload="none", chunk_rows=4)
+    dense = fluxtrain.wrap(adapted(model), device="cuda", cards=1, offload="none", chunk_rows=4)
     expected = trained(dense)
     for layout in LAYOUTS:
         packed = fluxtrain.wrap(
@@ -120,7 +120,9 @@ def test_a_packed_base_trains_like_the_weights_it_unpacks_to(storage: PackedForm
 
 
 def test_a_resident_block_uploads_its_trained_bytes_alone() -> None:
-    model = fluxtrain.wrap(adapted(llama()), device="cuda", offload="optimizer", frozen="nf4")
+    model = fluxtrain.wrap(
+        adapted(llama()), device="cuda", cards=1, offload="optimizer", frozen="nf4"
+    )
     engine = engine_of(model)
     trained(model, steps=2)
     before = engine.traffic().h2d_bytes
@@ -153,10 +155,10 @@ def test_a_model_of_bitsandbytes_computes_what_its_own_kernels_unpack(double: bo
         dense.get_submodule(name).weight.data = unpacked.cpu()
     names = sorted({name.rpartition(".")[2] for name in layers})
     expected = trained(
-        fluxtrain.wrap(alike(dense, names), device="cuda", offload="none", chunk_rows=4)
+        fluxtrain.wrap(alike(dense, names), device="cuda", cards=1, offload="none", chunk_rows=4)
     )
     for layout in LAYOUTS[1:4]:
-        taken = fluxtrain.wrap(alike(model, names), device="cuda", chunk_rows=4, **layout)
+        taken = fluxtrain.wrap(alike(model, names), device="cuda", cards=1, chunk_rows=4, **layout)
         assert trained(taken) == expected, layout
         fluxtrain.unwrap(taken)
         model = taken.unload()

@@ -52,7 +52,7 @@ def loss(model: Any) -> float:
 
 def first_peak_bytes(model: Any, rows: int, run: Callable[[Any], Any]) -> tuple[Any, int]:
     """What the model gives with `rows` computed at once, and what its first run takes."""
-    fluxtrain.wrap(model, device="cuda", chunk_rows=rows, offload="weights")
+    fluxtrain.wrap(model, device="cuda", cards=1, chunk_rows=rows, offload="weights")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     found = run(model)
@@ -70,7 +70,7 @@ def with_little_memory(model: Any, run: Callable[[Any], Any]) -> tuple[Any, Any]
     _, two_bytes = first_peak_bytes(model, 2, run)
     room_bytes = int(1.1 * two_bytes) + 64 * MIB
     assert room_bytes < whole_bytes
-    fluxtrain.wrap(other, device="cuda", chunk_rows=ROWS, offload="weights")
+    fluxtrain.wrap(other, device="cuda", cards=1, chunk_rows=ROWS, offload="weights")
     with held_to(room_bytes):
         return wanted, run(other)
 

@@ -41,7 +41,7 @@ def plain(dtype: torch.dtype) -> nn.Module:
 
 
 def wrapped(dtype: torch.dtype, name: str) -> tuple[nn.Module, ThirdPartyOptimizer]:
-    model = fluxtrain.wrap(plain(dtype), device="cuda", offload="none", chunk_rows=4)
+    model = fluxtrain.wrap(plain(dtype), device="cuda", cards=1, offload="none", chunk_rows=4)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     make = partial(third_party_optimizer, name, lr=RATE, betas=(0.9, 0.999), eps=1e-8)
     return model, ThirdPartyOptimizer(engine_of(model), groups, make)
@@ -62,7 +62,9 @@ def step(model: nn.Module, optimizer: ThirdPartyOptimizer, seed: int) -> float:
 @DTYPES
 def test_it_learns_as_our_own_states_do(name: str, dtype: torch.dtype) -> None:
     model, optimizer = wrapped(dtype, name)
-    own = fluxtrain.wrap(plain(dtype), device="cuda", offload="none", chunk_rows=4, states="8bit")
+    own = fluxtrain.wrap(
+        plain(dtype), device="cuda", cards=1, offload="none", chunk_rows=4, states="8bit"
+    )
     our_optimizer: Any = torch.optim.AdamW(own.parameters(), lr=RATE, weight_decay=0.1)
     losses = [
         [step(one, its, number % 3) for number in range(40)]
