@@ -18,7 +18,8 @@ import fluxtrain
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.wrapping import wrap as wrapping
 from fluxtrain.wrapping.engine import engine_of
-from tests.on_cards import assert_same, batch, llama, trained, wrapped
+from tests.on_cards import ROWS, assert_same, batch, llama, trained, wrapped
+from tests.written_arguments import MODES, what_is_written_reaches_other_cards
 
 
 class Later:
@@ -79,6 +80,31 @@ def test_nothing_is_read_before_it_arrives(how: dict[str, Any]) -> None:
     one, several = trained(model, None, **how), trained(other, 3, **how)
     assert LateDevice.made > 0
     assert_same(one, several)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("chunk_rows", [1, ROWS])
+@pytest.mark.parametrize("dealing", [(1, 1, 1, 0, 1, 1), (1, 0, 1, 0, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"offload": "none"}, {"embedding": "rows", "head": "chunks"}], ids=str
+)
+def test_nothing_is_read_before_it_arrives_from_an_embedding_elsewhere(
+    how: dict[str, Any], dealing: tuple[int, ...], chunk_rows: int
+) -> None:
+    model = llama(6)
+    other = copy.deepcopy(model)
+    given = {"chunk_rows": chunk_rows, **how}
+    assert_same(trained(model, None, **given), trained(other, dealing, **given))
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("chunk_rows", [8, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_that_write_to_arguments_wait_for_all_that_they_copy_of_them(
+    mode: str, chunk_rows: int
+) -> None:
+    what_is_written_reaches_other_cards(inside=True, mode=mode, chunk_rows=chunk_rows)
+    assert LateDevice.made > 0
 
 
 @pytest.mark.usefixtures("late")

@@ -27,6 +27,13 @@ LAYOUTS: list[dict[str, Any]] = [
     {"offload": "max", "chunk_rows": 4},
 ]
 
+ON_CARDS = [
+    1,
+    pytest.param(
+        2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+    ),
+]
+
 
 class Fades(nn.Module):
     """Writes to a mask that all blocks share."""
@@ -76,15 +83,16 @@ def passes(model: Any, mask_device: str) -> list[Tensor]:
     return [tensor.cpu() for tensor in found]
 
 
+@pytest.mark.parametrize("cards", ON_CARDS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("mask_device", ["cuda", "cpu"])
 def test_writes_to_arguments_are_those_of_the_plain_model(
-    layout: dict[str, Any], mask_device: str
+    layout: dict[str, Any], mask_device: str, cards: int
 ) -> None:
     """A mask in host memory is copied to the device for each block, and what a block wrote to the
     copy is written to the mask."""
     plain = Stack()
-    wrapped = wrap_with(copy.deepcopy(plain), device="cuda", **layout)
+    wrapped = wrap_with(copy.deepcopy(plain), device="cuda", cards=cards, **layout)
     for unit in engine_of(wrapped).units:
         assert unit.group.kind == "block"
     ours = passes(wrapped, mask_device)

@@ -1,4 +1,4 @@
-"""Blocks dealt to two GPUs compute what one GPU computes, bit for bit."""
+"""Blocks dealt to two GPUs, and to four, compute what one GPU computes, bit for bit."""
 
 from __future__ import annotations
 
@@ -57,6 +57,15 @@ def test_neighbours_on_one_gpu_compute_beside_each_other(
     other = copy.deepcopy(model)
     given = {"device": "cuda", "steps": 6, "chunk_rows": 1, **how}
     assert_same(trained(model, None, **given), trained(other, dealing, **given))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four NVIDIA GPUs")
+@pytest.mark.parametrize("how", PLACES, ids=str)
+def test_four_gpus_have_one_gpus_bits(how: dict[str, Any]) -> None:
+    model = llama(10)
+    other = copy.deepcopy(model)
+    given = {"device": "cuda", "steps": 10, "chunk_rows": 1, **how}
+    assert_same(trained(model, None, **given), trained(other, 4, **given))
 
 
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)

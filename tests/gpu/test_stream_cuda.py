@@ -37,6 +37,13 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 
+ON_CARDS = [
+    1,
+    pytest.param(
+        2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+    ),
+]
+
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
@@ -82,6 +89,7 @@ def train(
     return [float(loss) for loss in losses], weights
 
 
+@pytest.mark.parametrize("cards", ON_CARDS)
 @pytest.mark.parametrize(
     ("family", "dtype", "chunk_rows"),
     [
@@ -90,7 +98,7 @@ def train(
     ],
 )
 def test_every_placement_trains_to_the_same_bits(
-    family: str, dtype: torch.dtype, chunk_rows: int
+    family: str, dtype: torch.dtype, chunk_rows: int, cards: int
 ) -> None:
     results = {}
     for offload, overlap in (
@@ -102,6 +110,7 @@ def test_every_placement_trains_to_the_same_bits(
         model = wrap_with(
             build(family, dtype),
             device="cuda",
+            cards=cards,
             offload=offload,
             chunk_rows=chunk_rows,
             overlap=overlap,

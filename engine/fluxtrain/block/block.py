@@ -40,7 +40,7 @@ from fluxtrain.guards.output_alias import chunk_outputs
 from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.module_buffers import put_back
 from fluxtrain.memory.unit import Unit
-from fluxtrain.runtime.cards.pieces import wait_for_all, wait_for_rows
+from fluxtrain.runtime.cards.pieces import Arriving, wait_for_all
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import HeldInputs
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
@@ -153,9 +153,10 @@ def _by_chunks(
     device, split = context.card_of(unit).device, splits(tensors, rows)
     merging = Merging(device, rows, hands_over=len(context.cards) > 1)
     inputs: list[list[Tensor]] = []
+    arriving = Arriving(device, tensors, split)
     outs: list[tuple[Tree, list[Tensor]]] = []
     for first, stop in spans(rows, context.chunk_rows):
-        wait_for_rows(device, tensors, first if all(split) else 0, stop)
+        arriving.wait_for(first, stop)
         inputs.append(slice_rows(tensors, split, first, stop))
         outs.append(flatten(run_with(unit.original, tree.fill(inputs[-1]))))
         for place, part in enumerate(outs[-1][1]):

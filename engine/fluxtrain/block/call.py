@@ -26,7 +26,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.module_buffers import Copies, as_before, put_back
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
-from fluxtrain.runtime.cards.pieces import wait_for_rows
+from fluxtrain.runtime.cards.pieces import Arriving, wait_for_rows
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import UnitCall
 
@@ -35,6 +35,8 @@ _CHECKED_RECOMPUTES = 3
 
 class Call(UnitCall):
     """One forward of a block: all that its backward needs besides the saved tensors."""
+
+    awaits_rows = True
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Call(UnitCall):
         spans, cut = _cut(
             context, unit, tree, tensors
         )  # may run the block: before its writes count
-        self.given = CallArguments(unit, tree, tensors, cut)
+        self.given = CallArguments(self._card.device, unit, tree, tensors, cut)
         self.outputs = CallOutputs()
         self.capture = capture
         self.chunks = [Chunk(span) for span in spans]
@@ -79,8 +81,9 @@ class Call(UnitCall):
         self._find_ends()
         differentiable: list[bool] = []
         starts: list[int] = []
+        arriving = Arriving(self._card.device, tensors, self.given.cut)
         for chunk in self.chunks:
-            self._await(tensors, chunk.span)
+            arriving.wait_for(*chunk.span)
             chunk.random = RandomState.now(self._first, host=host)
             with chunk.random.lend(self._first, self._device):
                 results = self._record(chunk, self.given.inputs(tensors, chunk.span, again=False))
@@ -107,11 +110,16 @@ class Call(UnitCall):
         self.outputs = CallOutputs()
         self.chunks = [Chunk(span) for span in found]
 
-    def _await(self, tensors: Sequence[Tensor], span: tuple[int, int]) -> None:
-        """Let the computation wait for a chunk's rows of tensors that arrive in pieces."""
-        if len(self.context.cards) > 1:
-            first = span[0] if all(self.given.cut) else 0
-            wait_for_rows(self._card.device, tensors, first, span[1])
+    def _await_gradients(self, chunk: Chunk, gradients: Sequence[Tensor | None]) -> None:
+        """Let the computation wait for a chunk's rows of gradients that arrive in pieces."""
+        if len(self.context.cards) == 1:
+            return
+        device, is_whole = self._card.device, len(self.chunks) == 1
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                first = chunk.result_starts[place]
+                stop = 1 << 62 if is_whole else first + chunk.result_rows[place]
+                wait_for_rows(device, gradient, 0 if is_whole else first, stop)
 
     def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """List the inputs that the backward pass recomputes from, after all chunks have run."""
@@ -192,7 +200,7 @@ class Call(UnitCall):
 
         gradients: of the loss with respect to each result, of the whole batch.
         """
-        self._await([g for g in gradients if g is not None], chunk.span)
+        self._await_gradients(chunk, gradients)
         try:
             found = self._backward(chunk, tensors, wanted, gradients)
         except torch.OutOfMemoryError as error:

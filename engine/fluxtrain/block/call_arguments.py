@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from fluxtrain.block.recompute import aliased_leaf
+from fluxtrain.device.device import Device
 from fluxtrain.errors import MisusedModel
 from fluxtrain.guards.argument_writes import ArgumentWrites, new_tensor
 from fluxtrain.guards.arguments import Tree, argument_name, slice_rows
 from fluxtrain.guards.shared_memory import version_counter, version_of
 from fluxtrain.memory.activation_offload import ActivationOffload, OffloadedActivation
 from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.cards.pieces import wait_for_all
 
 _KNOWN_KINDS = 256  # a bound: a dict with new keys in each call is a new kind each time
 
@@ -22,7 +24,12 @@ class CallArguments:
     """The tensors among the arguments of one call, from forward to backward."""
 
     def __init__(
-        self, unit: Unit, tree: Tree, tensors: Sequence[Tensor], cut: Sequence[bool]
+        self,
+        device: Device,
+        unit: Unit,
+        tree: Tree,
+        tensors: Sequence[Tensor],
+        cut: Sequence[bool],
     ) -> None:
         self.tree = tree
         self.needs = tuple(t.requires_grad for t in tensors)  # which arguments ask for a gradient
@@ -31,6 +38,8 @@ class CallArguments:
         self._kind = (unit.module.training, tree.structure())
         known = unit.written_arguments.get(self._kind)
         self.explores = known is None  # the first call of this kind
+        if known is None or known:  # they are copied before the first chunk asks for its rows
+            wait_for_all(device, tensors)
         self.writes = ArgumentWrites(unit.name, unit.original, tree, tensors, known)
         self._copies: Mapping[int, Tensor] = {}  # of arguments before the block wrote to them
         self._offloaded: dict[int, OffloadedActivation] = {}  # inputs that wait on the host

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from fluxtrain.runtime.cards.card import Card
-from fluxtrain.runtime.cards.pieces import pieces_of
+from fluxtrain.runtime.cards.pieces import pieces_of, wait_for_all
 from fluxtrain.runtime.passes import UnitCall
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,6 +24,7 @@ def forward_on_card(forward: F) -> F:
         if len(call.context.cards) == 1:
             return forward(ctx, call, *rest)
         with card.computing(joins=call.joins, lane=call.unit.lane):
+            _await(card, call, rest)
             found = forward(ctx, call, *rest)
         return _handed_out(card, found)
 
@@ -42,13 +43,21 @@ def backward_on_card(backward: F) -> F:
         context = ctx.call.context
         if len(context.cards) == 1:
             return backward(ctx, *gradients)
-        card = context.card_of(ctx.call.unit)
+        call = ctx.call
+        card = context.card_of(call.unit)
         outside = any(one is not None and pieces_of(one) is None for one in gradients)
-        with card.computing(joins="now" if outside else "no", lane=ctx.call.unit.lane):
+        with card.computing(joins="now" if outside else "no", lane=call.unit.lane):
+            _await(card, call, gradients)
             found = backward(ctx, *gradients)
         return _handed_out(card, found)
 
     return cast(F, on_card)
+
+
+def _await(card: Card, call: UnitCall, given: Iterable[Any]) -> None:
+    """Wait for tensors that arrive from other cards, but for a call that does by chunks of rows."""
+    if not call.awaits_rows:
+        wait_for_all(card.device, (one for one in given if isinstance(one, Tensor)))
 
 
 def _handed_out(card: Card, found: Any) -> Any:

@@ -28,6 +28,8 @@ from fluxtrain.runtime.stats import sample_peak
 class UnitCall:
     """One forward of a unit whose backward pass may follow."""
 
+    awaits_rows = False  # by itself, as they arrive from other cards
+
     def __init__(self, context: Context, unit: Unit) -> None:
         self.context = context  # kept, so that a backward pass after `unwrap` raises with a reason
         self.unit = unit

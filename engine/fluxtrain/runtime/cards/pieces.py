@@ -46,15 +46,35 @@ def pieces_of(tensor: Tensor) -> Pieces | None:
     return found if isinstance(found, Pieces) and found.version == version_of(tensor) else None
 
 
-def wait_for_rows(device: Device, tensors: Iterable[Tensor], first: int, stop: int) -> None:
-    """Make the device's computation wait for rows of tensors whose pieces are known."""
-    for tensor in tensors:
-        pieces = pieces_of(tensor)
-        if pieces is not None:
-            for point in pieces.within(first, stop):
-                device.wait_for(point)
+class Arriving:
+    """The arguments of a block that computes some rows at a time. Their pieces are those of before
+    it ran: what it writes to some rows tells nothing of when the others arrive."""
+
+    def __init__(self, device: Device, tensors: Iterable[Tensor], cut: Iterable[bool]) -> None:
+        """`cut`: which of them carry the batch's rows; the others are needed whole."""
+        self._device = device
+        self._pieces = [
+            (pieces, has_rows)
+            for tensor, has_rows in zip(tensors, cut, strict=True)
+            if (pieces := pieces_of(tensor)) is not None
+        ]
+
+    def wait_for(self, first: int, stop: int) -> None:
+        """Make the device's computation wait for what the rows [first, stop) need."""
+        for pieces, has_rows in self._pieces:
+            for point in pieces.within(first, stop) if has_rows else pieces.points:
+                self._device.wait_for(point)
+
+
+def wait_for_rows(device: Device, tensor: Tensor, first: int, stop: int) -> None:
+    """Make the device's computation wait for the rows [first, stop) of a tensor."""
+    pieces = pieces_of(tensor)
+    if pieces is not None:
+        for point in pieces.within(first, stop):
+            device.wait_for(point)
 
 
 def wait_for_all(device: Device, tensors: Iterable[Tensor]) -> None:
     """Make the device's computation wait for all rows of these tensors."""
-    wait_for_rows(device, tensors, 0, 1 << 62)
+    for tensor in tensors:
+        wait_for_rows(device, tensor, 0, 1 << 62)
