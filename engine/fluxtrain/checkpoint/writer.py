@@ -13,14 +13,13 @@ import torch
 
 from fluxtrain.checkpoint.background import BackgroundWrite
 from fluxtrain.checkpoint.checkpoint import (
+    MANIFEST,
     TRAINER,
     Checkpoint,
     Damaged,
-    list_checkpoints,
     load_shard_tensors,
     prune,
     read_checkpoint,
-    remove,
     step_folder,
     write_checkpoint,
 )
@@ -34,17 +33,23 @@ from fluxtrain.checkpoint.newest import (
     trainer_content,
     with_cure,
 )
-from fluxtrain.checkpoint.randomness import random_state, restore_random_state
+from fluxtrain.checkpoint.place import (
+    CannotSave,
+    make_ready,
+    make_room,
+    no_room,
+    saved,
+    why_given_up,
+)
+from fluxtrain.checkpoint.randomness import random_state, restore_random_state, tell_of_threads
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.errors import DoesNotFit, FluxTrainError, NoSpace
+from fluxtrain.errors import DoesNotFit, FluxTrainError
 from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.disk_wait import DiskWait
 from fluxtrain.reporting.failures import as_told, first_line
 from fluxtrain.telemetry.events import CheckpointWritten
-from fluxtrain.telemetry.storage import free_bytes
-from fluxtrain.units import bytes_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,46 +108,66 @@ class CheckpointWriter:
     def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         """Save the run between two steps; do nothing if the step is saved already.
 
-        Raises NoSpace after the wait for a full disk; the previous checkpoint stays the last one.
+        Raises NoSpace after the wait for a full disk, and CannotSave where its folder cannot be
+        written; the previous checkpoint stays the last one.
         """
         self.finish()
-        if self.last is not None and self.last.step == state.step:
-            return self.last
-        write = partial(self._write, state, engine, data)
-        return write() if self._disk is None else self._disk.until_written(write)
+        if (standing := self._standing(state.step)) is not None:
+            return standing
+        once = partial(self._write, state, engine, data)
+        write = partial(saved, once, self._root, self._announcer.warn)
+        try:
+            return write() if self._disk is None else self._disk.until_written(write)
+        except CannotSave as error:
+            raise CannotSave(f"{error}; {self.last_text()}") from error
 
-    def begin(self, state: RunState, engine: Engine, data: Cursor) -> None:
-        """Save the run between two steps, in the background if the plan has memory for it.
+    def save(
+        self, state: RunState, engine: Engine, data: Cursor, *, background: bool = True
+    ) -> None:
+        """Save the run between two steps, in the `background` if the plan has memory for it: `poll`
+        and `finish` tell of its end. Where its folder cannot be written, say so and go on.
 
-        `poll` and `finish` tell of its end. Raises NoSpace as `write`.
+        Raises NoSpace as `write`.
         """
-        self.finish()
-        if not self.budget_bytes or self._failed:
-            self.write(state, engine, data)
-            return
-        if self.last is not None and self.last.step == state.step:
-            return
+        started_s = time.monotonic()
+        try:
+            self.finish()
+            if not (background and self._begins(state, engine, data)):
+                self.write(state, engine, data)
+        except CannotSave as error:
+            self._failed = False
+            self._cadence.done(state.step, time.monotonic() - started_s)
+            self._announcer.warn(
+                f"step {state.step} is not saved, and the training goes on until the next "
+                f"checkpoint is due: {error}"
+            )
+
+    def _begins(self, state: RunState, engine: Engine, data: Cursor) -> bool:
+        """Begin to save the run in the background; return whether it may be, and there is room."""
+        if not self.budget_bytes or self._failed or self._standing(state.step) is not None:
+            return False
         self._started_s = time.monotonic()
         try:
-            self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
-        except NoSpace:
-            self.write(state, engine, data)  # which waits for room
-            return
+            make_ready(self._root, self._announcer.warn)
+            self._make_room(engine, state.best_step)
+        except OSError:  # `write` tries again, or waits for room
+            return False
         content, step, best = self._content(state, engine, data), state.step, state.best_step
 
         def write(shards: Iterator[tuple[str, dict[str, Tensor]]]) -> Checkpoint:
             with engine.device.recorder.working("disk", "checkpoint", f"step {step}"):
                 written = write_checkpoint(self._root, step, shards, content)
-            prune(self._root, self._keep, step, best)
+            self._prune(step, best)
             return written
 
         self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes)
         self._held_s = time.monotonic() - self._started_s
+        return True
 
     def poll(self) -> None:
         """Tell of the checkpoint in the background, if it is whole since the last call.
 
-        Raises what made it fail; a full disk is waited for by the next `begin`, at once.
+        Raises what made it fail; a full disk is waited for by the next `save`, at once.
         """
         if self._under_way is not None and self._under_way.done:
             self.finish()
@@ -160,7 +185,7 @@ class CheckpointWriter:
         under_way.wait()
         self._under_way = None
         if under_way.checkpoint is None:
-            self._given_up(under_way.error or AssertionError("it is done"))
+            self._given_up(under_way.step, under_way.error or AssertionError("it is done"))
             return
         seconds = time.monotonic() - self._started_s
         self._note(under_way.checkpoint, seconds, self._held_s)
@@ -170,21 +195,17 @@ class CheckpointWriter:
         with suppress(Exception):
             self.finish()
 
-    def _given_up(self, error: BaseException) -> None:
+    def _given_up(self, step: int, error: BaseException) -> None:
         """Go on without the checkpoint in the background, where the next one may succeed: the disk
-        was full, or memory for its copies ran out. Raises any other error."""
-        why = as_told(error)
-        if not isinstance(why, NoSpace | DoesNotFit):
+        was full, its files were taken away, or memory for its copies ran out. Raises any other
+        error."""
+        words = why_given_up(step, error)
+        if words is None:
             raise error
+        if isinstance(as_told(error), DoesNotFit):
+            self.budget_bytes = 0
         self._failed = True
-        if isinstance(why, NoSpace):
-            self._announcer.warn(f"{why}; the next checkpoint follows at once")
-            return
-        self.budget_bytes = 0
-        self._announcer.warn(
-            f"a checkpoint beside the training was given up ({first_line(error)}): the next one "
-            "follows at once, and training waits for it and for those after it"
-        )
+        self._announcer.warn(words)
 
     def write_last(self, state: RunState, engine: Engine, data: Cursor) -> None:
         """Save the steps of a run that is about to end for want of memory; where that fails too,
@@ -198,13 +219,20 @@ class CheckpointWriter:
 
     def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()
-        self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
+        self._make_room(engine, state.best_step)
         content = self._content(state, engine, data)
         with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
             written = write_checkpoint(self._root, state.step, self._shards(engine), content)
-        prune(self._root, self._keep, state.step, state.best_step)
+        self._prune(state.step, state.best_step)
         self._note(written, time.monotonic() - started_s, None)
         return written
+
+    def _prune(self, step: int, best_step: int | None) -> None:
+        """Remove the checkpoints beyond those to keep; where one cannot be removed, say so."""
+        try:
+            prune(self._root, self._keep, step, best_step)
+        except OSError as error:
+            self._announcer.warn(f"an older checkpoint cannot be removed ({first_line(error)})")
 
     def _note(self, written: Checkpoint, seconds: float, held_s: float | None) -> None:
         """Tell of a checkpoint that is whole, and count what it cost."""
@@ -278,7 +306,7 @@ class CheckpointWriter:
         engine.chunk_rows = self._chunk_rows_of(content)
         with damage_of(checkpoint):
             restore_random_state(content["random"])
-        self._tell_of_threads(content["threads"])
+        tell_of_threads(content["threads"], self._announcer.warn)
         self.last = checkpoint
         self._cadence.done(checkpoint.step, 0.0)
         return state
@@ -334,50 +362,23 @@ class CheckpointWriter:
                 engine.load_state_shard(name, tensors)
         self.read_bytes += checkpoint.bytes
 
-    def _tell_of_threads(self, before: int) -> None:
-        """Warn where a sum is shared by another number of threads than before, and so rounded
-        otherwise."""
-        now = torch.get_num_threads()
-        if before != now:
-            self._announcer.warn(
-                f"the run computed with {before} threads before and has {now} now: its losses will "
-                f"differ in their last digits from those of a run that never stopped; set "
-                f"OMP_NUM_THREADS={before} for the same bits"
-            )
-
     def _shards(self, engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield from engine.state_shards()
         yield from self._optimizer.state_shards()
 
-    def _make_room(self, needed_bytes: int, best_step: int | None) -> None:
-        """Remove older checkpoints if a new one does not fit beside them; nothing is written yet.
-
-        The newest one always stays, and the best one where it is needed. Raises NoSpace if the new
-        one still does not fit.
-        """
-        free = free_bytes(self._root)
-        if free is None or free >= needed_bytes:
-            return
+    def _make_room(self, engine: Engine, best_step: int | None) -> None:
+        """Make room for a new checkpoint. Raises NoSpace if it does not fit even so."""
+        needed = engine.shard_bytes() + TRAINER_BYTES
         best = step_folder(self._root, best_step) if best_step is not None else None
-        found = list_checkpoints(self._root)[1:]
-        older = [path for path in found if path != best]
-        if best in found and not self._needs_best:
-            older = [best, *older]  # goes last
-        for path in reversed(older):
-            remove(path)
-            free = free_bytes(self._root)
-            self._announcer.warn(
-                f"{path.name} was removed to make room for the next checkpoint "
-                f"({bytes_text(needed_bytes)} needed, {bytes_text(free)} free now): lower "
-                "train.keep_checkpoints or free some space to keep more"
-            )
-            if free is None or free >= needed_bytes:
-                return
-        raise NoSpace(
-            f"the next checkpoint needs {bytes_text(needed_bytes)} and {bytes_text(free)} is free "
-            f"under {self._root}: free some space, then go on with --resume; nothing was written, "
-            f"{self.last_text()}"
-        )
+        warn, needs_best = self._announcer.warn, self._needs_best
+        free = make_room(self._root, needed, warn, best=best, needs_best=needs_best)
+        if free is not None:
+            raise no_room(self._root, needed, free, self.last_text())
+
+    def _standing(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint of `step` if it is the last one, and nobody has removed it."""
+        last = self.last
+        return last if last is not None and last.step == step and _stands(last) else None
 
     def last_text(self) -> str:
         """Name the last good checkpoint, for messages, once it is whole."""
@@ -387,4 +388,11 @@ class CheckpointWriter:
             last = self._under_way.checkpoint or last
         if last is None:
             return "no checkpoint was written yet"
+        if not _stands(last):
+            return f"the last checkpoint ({last.path}, step {last.step}) was removed by others"
         return f"the last good checkpoint is {last.path} (step {last.step})"
+
+
+def _stands(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint that was whole is still there."""
+    return (checkpoint.path / MANIFEST).is_file()

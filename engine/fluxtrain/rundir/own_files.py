@@ -20,6 +20,7 @@ from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.storage import read_json, write_json
 
 TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
+KEPT = "kept-from-run"  # holds what others put in the place of a run's own
 # Says of a name and its facts: not the run's own; its own file; a folder, with the rule within it.
 Rule = Callable[[str, os.stat_result], "Rule | bool"]
 

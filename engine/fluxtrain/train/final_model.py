@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from fluxtrain.checkpoint.checkpoint import Damaged
+from fluxtrain.checkpoint.newest import with_cure
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.schema import TrainSettings
@@ -50,22 +51,28 @@ def choose_final_weights(
 ) -> int:
     """Load the weights of the best evaluation where these are wanted; return the step they are of.
 
-    The run has made its last step: its checkpoint is written. The last weights stay, with a warning
-    that says why, where the best checkpoint is gone or damaged.
+    The run has made its last step. The last weights stay, with a warning that says why, where the
+    best checkpoint is gone or damaged. Raises Damaged where that shows while its weights are loaded
+    and those of the last step were not saved.
     """
     if wanted == "last" or state.best_step in (None, state.step):
         return state.step
+    why = "its checkpoint is not there"
     try:
-        found, why = checkpoints.best(state, engine), "its checkpoint is not there"
+        found = checkpoints.best(state, engine)
+    except Damaged as damage:
+        found, why = None, str(damage)
+    try:
         if found is not None:
             checkpoints.load_weights(found, engine)
             engine.flush()
             return found.step
-    except Damaged as damage:
+    except Damaged as damage:  # some weights may be the best's already
         found, why = checkpoints.last, str(damage)
-        if found is not None and found.step == state.step:  # some weights may be the best's already
-            checkpoints.load_weights(found, engine)
-            engine.flush()
+        if found is None or found.step != state.step:
+            raise with_cure(damage) from None
+        checkpoints.load_weights(found, engine)
+        engine.flush()
     warn(
         f"the best evaluation was {state.best_loss:.4f} at step {state.best_step}, and {why}: "
         f"the model is saved with the weights of step {state.step}, the last"
