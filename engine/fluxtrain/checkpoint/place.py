@@ -23,9 +23,9 @@ class CannotSave(BadInput):
     """A checkpoint cannot be written, for another reason than a full disk."""
 
 
-def saved(write: Callable[[], T], root: Path, warn: Warn) -> T:
-    """Return what `write` returns; write once more where the folder `root`, or a file in it, was
-    taken away or replaced meanwhile.
+def saved(write: Callable[[], T], ready: Callable[[], None]) -> T:
+    """Return what `write` returns, after `ready`; do both once more where the folder, or a file in
+    it, was taken away or replaced meanwhile.
 
     Raises:
         CannotSave: the second attempt failed too; says where and why.
@@ -33,7 +33,7 @@ def saved(write: Callable[[], T], root: Path, warn: Warn) -> T:
     """
     for attempt in (1, 2):
         try:
-            make_ready(root, warn)
+            ready()
             return write()
         except FluxTrainError:
             raise
@@ -42,7 +42,7 @@ def saved(write: Callable[[], T], root: Path, warn: Warn) -> T:
             if told is not None and not isinstance(told, BadInput):
                 raise told from error
             if attempt == 2:
-                raise _cannot_save(root, error) from error
+                raise _cannot_save(error) from error
     raise AssertionError("each attempt returns or raises")
 
 
@@ -56,16 +56,22 @@ def make_ready(root: Path, warn: Warn) -> None:
 
 
 def make_room(
-    root: Path, needed_bytes: int, warn: Warn, *, best: Path | None, needs_best: bool
-) -> int | None:
+    root: Path,
+    needed_bytes: int,
+    warn: Warn,
+    *,
+    best: Path | None,
+    needs_best: bool,
+    last: Callable[[], str],
+) -> None:
     """Remove older checkpoints if a new one does not fit beside them; nothing is written yet.
 
-    The newest one always stays, and the `best` one where it is needed. Returns the free bytes where
-    the new one does not fit even so, and None where it does.
+    The newest one always stays, and the `best` one where it is needed. Raises NoSpace if the new
+    one does not fit even so; `last` names the one that stands.
     """
     free = free_bytes(root)
     if free is None or free >= needed_bytes:
-        return None
+        return
     found = list_checkpoints(root)[1:]
     older = [path for path in found if path != best]
     if best is not None and best in found and not needs_best:
@@ -79,15 +85,10 @@ def make_room(
             "train.keep_checkpoints or free some space to keep more"
         )
         if free is None or free >= needed_bytes:
-            return None
-    return free
-
-
-def no_room(root: Path, needed_bytes: int, free: int, last: str) -> NoSpace:
-    """Return the error for a checkpoint that does not fit; `last` names the one that stands."""
-    return NoSpace(
+            return
+    raise NoSpace(
         f"the next checkpoint needs {bytes_text(needed_bytes)} and {bytes_text(free)} is free "
-        f"under {root}: free some space, then go on with --resume; nothing was written, {last}"
+        f"under {root}: free some space, then go on with --resume; nothing was written, {last()}"
     )
 
 
@@ -111,9 +112,9 @@ def why_given_up(step: int, error: BaseException) -> str | None:
     )
 
 
-def _cannot_save(root: Path, error: OSError) -> CannotSave:
+def _cannot_save(error: OSError) -> CannotSave:
     at = f"{error.filename}: " if error.filename else ""
     return CannotSave(
-        f"no checkpoint can be written under {root}, in 2 attempts ({at}"
-        f"{error.strerror or error}): let this user write there, and leave the folder to the run"
+        f"no checkpoint can be written, in 2 attempts ({at}{error.strerror or error}): let this "
+        "user write there, and leave the folder to the run"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from fluxtrain.checkpoint.checkpoint import (
     write_checkpoint,
 )
 from fluxtrain.checkpoint.newest import (
+    chunk_rows_of,
     damage_in_words_of,
     damage_of,
     older_resumable,
@@ -37,7 +39,6 @@ from fluxtrain.checkpoint.place import (
     CannotSave,
     make_ready,
     make_room,
-    no_room,
     saved,
     why_given_up,
 )
@@ -49,6 +50,7 @@ from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.disk_wait import DiskWait
 from fluxtrain.reporting.failures import as_told, first_line
+from fluxtrain.rundir.holding import Holding
 from fluxtrain.telemetry.events import CheckpointWritten
 
 if TYPE_CHECKING:
@@ -95,8 +97,25 @@ class CheckpointWriter:
         self._started_s, self._held_s = 0.0, 0.0
         self._failed = False  # the last one in the background: the disk was full
         self.last: Checkpoint | None = None
+        self._look: Callable[[], None] = lambda: None
+        self._glance = self._look
         self.read_bytes = 0
         self.written_bytes = 0
+
+    def follow(self, holding: Holding) -> None:
+        """Look where the run's folder is before each checkpoint, and from time to time."""
+        self._look, self._glance = holding.look, holding.glance
+        holding.followed_by(self._moved)
+
+    def _moved(self, old: Path, new: Path) -> None:
+        self._root = new / self._root.relative_to(old)
+        if self.last is not None and self.last.path.is_relative_to(old):
+            self.last = replace(self.last, path=new / self.last.path.relative_to(old))
+
+    def _ready(self) -> None:
+        """Raises OSError, and BadInput as `Holding.look`."""
+        self._look()
+        make_ready(self._root, self._announcer.warn)
 
     def is_due(self, step: int) -> bool:
         """Return whether the cadence asks for a checkpoint now; an automatic one does not while
@@ -109,13 +128,13 @@ class CheckpointWriter:
         """Save the run between two steps; do nothing if the step is saved already.
 
         Raises NoSpace after the wait for a full disk, and CannotSave where its folder cannot be
-        written; the previous checkpoint stays the last one.
+        written; the previous checkpoint stays the last one. BadInput: see `Holding.look`.
         """
         self.finish()
         if (standing := self._standing(state.step)) is not None:
             return standing
         once = partial(self._write, state, engine, data)
-        write = partial(saved, once, self._root, self._announcer.warn)
+        write = partial(saved, once, self._ready)
         try:
             return write() if self._disk is None else self._disk.until_written(write)
         except CannotSave as error:
@@ -148,7 +167,7 @@ class CheckpointWriter:
             return False
         self._started_s = time.monotonic()
         try:
-            make_ready(self._root, self._announcer.warn)
+            self._ready()
             self._make_room(engine, state.best_step)
         except OSError:  # `write` tries again, or waits for room
             return False
@@ -165,10 +184,12 @@ class CheckpointWriter:
         return True
 
     def poll(self) -> None:
-        """Tell of the checkpoint in the background, if it is whole since the last call.
+        """Tell of the checkpoint in the background, if it is whole since the last call, and look
+        where the run's folder is.
 
         Raises what made it fail; a full disk is waited for by the next `save`, at once.
         """
+        self._glance()
         if self._under_way is not None and self._under_way.done:
             self.finish()
 
@@ -188,7 +209,8 @@ class CheckpointWriter:
             self._given_up(under_way.step, under_way.error or AssertionError("it is done"))
             return
         seconds = time.monotonic() - self._started_s
-        self._note(under_way.checkpoint, seconds, self._held_s)
+        path = self._root / under_way.checkpoint.path.name  # it may have moved since
+        self._note(replace(under_way.checkpoint, path=path), seconds, self._held_s)
 
     def close(self) -> None:
         """Wait for the checkpoint in the background where the run ends, whose own error counts."""
@@ -241,25 +263,18 @@ class CheckpointWriter:
         self.written_bytes += written.bytes
         self._announcer.emit(
             CheckpointWritten(
-                step=written.step,
-                path=str(written.path),
-                bytes=written.bytes,
-                seconds=seconds,
-                held_s=held_s,
+                step=written.step, path=str(written.path), bytes=written.bytes,
+                seconds=seconds, held_s=held_s,
             )
-        )
+        )  # fmt: skip
 
     def _content(self, state: RunState, engine: Engine, data: Cursor) -> dict[str, Any]:
         """Return the trainer's part of a checkpoint."""
         content: dict[str, Any] = {
-            "run": state.to_json(),
-            "random": random_state(),
-            "data": data.state_dict(),
-            "chunk_rows": engine.chunk_rows,
-            "chunk_rows_set": self._chunk_rows_set,
-            "fingerprint": self._fingerprint,
-            "threads": torch.get_num_threads(),
-        }
+            "run": state.to_json(), "random": random_state(), "data": data.state_dict(),
+            "chunk_rows": engine.chunk_rows, "chunk_rows_set": self._chunk_rows_set,
+            "fingerprint": self._fingerprint, "threads": torch.get_num_threads(),
+        }  # fmt: skip
         if engine.loss_scale is not None:
             content["loss_scale"] = engine.loss_scale.state_dict()
         return content
@@ -303,26 +318,13 @@ class CheckpointWriter:
             with damage_in_words_of(checkpoint):
                 engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         self.load_weights(checkpoint, engine)
-        engine.chunk_rows = self._chunk_rows_of(content)
+        engine.chunk_rows = chunk_rows_of(content, self._chunk_rows_set, self._announcer.warn)
         with damage_of(checkpoint):
             restore_random_state(content["random"])
         tell_of_threads(content["threads"], self._announcer.warn)
         self.last = checkpoint
         self._cadence.done(checkpoint.step, 0.0)
         return state
-
-    def _chunk_rows_of(self, content: dict[str, Any]) -> int:
-        """Return the chunk that a run goes on with: the one it had, as losses depend on it, unless
-        the user has set another one since."""
-        had: int = content["chunk_rows"]
-        asked = self._chunk_rows_set
-        if asked in (None, had, content.get("chunk_rows_set", asked)):
-            return had
-        self._announcer.warn(
-            f"placement.chunk_rows is {asked} now, as set, and was {had}: losses differ in their "
-            "last digits from those of a run that never stopped, and with dropout by what is drawn"
-        )
-        return asked
 
     def refuse_incomplete(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Raise Damaged for a checkpoint without a shard of every group: what is missing would keep
@@ -370,10 +372,10 @@ class CheckpointWriter:
         """Make room for a new checkpoint. Raises NoSpace if it does not fit even so."""
         needed = engine.shard_bytes() + TRAINER_BYTES
         best = step_folder(self._root, best_step) if best_step is not None else None
-        warn, needs_best = self._announcer.warn, self._needs_best
-        free = make_room(self._root, needed, warn, best=best, needs_best=needs_best)
-        if free is not None:
-            raise no_room(self._root, needed, free, self.last_text())
+        make_room(
+            self._root, needed, self._announcer.warn,
+            best=best, needs_best=self._needs_best, last=self.last_text,
+        )  # fmt: skip
 
     def _standing(self, step: int) -> Checkpoint | None:
         """Return the checkpoint of `step` if it is the last one, and nobody has removed it."""

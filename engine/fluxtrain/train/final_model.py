@@ -1,8 +1,11 @@
-"""Choose the weights that a run saves at its end: those of its last step, or of its best one."""
+"""Choose the weights that a run saves at its end, those of its last step or of its best one, and
+save them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fluxtrain.checkpoint.checkpoint import Damaged
@@ -10,10 +13,12 @@ from fluxtrain.checkpoint.newest import with_cure
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.schema import TrainSettings
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.rundir import own_files
 
 if TYPE_CHECKING:
     from fluxtrain.data.packing import PackedRows
+    from fluxtrain.train.session import Session
     from fluxtrain.wrapping.engine import Engine
 
 
@@ -39,6 +44,46 @@ def tell_of_other_data(state: RunState, held_out: PackedRows, warn: Callable[[st
         warn(
             "the held-out data is not that of the evaluations so far: the best one, and "
             "train.early_stopping_patience, count from here on"
+        )
+
+
+def save_model(session: Session, save: Callable[[Path], object]) -> None:
+    """Save the trained model with `save` in the run's folder, wherever that is now, and list its
+    files. Waits for room. Raises as `save` and `Holding.look`."""
+    run_dir = session.run_dir
+
+    def once() -> None:
+        session.holding.look()
+        _keep_others_files(session)
+        save(run_dir.model)
+
+    def saved() -> None:
+        try:
+            once()
+        except BadInput:
+            before = run_dir.path
+            session.holding.look()
+            if run_dir.path == before:
+                raise
+            once()  # the folder was renamed meanwhile
+
+    session.disk.until_written(saved)
+    own_files.remove_unfinished_models(run_dir, also_earlier=True)
+    with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
+        own_files.note_model(run_dir)
+    session.model_path = str(run_dir.model)
+
+
+def _keep_others_files(session: Session) -> None:
+    """Move what is not of the run out of its model's folder, which is about to be replaced."""
+    run_dir = session.run_dir
+    for name in own_files.others_in(
+        run_dir.model, own_files.of_model(own_files.model_files(run_dir))
+    ):
+        place = own_files.kept_beside(run_dir.model / name, run_dir.path / "kept-from-model")
+        session.announcer.warn(
+            f"{run_dir.model / name} is not of the run, and its model is saved again: it is "
+            f"{place} now"
         )
 
 

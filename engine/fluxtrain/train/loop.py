@@ -358,6 +358,7 @@ class TrainingLoop(Generic[B]):
             if self._requests.take_checkpoint():
                 self._checkpoint(then="paused")
             self._checkpoints.wait_copied()
+            self._checkpoints.poll()
             self._changes.carry_out(self.state.step)
             self._requests.wait_for_change()
         self._announcer.phase("training")

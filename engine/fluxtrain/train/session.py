@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,7 @@ from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.reporting.trackers.opening import Trackers
 from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import ControlServer
+from fluxtrain.rundir.holding import Holding
 from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
@@ -63,8 +65,8 @@ class Session:
         self._started_s = time.monotonic()
         refuse_odd_places(run_dir)
         with ExitStack() as taken:  # released where a later one fails
-            self._lock = run_dir.lock()
-            taken.callback(self._lock.release)
+            self.holding = Holding(run_dir)
+            taken.callback(self.holding.release)
             self._had_trained = run_dir.has_trained
             if not self._had_trained:
                 self._forget_earlier_end()
@@ -96,6 +98,7 @@ class Session:
         self.model_step: int | None = None  # whose weights are saved
         self.measured: dict[str, Any] = {}
         self._afterwards, self._began = self.signals.words, False
+        self.holding.followed_by(self._moved)
         self.configured()
 
     def __enter__(self) -> Session:
@@ -123,7 +126,7 @@ class Session:
             self._emitter.close()
             self.signals.__exit__()
             self._log.close()
-            self._lock.release()
+            self.holding.release()
 
     @contextmanager
     def naming_the_way_on(self) -> Iterator[None]:
@@ -159,11 +162,18 @@ class Session:
             )
             self.announcer.also_tell(self._trackers.put)
 
+    def _moved(self, old: Path, new: Path) -> None:
+        """Go on in the folder's new place."""
+        self._control.path, self.timeline.path = self.run_dir.socket, self.run_dir.timeline
+        self.model_path = self.model_path and str(self.run_dir.model)
+        self.announcer.warn(f"{old} was renamed: the run goes on in {new}")
+
     def configured(self) -> None:
         """Note what the run directory holds, for the message of a stop before the first step.
 
         Called again when it holds more.
         """
+        self.holding.look()
         held = "its log alone"
         if self.run_dir.checkpoints.exists():
             held = "what it held before"
@@ -174,6 +184,7 @@ class Session:
     def begin_training(self) -> None:
         """Let a signal end the run after a step with a checkpoint, and drop the record of how an
         earlier process ended."""
+        self.holding.look()
         self.signals.deferred, self.signals.words = True, self._afterwards
         self._forget_earlier_end()
         self._began = True
@@ -280,7 +291,8 @@ class Session:
         refused = refused and not self._had_trained
         message = str(told) if told else f"{kind}: {error}"
         self._log.traceback(error)
-        error.add_note(f"the whole story is in {self.run_dir.log}")
+        if is_held := self.holding.is_held:
+            error.add_note(f"the whole story is in {self.run_dir.log}")
         self._say(self.announcer.phase, "failed")
         content = {
             "exit_code": code,
@@ -290,7 +302,7 @@ class Session:
             "step": self.state.step,
             "traceback": "".join(traceback.format_exception(error)),
         }
-        if self._is_the_runs_end:
+        if is_held and self._is_the_runs_end:
             self._say(self.run_dir.write_json, self.run_dir.error, content)
         last = Failed(exit_code=code, kind=kind, message=message, refused=refused)
         self._say(self.announcer.emit, last)
