@@ -6,10 +6,13 @@ The folder appears complete or not at all: it is written beside its place, synce
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from fluxtrain.models.saving.beside import Beside, write_model_files
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_log = logging.getLogger(__name__)
+_Facts = tuple[int, int, int, int]
 SHARD_BYTES = 4_000_000_000  # parts that live on a GPU are on the host while they are written
 
 
@@ -101,25 +106,42 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
 
 
 def _written(write: Callable[[Path], None], made: Path, folder: Path) -> int:
+    earlier = _facts(folder)
     write(made)
     files = [path for path in made.rglob("*") if path.is_file()]
     for path in (*files, made):
         _sync(path)
-    _replace(made, folder)
+    _replace(made, folder, earlier)
     folder.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model
     _sync(folder.parent)
     return sum((folder / path.relative_to(made)).stat().st_size for path in files)
 
 
-def _replace(made: Path, folder: Path) -> None:
-    """Replace `folder` by `made`; remove the old one only after it was moved aside."""
-    if not folder.exists():
+def _replace(made: Path, folder: Path, earlier: Set[_Facts]) -> None:
+    """Replace `folder` by `made`; remove the old one only after it was moved aside, and only if it
+    holds what it did when saving began (`earlier`)."""
+    if not os.path.lexists(folder):
         made.rename(folder)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
     folder.rename(aside / folder.name)
     made.rename(folder)
+    if not _facts(aside / folder.name) <= earlier:
+        kept = aside.rename(folder.parent / f"kept-from-{folder.name}{aside.name[-9:]}")
+        _log.warning("%s changed while it was saved: what it held is in %s", folder, kept)
+        return
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _facts(folder: Path) -> Set[_Facts]:
+    """Return what tells the files in a folder, or the file in its place, from others."""
+    found = set()
+    for path in (folder, *folder.rglob("*")):
+        with suppress(FileNotFoundError):
+            facts = os.lstat(path)
+            if not stat.S_ISDIR(facts.st_mode):
+                found.add((facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return found
 
 
 def _distinct(model: PreTrainedModel) -> list[Tensor]:

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,6 +178,26 @@ def of_model(listed: Mapping[str, int] | None) -> Rule:
         return listed.get(name) == facts.st_size
 
     return rule
+
+
+Identity = tuple[int, int, int, int]
+
+
+def identity_of(facts: os.stat_result) -> Identity:
+    """Return what changes with a file's content: device, inode, size and time of change."""
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def only_known(rule: Rule, known: Set[Identity]) -> Rule:
+    """Return `rule` for the files alone that are `known`."""
+
+    def narrowed(name: str, facts: os.stat_result) -> Rule | bool:
+        kind = rule(name, facts)
+        if isinstance(kind, bool):
+            return kind and identity_of(facts) in known
+        return only_known(kind, known)
+
+    return narrowed
 
 
 def of_unfinished_model(name: str, listed: Mapping[str, int] | None) -> Rule | bool:

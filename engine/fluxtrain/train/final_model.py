@@ -54,7 +54,7 @@ def save_model(session: Session, save: Callable[[Path], object]) -> None:
 
     def once() -> None:
         session.holding.look()
-        _keep_others_files(session)
+        session.records.clear_model()
         save(run_dir.model)
 
     def saved() -> None:
@@ -70,21 +70,9 @@ def save_model(session: Session, save: Callable[[Path], object]) -> None:
     session.disk.until_written(saved)
     own_files.remove_unfinished_models(run_dir, also_earlier=True)
     with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
+        session.records.clear(run_dir.model_list)
         own_files.note_model(run_dir)
     session.model_path = str(run_dir.model)
-
-
-def _keep_others_files(session: Session) -> None:
-    """Move what is not of the run out of its model's folder, which is about to be replaced."""
-    run_dir = session.run_dir
-    for name in own_files.others_in(
-        run_dir.model, own_files.of_model(own_files.model_files(run_dir))
-    ):
-        place = own_files.kept_beside(run_dir.model / name, run_dir.path / "kept-from-model")
-        session.announcer.warn(
-            f"{run_dir.model / name} is not of the run, and its model is saved again: it is "
-            f"{place} now"
-        )
 
 
 def choose_final_weights(

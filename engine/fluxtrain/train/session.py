@@ -39,6 +39,7 @@ from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import ControlServer
 from fluxtrain.rundir.holding import Holding
 from fluxtrain.rundir.own_files import refuse_odd_places
+from fluxtrain.rundir.records import Records
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
@@ -69,7 +70,8 @@ class Session:
             taken.callback(self.holding.release)
             self._had_trained = run_dir.has_trained
             if not self._had_trained:
-                self._forget_earlier_end()
+                run_dir.result.unlink(missing_ok=True)
+                run_dir.error.unlink(missing_ok=True)
             self._log = RunLog(run_dir.log)
             taken.callback(self._log.close)
             self._emitter = Emitter(run_dir.journal, live_fd)
@@ -77,6 +79,7 @@ class Session:
         show = JsonConsole(to_standard_output) if json else PlainConsole(self._print())
         self.announcer = Announcer(self._emitter, show)
         self._log.tell(self.announcer.warn)
+        self.records = Records(run_dir, self.announcer.warn)
         self.requests = Requests()
         self.disk = DiskWait(
             disk_wait_s, self.announcer, lambda: self.requests.stop_code is not None
@@ -243,7 +246,7 @@ class Session:
 
     def _forget_earlier_end(self) -> None:
         for path in (self.run_dir.result, self.run_dir.error):
-            path.unlink(missing_ok=True)
+            self.records.forget(path)
 
     @property
     def _is_the_runs_end(self) -> bool:
@@ -255,12 +258,17 @@ class Session:
 
     def _record_end(self, error: BaseException | None) -> None:
         told = as_told(error) if error is not None else None
-        if error is None or isinstance(told, Interrupted):
-            self._record_orderly_end(told)
-        else:
+        if error is not None and not isinstance(told, Interrupted):
             self._record_failure(error, told)
+            return
+        try:
+            self._record_orderly_end(told)
+        except FluxTrainError as lost:
+            self._record_failure(lost, lost)
+            raise
 
     def _record_orderly_end(self, interrupted: FluxTrainError | None) -> None:
+        """Write result.json. Raises where it cannot be written, unless the run was interrupted."""
         code = interrupted.exit_code if interrupted else EXIT_FINISHED
         result = {
             "exit_code": code,
@@ -280,9 +288,16 @@ class Session:
         }
         if not interrupted:
             self._say(self.announcer.phase, "finished")
-        if self._is_the_runs_end:
-            self._say(self.run_dir.write_json, self.run_dir.result, result)
+        if self._is_the_runs_end and interrupted:
+            self._say(self._write_result, result)
+        elif self._is_the_runs_end:
+            self.disk.until_written(partial(self._write_result, result))
         self._say(self.announcer.emit, self._done(code))
+
+    def _write_result(self, result: dict[str, Any]) -> None:
+        self.holding.look()
+        result["model"] = self.model_path  # where the folder is now
+        self.records.write_json(self.run_dir.result, result)
 
     def _record_failure(self, error: BaseException, told: FluxTrainError | None) -> None:
         code = told.exit_code if told else EXIT_BUG
@@ -303,7 +318,7 @@ class Session:
             "traceback": "".join(traceback.format_exception(error)),
         }
         if is_held and self._is_the_runs_end:
-            self._say(self.run_dir.write_json, self.run_dir.error, content)
+            self._say(self.records.write_json, self.run_dir.error, content)
         last = Failed(exit_code=code, kind=kind, message=message, refused=refused)
         self._say(self.announcer.emit, last)
 
