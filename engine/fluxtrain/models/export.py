@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fluxtrain.errors import BadInput, NoSpace, system_error
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, write_model_files
+from fluxtrain.unfinished import MARK, finish, unfinished_folder
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -89,11 +90,8 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
                 f"saving {folder} needs {bytes_text(needed)} and {bytes_text(free)} is free: "
                 "make room or choose another run directory"
             )
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise _explained(error, folder) from error
-    try:
-        return _written(write, made, folder)
+        with unfinished_folder(folder.parent, f".{folder.name}-") as made:
+            return _written(write, made, folder)
     except OSError as error:
         raise _explained(error, folder) from error
     except Exception as error:  # safetensors and tokenizers have kinds of their own
@@ -101,16 +99,16 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
         if refused is None:
             raise
         raise _explained(refused, folder) from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _written(write: Callable[[Path], None], made: Path, folder: Path) -> int:
     earlier = _facts(folder)
     write(made)
-    files = [path for path in made.rglob("*") if path.is_file()]
-    for path in (*files, made):
+    files = [path for path in made.rglob("*") if path.is_file() and path != made / MARK]
+    for path in files:
         _sync(path)
+    finish(made)
+    _sync(made)
     _replace(made, folder, earlier)
     folder.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model
     _sync(folder.parent)
@@ -120,7 +118,7 @@ def _written(write: Callable[[Path], None], made: Path, folder: Path) -> int:
 def _replace(made: Path, folder: Path, earlier: Set[_Facts]) -> None:
     """Replace `folder` by `made`; remove the old one only after it was moved aside, and only if it
     holds what it did when saving began (`earlier`)."""
-    if not os.path.lexists(folder):
+    with suppress(OSError):  # an empty folder, too, is replaced at once
         made.rename(folder)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))

@@ -18,6 +18,7 @@ from pathlib import Path
 from fluxtrain.plain_files import is_plain_folder, refuse_odd
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.storage import read_json, write_json
+from fluxtrain.unfinished import MARK
 
 TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
 KEPT = "kept-from-run"  # holds what others put in the place of a run's own
@@ -30,7 +31,8 @@ _OF_CHECKPOINT = re.compile(r"manifest\.json|trainer\.json|shard-\d{5,}\.safeten
 _OF_MODEL = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_config\.json|"
     r"config\.json|generation_config\.json|tokenizer(_config)?\.json|tokenizer\.model|"
-    r"special_tokens_map\.json|added_tokens\.json|chat_template\.jinja|vocab\.(json|txt)|merges\.txt"
+    r"special_tokens_map\.json|added_tokens\.json|chat_template\.jinja|vocab\.(json|txt)|merges\.txt|"
+    + re.escape(MARK)
 )
 _OF_TRACKERS = re.compile(
     r"(tensorboard|wandb|mlflow|trackio)\.json|events\.out\.tfevents\.\d+\..+"
