@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, remove
+from fluxtrain.checkpoint.checkpoint import list_checkpoints, prune, remove
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
 from fluxtrain.plain_files import is_plain_folder, kind_of
 from fluxtrain.reporting.failures import as_told, first_line
@@ -92,6 +92,14 @@ def make_room(
     )
 
 
+def prune_or_tell(root: Path, keep: int, step: int, best_step: int | None, warn: Warn) -> None:
+    """Remove the checkpoints beyond those to keep; where one cannot be removed, say so."""
+    try:
+        prune(root, keep, step, best_step)
+    except OSError as error:
+        warn(f"an older checkpoint cannot be removed ({reason_of(error)})")
+
+
 def why_given_up(step: int, error: BaseException) -> str | None:
     """Say why a checkpoint beside the training was given up, where the next one may succeed: the
     disk was full, its files were taken away, or memory for its copies ran out. None for any other
@@ -107,14 +115,19 @@ def why_given_up(step: int, error: BaseException) -> str | None:
     if not isinstance(error, OSError):
         return None
     return (
-        f"the checkpoint of step {step} could not be written ({first_line(error)}): the next one "
+        f"the checkpoint of step {step} could not be written ({reason_of(error)}): the next one "
         "follows at once"
     )
 
 
 def _cannot_save(error: OSError) -> CannotSave:
-    at = f"{error.filename}: " if error.filename else ""
     return CannotSave(
-        f"no checkpoint can be written, in 2 attempts ({at}{error.strerror or error}): let this "
-        "user write there, and leave the folder to the run"
+        f"no checkpoint can be written, in 2 attempts ({reason_of(error)}): let this user write "
+        "there, and leave the folder to the run"
     )
+
+
+def reason_of(error: OSError) -> str:
+    """Say which file the system refused, and why."""
+    why = error.strerror or str(error)
+    return f"{error.filename}: {why}" if error.filename else why

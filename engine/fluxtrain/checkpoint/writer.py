@@ -19,7 +19,6 @@ from fluxtrain.checkpoint.checkpoint import (
     Checkpoint,
     Damaged,
     load_shard_tensors,
-    prune,
     read_checkpoint,
     step_folder,
     write_checkpoint,
@@ -39,6 +38,7 @@ from fluxtrain.checkpoint.place import (
     CannotSave,
     make_ready,
     make_room,
+    prune_or_tell,
     saved,
     why_given_up,
 )
@@ -250,11 +250,7 @@ class CheckpointWriter:
         return written
 
     def _prune(self, step: int, best_step: int | None) -> None:
-        """Remove the checkpoints beyond those to keep; where one cannot be removed, say so."""
-        try:
-            prune(self._root, self._keep, step, best_step)
-        except OSError as error:
-            self._announcer.warn(f"an older checkpoint cannot be removed ({first_line(error)})")
+        prune_or_tell(self._root, self._keep, step, best_step, self._announcer.warn)
 
     def _note(self, written: Checkpoint, seconds: float, held_s: float | None) -> None:
         """Tell of a checkpoint that is whole, and count what it cost."""
