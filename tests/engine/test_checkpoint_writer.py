@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fluxtrain
+from fluxtrain.checkpoint import place
 from fluxtrain.checkpoint import writer as checkpoint_writer
 from fluxtrain.checkpoint.checkpoint import (
     Damaged,
@@ -241,7 +242,7 @@ def free(monkeypatch: pytest.MonkeyPatch, root: Path, room_for: int) -> None:
     def bytes_left(_: Path) -> int:
         return (room_for - len(list_checkpoints(root))) * NEED
 
-    monkeypatch.setattr(checkpoint_writer, "free_bytes", bytes_left)
+    monkeypatch.setattr(place, "free_bytes", bytes_left)
 
 
 def test_an_older_checkpoint_makes_room_for_the_next_and_that_is_said(

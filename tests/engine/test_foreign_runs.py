@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from fluxtrain.cli import main
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.own_files import note_model, refuse_odd_places
+from fluxtrain.rundir.records import Records
 from fluxtrain.rundir.run_dir import RunDir, list_runs
 from fluxtrain.telemetry.storage import read_json
-from fluxtrain.train.run import Run
 from fluxtrain.train.session import Session
 
 Call = Callable[..., tuple[int, str]]
@@ -185,9 +184,7 @@ def test_others_files_in_a_model_that_is_saved_again_are_moved_and_told(tmp_path
     told: list[str] = []
     note_model(run)
     (run.model / "notes.txt").write_text("mine")
-    trained: Any = Run.__new__(Run)
-    trained._session = SimpleNamespace(run_dir=run, announcer=SimpleNamespace(warn=told.append))
-    trained._keep_others_files()
+    Records(run, told.append).clear_model()
     assert os.listdir(run.model) == ["config.json"]
     assert (run.path / "kept-from-model" / "notes.txt").read_text() == "mine"
     assert len(told) == 1 and "is not of the run" in told[0] and "kept-from-model" in told[0]

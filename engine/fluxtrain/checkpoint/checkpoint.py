@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,19 +110,21 @@ def write_checkpoint(
 
     Raises:
         NoSpace: the disk is full; earlier checkpoints are untouched, nothing partial is left.
+        OSError: the folder cannot be written, or files of the checkpoint were removed meanwhile.
     """
     final = step_folder(root, step)
     temporary = root / f"{_TEMPORARY}{final.name}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
         remove_unfinished(root)
         temporary.mkdir()
         files = _write_files(temporary, step, shards, trainer_state)
+        _refuse_taken_away(temporary, files["files"])
         _sync_folder(temporary)
         if is_plain_folder(final):  # only a damaged checkpoint of the step is written again
             _remove_own(final)
-        else:
-            final.unlink(missing_ok=True)
+        elif os.path.lexists(final):
+            _keep(final)
         temporary.rename(final)
         _sync_folder(root)
     except OSError as error:
@@ -198,10 +201,12 @@ def prune(root: Path, keep: int, step: int, best_step: int | None = None) -> Non
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; rename it first, so that a kill leaves no half of it under its name."""
+    """Remove a checkpoint that may be gone already; rename it first, so that a kill leaves no half
+    of it under its name."""
     doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
-    path.rename(doomed)
-    _remove_own(doomed)
+    with suppress(FileNotFoundError):
+        path.rename(doomed)
+        _remove_own(doomed)
 
 
 def _remove_own(path: Path) -> None:
@@ -220,6 +225,11 @@ def _remove_own(path: Path) -> None:
     if not others:
         path.rmdir()
         return
+    _keep(path)
+
+
+def _keep(path: Path) -> None:
+    """Give what others put in the place of a checkpoint, or into it, a name that no run uses."""
     name = f"kept-from-{path.name.removeprefix(_TEMPORARY).removeprefix('old-')}"
     taken = (path.with_name(f"{name}-{number}" if number else name) for number in range(1000))
     path.rename(next(place for place in taken if not os.path.lexists(place)))
@@ -274,6 +284,18 @@ def _write_files(
     content = {**manifest, "files": listed}
     write_json(folder / MANIFEST, {**content, _SEAL: _seal(content)})
     return {**manifest, "files": files}
+
+
+def _refuse_taken_away(folder: Path, files: dict[str, WrittenFile]) -> None:
+    """Raise OSError where somebody removed or shortened a file that was just written, or put a
+    link in the place of the folder of all checkpoints."""
+    if not is_plain_folder(folder.parent):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder any more", os.fspath(folder.parent))
+    for name in (MANIFEST, *files):
+        size = os.lstat(folder / name).st_size
+        if name in files and size != files[name].bytes:
+            told = f"has {size:,} bytes instead of {files[name].bytes:,}"
+            raise OSError(errno.ESTALE, told, os.fspath(folder / name))
 
 
 def _shard_file(number: int) -> str:

@@ -190,3 +190,16 @@ def refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> No
         f"{path.name} belongs to another run ({listed}): resume with the settings it was made "
         "with, or start a new run in another --run-dir"
     )
+
+
+def chunk_rows_of(content: dict[str, Any], asked: int | None, warn: Callable[[str], None]) -> int:
+    """Return the chunk that a run goes on with: the one it had, as losses depend on it, unless the
+    user has set another one since (`asked`; None: it is not set)."""
+    had: int = content["chunk_rows"]
+    if asked is None or asked in (had, content.get("chunk_rows_set", asked)):
+        return had
+    warn(
+        f"placement.chunk_rows is {asked} now, as set, and was {had}: losses differ in their "
+        "last digits from those of a run that never stopped, and with dropout by what is drawn"
+    )
+    return asked

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,3 +93,15 @@ def _text(state: Tensor) -> str:
 
 def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def tell_of_threads(before: int, warn: Callable[[str], None]) -> None:
+    """Warn where a sum is shared by another number of threads than `before`, and so rounded
+    otherwise."""
+    now = torch.get_num_threads()
+    if before != now:
+        warn(
+            f"the run computed with {before} threads before and has {now} now: its losses will "
+            f"differ in their last digits from those of a run that never stopped; set "
+            f"OMP_NUM_THREADS={before} for the same bits"
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +14,17 @@ import torch
 
 from fluxtrain.checkpoint.background import BackgroundWrite
 from fluxtrain.checkpoint.checkpoint import (
+    MANIFEST,
     TRAINER,
     Checkpoint,
     Damaged,
-    list_checkpoints,
     load_shard_tensors,
-    prune,
     read_checkpoint,
-    remove,
     step_folder,
     write_checkpoint,
 )
 from fluxtrain.checkpoint.newest import (
+    chunk_rows_of,
     damage_in_words_of,
     damage_of,
     older_resumable,
@@ -34,17 +34,24 @@ from fluxtrain.checkpoint.newest import (
     trainer_content,
     with_cure,
 )
-from fluxtrain.checkpoint.randomness import random_state, restore_random_state
+from fluxtrain.checkpoint.place import (
+    CannotSave,
+    make_ready,
+    make_room,
+    prune_or_tell,
+    saved,
+    why_given_up,
+)
+from fluxtrain.checkpoint.randomness import random_state, restore_random_state, tell_of_threads
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.errors import DoesNotFit, FluxTrainError, NoSpace
+from fluxtrain.errors import DoesNotFit, FluxTrainError
 from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.disk_wait import DiskWait
 from fluxtrain.reporting.failures import as_told, first_line
+from fluxtrain.rundir.holding import Holding
 from fluxtrain.telemetry.events import CheckpointWritten
-from fluxtrain.telemetry.storage import free_bytes
-from fluxtrain.units import bytes_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,8 +97,25 @@ class CheckpointWriter:
         self._started_s, self._held_s = 0.0, 0.0
         self._failed = False  # the last one in the background: the disk was full
         self.last: Checkpoint | None = None
+        self._look: Callable[[], None] = lambda: None
+        self._glance = self._look
         self.read_bytes = 0
         self.written_bytes = 0
+
+    def follow(self, holding: Holding) -> None:
+        """Look where the run's folder is before each checkpoint, and from time to time."""
+        self._look, self._glance = holding.look, holding.glance
+        holding.followed_by(self._moved)
+
+    def _moved(self, old: Path, new: Path) -> None:
+        self._root = new / self._root.relative_to(old)
+        if self.last is not None and self.last.path.is_relative_to(old):
+            self.last = replace(self.last, path=new / self.last.path.relative_to(old))
+
+    def _ready(self) -> None:
+        """Raises OSError, and BadInput as `Holding.look`."""
+        self._look()
+        make_ready(self._root, self._announcer.warn)
 
     def is_due(self, step: int) -> bool:
         """Return whether the cadence asks for a checkpoint now; an automatic one does not while
@@ -103,47 +127,69 @@ class CheckpointWriter:
     def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         """Save the run between two steps; do nothing if the step is saved already.
 
-        Raises NoSpace after the wait for a full disk; the previous checkpoint stays the last one.
+        Raises NoSpace after the wait for a full disk, and CannotSave where its folder cannot be
+        written; the previous checkpoint stays the last one. BadInput: see `Holding.look`.
         """
         self.finish()
-        if self.last is not None and self.last.step == state.step:
-            return self.last
-        write = partial(self._write, state, engine, data)
-        return write() if self._disk is None else self._disk.until_written(write)
+        if (standing := self._standing(state.step)) is not None:
+            return standing
+        once = partial(self._write, state, engine, data)
+        write = partial(saved, once, self._ready)
+        try:
+            return write() if self._disk is None else self._disk.until_written(write)
+        except CannotSave as error:
+            raise CannotSave(f"{error}; {self.last_text()}") from error
 
-    def begin(self, state: RunState, engine: Engine, data: Cursor) -> None:
-        """Save the run between two steps, in the background if the plan has memory for it.
+    def save(
+        self, state: RunState, engine: Engine, data: Cursor, *, background: bool = True
+    ) -> None:
+        """Save the run between two steps, in the `background` if the plan has memory for it: `poll`
+        and `finish` tell of its end. Where its folder cannot be written, say so and go on.
 
-        `poll` and `finish` tell of its end. Raises NoSpace as `write`.
+        Raises NoSpace as `write`.
         """
-        self.finish()
-        if not self.budget_bytes or self._failed:
-            self.write(state, engine, data)
-            return
-        if self.last is not None and self.last.step == state.step:
-            return
+        started_s = time.monotonic()
+        try:
+            self.finish()
+            if not (background and self._begins(state, engine, data)):
+                self.write(state, engine, data)
+        except CannotSave as error:
+            self._failed = False
+            self._cadence.done(state.step, time.monotonic() - started_s)
+            self._announcer.warn(
+                f"step {state.step} is not saved, and the training goes on until the next "
+                f"checkpoint is due: {error}"
+            )
+
+    def _begins(self, state: RunState, engine: Engine, data: Cursor) -> bool:
+        """Begin to save the run in the background; return whether it may be, and there is room."""
+        if not self.budget_bytes or self._failed or self._standing(state.step) is not None:
+            return False
         self._started_s = time.monotonic()
         try:
-            self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
-        except NoSpace:
-            self.write(state, engine, data)  # which waits for room
-            return
+            self._ready()
+            self._make_room(engine, state.best_step)
+        except OSError:  # `write` tries again, or waits for room
+            return False
         content, step, best = self._content(state, engine, data), state.step, state.best_step
 
         def write(shards: Iterator[tuple[str, dict[str, Tensor]]]) -> Checkpoint:
             with engine.device.recorder.working("disk", "checkpoint", f"step {step}"):
                 written = write_checkpoint(self._root, step, shards, content)
-            prune(self._root, self._keep, step, best)
+            self._prune(step, best)
             return written
 
         self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes)
         self._held_s = time.monotonic() - self._started_s
+        return True
 
     def poll(self) -> None:
-        """Tell of the checkpoint in the background, if it is whole since the last call.
+        """Tell of the checkpoint in the background, if it is whole since the last call, and look
+        where the run's folder is.
 
-        Raises what made it fail; a full disk is waited for by the next `begin`, at once.
+        Raises what made it fail; a full disk is waited for by the next `save`, at once.
         """
+        self._glance()
         if self._under_way is not None and self._under_way.done:
             self.finish()
 
@@ -160,31 +206,28 @@ class CheckpointWriter:
         under_way.wait()
         self._under_way = None
         if under_way.checkpoint is None:
-            self._given_up(under_way.error or AssertionError("it is done"))
+            self._given_up(under_way.step, under_way.error or AssertionError("it is done"))
             return
         seconds = time.monotonic() - self._started_s
-        self._note(under_way.checkpoint, seconds, self._held_s)
+        path = self._root / under_way.checkpoint.path.name  # it may have moved since
+        self._note(replace(under_way.checkpoint, path=path), seconds, self._held_s)
 
     def close(self) -> None:
         """Wait for the checkpoint in the background where the run ends, whose own error counts."""
         with suppress(Exception):
             self.finish()
 
-    def _given_up(self, error: BaseException) -> None:
+    def _given_up(self, step: int, error: BaseException) -> None:
         """Go on without the checkpoint in the background, where the next one may succeed: the disk
-        was full, or memory for its copies ran out. Raises any other error."""
-        why = as_told(error)
-        if not isinstance(why, NoSpace | DoesNotFit):
+        was full, its files were taken away, or memory for its copies ran out. Raises any other
+        error."""
+        words = why_given_up(step, error)
+        if words is None:
             raise error
+        if isinstance(as_told(error), DoesNotFit):
+            self.budget_bytes = 0
         self._failed = True
-        if isinstance(why, NoSpace):
-            self._announcer.warn(f"{why}; the next checkpoint follows at once")
-            return
-        self.budget_bytes = 0
-        self._announcer.warn(
-            f"a checkpoint beside the training was given up ({first_line(error)}): the next one "
-            "follows at once, and training waits for it and for those after it"
-        )
+        self._announcer.warn(words)
 
     def write_last(self, state: RunState, engine: Engine, data: Cursor) -> None:
         """Save the steps of a run that is about to end for want of memory; where that fails too,
@@ -198,13 +241,16 @@ class CheckpointWriter:
 
     def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()
-        self._make_room(engine.shard_bytes() + TRAINER_BYTES, state.best_step)
+        self._make_room(engine, state.best_step)
         content = self._content(state, engine, data)
         with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
             written = write_checkpoint(self._root, state.step, self._shards(engine), content)
-        prune(self._root, self._keep, state.step, state.best_step)
+        self._prune(state.step, state.best_step)
         self._note(written, time.monotonic() - started_s, None)
         return written
+
+    def _prune(self, step: int, best_step: int | None) -> None:
+        prune_or_tell(self._root, self._keep, step, best_step, self._announcer.warn)
 
     def _note(self, written: Checkpoint, seconds: float, held_s: float | None) -> None:
         """Tell of a checkpoint that is whole, and count what it cost."""
@@ -213,25 +259,18 @@ class CheckpointWriter:
         self.written_bytes += written.bytes
         self._announcer.emit(
             CheckpointWritten(
-                step=written.step,
-                path=str(written.path),
-                bytes=written.bytes,
-                seconds=seconds,
-                held_s=held_s,
+                step=written.step, path=str(written.path), bytes=written.bytes,
+                seconds=seconds, held_s=held_s,
             )
-        )
+        )  # fmt: skip
 
     def _content(self, state: RunState, engine: Engine, data: Cursor) -> dict[str, Any]:
         """Return the trainer's part of a checkpoint."""
         content: dict[str, Any] = {
-            "run": state.to_json(),
-            "random": random_state(),
-            "data": data.state_dict(),
-            "chunk_rows": engine.chunk_rows,
-            "chunk_rows_set": self._chunk_rows_set,
-            "fingerprint": self._fingerprint,
-            "threads": torch.get_num_threads(),
-        }
+            "run": state.to_json(), "random": random_state(), "data": data.state_dict(),
+            "chunk_rows": engine.chunk_rows, "chunk_rows_set": self._chunk_rows_set,
+            "fingerprint": self._fingerprint, "threads": torch.get_num_threads(),
+        }  # fmt: skip
         if engine.loss_scale is not None:
             content["loss_scale"] = engine.loss_scale.state_dict()
         return content
@@ -275,26 +314,13 @@ class CheckpointWriter:
             with damage_in_words_of(checkpoint):
                 engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         self.load_weights(checkpoint, engine)
-        engine.chunk_rows = self._chunk_rows_of(content)
+        engine.chunk_rows = chunk_rows_of(content, self._chunk_rows_set, self._announcer.warn)
         with damage_of(checkpoint):
             restore_random_state(content["random"])
-        self._tell_of_threads(content["threads"])
+        tell_of_threads(content["threads"], self._announcer.warn)
         self.last = checkpoint
         self._cadence.done(checkpoint.step, 0.0)
         return state
-
-    def _chunk_rows_of(self, content: dict[str, Any]) -> int:
-        """Return the chunk that a run goes on with: the one it had, as losses depend on it, unless
-        the user has set another one since."""
-        had: int = content["chunk_rows"]
-        asked = self._chunk_rows_set
-        if asked in (None, had, content.get("chunk_rows_set", asked)):
-            return had
-        self._announcer.warn(
-            f"placement.chunk_rows is {asked} now, as set, and was {had}: losses differ in their "
-            "last digits from those of a run that never stopped, and with dropout by what is drawn"
-        )
-        return asked
 
     def refuse_incomplete(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Raise Damaged for a checkpoint without a shard of every group: what is missing would keep
@@ -334,50 +360,23 @@ class CheckpointWriter:
                 engine.load_state_shard(name, tensors)
         self.read_bytes += checkpoint.bytes
 
-    def _tell_of_threads(self, before: int) -> None:
-        """Warn where a sum is shared by another number of threads than before, and so rounded
-        otherwise."""
-        now = torch.get_num_threads()
-        if before != now:
-            self._announcer.warn(
-                f"the run computed with {before} threads before and has {now} now: its losses will "
-                f"differ in their last digits from those of a run that never stopped; set "
-                f"OMP_NUM_THREADS={before} for the same bits"
-            )
-
     def _shards(self, engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield from engine.state_shards()
         yield from self._optimizer.state_shards()
 
-    def _make_room(self, needed_bytes: int, best_step: int | None) -> None:
-        """Remove older checkpoints if a new one does not fit beside them; nothing is written yet.
-
-        The newest one always stays, and the best one where it is needed. Raises NoSpace if the new
-        one still does not fit.
-        """
-        free = free_bytes(self._root)
-        if free is None or free >= needed_bytes:
-            return
+    def _make_room(self, engine: Engine, best_step: int | None) -> None:
+        """Make room for a new checkpoint. Raises NoSpace if it does not fit even so."""
+        needed = engine.shard_bytes() + TRAINER_BYTES
         best = step_folder(self._root, best_step) if best_step is not None else None
-        found = list_checkpoints(self._root)[1:]
-        older = [path for path in found if path != best]
-        if best in found and not self._needs_best:
-            older = [best, *older]  # goes last
-        for path in reversed(older):
-            remove(path)
-            free = free_bytes(self._root)
-            self._announcer.warn(
-                f"{path.name} was removed to make room for the next checkpoint "
-                f"({bytes_text(needed_bytes)} needed, {bytes_text(free)} free now): lower "
-                "train.keep_checkpoints or free some space to keep more"
-            )
-            if free is None or free >= needed_bytes:
-                return
-        raise NoSpace(
-            f"the next checkpoint needs {bytes_text(needed_bytes)} and {bytes_text(free)} is free "
-            f"under {self._root}: free some space, then go on with --resume; nothing was written, "
-            f"{self.last_text()}"
-        )
+        make_room(
+            self._root, needed, self._announcer.warn,
+            best=best, needs_best=self._needs_best, last=self.last_text,
+        )  # fmt: skip
+
+    def _standing(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint of `step` if it is the last one, and nobody has removed it."""
+        last = self.last
+        return last if last is not None and last.step == step and _stands(last) else None
 
     def last_text(self) -> str:
         """Name the last good checkpoint, for messages, once it is whole."""
@@ -387,4 +386,11 @@ class CheckpointWriter:
             last = self._under_way.checkpoint or last
         if last is None:
             return "no checkpoint was written yet"
+        if not _stands(last):
+            return f"the last checkpoint ({last.path}, step {last.step}) was removed by others"
         return f"the last good checkpoint is {last.path} (step {last.step})"
+
+
+def _stands(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint that was whole is still there."""
+    return (checkpoint.path / MANIFEST).is_file()

@@ -7,13 +7,11 @@ and learning rates of the steps, and everything in the two last checkpoints, mus
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from fluxtrain.rundir.terminations import terminations_told
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.storage import read_json, storage_error
+from fluxtrain.unfinished import unfinished_folder
 
 STEPS = 8
 _TRAIN = (sys.executable, "-P", "-m", "fluxtrain", "train")
@@ -193,16 +192,14 @@ def _process(arguments: Sequence[str]) -> int:
 @contextmanager
 def _folder() -> Iterator[Path]:
     """Make a folder on the disk of the runs, and remove it in the end."""
-    root = runs_root()
+    root, within = runs_root(), ExitStack()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".verify-resume-", dir=root))
+        made = within.enter_context(unfinished_folder(root, ".verify-resume-"))
     except OSError as error:
         raise storage_error(root, error) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with within:
+        yield made
 
 
 def _shortened(config: RunConfig, steps: int) -> dict[str, Any]:

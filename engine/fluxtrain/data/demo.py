@@ -25,6 +25,7 @@ import numpy as np
 
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.unfinished import finish, unfinished_folder
 
 VOCABULARY = 2048
 CORPUS_LIMIT_BYTES = 4 << 20
@@ -166,23 +167,23 @@ def _whole(folder: Path) -> bool:
 
 
 def _make_atomically(folder: Path) -> None:
-    made = Path(tempfile.mkdtemp(prefix=".demo-", dir=folder.parent))
     try:
-        texts = _corpus()
-        with (made / "corpus.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        train_tokenizer(texts, made)
-        try:
-            made.rename(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise  # otherwise another process made the same files meanwhile
+        with unfinished_folder(folder.parent, ".demo-") as made:
+            texts = _corpus()
+            with (made / "corpus.jsonl").open("w", encoding="utf-8") as file:
+                lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+                file.writelines(f"{line}\n" for line in lines)
+            train_tokenizer(texts, made)
+            finish(made)
+            try:
+                made.rename(folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise  # otherwise another process made the same files meanwhile
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpace(f"no space left for the demo's text in {folder.parent}") from error
         raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _corpus() -> list[str]:

@@ -6,10 +6,13 @@ The folder appears complete or not at all: it is written beside its place, synce
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fluxtrain.errors import BadInput, NoSpace, system_error
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, write_model_files
+from fluxtrain.unfinished import MARK, finish, unfinished_folder
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_log = logging.getLogger(__name__)
+_Facts = tuple[int, int, int, int]
 SHARD_BYTES = 4_000_000_000  # parts that live on a GPU are on the host while they are written
 
 
@@ -84,11 +90,8 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
                 f"saving {folder} needs {bytes_text(needed)} and {bytes_text(free)} is free: "
                 "make room or choose another run directory"
             )
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise _explained(error, folder) from error
-    try:
-        return _written(write, made, folder)
+        with unfinished_folder(folder.parent, f".{folder.name}-") as made:
+            return _written(write, made, folder)
     except OSError as error:
         raise _explained(error, folder) from error
     except Exception as error:  # safetensors and tokenizers have kinds of their own
@@ -96,30 +99,47 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
         if refused is None:
             raise
         raise _explained(refused, folder) from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _written(write: Callable[[Path], None], made: Path, folder: Path) -> int:
+    earlier = _facts(folder)
     write(made)
-    files = [path for path in made.rglob("*") if path.is_file()]
-    for path in (*files, made):
+    files = [path for path in made.rglob("*") if path.is_file() and path != made / MARK]
+    for path in files:
         _sync(path)
-    _replace(made, folder)
+    finish(made)
+    _sync(made)
+    _replace(made, folder, earlier)
     folder.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model
     _sync(folder.parent)
     return sum((folder / path.relative_to(made)).stat().st_size for path in files)
 
 
-def _replace(made: Path, folder: Path) -> None:
-    """Replace `folder` by `made`; remove the old one only after it was moved aside."""
-    if not folder.exists():
+def _replace(made: Path, folder: Path, earlier: Set[_Facts]) -> None:
+    """Replace `folder` by `made`; remove the old one only after it was moved aside, and only if it
+    holds what it did when saving began (`earlier`)."""
+    with suppress(OSError):  # an empty folder, too, is replaced at once
         made.rename(folder)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
     folder.rename(aside / folder.name)
     made.rename(folder)
+    if not _facts(aside / folder.name) <= earlier:
+        kept = aside.rename(folder.parent / f"kept-from-{folder.name}{aside.name[-9:]}")
+        _log.warning("%s changed while it was saved: what it held is in %s", folder, kept)
+        return
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _facts(folder: Path) -> Set[_Facts]:
+    """Return what tells the files in a folder, or the file in its place, from others."""
+    found = set()
+    for path in (folder, *folder.rglob("*")):
+        with suppress(FileNotFoundError):
+            facts = os.lstat(path)
+            if not stat.S_ISDIR(facts.st_mode):
+                found.add((facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return found
 
 
 def _distinct(model: PreTrainedModel) -> list[Tensor]:

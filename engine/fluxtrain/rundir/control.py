@@ -95,7 +95,7 @@ class ControlServer:
         self._clients: dict[int, _Client] = {}
         self._allowance = Allowance(TURNS_PER_S, BURST)
         self._thread: threading.Thread | None = None
-        self._bound = False
+        self._bound: os.stat_result | None = None
 
     def start(self) -> None:
         """Bind with mode 0600, replacing a dead trainer's socket, and begin to serve.
@@ -103,7 +103,7 @@ class ControlServer:
         Raises `BadInput` if another trainer serves this path or the folder cannot hold a socket.
         """
         self._listener = _listen(self.path)
-        self._bound = True
+        self._bound = os.lstat(self.path)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -113,8 +113,8 @@ class ControlServer:
 
     def abandon(self) -> None:
         """Remove the socket without waiting, in a process that ends at once."""
-        if self._bound:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # of another trainer, where the folder was swapped
+            if self._bound is not None and os.path.samestat(os.lstat(self.path), self._bound):
                 self.path.unlink()
 
     def close(self) -> None:
@@ -131,8 +131,7 @@ class ControlServer:
         self._listener.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        self.abandon()
 
     def _serve(self) -> None:
         while True:

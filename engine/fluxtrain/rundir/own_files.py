@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,10 @@ from pathlib import Path
 from fluxtrain.plain_files import is_plain_folder, refuse_odd
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.storage import read_json, write_json
+from fluxtrain.unfinished import MARK
 
 TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
+KEPT = "kept-from-run"  # holds what others put in the place of a run's own
 # Says of a name and its facts: not the run's own; its own file; a folder, with the rule within it.
 Rule = Callable[[str, os.stat_result], "Rule | bool"]
 
@@ -29,7 +31,8 @@ _OF_CHECKPOINT = re.compile(r"manifest\.json|trainer\.json|shard-\d{5,}\.safeten
 _OF_MODEL = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_config\.json|"
     r"config\.json|generation_config\.json|tokenizer(_config)?\.json|tokenizer\.model|"
-    r"special_tokens_map\.json|added_tokens\.json|chat_template\.jinja|vocab\.(json|txt)|merges\.txt"
+    r"special_tokens_map\.json|added_tokens\.json|chat_template\.jinja|vocab\.(json|txt)|merges\.txt|"
+    + re.escape(MARK)
 )
 _OF_TRACKERS = re.compile(
     r"(tensorboard|wandb|mlflow|trackio)\.json|events\.out\.tfevents\.\d+\..+"
@@ -177,6 +180,26 @@ def of_model(listed: Mapping[str, int] | None) -> Rule:
         return listed.get(name) == facts.st_size
 
     return rule
+
+
+Identity = tuple[int, int, int, int]
+
+
+def identity_of(facts: os.stat_result) -> Identity:
+    """Return what changes with a file's content: device, inode, size and time of change."""
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def only_known(rule: Rule, known: Set[Identity]) -> Rule:
+    """Return `rule` for the files alone that are `known`."""
+
+    def narrowed(name: str, facts: os.stat_result) -> Rule | bool:
+        kind = rule(name, facts)
+        if isinstance(kind, bool):
+            return kind and identity_of(facts) in known
+        return only_known(kind, known)
+
+    return narrowed
 
 
 def of_unfinished_model(name: str, listed: Mapping[str, int] | None) -> Rule | bool:

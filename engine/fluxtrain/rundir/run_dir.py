@@ -4,8 +4,8 @@
                 timeline.ring  pid  ctl.sock  checkpoints/  model/  model-files.json
 
 `pid` names the process that uses the directory and carries the lock; the directory is in use while
-either lives. `result.json` and `error.json`
-hold `exit_code`; older than `pid` they belong to an earlier process of the same run.
+either lives. `result.json` and `error.json` hold `exit_code`; older than `pid` they belong to an
+earlier process of the same run.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ from fluxtrain.rundir.process import ProcessMark
 from fluxtrain.rundir.states import RunState, state_of_exit, state_word
 from fluxtrain.telemetry.events import RunPhase
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.storage import (
-    check_space,
-    read_json,
-    storage_error,
-    write_json,
-)
+from fluxtrain.telemetry.storage import check_space, read_json, storage_error, write_json
 from fluxtrain.telemetry.typed import typed
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
@@ -81,6 +76,13 @@ class RunLock:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether the file that is locked is the one at `path`."""
+        try:
+            return os.path.samestat(os.lstat(path), os.fstat(self._descriptor))
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Let another process use the directory."""

@@ -26,7 +26,7 @@ class TimelineThread:
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self._path = path
+        self.path = path
         self._warn = warn
         self._recorder: Recorder | None = None
         self._cutter: StepCutter | None = None
@@ -39,7 +39,7 @@ class TimelineThread:
         """Write what `recorder` notes from now on."""
         self._recorder = recorder
         try:
-            self._ring = RingWriter(self._path)
+            self._ring = RingWriter(self.path)
         except (OSError, BadInput) as error:
             self._give_up(error)
             return
@@ -86,4 +86,4 @@ class TimelineThread:
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError | BadInput):
             why = getattr(error, "strerror", None) or str(error)
-        self._warn(f"the step timeline is not kept: {self._path.name}: {why}; the training goes on")
+        self._warn(f"the step timeline is not kept: {self.path.name}: {why}; the training goes on")

@@ -1,18 +1,24 @@
-"""Choose the weights that a run saves at its end: those of its last step, or of its best one."""
+"""Choose the weights that a run saves at its end, those of its last step or of its best one, and
+save them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fluxtrain.checkpoint.checkpoint import Damaged
+from fluxtrain.checkpoint.newest import with_cure
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.schema import TrainSettings
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.rundir import own_files
 
 if TYPE_CHECKING:
     from fluxtrain.data.packing import PackedRows
+    from fluxtrain.train.session import Session
     from fluxtrain.wrapping.engine import Engine
 
 
@@ -41,6 +47,34 @@ def tell_of_other_data(state: RunState, held_out: PackedRows, warn: Callable[[st
         )
 
 
+def save_model(session: Session, save: Callable[[Path], object]) -> None:
+    """Save the trained model with `save` in the run's folder, wherever that is now, and list its
+    files. Waits for room. Raises as `save` and `Holding.look`."""
+    run_dir = session.run_dir
+
+    def once() -> None:
+        session.holding.look()
+        session.records.clear_model()
+        save(run_dir.model)
+
+    def saved() -> None:
+        try:
+            once()
+        except BadInput:
+            before = run_dir.path
+            session.holding.look()
+            if run_dir.path == before:
+                raise
+            once()  # the folder was renamed meanwhile
+
+    session.disk.until_written(saved)
+    own_files.remove_unfinished_models(run_dir, also_earlier=True)
+    with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
+        session.records.clear(run_dir.model_list)
+        own_files.note_model(run_dir)
+    session.model_path = str(run_dir.model)
+
+
 def choose_final_weights(
     wanted: Literal["last", "best"],
     state: RunState,
@@ -50,22 +84,28 @@ def choose_final_weights(
 ) -> int:
     """Load the weights of the best evaluation where these are wanted; return the step they are of.
 
-    The run has made its last step: its checkpoint is written. The last weights stay, with a warning
-    that says why, where the best checkpoint is gone or damaged.
+    The run has made its last step. The last weights stay, with a warning that says why, where the
+    best checkpoint is gone or damaged. Raises Damaged where that shows while its weights are loaded
+    and those of the last step were not saved.
     """
     if wanted == "last" or state.best_step in (None, state.step):
         return state.step
+    why = "its checkpoint is not there"
     try:
-        found, why = checkpoints.best(state, engine), "its checkpoint is not there"
+        found = checkpoints.best(state, engine)
+    except Damaged as damage:
+        found, why = None, str(damage)
+    try:
         if found is not None:
             checkpoints.load_weights(found, engine)
             engine.flush()
             return found.step
-    except Damaged as damage:
+    except Damaged as damage:  # some weights may be the best's already
         found, why = checkpoints.last, str(damage)
-        if found is not None and found.step == state.step:  # some weights may be the best's already
-            checkpoints.load_weights(found, engine)
-            engine.flush()
+        if found is None or found.step != state.step:
+            raise with_cure(damage) from None
+        checkpoints.load_weights(found, engine)
+        engine.flush()
     warn(
         f"the best evaluation was {state.best_loss:.4f} at step {state.best_step}, and {why}: "
         f"the model is saved with the weights of step {state.step}, the last"

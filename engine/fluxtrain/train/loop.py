@@ -333,8 +333,7 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase("saving")
         self._engine.flush()
         background = then == "training" and self._goes_on()
-        save = self._checkpoints.begin if background else self._checkpoints.write
-        save(self.state, self._engine, self._data)
+        self._checkpoints.save(self.state, self._engine, self._data, background=background)
         self._announcer.phase(then)
 
     def _attend_requests(self) -> None:
@@ -359,6 +358,7 @@ class TrainingLoop(Generic[B]):
             if self._requests.take_checkpoint():
                 self._checkpoint(then="paused")
             self._checkpoints.wait_copied()
+            self._checkpoints.poll()
             self._changes.carry_out(self.state.step)
             self._requests.wait_for_change()
         self._announcer.phase("training")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, BatchSource, in_order
-from fluxtrain.errors import FluxTrainError, Interrupted
+from fluxtrain.errors import Interrupted
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes
@@ -87,7 +86,9 @@ def train(
         refuse_missing_trackers(config.trackers)
         config, chosen = with_row_length(config)
         if not (configured := target.resumes and target.run_dir.run.exists()):
+            session.records.clear(target.run_dir.run)
             write_run_file(target.run_dir, config, machine)
+            session.records.wrote(target.run_dir.run)
         session.configured()
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
@@ -98,7 +99,9 @@ def train(
         )
         run.announce(hello)
         if configured:  # only now: a refused resume changes nothing of the run
+            session.records.clear(target.run_dir.run)
             write_run_file(target.run_dir, config, machine)
+            session.records.wrote(target.run_dir.run)
         session.begin_training()
         session.track(config)
         with session.naming_the_way_on():
@@ -163,6 +166,8 @@ class Run:
         )
         optimizer = make_optimizer(config.train, self.model, self.schedule.learning_rate)
         self.checkpoints = self.make_checkpoint_writer(optimizer)
+        self.checkpoints.follow(session.holding)
+        session.holding.look()
         session.gauges.watch(self.engine, self.checkpoints)
         session.timeline.watch(self.engine.device.recorder)
         if checkpoint is not None:
@@ -241,6 +246,8 @@ class Run:
     def announce(self, hello: Hello) -> None:
         """Emit the facts of the loaded model, and the plan with its reasons."""
         session, loaded = self._session, self._inputs.loaded
+        session.holding.look()
+        session.records.clear(session.run_dir.plan)
         steps = self.schedule.total_steps
         session.announcer.emit(
             full_hello(
@@ -264,28 +271,11 @@ class Run:
         session.model_step = final_model.choose_final_weights(
             wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
         )
-        self._keep_others_files()
-        save = partial(self._method.save, loaded, self._config.method, session.run_dir.model)
-        session.disk.until_written(save)
-        own_files.remove_unfinished_models(session.run_dir, also_earlier=True)
-        with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
-            own_files.note_model(session.run_dir)
-        session.model_path = str(session.run_dir.model)
+        save = partial(self._method.save, loaded, self._config.method)
+        final_model.save_model(session, save)
         if self._inputs.prompt:
             self._show_sample(session.model_step)
         self.measure()
-
-    def _keep_others_files(self) -> None:
-        """Move what is not of the run out of its model's folder, which is about to be replaced."""
-        run_dir = self._session.run_dir
-        for name in own_files.others_in(
-            run_dir.model, own_files.of_model(own_files.model_files(run_dir))
-        ):
-            place = own_files.kept_beside(run_dir.model / name, run_dir.path / "kept-from-model")
-            self._session.announcer.warn(
-                f"{run_dir.model / name} is not of the run, and its model is saved again: it is "
-                f"{place} now"
-            )
 
     def _show_sample(self, step: int) -> None:
         """Show what the model makes of a prompt. It is saved: what goes wrong is a warning."""

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +37,9 @@ from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.reporting.trackers.opening import Trackers
 from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import ControlServer
+from fluxtrain.rundir.holding import Holding
 from fluxtrain.rundir.own_files import refuse_odd_places
+from fluxtrain.rundir.records import Records
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
@@ -63,11 +66,12 @@ class Session:
         self._started_s = time.monotonic()
         refuse_odd_places(run_dir)
         with ExitStack() as taken:  # released where a later one fails
-            self._lock = run_dir.lock()
-            taken.callback(self._lock.release)
+            self.holding = Holding(run_dir)
+            taken.callback(self.holding.release)
             self._had_trained = run_dir.has_trained
             if not self._had_trained:
-                self._forget_earlier_end()
+                run_dir.result.unlink(missing_ok=True)
+                run_dir.error.unlink(missing_ok=True)
             self._log = RunLog(run_dir.log)
             taken.callback(self._log.close)
             self._emitter = Emitter(run_dir.journal, live_fd)
@@ -75,6 +79,7 @@ class Session:
         show = JsonConsole(to_standard_output) if json else PlainConsole(self._print())
         self.announcer = Announcer(self._emitter, show)
         self._log.tell(self.announcer.warn)
+        self.records = Records(run_dir, self.announcer.warn)
         self.requests = Requests()
         self.disk = DiskWait(
             disk_wait_s, self.announcer, lambda: self.requests.stop_code is not None
@@ -96,6 +101,7 @@ class Session:
         self.model_step: int | None = None  # whose weights are saved
         self.measured: dict[str, Any] = {}
         self._afterwards, self._began = self.signals.words, False
+        self.holding.followed_by(self._moved)
         self.configured()
 
     def __enter__(self) -> Session:
@@ -123,7 +129,7 @@ class Session:
             self._emitter.close()
             self.signals.__exit__()
             self._log.close()
-            self._lock.release()
+            self.holding.release()
 
     @contextmanager
     def naming_the_way_on(self) -> Iterator[None]:
@@ -159,11 +165,18 @@ class Session:
             )
             self.announcer.also_tell(self._trackers.put)
 
+    def _moved(self, old: Path, new: Path) -> None:
+        """Go on in the folder's new place."""
+        self._control.path, self.timeline.path = self.run_dir.socket, self.run_dir.timeline
+        self.model_path = self.model_path and str(self.run_dir.model)
+        self.announcer.warn(f"{old} was renamed: the run goes on in {new}")
+
     def configured(self) -> None:
         """Note what the run directory holds, for the message of a stop before the first step.
 
         Called again when it holds more.
         """
+        self.holding.look()
         held = "its log alone"
         if self.run_dir.checkpoints.exists():
             held = "what it held before"
@@ -174,6 +187,7 @@ class Session:
     def begin_training(self) -> None:
         """Let a signal end the run after a step with a checkpoint, and drop the record of how an
         earlier process ended."""
+        self.holding.look()
         self.signals.deferred, self.signals.words = True, self._afterwards
         self._forget_earlier_end()
         self._began = True
@@ -232,7 +246,7 @@ class Session:
 
     def _forget_earlier_end(self) -> None:
         for path in (self.run_dir.result, self.run_dir.error):
-            path.unlink(missing_ok=True)
+            self.records.forget(path)
 
     @property
     def _is_the_runs_end(self) -> bool:
@@ -244,12 +258,17 @@ class Session:
 
     def _record_end(self, error: BaseException | None) -> None:
         told = as_told(error) if error is not None else None
-        if error is None or isinstance(told, Interrupted):
-            self._record_orderly_end(told)
-        else:
+        if error is not None and not isinstance(told, Interrupted):
             self._record_failure(error, told)
+            return
+        try:
+            self._record_orderly_end(told)
+        except FluxTrainError as lost:
+            self._record_failure(lost, lost)
+            raise
 
     def _record_orderly_end(self, interrupted: FluxTrainError | None) -> None:
+        """Write result.json. Raises where it cannot be written, unless the run was interrupted."""
         code = interrupted.exit_code if interrupted else EXIT_FINISHED
         result = {
             "exit_code": code,
@@ -269,9 +288,16 @@ class Session:
         }
         if not interrupted:
             self._say(self.announcer.phase, "finished")
-        if self._is_the_runs_end:
-            self._say(self.run_dir.write_json, self.run_dir.result, result)
+        if self._is_the_runs_end and interrupted:
+            self._say(self._write_result, result)
+        elif self._is_the_runs_end:
+            self.disk.until_written(partial(self._write_result, result))
         self._say(self.announcer.emit, self._done(code))
+
+    def _write_result(self, result: dict[str, Any]) -> None:
+        self.holding.look()
+        result["model"] = self.model_path  # where the folder is now
+        self.records.write_json(self.run_dir.result, result)
 
     def _record_failure(self, error: BaseException, told: FluxTrainError | None) -> None:
         code = told.exit_code if told else EXIT_BUG
@@ -280,7 +306,8 @@ class Session:
         refused = refused and not self._had_trained
         message = str(told) if told else f"{kind}: {error}"
         self._log.traceback(error)
-        error.add_note(f"the whole story is in {self.run_dir.log}")
+        if is_held := self.holding.is_held:
+            error.add_note(f"the whole story is in {self.run_dir.log}")
         self._say(self.announcer.phase, "failed")
         content = {
             "exit_code": code,
@@ -290,8 +317,8 @@ class Session:
             "step": self.state.step,
             "traceback": "".join(traceback.format_exception(error)),
         }
-        if self._is_the_runs_end:
-            self._say(self.run_dir.write_json, self.run_dir.error, content)
+        if is_held and self._is_the_runs_end:
+            self._say(self.records.write_json, self.run_dir.error, content)
         last = Failed(exit_code=code, kind=kind, message=message, refused=refused)
         self._say(self.announcer.emit, last)
 

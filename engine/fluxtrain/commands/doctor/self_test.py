@@ -6,7 +6,6 @@ A tiny Llama model is trained for a few steps; each check says how much it compa
 from __future__ import annotations
 
 import errno
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from fluxtrain.commands.doctor.kernel_test import check_kernels
 from fluxtrain.commands.doctor.same import Mismatch, same_bits
 from fluxtrain.errors import NoSpace
 from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS
+from fluxtrain.unfinished import unfinished_folder
 from fluxtrain.units import bytes_text
 from fluxtrain.wrapping.engine import engine_of
 from fluxtrain.wrapping.wrap import wrap
@@ -102,8 +102,8 @@ def check_checkpoint(folder: Path) -> str:
 def _temporary(folder: Path) -> Iterator[Path]:
     """Make a temporary folder in `folder` for the length of the context. Raises Unwritable."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".fluxtrain-", dir=folder) as place:
-            yield Path(place)
+        with unfinished_folder(folder, ".fluxtrain-") as place:
+            yield place
     except (OSError, NoSpace) as error:
         full = isinstance(error, NoSpace) or error.errno in NO_SPACE_ERRNOS
         if not full and error.errno not in _CLOSED:

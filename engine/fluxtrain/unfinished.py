@@ -1,0 +1,111 @@
+"""Folders that are made beside their final place, and cleared where their maker was killed.
+
+Each holds a mark, a file that its maker keeps locked as long as it lives: the kernel drops the lock
+with the process, whatever ends it. A folder whose mark nobody locks is left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fluxtrain.plain_files import open_to_write
+
+MARK = ".fluxtrain-unfinished"
+_NAME = re.compile(r"\..+-[a-z0-9_]{8}")  # of `tempfile.mkdtemp`, with a prefix
+_TRIES = 100
+
+
+@contextlib.contextmanager
+def unfinished_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Make a folder in `parent`, named by a `prefix` that begins with a dot and ends with a dash;
+    remove it in the end, unless it was renamed. What killed processes left there goes first.
+
+    `finish` takes the mark away before the folder gets its final name. Raises OSError.
+    """
+    remove_left(parent)
+    folder, lock = _made(parent, prefix)
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+        os.close(lock)
+
+
+def finish(folder: Path) -> None:
+    """Take the mark away from a folder that is whole. Raises OSError."""
+    (folder / MARK).unlink(missing_ok=True)
+
+
+def remove_left(parent: Path) -> None:
+    """Remove what processes made with `unfinished_folder` that were killed; what living processes
+    make stays, and so does every folder without a mark."""
+    try:
+        names = os.listdir(parent)
+    except OSError:
+        return
+    for name in names:
+        if _NAME.fullmatch(name):
+            with contextlib.suppress(OSError):
+                _remove_if_left(parent / name)
+
+
+def _made(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Make a folder with a locked mark; once more where it was taken for one that is left."""
+    for _ in range(_TRIES):
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            lock = open_to_write(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileNotFoundError:
+            continue
+        except BaseException:
+            folder.rmdir()
+            raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = _is_at(folder / MARK, lock)
+        except OSError as error:  # without locks on this disk nobody takes it for left
+            is_ours = error.errno != errno.EWOULDBLOCK
+        if is_ours:
+            return folder, lock
+        os.close(lock)
+    raise OSError(errno.EAGAIN, "new folders vanish at once", os.fspath(parent))
+
+
+def _remove_if_left(folder: Path) -> None:
+    facts = os.lstat(folder)
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
+        return
+    lock = open_to_write(folder / MARK, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(folder / MARK, lock):
+            _remove(folder)
+    finally:
+        os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its mark last, so that a kill meanwhile leaves none without a mark."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != MARK:
+                os.unlink(entry.path)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except OSError:
+        return False

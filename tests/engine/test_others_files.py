@@ -1,0 +1,159 @@
+"""Files that others put into a run's folder while it trains outlive its end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_NO_SPACE, BadInput, FluxTrainError, NoSpace
+from fluxtrain.models.export import save_folder
+from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.telemetry import events as ev
+from fluxtrain.train.session import Session
+from tests.engine.test_background_checkpoints import MakeConfig, run, told
+from tests.engine.test_killed_while_saving import run as go_on
+from tests.engine.test_run_renamed import after_step
+
+SETTINGS: dict[str, Any] = {"train__steps": 3, "train__evaluate_every": "end"}
+THEIRS = b"theirs"
+RECORDS = ["result.json", "error.json", "model-files.json"]
+
+
+def a_file(path: Path) -> None:
+    path.write_bytes(THEIRS)
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_bytes(THEIRS)
+
+
+def a_link(path: Path) -> None:
+    path.parent.with_name("theirs").write_bytes(THEIRS)
+    path.symlink_to(path.parent.with_name("theirs"))
+
+
+def is_theirs(path: Path) -> bool:
+    return (path / "notes.txt" if path.is_dir() else path).read_bytes() == THEIRS
+
+
+@pytest.mark.parametrize("name", [*RECORDS, "model"])
+@pytest.mark.parametrize("puts", [a_file, a_folder, a_link])
+def test_what_stands_in_the_place_of_a_runs_end_is_put_aside_and_that_is_said(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str, puts: Callable[[Path], None],
+) -> None:  # fmt: skip
+    run_dir = tmp_path / "run"
+    after_step(monkeypatch, 1, lambda: puts(run_dir / name))
+    run(run_config(**SETTINGS), run_dir)
+    if name == "error.json":  # not written: the run did not fail
+        assert is_theirs(run_dir / name)
+        return
+    inner = "notes.txt" if (name, puts) == ("model", a_folder) else name
+    place = run_dir / ("kept-from-model" if name == "model" else "kept-from-run") / inner
+    assert is_theirs(place)
+    (said,) = [
+        event.text for event in told(run_dir, ev.LogWritten) if "not of the run" in event.text
+    ]
+    assert str(place) in said
+    assert json.loads((run_dir / "result.json").read_text())["exit_code"] == 0
+    assert (run_dir / "model" / "model.safetensors").is_file()
+    assert (run_dir / "model-files.json").is_file()
+    assert not list(run_dir.glob(".model-*"))
+
+
+def test_a_model_of_another_that_is_put_there_is_not_taken_for_the_runs(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def put() -> None:
+        (run_dir / "model").mkdir()
+        for name in ("model.safetensors", "config.json"):
+            (run_dir / "model" / name).write_bytes(THEIRS)
+
+    after_step(monkeypatch, 1, put)
+    run(run_config(**SETTINGS), run_dir)
+    for name in ("model.safetensors", "config.json"):
+        assert (run_dir / "kept-from-model" / name).read_bytes() == THEIRS
+        assert (run_dir / "model" / name).read_bytes() != THEIRS
+
+
+def test_the_own_model_and_records_of_a_run_are_replaced(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config, run_dir = run_config(**SETTINGS), tmp_path / "run"
+    go_on(config, run_dir)
+    before = {path.name for path in run_dir.iterdir()}
+    go_on(config, run_dir, resume=str(run_dir))
+    assert {path.name for path in run_dir.iterdir()} == before
+    assert not [event for event in told(run_dir, ev.LogWritten) if "not of the run" in event.text]
+
+
+def test_a_record_of_others_outlives_a_run_that_fails(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError), Session(run_dir) as session:
+        session.begin_training()
+        a_folder(run_dir.error)
+        raise ZeroDivisionError
+    assert is_theirs(run_dir.path / "kept-from-run" / "error.json")
+    assert json.loads(run_dir.error.read_text())["exit_code"] == 1
+
+
+def test_a_record_that_comes_while_the_model_is_loaded_is_not_removed(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with Session(run_dir) as session:
+        a_file(run_dir.result)
+        session.begin_training()
+    assert is_theirs(run_dir.path / "kept-from-run" / "result.json")
+    assert json.loads(run_dir.result.read_text())["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "exit_code"),
+    [(errno.EACCES, BadInput, EXIT_BAD_INPUT), (errno.ENOSPC, NoSpace, EXIT_NO_SPACE)],
+)
+def test_a_run_whose_result_cannot_be_written_does_not_end_with_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    code: int, kind: type[FluxTrainError], exit_code: int,
+) -> None:  # fmt: skip
+    run_dir, real = RunDir(tmp_path / "run"), os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if Path(target).name == "result.json":
+            raise OSError(code, os.strerror(code))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(kind, match="cannot write .*result.json") as raised, Session(run_dir) as one:
+        one.begin_training()
+    assert raised.value.exit_code == exit_code and not run_dir.result.exists()
+    assert json.loads(run_dir.error.read_text())["exit_code"] == exit_code
+    (failed,) = told(run_dir.path, ev.Failed)
+    assert failed.exit_code == exit_code and not told(run_dir.path, ev.Done)
+
+
+def test_what_comes_into_a_folder_while_it_is_saved_anew_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+
+    def write(made: Path) -> None:
+        (made / "model.safetensors").write_bytes(b"ours")
+
+    def write_late(made: Path) -> None:
+        write(made)
+        (folder / "notes.txt").write_bytes(THEIRS)
+
+    for step in (write, write, write_late):
+        save_folder(step, 4, folder)
+    (kept,) = tmp_path.glob("kept-from-model-*")
+    assert (kept / "model" / "notes.txt").read_bytes() == THEIRS
+    assert os.listdir(folder) == ["model.safetensors"] and str(kept) in caplog.text
+    assert {path.name for path in tmp_path.iterdir()} == {"model", kept.name}
