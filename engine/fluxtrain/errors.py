@@ -22,6 +22,12 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
+def brief(text: str, limit: int = 200) -> str:
+    """Return a text that someone wrote as it is quoted: of a long one its beginning and its end."""
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+
+
 class FluxTrainError(Exception):
     """Base of all errors that carry a message for the user; `exit_code` is the process's."""
 

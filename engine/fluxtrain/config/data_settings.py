@@ -101,8 +101,11 @@ class DataSettings(Section):
     @field_validator("token_cache", mode="before")
     @classmethod
     def _off_of_yaml(cls, value: Any) -> Any:
-        """Read `off`, which YAML makes false, as the word."""
-        return "off" if value is False else value
+        """Read false and no as `off`; refuse what says yes, which would name a folder."""
+        word = str(value).lower() if isinstance(value, bool | str) else ""
+        if word in ("on", "yes", "true", "y"):
+            raise ValueError("must be auto, off, or a folder such as ./tokens")
+        return "off" if word in ("off", "no", "false", "n") else value
 
     @property
     def row_tokens(self) -> int:
