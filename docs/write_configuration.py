@@ -25,8 +25,8 @@ fluxtrain plan run.yaml                         # every setting, every choice an
 fluxtrain schema                                # the JSON schema, for editors
 ```
 
-Only `true` and `false` are truth values: `on`, `off`, `yes`, `no` and dates are text, and a switch takes
-the words, too. Numbers that YAML counts in eights (`010`) or sixties (`1:30`) are refused.
+Only `true` and `false` are truth values: `on`, `off`, `yes`, `no` and dates are text, and a switch
+takes the words, too. Numbers that YAML counts in eights (`010`) or sixties (`1:30`) are refused.
 """
 
 
