@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,13 @@ def test_every_entry_that_is_wrong_is_named() -> None:
     said = refusal("data.path", [{"path": "a", "weight": 0}, "b", {"path": "c", "wight": 1}, ""])
     assert [part.partition(" = ")[0].partition(":")[0] for part in said.split("; d")] == [
         "data.path, entry 1, weight", "ata.path, entry 4", "ata.path, entry 3"]  # fmt: skip
+
+
+def test_of_many_wrong_entries_the_first_are_named_at_once() -> None:
+    began_s = time.monotonic()
+    said = refusal("samples.prompts", [""] * 30_000)
+    assert said.count("must not be empty") == 12 and said.endswith("; and more like these")
+    assert time.monotonic() - began_s < 10
 
 
 @pytest.mark.parametrize(

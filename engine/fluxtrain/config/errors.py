@@ -40,7 +40,7 @@ _WORDS = {  # in place of pydantic's
     "model_type": "must be a path, or a mapping with one",
 }
 _ENTRY_KEYS = ", ".join(DataEntry.model_fields)
-LISTED = 12  # settings of a section that an error names, at most
+LISTED = 12  # settings of a section that an error names, and mistakes, at most
 _SHORT = Repr()  # aliases in YAML make values that are too large to print
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
 
@@ -52,11 +52,14 @@ def explain(error: ValidationError, keys: list[str], raw: Any = None) -> str:
     listed: set[str] = set()
     items = sorted(error.errors(include_url=False), key=_preference)
     places = [_place(item, raw) for item in items]
+    outer = {place[:end] for place in places for end in range(len(place))}
     words = {_dotted(item["loc"], keys): _words(item) for item in items}  # a Literal is the last
     for item, place in zip(items, places, strict=True):
-        within = any(other[: len(place)] == place and other != place for other in places)
-        if place in messages or within:  # of a union, the member that came further is meant
+        if place in messages or place in outer:  # of a union, the member that came further is meant
             continue
+        if len(messages) == LISTED:
+            messages[()] = "and more like these"
+            break
         key = _dotted(item["loc"], keys)
         if key not in keys and item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             messages[place] = "; ".join(

@@ -18,27 +18,28 @@ CONFIG_LIMIT_BYTES = 1 << 20  # a configuration is a page; more is a data file g
 
 def read_text(path: Path) -> str:
     """The text of a configuration file; `BadInput` when it cannot be one."""
+    name = brief(str(path))
     try:
         if path.is_dir():
-            raise BadInput(f"{path} is a folder: name a configuration file (YAML)")
+            raise BadInput(f"{name} is a folder: name a configuration file (YAML)")
         if path.stat().st_size > CONFIG_LIMIT_BYTES:
             raise BadInput(
-                f"{path} has {path.stat().st_size:,} bytes: that is not a configuration file; "
+                f"{name} has {path.stat().st_size:,} bytes: that is not a configuration file; "
                 "put data under data.path"
             )
         return read_named(path, CONFIG_LIMIT_BYTES).decode("utf-8")  # a pipe has no size
     except FileNotFoundError:
         raise BadInput(
-            f"{path}: no such file; `fluxtrain train --demo` needs none, and "
+            f"{name}: no such file; `fluxtrain train --demo` needs none, and "
             "`fluxtrain init` writes one to start from"
         ) from None
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text (byte {error.start}): is it YAML?") from None
+        raise BadInput(f"{name} is not UTF-8 text (byte {error.start}): is it YAML?") from None
     except OSError as error:
         if error.errno == errno.EOVERFLOW:
-            told = f"{path} has no end that a configuration has: name a file of settings"
+            told = f"{name} has no end that a configuration has: name a file of settings"
             raise BadInput(told) from None
-        raise BadInput(f"{path} cannot be read: {error.strerror}") from None
+        raise BadInput(f"{name} cannot be read: {error.strerror}") from None
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
