@@ -24,6 +24,9 @@ fluxtrain train --set model.path=M --set data.path=D    # with these two no file
 fluxtrain plan run.yaml                         # every setting, every choice and its reason
 fluxtrain schema                                # the JSON schema, for editors
 ```
+
+Only `true` and `false` are truth values: `on`, `off`, `yes`, `no` and dates are text, and a switch
+takes the words, too. Numbers that YAML counts in eights (`010`) or sixties (`1:30`) are refused.
 """
 
 

@@ -20,12 +20,31 @@ EXIT_DEVICE_FAILED = 7
 EXIT_READ_FAILED = 8
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+LONGEST_WORD = 500  # characters of a message without a space between them
+LONGEST_MESSAGE = 4000
+
+
+def brief(text: str, limit: int = 300) -> str:
+    """Return a text that someone wrote as it is quoted: of a long one its beginning and its end."""
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+
+
+def readable(message: str) -> str:
+    """Return a message whose words end somewhere: names of files and values in it may be as long as
+    a forged file makes them."""
+    words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: brief(word[0], 300), message)
+    return brief(words, LONGEST_MESSAGE)
 
 
 class FluxTrainError(Exception):
     """Base of all errors that carry a message for the user; `exit_code` is the process's."""
 
     exit_code: int = EXIT_BUG
+
+    def __str__(self) -> str:
+        """Return the message, with the two ends of what is too long to read."""
+        return readable(super().__str__())
 
 
 class BadInput(FluxTrainError, ValueError):
@@ -86,6 +105,10 @@ class Interrupted(FluxTrainError):
     def __init__(self, message: str, exit_code: int = EXIT_INTERRUPTED) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        """Return the message whole: it has the command that goes on, with a path that is there."""
+        return str(self.args[0])
 
 
 def system_error(error: BaseException, path: object = None) -> OSError | None:

@@ -12,7 +12,14 @@ from typing import Any, NoReturn
 
 import typer
 
-from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interrupted, NoSpace
+from fluxtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    Interrupted,
+    NoSpace,
+    readable,
+)
 from fluxtrain.reporting.failures import as_told  # here: where memory ran out nothing is imported
 
 TRACKER_THREADS = "tracker-"  # how their names begin
@@ -33,7 +40,7 @@ def tell(error: BaseException, *, debug: bool) -> int:
         complain("interrupted before anything was started")
         return EXIT_INTERRUPTED
     if (usage := _usage_message(error)) is not None:
-        complain(usage if usage.startswith("Usage:") else _one_line(usage))
+        complain(usage if usage.startswith("Usage:") else readable(_one_line(usage)))
         return EXIT_BAD_INPUT
     if debug:
         complain("".join(traceback.format_exception(error)).rstrip())
@@ -43,7 +50,8 @@ def tell(error: BaseException, *, debug: bool) -> int:
         words = str(told)
         complain(_one_line(words if words.startswith(f"{kind} ") else f"{kind}: {words}"))
         return told.exit_code
-    complain(_one_line(f"this is a bug of FluxTrain: {type(error).__name__}: {error}"))
+    words = f"this is a bug of FluxTrain: {type(error).__name__}: {error}"
+    complain(readable(_one_line(words)))
     for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):
         complain(note)
     return EXIT_BUG

@@ -93,11 +93,17 @@ def test_null_says_none_where_a_setting_may_have_none(null: str) -> None:
     assert [listed[key] for key in keys] == [None] * len(keys)
 
 
-def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:
-    assert demo_config(["data.token_cache=off"]).data.token_cache == "off"
-    assert validate(parse_yaml("data: {token_cache: off}", "it"), "it").data.token_cache == "off"
-    with pytest.raises(BadInput, match="must not be true or false"):
-        demo_config(["data.token_cache=on"])
+@pytest.mark.parametrize("off", ["off", "Off", "no", "false", "'off'"])
+def test_a_cache_that_is_off_is_no_folder_of_that_name(off: str) -> None:
+    assert demo_config([f"data.token_cache={off}"]).data.token_cache == "off"
+    text = f"data: {{token_cache: {off}}}"
+    assert validate(parse_yaml(text, "it"), "it").data.token_cache == "off"
+
+
+@pytest.mark.parametrize("on", ["on", "yes", "true", "'on'"])
+def test_a_cache_that_is_on_is_no_folder_either(on: str) -> None:
+    with pytest.raises(BadInput, match="must be auto, off, or a folder such as ./tokens"):
+        demo_config([f"data.token_cache={on}"])
 
 
 def test_an_unknown_key_is_refused_with_the_list_of_known_ones() -> None:

@@ -167,7 +167,7 @@ def test_any_setting_is_taken_or_is_refused_in_words(section: str, key: str, val
 
 
 @pytest.mark.parametrize(
-    "value", ["2024-13-45", "9" * 5000, "0x" + "f" * 9999, "!!int 'x'", "!!timestamp x"]
+    "value", ["!!timestamp 2024-13-45", "9" * 5000, "0x" + "f" * 9999, "!!int 'x'", "!!timestamp x"]
 )
 def test_a_value_that_cannot_be_is_shown_with_its_line_and_the_cure(value: str) -> None:
     with pytest.raises(BadInput, match="it line 2: .* is no value .*quote it") as refused:

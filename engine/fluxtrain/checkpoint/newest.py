@@ -18,7 +18,7 @@ from fluxtrain.checkpoint.checkpoint import (
     read_checkpoint,
     step_folder,
 )
-from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.errors import BadInput, FluxTrainError, brief
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +184,8 @@ def refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> No
     if not different:
         return
     listed = "; ".join(
-        f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in sorted(different)
+        f"{brief(key)} was {brief(repr(old.get(key)))} and is {brief(repr(new.get(key)))}"
+        for key in sorted(different)
     )
     raise BadInput(
         f"{path.name} belongs to another run ({listed}): resume with the settings it was made "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fluxtrain.config.data_settings import DataEntry, DataPath
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, brief
 from fluxtrain.models.model_files import is_local
 
 DEMO = "demo"
@@ -35,7 +35,7 @@ def _missing(config: RunConfig) -> Iterator[str]:
         ("data.held_out_path", config.data.held_out_path),
     ):
         for address in _addresses(path):
-            if address == DEMO or _ADDRESS.match(address):
+            if (address == DEMO and key == "data.path") or _ADDRESS.match(address):
                 continue
             if not _exists(address) and not glob.has_magic(address):
                 yield _told(address, key)
@@ -59,8 +59,8 @@ def _told(path: str, key: str) -> str:
     """Say that a path is missing, where it was looked for, and which one is near."""
     near = _nearest(path)
     here = "" if os.path.isabs(os.path.expanduser(path)) else f" in {os.getcwd()}"
-    meant = f", or did you mean {near}?" if near else ""
-    return f"{path} does not exist{here}: check {key}{meant}"
+    meant = f", or did you mean {brief(near)}?" if near else ""
+    return f"{brief(path)} does not exist{here}: check {key}{meant}"
 
 
 def _nearest(path: str) -> str | None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import yaml
 
 from fluxtrain.commands.paths import refuse_missing_paths
+from fluxtrain.config.loader import Loader
 from fluxtrain.config.schema import RunConfig, settings, validate
-from fluxtrain.config.text import Loader, parse_yaml
+from fluxtrain.config.text import parse_yaml
 from fluxtrain.errors import BadInput, NoSpace
 
 COMMENTS = {

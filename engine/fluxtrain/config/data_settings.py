@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from fluxtrain.config.section import Section, Several
+from fluxtrain.errors import brief
 from fluxtrain.plan.request import Auto
 
 DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca", "completion", "plain"]
@@ -24,6 +25,7 @@ class DataEntry(Section):
     columns: dict[str, str] | None = None
 
 
+DEMO = "demo"  # the text that every Python has
 DataPath = Address | Annotated[tuple[Address | DataEntry, ...], Field(min_length=1)]
 
 
@@ -98,11 +100,37 @@ class DataSettings(Section):
     )
     seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
 
+    @field_validator("path", "held_out_path")
+    @classmethod
+    def _each_source_once(cls, path: Any, info: ValidationInfo) -> Any:
+        """Refuse a source that is named twice, and the demo's text as one of several."""
+        entries = [
+            one if isinstance(one, DataEntry) else DataEntry(path=one)
+            for one in (path if isinstance(path, tuple) else ())
+        ]
+        alone = len(entries) == 1 and entries[0] == DataEntry(path=DEMO)
+        demo = info.field_name == "path" and any(one.path == DEMO for one in entries)
+        if demo and not alone:
+            raise ValueError(
+                "demo is the text of Python's own library, which is trained on alone and without "
+                "a weight: write `path: demo`, or ./demo for a file of this name"
+            )
+        for number, one in enumerate(entries):
+            if any(_same_source(one, other) for other in entries[:number]):
+                raise ValueError(
+                    f"{brief(one.path)} is named twice: name it once, with `weight: 2` where an "
+                    "epoch should draw its rows twice"
+                )
+        return path
+
     @field_validator("token_cache", mode="before")
     @classmethod
     def _off_of_yaml(cls, value: Any) -> Any:
-        """Read `off`, which YAML makes false, as the word."""
-        return "off" if value is False else value
+        """Read false and no as `off`; refuse what says yes, which would name a folder."""
+        word = str(value).lower() if isinstance(value, bool | str) else ""
+        if word in ("on", "yes", "true", "y"):
+            raise ValueError("must be auto, off, or a folder such as ./tokens")
+        return "off" if word in ("off", "no", "false", "n") else value
 
     @property
     def row_tokens(self) -> int:
@@ -110,3 +138,7 @@ class DataSettings(Section):
         if self.sequence_length == "auto":
             raise RuntimeError("the length of rows is asked for before it was chosen")
         return self.sequence_length
+
+
+def _same_source(one: DataEntry, other: DataEntry) -> bool:
+    return one.model_copy(update={"weight": other.weight}) == other

@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from fluxtrain.config.aliases import ALIASES, NOT_NEEDED, said_of
+from fluxtrain.config.data_settings import DataEntry
+from fluxtrain.errors import brief
 
 _CURES = {
     "train.steps": "leave it out to train for train.epochs",
@@ -20,27 +22,66 @@ _CURES = {
     "parallel.cards": "a number of cards, or a list such as [0, 1]",
     "parallel.dealing": "numbers of blocks are a list such as [20, 16]",
 }
-LISTED = 12  # settings of a section that an error names, at most
+_SOURCES = "a path, or a list such as [a.jsonl, {path: b.jsonl, weight: 2}]"
+_TAKES = {  # settings of several shapes: what to say in place of one of them
+    "data.path": _SOURCES,
+    "data.held_out_path": _SOURCES,
+    "samples.prompts": "the path of a file, or a list such as [Hello, How are you?]",
+    "method.targets": "'auto', or names of layers such as [q_proj, v_proj]",
+}
+_WORDS = {  # in place of pydantic's
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "dict_type": "must be a mapping",
+    "model_type": "must be a path, or a mapping with one",
+}
+_ENTRY_KEYS = ", ".join(DataEntry.model_fields)
+LISTED = 12  # settings of a section that an error names, and mistakes, at most
 _SHORT = Repr()  # aliases in YAML make values that are too large to print
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
 
 
-def explain(error: ValidationError, keys: list[str]) -> str:
-    """Every mistake of `error`, joined by "; ". `keys` are the dotted keys that exist."""
-    messages: dict[str, str] = {}
+def explain(error: ValidationError, keys: list[str], raw: Any = None) -> str:
+    """Every mistake of `error` in the settings `raw`, joined by "; ". `keys` are the dotted keys
+    that exist."""
+    messages: dict[tuple[Any, ...], str] = {}
     listed: set[str] = set()
     items = sorted(error.errors(include_url=False), key=_preference)
+    places = [_place(item, raw) for item in items]
+    outer = {place[:end] for place in places for end in range(len(place))}
     words = {_dotted(item["loc"], keys): _words(item) for item in items}  # a Literal is the last
-    for item in items:
+    for item, place in zip(items, places, strict=True):
+        if place in messages or place in outer:  # of a union, the member that came further is meant
+            continue
+        if len(messages) == LISTED:
+            messages[()] = "and more like these"
+            break
         key = _dotted(item["loc"], keys)
-        if key not in messages:
-            beside = "" if item["type"] == "literal_error" else words[key]
-            unknown = item["type"] in ("extra_forbidden", "unexpected_keyword_argument")
-            told = _message(key, item, keys, beside) if not unknown else ""
-            messages[key] = told or "; ".join(
+        if key not in keys and item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            messages[place] = "; ".join(
                 unknown_key(one, keys, listed) for one in _meant(key, item["input"], keys)
             )
+        else:
+            beside = "" if item["type"] == "literal_error" else words[key]
+            messages[place] = _message(key, place[2:], item, keys, beside)
     return "; ".join(messages.values())
+
+
+def _place(item: Any, raw: Any) -> tuple[Any, ...]:
+    """Where in `raw` a complaint belongs: its location without the names of union members."""
+    at, place = raw, []
+    for number, part in enumerate(item["loc"]):
+        numbered = isinstance(at, list | tuple) and isinstance(part, int) and part < len(at)
+        if numbered or (isinstance(at, dict) and part in at):
+            at = at[part]
+        elif number >= 2 and (item["type"] != "missing" or number < len(item["loc"]) - 1):
+            continue
+        place.append(part)
+    return tuple(place)
 
 
 def _meant(key: str, value: Any, keys: list[str]) -> list[str]:
@@ -57,19 +98,46 @@ def _words(item: Any) -> str:
     return f"or {item['ctx']['expected']}" if item["type"] == "literal_error" else ""
 
 
-def _message(key: str, item: Any, keys: list[str], words: str) -> str:
-    if item["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
-        return f"{key} must be a mapping of settings, as in `{_example(key, keys)}`"
-    text = str(item["msg"]).removeprefix("Value error, ")
+def _message(key: str, within: tuple[Any, ...], item: Any, keys: list[str], words: str) -> str:
+    """Say what is wrong with the setting `key`, or with a part `within` it."""
+    kind, text = str(item["type"]), str(item["msg"]).removeprefix("Value error, ")
     if not key:
         return text
+    if kind == "invalid_key":
+        owner = key.rpartition(".")[0]
+        told = f"the key {_shown(item['input'])} is no name of a setting"
+        comma = " (1000 is written without a comma)" if isinstance(item["input"], int) else ""
+        return f"{owner}: {told}{comma}" if owner else told + comma
+    if item["loc"][-1] == "[key]":
+        return f"{key}: the key {_shown(item['input'])} must be text: put it in quotes"
+    if key not in keys and kind in ("model_type", "model_attributes_type", "dataclass_type"):
+        return f"{key} must be a mapping of settings, as in `{_example(key, keys)}`"
+    if kind == "extra_forbidden":
+        return f"{_named(key, within[:-1])}: unknown key {_shown(within[-1])}, it has {_ENTRY_KEYS}"
     text = text.replace("Input should be", "must be").replace("a valid tuple", "a list")
-    text = _with_short_bound(text, item.get("ctx", {}))
-    if item["type"] in ("missing", "too_long"):  # every other key has a default
-        text = "must be two numbers"
-    cures = [text for text in (words, _CURES.get(key)) if text]
-    cure = f" ({', '.join(cures)})" if cures else ""
-    return f"{key} = {_SHORT.repr(item['input'])}: {text}{cure}"
+    text = _WORDS.get(kind, _with_short_bound(text, item.get("ctx", {})))
+    if kind == "string_type" and isinstance(item["input"], int | float):
+        text += ": put it in quotes"
+    if key == "train.betas" and kind in ("missing", "too_long"):
+        within, text = (), "must be two numbers"
+    elif kind == "missing":  # every other key has a default
+        return f"{_named(key, within[:-1])} has no {within[-1]}: it has {_ENTRY_KEYS}"
+    if key in _TAKES and not within and kind != "value_error":
+        empty = "not be empty, but " if kind.endswith("too_short") else "be "
+        text = f"must {empty}{_TAKES[key]}"
+    cures = [text for text in (words, _CURES.get(key)) if text and not within]
+    cure = f" ({', '.join(cures)})" if cures and key not in _TAKES else ""
+    return f"{_named(key, within)} = {_shown(item['input'])}: {text}{cure}"
+
+
+def _named(key: str, within: tuple[Any, ...]) -> str:
+    """Name a part of a setting: `data.path, entry 2, weight`."""
+    parts = [f"entry {part + 1}" if isinstance(part, int) else brief(str(part)) for part in within]
+    return ", ".join([key, *parts])
+
+
+def _shown(value: Any) -> str:
+    return brief(_SHORT.repr(value), 300)
 
 
 def _with_short_bound(text: str, context: dict[str, Any]) -> str:
@@ -83,6 +151,7 @@ def _with_short_bound(text: str, context: dict[str, Any]) -> str:
 def unknown_key(key: str, keys: list[str], listed: set[str] | None = None) -> str:
     """Refuse `key` with the setting that was meant: by another program's name for it, or by the
     nearest spelling; else with the settings to choose from, unless these are `listed` already."""
+    key = brief(key)
     section, peer = key.rpartition(".")[0], _peers_name(key)
     if peer in NOT_NEEDED:
         return f"unknown key {key}: {NOT_NEEDED[peer]}"
@@ -140,7 +209,10 @@ def _dotted(location: tuple[int | str, ...], keys: list[str]) -> str:
 
 def _preference(item: Any) -> int:
     """Of several complaints about one key (one per union member) the bound says most."""
-    order = ("greater_than", "less_than", "finite_number", "float_parsing", "int_parsing")
+    order = (
+        "greater_than", "less_than", "finite_number", "too_short", "string_too_short",
+        "float_parsing", "int_parsing",
+    )  # fmt: skip
     kind = str(item["type"])
     return next((i for i, name in enumerate(order) if kind.startswith(name)), len(order))
 

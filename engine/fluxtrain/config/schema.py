@@ -336,7 +336,7 @@ def validate(raw: dict[str, Any], source: str = "configuration") -> RunConfig:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         keys = [setting.key for setting in settings(RunConfig())]
-        raise BadInput(f"{source}: {explain(error, keys)}") from None
+        raise BadInput(f"{source}: {explain(error, keys, raw)}") from None
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fluxtrain.exporting.source import CONFIG, WEIGHTS, AdapterSource
+from fluxtrain.exporting.adapter_config import CONFIG
+from fluxtrain.exporting.source import WEIGHTS, AdapterSource
 
 _CARRIED = (
     "tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fluxtrain.errors import BadInput
+from fluxtrain.exporting.adapter_config import peft_refusals
 from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.models.quiet import quiet_peft
 from fluxtrain.plan.states import StorageFormat
@@ -60,14 +61,14 @@ class Attached:
     def merged(self, name: str, read: Read) -> Tensor:
         """Return parameter `name` of the base with the adapter in it, in fp32.
 
-        Raises BadInput where the result is not finite.
+        Raises BadInput where the result is not finite, or peft merges no such adapter.
         """
         if name not in self.layers or not self._is_changed(name):
             return self.given[name].float() if name in self.given else read(name).float()
         with self._filled(name, read) as (layer, own):
             try:
                 layer.merge(safe_merge=True)
-            except ValueError as error:
+            except (ValueError, NotImplementedError) as error:
                 raise BadInput(f"{name} cannot be merged: {error}") from error
             found: Tensor = getattr(layer.get_base_layer(), own).detach()
             layer.merged_adapters.clear()
@@ -120,13 +121,13 @@ def attach(source: AdapterSource, empty: PreTrainedModel, storage: StorageFormat
     _refuse_unmergeable(source)
     stored = load_peft_weights(str(source.folder), device="cpu")
     own = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
-    try:
-        with quiet_peft():
+    with peft_refusals(source.folder), quiet_peft():
+        try:
             model: Any = get_peft_model(
                 empty, source.config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
             )
-    except ValueError as error:  # target modules that are not there
-        raise _of_another_base(source, str(error).splitlines()[0]) from error
+        except ValueError as error:  # target modules that are not there
+            raise _of_another_base(source, str(error).splitlines()[0]) from error
     _check_tensors(source, model, stored, own)
     packed = frozenset[str]()
     if storage != "plain":

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig
 from safetensors import SafetensorError, safe_open
 
 from fluxtrain.checkpoint.recovery import stored_config
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
+from fluxtrain.exporting.adapter_config import CONFIG, read_adapter_config
 from fluxtrain.methods.trained_on import TrainedOn, trained_on
 from fluxtrain.models.model_files import safetensors_header
 from fluxtrain.plain_files import refuse_foreign
 from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.run_dir import RunDir
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 
 
@@ -49,10 +49,10 @@ def find_adapter(named: str) -> AdapterSource:
         if not (folder / name).is_file():
             raise _incomplete(folder, name)
     refuse_foreign(folder)
-    safetensors_header(folder / WEIGHTS)
+    tensors = safetensors_header(folder / WEIGHTS)
     return AdapterSource(
         folder=folder,
-        config=_config(folder),
+        config=read_adapter_config(folder, tensors),
         trained_on=trained_on(_checked_metadata(folder / WEIGHTS)),
         run=run,
     )
@@ -97,15 +97,6 @@ def _incomplete(folder: Path, name: str) -> BadInput:
             "you trust it, and save it again with save_pretrained"
         )
     return BadInput(f"{folder} lacks {name}: copy or download the adapter again")
-
-
-def _config(folder: Path) -> Any:
-    try:
-        return PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # whatever a damaged file makes the library raise
-        raise BadInput(
-            f"{folder / CONFIG} cannot be read by peft ({error}): copy or download it again"
-        ) from error
 
 
 def _checked_metadata(path: Path) -> Mapping[str, str] | None:

@@ -10,6 +10,7 @@ from fluxtrain.errors import (
     DoesNotFit,
     FluxTrainError,
     NoSpace,
+    brief,
     system_error,
 )
 from fluxtrain.hardware.cards.failed import device_failure
@@ -78,20 +79,17 @@ def _by_words(error: BaseException) -> FluxTrainError | None:
     return None
 
 
-def _shortened(path: str, limit: int = 200) -> str:
-    return path if len(path) <= limit else f"{path[: limit // 2]}...{path[-limit // 2 :]}"
-
-
 def _by_system(error: OSError) -> FluxTrainError | None:
     if error.errno == errno.ENOENT and "no usable temporary directory" in str(error).lower():
         return BadInput(f"{error.strerror}: set TMPDIR to a folder that can be written")
     if error.errno in _FULL:
+        file = brief(str(error.filename or "unnamed file"))
         return NoSpace(
-            f"no space left ({error.strerror}: {error.filename or 'unnamed file'}): free some, or "
-            "choose another disk with --run-dir"
+            f"no space left ({error.strerror}: {file}): free some, or choose another disk with "
+            "--run-dir"
         )
     if error.errno in _UNUSABLE and error.filename:
-        return BadInput(f"{_shortened(str(error.filename))} cannot be used: {error.strerror}")
+        return BadInput(f"{brief(str(error.filename))} cannot be used: {error.strerror}")
     return None
 
 

@@ -173,7 +173,7 @@ def listed_sources(text: str) -> list[Any] | None:
         return None
     import yaml
 
-    from fluxtrain.config.text import Loader
+    from fluxtrain.config.loader import Loader
 
     try:
         found = yaml.load(text, Loader=Loader)

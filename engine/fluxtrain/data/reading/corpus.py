@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from fluxtrain.data.reading.report import LISTED, Report
 from fluxtrain.data.row import Row
 from fluxtrain.data.shapes.convert import Converter, check_columns
 from fluxtrain.data.shapes.refused import RowRefused
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, brief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ def corpus_of(entries: Sequence[Entry], max_bad_rows: int = 0, key: str = "data.
     """Look at every file of the entries. Raises BadInput for the first that cannot be used."""
     parts: list[Part] = []
     left_out: list[str] = []
+    seen: dict[tuple[str, str], str] = {}
     for entry in entries:
         check_columns(entry.rules.columns)
         if entry.path.startswith("hf:"):
@@ -58,6 +60,14 @@ def corpus_of(entries: Sequence[Entry], max_bad_rows: int = 0, key: str = "data.
             raise BadInput(f"{key} {entry.path} is a local file: configuration and split are hub's")
         found = files_of(entry.path, key)
         parts += [file_part(path, entry.rules, entry.weight) for path in found.files]
+        for path in found.files:  # of one entry each is there once
+            before = seen.setdefault((os.path.realpath(path), repr(entry.rules)), entry.path)
+            if before != entry.path:
+                raise BadInput(
+                    f"{key} names {brief(str(path))} twice, in {brief(before)} and in "
+                    f"{brief(entry.path)}: name it once, with a weight where an epoch should draw "
+                    "its rows more often"
+                )
         left_out += [str(path) for path in found.left_out]
     return Corpus(parts=tuple(parts), max_bad_rows=max_bad_rows, left_out_files=tuple(left_out))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.device.heap import trim_heap
 from fluxtrain.errors import DoesNotFit
+from fluxtrain.exporting.adapter_config import peft_refusals
 from fluxtrain.exporting.check.mapped import mapped_logits
 from fluxtrain.exporting.check.rows import ComparedRows
 from fluxtrain.exporting.source import AdapterSource
@@ -23,7 +24,7 @@ from fluxtrain.wrapping.engine import engine_of
 
 def with_adapter(model: nn.Module, adapter: Path, source: AdapterSource) -> nn.Module:
     """Put the adapter in folder `adapter`, of the configuration of `source`, beside `model`."""
-    with quiet_peft():
+    with peft_refusals(adapter), quiet_peft():
         # Trainable ones are never packed with the frozen weights. fp32 adapters stay fp32.
         return PeftModel.from_pretrained(
             model,

@@ -1,0 +1,138 @@
+"""Reads an adapter's configuration, and refuses values by which peft would make other tensors than
+its file holds: of any size, before anything is compared."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+from peft.utils.other import get_pattern_key
+
+from fluxtrain.errors import BadInput, brief
+from fluxtrain.reporting.failures import as_told, first_line
+
+CONFIG = "adapter_config.json"
+_LOW_RANK = re.compile(r"(.+)\.lora_(?:embedding_)?A(?:\.weight)?")  # of shape (rank, ...)
+
+
+def read_adapter_config(folder: Path, tensors: Mapping[str, Any]) -> Any:
+    """Return peft's configuration of the adapter in `folder`; `tensors` is its weights' header.
+
+    Raises BadInput, naming the value, where it is none or disagrees with the tensors.
+    """
+    path = folder / CONFIG
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # whatever a damaged file makes the library raise
+        raise BadInput(
+            f"{path} cannot be read by peft ({brief(str(error))}): copy or download it again"
+        ) from error
+    named = config.base_model_name_or_path
+    if not isinstance(named, str | None):
+        raise _wrong(path, "base_model_name_or_path", named, "it is the name of a model")
+    for key, value in _numbers_of(config, path).items():
+        if problem := _problem(key, value):
+            raise _wrong(path, key, value, problem)
+    if config.peft_type == "LORA":
+        _refuse_other_layers(config, path)
+        _refuse_other_ranks(config, path, {name: one["shape"] for name, one in tensors.items()})
+    return config
+
+
+@contextmanager
+def peft_refusals(folder: Path) -> Iterator[None]:
+    """Raise BadInput in place of what peft raises for a configuration that it cannot carry out."""
+    try:
+        yield
+    except Exception as error:  # of any kind: peft looks at values where it uses them
+        if as_told(error) is not None:  # no memory, no file
+            raise
+        raise BadInput(
+            f"{folder / CONFIG}: peft cannot put this adapter on its base "
+            f"({type(error).__name__}: {brief(first_line(error))}): name the base that it was "
+            "trained beside with --base, or copy or download the adapter again"
+        ) from error
+
+
+def _numbers_of(config: Any, path: Path) -> dict[str, Any]:
+    """Return the numbers that say how large adapters are and how much they add, by their names."""
+    found = {
+        name: getattr(config, name)
+        for name in ("r", "lora_alpha", "lora_dropout")
+        if hasattr(config, name)
+    }
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = getattr(config, name, {})
+        if not isinstance(pattern, dict):
+            raise _wrong(path, name, pattern, "it is a mapping of layers")
+        for layer in pattern:
+            _check_expression(path, name, layer)
+        found |= {f"{name}[{layer!r}]": value for layer, value in pattern.items()}
+    return found
+
+
+def _problem(key: str, value: Any) -> str:
+    """Say what a number of this name is; "" where the value is one."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if key == "r" or key.startswith("rank_pattern"):
+        whole = isinstance(value, int) and number
+        return "" if whole and value >= 1 else "a rank is a whole number, 1 or more"
+    if key == "lora_dropout":
+        return "" if number and 0 <= value <= 1 else "it is a share, from 0 to 1"
+    return "" if number else "it is a number"
+
+
+def _refuse_other_layers(config: Any, path: Path) -> None:
+    """Raise BadInput where the layers that have adapters are not given as names."""
+    for key in ("target_modules", "exclude_modules", "modules_to_save"):
+        names = getattr(config, key, None)
+        if names is None:
+            continue
+        several = [names] if isinstance(names, str) else names
+        if not isinstance(several, list | tuple | set) or not all(
+            isinstance(name, str) for name in several
+        ):
+            raise _wrong(path, key, names, "it is a list of names of layers")
+        if isinstance(names, str):
+            _check_expression(path, key, names)
+
+
+def _check_expression(path: Path, key: str, text: Any) -> None:
+    try:
+        re.compile(text)
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        raise _wrong(path, key, text, f"it is no regular expression ({error})") from None
+
+
+def _refuse_other_ranks(config: Any, path: Path, shapes: Mapping[str, list[int]]) -> None:
+    """Raise BadInput where a layer's rank is another than that of its tensor."""
+    largest = 0
+    for name, shape in shapes.items():
+        largest = max([largest, *shape])
+        found = _LOW_RANK.fullmatch(name)
+        if found is None or not shape:
+            continue
+        layer = found[1].removeprefix("base_model.model.")
+        key = get_pattern_key(list(config.rank_pattern), layer)
+        named = key in config.rank_pattern
+        rank = config.rank_pattern[key] if named else config.r
+        if rank != shape[0]:
+            raise _wrong(
+                path, f"rank_pattern[{key!r}]" if named else "r", rank,
+                f"{brief(name)} in the file of its weights has rank {shape[0]:,}",
+            )  # fmt: skip
+    for key, value in _numbers_of(config, path).items():
+        if (key == "r" or key.startswith("rank_pattern")) and value > largest:
+            raise _wrong(path, key, value, f"no tensor of its weights is larger than {largest:,}")
+
+
+def _wrong(path: Path, key: str, value: Any, why: str) -> BadInput:
+    told = f"{value:,}" if type(value) is int and abs(value) < 1 << 64 else brief(repr(value))
+    return BadInput(
+        f"{path}: {brief(key)} is {told}, and {why}: copy or download the adapter again"
+    )
