@@ -16,7 +16,7 @@ from fluxtrain.commands.verify_resume import verify_resume
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import EXIT_TERMINATED, Interrupted
 from fluxtrain.models.export import save_folder
-from fluxtrain.rundir.terminations import terminations_told
+from fluxtrain.unfinished.terminations import terminations_told
 
 SIGNALS = [signal.SIGTERM, signal.SIGHUP]
 

@@ -15,9 +15,9 @@ from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interr
 from fluxtrain.plain_files import is_plain_folder, read_plain
 from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, runs_root
-from fluxtrain.rundir.terminations import Terminated, terminations_raised
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.trace.ring import is_ring
+from fluxtrain.unfinished.terminations import Terminated, terminations_raised
 
 AUTO = "auto"
 TRUST, DISTRUST = "model.trust_remote_code=true", "model.trust_remote_code=false"

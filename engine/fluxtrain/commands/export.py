@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fluxtrain.client.export import ExportAnswer
 from fluxtrain.exporting.export import export as export_folder
 from fluxtrain.exporting.request import ExportRequest
-from fluxtrain.rundir.terminations import terminations_told
+from fluxtrain.unfinished.terminations import terminations_told
 from fluxtrain.units import bytes_text, duration_text
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.unfinished import finish, unfinished_folder
+from fluxtrain.unfinished.folders import finish, unfinished_folder
 
 VOCABULARY = 2048
 CORPUS_LIMIT_BYTES = 4 << 20

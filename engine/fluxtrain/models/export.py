@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fluxtrain.errors import BadInput, NoSpace, system_error
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, write_model_files
-from fluxtrain.unfinished import MARK, finish, unfinished_folder
+from fluxtrain.unfinished.folders import MARK, finish, unfinished_folder
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -18,7 +18,7 @@ from pathlib import Path
 from fluxtrain.plain_files import is_plain_folder, refuse_odd
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.storage import read_json, write_json
-from fluxtrain.unfinished import MARK
+from fluxtrain.unfinished.folders import MARK
 
 TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
 KEPT = "kept-from-run"  # holds what others put in the place of a run's own

@@ -21,7 +21,7 @@ from fluxtrain.commands.doctor.kernel_test import check_kernels
 from fluxtrain.commands.doctor.same import Mismatch, same_bits
 from fluxtrain.errors import NoSpace
 from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS
-from fluxtrain.unfinished import unfinished_folder
+from fluxtrain.unfinished.folders import unfinished_folder
 from fluxtrain.units import bytes_text
 from fluxtrain.wrapping.engine import engine_of
 from fluxtrain.wrapping.wrap import wrap
