@@ -18,6 +18,7 @@ import fluxtrain
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.wrapping import wrap as wrapping
 from fluxtrain.wrapping.engine import engine_of
+from tests.between_blocks import BETWEEN, Model, assert_close, gradients
 from tests.on_cards import ROWS, assert_same, batch, llama, trained, wrapped
 from tests.written_arguments import MODES, what_is_written_reaches_other_cards
 
@@ -42,6 +43,7 @@ class LateDevice(CpuDevice):
     """A processor's part to which copies from others come late."""
 
     made = 0
+    waits_outside = True
 
     def landing(self, like: Tensor) -> Tensor:
         made = super().landing(like)
@@ -55,6 +57,10 @@ class LateDevice(CpuDevice):
         if isinstance(point, Later):
             point.arrive()
 
+    def wait_outside(self, point: Any) -> None:
+        if self.waits_outside:
+            self.wait_for(point)
+
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +68,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateDevice, "made", 0)
 
 
-@pytest.mark.usefixtures("late")
+@pytest.fixture
+def blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let code outside of blocks wait for no gradient, so that each block has to."""
+    monkeypatch.setattr(LateDevice, "waits_outside", False)
+
+
+@pytest.mark.usefixtures("late", "blocks_alone")
 @pytest.mark.parametrize(
     "how",
     [
@@ -82,7 +94,7 @@ def test_nothing_is_read_before_it_arrives(how: dict[str, Any]) -> None:
     assert_same(one, several)
 
 
-@pytest.mark.usefixtures("late")
+@pytest.mark.usefixtures("late", "blocks_alone")
 @pytest.mark.parametrize("chunk_rows", [1, ROWS])
 @pytest.mark.parametrize("dealing", [(1, 1, 1, 0, 1, 1), (1, 0, 1, 0, 1, 0)], ids=str)
 @pytest.mark.parametrize(
@@ -108,6 +120,17 @@ def test_blocks_that_write_to_arguments_wait_for_all_that_they_copy_of_them(
 
 
 @pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_gradients_of_code_between_blocks_have_arrived_when_it_reads_them(
+    between: Callable[[Tensor], Tensor],
+) -> None:
+    one, *others = (gradients(Model(between), cards) for cards in (1, 2, 3))
+    for found in others:
+        assert_close(found, one)
+    assert LateDevice.made > 0
+
+
+@pytest.mark.usefixtures("late", "blocks_alone")
 def test_nothing_is_read_early_without_gradients_and_in_generation() -> None:
     model = llama(5).eval()
     other = copy.deepcopy(model)

@@ -231,6 +231,9 @@ class CudaDevice:
         self._current().wait_event(point)
         self.recorder.waited("cards", start)
 
+    def wait_outside(self, point: Any) -> None:
+        self._current().wait_event(point)
+
     def landing(self, like: Tensor) -> Tensor:
         assert self._among is not None
         return self._among.landing(like)

@@ -65,6 +65,9 @@ class Device(Protocol):
     def wait_for(self, point: Any) -> None:
         """Make the computation wait for a point of this device's or another's."""
 
+    def wait_outside(self, point: Any) -> None:
+        """Make code outside of `computing` wait for a point, and no block."""
+
     def landing(self, like: Tensor) -> Tensor:
         """Return memory on this device for a tensor such as `like`, which comes from another."""
 

@@ -30,7 +30,17 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _sent(gradient, gradient, ctx.target, ctx.source), None, None
+        return sent_back(gradient, ctx.target, ctx.source), None, None
+
+
+def sent_back(gradient: Tensor, source: Card, target: Card) -> Tensor:
+    """Return a copy of a gradient on `target`, which code outside waits for: a block knows when it
+    is there, but torch may give it to an operation between two blocks, or add it to another."""
+    made = _sent(gradient, gradient, source, target)
+    pieces = pieces_of(made)
+    for point in () if pieces is None else pieces.points:
+        target.device.wait_outside(point)
+    return made
 
 
 def sent(values: Tensor, source: Card, target: Card) -> Tensor:

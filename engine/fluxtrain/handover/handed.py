@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from fluxtrain.handover.carried import carried, sent
+from fluxtrain.handover.carried import carried, sent_back
 from fluxtrain.runtime.cards.card import Card
 from fluxtrain.runtime.cards.pieces import wait_for_all
 from fluxtrain.runtime.context import Context
@@ -97,7 +97,7 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return sent(gradient, ctx.first, ctx.card), None, None
+        return sent_back(gradient, ctx.first, ctx.card), None, None
 
 
 _FACTS = {
