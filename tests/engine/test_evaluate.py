@@ -142,13 +142,26 @@ def test_less_data_than_a_row_is_evaluated(model_folder: Folder, tmp_path: Path)
     assert found.rows == 1 and found.tokens >= 1
 
 
-def test_a_loss_that_is_not_finite_is_no_answer(model_folder: Folder, talks: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "factor", "cure"),
+    [
+        ("auto", 3e38, "though it is in float32 already; its training diverged, or its files"),
+        ("fp32", 3e38, "though it is in float32 already; its training diverged, or its files"),
+        ("bf16", 3e38, "use --dtype fp32, which rounds less; where that says the same, its train"),
+        ("fp16", 6e4, "beyond the 65,504 of float16; use --dtype fp32 or bf16"),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_no_answer(
+    dtype: str, factor: float, cure: str, model_folder: Folder, talks: Path
+) -> None:
     folder = model_folder("llama")
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 3e38
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * factor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(Diverged, match="is (nan|inf)"):
-        evaluated(folder, talks)
+    with pytest.raises(Diverged, match="is (nan|inf)") as refused:
+        evaluated(folder, talks, dtype=dtype)
+    told = str(refused.value)
+    assert cure in told and ("--dtype fp32" in told or dtype in ("auto", "fp32"))
 
 
 @pytest.mark.parametrize(

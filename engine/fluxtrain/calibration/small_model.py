@@ -72,11 +72,12 @@ def wrapped(
 
     rest: more arguments of `wrap`.
     """
+    from fluxtrain.wrapping.advice import without_advice
     from fluxtrain.wrapping.engine import engine_of
 
-    fluxtrain.wrap(
-        small, device=device, cards=1, offload=offload, chunk_rows=chunk_rows, overlap=True, **rest
-    )
+    how: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "overlap": True, **rest}
+    with without_advice():
+        fluxtrain.wrap(small, device=device, cards=1, **how)
     engine = engine_of(small)
     try:
         for unit in engine.units:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -215,7 +216,10 @@ def show_piece(text: str) -> None:
 
 
 def asking() -> Callable[[], str]:
-    """Return what reads a line: with a prompt and line editing where a person types."""
+    """Return what reads a line: with a prompt and line editing where a person types. Bytes that are
+    no text come as Python's marks of them, and are refused with their line."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     if not sys.stdin.isatty():
         return input
     import readline  # noqa: F401 - `input` edits lines once it is imported

@@ -40,11 +40,14 @@ class Prompt:
         return str(self.messages[-1].get("content") if self.messages else self.text)
 
     def check(self) -> None:
-        """Raise BadInput where nothing is asked."""
+        """Raise BadInput where nothing is asked, or by what is no text."""
         if self.messages is not None:
             _check_messages(self.messages, self.where)
+            for message in self.messages:
+                refuse_other_bytes(str(message["content"]), self.where)
         elif not (self.text or "").strip():
             raise BadInput(f"{self.where} is empty: write something to answer or to continue")
+        refuse_other_bytes(self.text or "", self.where)
 
 
 class Prompting:
@@ -55,6 +58,7 @@ class Prompting:
 
         Raises BadInput where `system` is given and there is no template.
         """
+        refuse_other_bytes(system, "--system")
         self._kinds = TokenKinds(opened.tokenizer)
         self._system = system
         self._template = None if plain else template_of(opened)
@@ -97,6 +101,24 @@ class Prompting:
         return [*before, *self._kinds.encode([text])[0], *behind]
 
 
+def refuse_other_bytes(text: str, where: str) -> None:
+    """Raise BadInput for what is no text: bytes that are not UTF-8, which Python reads as halves of
+    surrogate pairs, and such halves in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ord(text[error.start])
+        if 0xDC80 <= half <= 0xDCFF:  # PEP 383
+            raise BadInput(
+                f"{where} is not UTF-8 (it has the byte 0x{half & 0xFF:02X}): convert it, as with "
+                "`iconv -f latin1 -t utf-8`"
+            ) from None
+        raise BadInput(
+            f"{where} has \\u{half:04x}, half of a surrogate pair and no character: write both "
+            "halves, or the character itself"
+        ) from None
+
+
 def template_of(opened: DecodedModel) -> ChatTemplate | None:
     """Return the model's chat template; None where it has none."""
     try:
@@ -122,10 +144,11 @@ def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
                 f"{path} has {bytes_text(size_bytes)}, and {named} takes at most "
                 f"{bytes_text(PROMPTS_LIMIT_BYTES)}: divide it into several files"
             )
-        whole = read_plain(file, PROMPTS_LIMIT_BYTES, follow=True).decode("utf-8-sig")
+        raw = read_plain(file, PROMPTS_LIMIT_BYTES, follow=True)
+        whole = raw.decode("utf-8-sig", errors="surrogateescape")
     except FileNotFoundError as error:
         raise BadInput(f"{path} does not exist: check {named}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise BadInput(f"{path} cannot be read ({error}): {named} takes a text file") from error
     is_json = path.suffix in (".jsonl", ".ndjson")
     found = []
@@ -133,6 +156,7 @@ def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
         if not line.strip():
             continue
         where = f"{path} line {number}"
+        refuse_other_bytes(line, where)
         text = line.rstrip("\n")
         found.append(_parsed(line, where) if is_json else Prompt(text=text, where=where))
         if len(found) > MOST_PROMPTS:

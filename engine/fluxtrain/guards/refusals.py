@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
 from torch import nn
 
 from fluxtrain.errors import BadInput, UnsupportedModel
-from fluxtrain.memory.group import Group
-from fluxtrain.plan.states import LEAST_PACKED
 
 
 def refuse_other_objects(model: object) -> None:
@@ -42,25 +37,6 @@ def refuse_unsupported(model: nn.Module) -> None:
                 )
             )
     _refuse_sparse(model)
-
-
-def wide_frozen_weights(groups: Iterable[Group]) -> str:
-    """Say that most of the blocks' frozen weights are in fp32 beside adapters; empty otherwise.
-
-    peft's `prepare_model_for_kbit_training` casts every weight that is not packed to fp32.
-    """
-    blocks = [group for group in groups if group.kind == "block"]
-    frozen = [m for group in blocks for m in group.members if not m.trained]
-    wide = sum(m.count for m in frozen if m.segment.dtype == torch.float32)
-    count = sum(m.count for m in frozen)
-    trained = sum(group.trained_count for group in blocks)
-    if 2 * wide <= count or wide < LEAST_PACKED or not 0 < trained < count:
-        return ""
-    return (
-        f"{wide:,} frozen weights of blocks are float32, which takes twice the memory and time of "
-        "bfloat16: load the model with dtype=torch.bfloat16, and leave out "
-        "prepare_model_for_kbit_training, which casts them (wrap needs nothing of it)"
-    )
 
 
 def _refuse_sparse(model: nn.Module) -> None:

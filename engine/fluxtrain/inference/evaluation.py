@@ -58,6 +58,19 @@ class EvaluationRequest:
                 raise BadInput(f"--set {override}: only settings of the data, as data.format=plain")
 
 
+_DIVERGED = (
+    "its training diverged, or its files were changed: use an earlier checkpoint, or download the "
+    "model again"
+)
+_BEYOND = {  # what it means that a loss is not finite, where the model computes in a dtype
+    "float16": "it computes numbers beyond the 65,504 of float16; use --dtype fp32 or bf16",
+    "bfloat16": "it computes numbers that are not finite; use --dtype fp32, which rounds less; "
+    f"where that says the same, {_DIVERGED}",
+    "float32": "its weights are finite, and what they compute is not, though it is in float32 "
+    f"already; {_DIVERGED}",
+}
+
+
 def evaluate_model(request: EvaluationRequest, tell: Tell) -> EvaluationAnswer:
     """Compute the loss; `tell` is called with the progress.
 
@@ -117,9 +130,9 @@ def _evaluated(
     started_s = perf_counter()
     result, count = _mean(opened, rows, request.rows or _batch_rows(rows), tell)
     if not math.isfinite(result.loss):
+        dtype = opened.loaded.precision.dtype
         raise Diverged(
-            f"the loss of {opened.name} on {data.corpus.name} is {result.loss}: its numbers are "
-            f"beyond {opened.loaded.precision.dtype}; use --dtype fp32, or an earlier checkpoint"
+            f"the loss of {opened.name} on {data.corpus.name} is {result.loss}: {_BEYOND[dtype]}"
         )
     return EvaluationAnswer(
         model=opened.name,

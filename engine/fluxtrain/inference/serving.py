@@ -54,8 +54,9 @@ def serve(session: Session, lines: Iterable[bytes], send: Send, stopping: Stoppi
                 continue
             try:
                 request = read_request(line)
-            except msgspec.MsgspecError as error:
-                message = f"a line of the input is no request: {error}"
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+                message = f"a line of the input is no request: {why}"
                 asks.put((Refused(id="", message=message), 0))
                 continue
             if isinstance(request, Stop):

@@ -283,6 +283,7 @@ def wrapped(
     """The model as `placement` says, and its engine; `say` is told what became of the cache of
     packed weights. Raises RanOutLoading."""
     from fluxtrain.updates.loss_scale import LossScale
+    from fluxtrain.wrapping.advice import wide_frozen_weights
     from fluxtrain.wrapping.engine import engine_of
     from fluxtrain.wrapping.wrap import Keeping, wrap_placed
 
@@ -303,6 +304,11 @@ def wrapped(
     engine = engine_of(streamed)
     for text in without_effect(request_of(config, facts, None, None), placement.choices):
         engine.say(text)
+    if config.model.dtype == "auto" and (wide := wide_frozen_weights(engine.groups)):
+        engine.say(
+            f"{wide:,} frozen weights of the model are float32, as its files are: "
+            "model.dtype=bfloat16 takes half the memory for them"
+        )
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)
     return streamed, engine

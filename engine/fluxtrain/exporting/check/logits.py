@@ -19,6 +19,7 @@ from fluxtrain.exporting.check.rows import ComparedRows
 from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.models.quiet import quiet_peft
 from fluxtrain.plan.states import StorageFormat
+from fluxtrain.wrapping.advice import without_advice
 from fluxtrain.wrapping.engine import engine_of
 
 
@@ -44,7 +45,8 @@ def streamed_logits(
     """
     model.eval()
     try:
-        fluxtrain.wrap(model, device=device, frozen=storage)
+        with without_advice():
+            fluxtrain.wrap(model, device=device, frozen=storage)
     except DoesNotFit:
         return _kept(mapped_logits(model, rows.inputs, device, storage), rows)
     try:
