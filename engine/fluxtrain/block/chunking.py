@@ -34,6 +34,7 @@ from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import bound
 
 _TRIED_ROWS = 2
+_COMPARED = 1 << 19  # numbers at a time
 _KEPT_TRIALS = 256  # a bound: a dict with new keys in each call needs a trial each time
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
@@ -258,12 +259,22 @@ def _close(parts: Tensor, whole: Tensor) -> bool:
         return False
     if not whole.is_floating_point():
         return bool(torch.equal(parts, whole))
+    if not whole.numel():
+        return True
     limit = _TOLERANCE.get(whole.dtype, 1e-4)
-    scale = float(whole.double().abs().max()) if whole.numel() else 0.0
+    scale = float(torch.stack([own.double().abs().max() for own in _ranges(whole)]).max())
     if not scale < float("inf"):
         return bool(torch.equal(parts.isfinite(), whole.isfinite()))
-    worst = float((parts.double() - whole.double()).abs().max()) if whole.numel() else 0.0
-    return worst <= limit * max(scale, 1e-30)
+    pairs = zip(_ranges(parts), _ranges(whole), strict=True)
+    off = [(part.double() - own.double()).abs().max() for part, own in pairs]
+    return float(torch.stack(off).max()) <= limit * max(scale, 1e-30)
+
+
+def _ranges(values: Tensor) -> tuple[Tensor, ...]:
+    """Return the values in ranges that take a few MiB of device memory in fp64: the trial must not
+    take more than the block."""
+    found: tuple[Tensor, ...] = values.reshape(-1).split(_COMPARED)
+    return found
 
 
 def _copies_inside(tree: Tree) -> list[tuple[Tensor, Tensor]]:

@@ -21,6 +21,7 @@ from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
 from fluxtrain.guards.refusals import refuse_other_objects, refuse_unsupported
+from fluxtrain.guards.wrap_advice import advice
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.packed import Kept, all_dense_weights
 from fluxtrain.memory.unit import Unit
@@ -34,7 +35,6 @@ from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.runtime.passes import take_in
-from fluxtrain.wrapping.advice import advice
 from fluxtrain.wrapping.bitsandbytes_layers import give_back_quantised, take_over_quantised
 from fluxtrain.wrapping.block_discovery import Parts, take_apart
 from fluxtrain.wrapping.dora import take_magnitudes_of_packed

@@ -17,9 +17,9 @@ from fluxtrain.exporting.adapter_config import peft_refusals
 from fluxtrain.exporting.check.mapped import mapped_logits
 from fluxtrain.exporting.check.rows import ComparedRows
 from fluxtrain.exporting.source import AdapterSource
+from fluxtrain.guards.wrap_advice import without_advice
 from fluxtrain.models.quiet import quiet_peft
 from fluxtrain.plan.states import StorageFormat
-from fluxtrain.wrapping.advice import without_advice
 from fluxtrain.wrapping.engine import engine_of
 
 
