@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.gpu.numbers_of_cards import NUMBERS_OF_CARDS
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -25,13 +26,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"offload": "weights"},
     {"offload": "max"},
     {"offload": "max", "chunk_rows": 4},
-]
-
-ON_CARDS = [
-    1,
-    pytest.param(
-        2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-    ),
 ]
 
 
@@ -83,7 +77,7 @@ def passes(model: Any, mask_device: str) -> list[Tensor]:
     return [tensor.cpu() for tensor in found]
 
 
-@pytest.mark.parametrize("cards", ON_CARDS)
+@pytest.mark.parametrize("cards", NUMBERS_OF_CARDS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("mask_device", ["cuda", "cpu"])
 def test_writes_to_arguments_are_those_of_the_plain_model(

@@ -20,6 +20,7 @@ from transformers import (
 
 import fluxtrain
 from fluxtrain.wrapping.engine import engine_of
+from tests.gpu.numbers_of_cards import NUMBERS_OF_CARDS
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -36,13 +37,6 @@ SHAPE = {
     "vocab_size": 1024,
     "max_position_embeddings": 256,
 }
-
-ON_CARDS = [
-    1,
-    pytest.param(
-        2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-    ),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +83,7 @@ def train(
     return [float(loss) for loss in losses], weights
 
 
-@pytest.mark.parametrize("cards", ON_CARDS)
+@pytest.mark.parametrize("cards", NUMBERS_OF_CARDS)
 @pytest.mark.parametrize(
     ("family", "dtype", "chunk_rows"),
     [

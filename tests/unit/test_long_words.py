@@ -1,4 +1,4 @@
-"""What a message quotes is short, whoever wrote it: no path, key or value is printed whole."""
+"""What a message quotes is short, whoever wrote it: no path and no setting of any length is printed whole."""
 
 from __future__ import annotations
 
