@@ -1,4 +1,4 @@
-"""What a message quotes is short, whoever wrote it: no path and no setting of any length is printed whole."""
+"""What a message quotes is short: long paths and settings are cut in the middle."""
 
 from __future__ import annotations
 
