@@ -130,7 +130,8 @@ def reaches(sender: torch.device, receiver: torch.device) -> bool:
 def _copies_arrive(sender: torch.device, receiver: torch.device) -> bool:
     if not torch.cuda.can_device_access_peer(receiver.index, sender.index):
         return False
-    made = torch.randint(0, 256, (_CHECKED_BYTES,), dtype=torch.uint8)
+    drawn = torch.Generator().manual_seed(_CHECKED_BYTES)  # not what the training draws from
+    made = torch.randint(0, 256, (_CHECKED_BYTES,), dtype=torch.uint8, generator=drawn)
     for device in (sender, receiver):
         torch.cuda.synchronize(device)
     there = made.to(sender)

@@ -83,8 +83,11 @@ def matmul_rate(
         n = 8192
         real = torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = torch.bfloat16 if real else torch.float16
-    left = torch.randn(n, n, device=device, dtype=torch.float32).to(dtype)
-    right = torch.randn(n, n, device=device, dtype=torch.float32).to(dtype)
+    drawn = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.randn(n, n, device=device, dtype=torch.float32, generator=drawn).to(dtype)
+        for _ in range(2)
+    )
     product = torch.empty_like(left)
 
     def multiply() -> None:
