@@ -19,6 +19,7 @@ from fluxtrain.device.page_locks import LOCKS
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import engine_of
+from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -50,9 +51,8 @@ LATE = 400_000_000  # clocks, some 0.2 s
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", CHUNK_ROWS * WIDTH * 2)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with exactly():
+        yield
 
 
 def build(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> Any:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fluxtrain.optimizer.state_shards import state_shards
 from fluxtrain.updates import updates
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -26,9 +27,8 @@ HOLD_S, GIVEN_UP_S = 0.5, 60.0
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with exactly():
+        yield
 
 
 def build(dtype: torch.dtype, *, tied: bool = False) -> nn.Module:

@@ -18,6 +18,7 @@ from fluxtrain.adamw.step import step_
 from fluxtrain.memory.group import Group
 from fluxtrain.updates.loss_scale import FIRST, LossScale
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
@@ -32,9 +33,8 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with exactly():
+        yield
 
 
 def wrapped(scale: float = FIRST, **options: Any) -> tuple[nn.Module, Engine]:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.wrapping.engine import engine_of
+from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -41,8 +42,8 @@ def batch(seed: int, rows: int = 8, length: int = 64) -> torch.Tensor:
 
 @pytest.fixture
 def plainly() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
+    with exactly():
+        yield
     torch.cuda.set_sync_debug_mode("default")
 
 
@@ -95,7 +96,6 @@ def trained(
 def test_rows_give_the_bits_of_the_whole_table(
     dtype: torch.dtype, length: int, passes: int, plainly: None
 ) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
     whole = trained("whole", dtype=dtype, length=length, passes=passes)
     rows = trained("rows", dtype=dtype, length=length, passes=passes)
     assert rows[0] == whole[0]
@@ -107,7 +107,6 @@ def test_rows_give_the_bits_of_the_whole_table(
 def test_rows_that_wait_for_their_table_keep_the_bits(
     tied: bool, deferred: bool, plainly: None
 ) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
     whole = trained("whole", dtype=torch.bfloat16, tied=tied, deferred=deferred)
     rows = trained("rows", dtype=torch.bfloat16, tied=tied, deferred=deferred)
     assert rows[0] == whole[0]
@@ -118,7 +117,6 @@ def test_rows_that_wait_for_their_table_keep_the_bits(
 def test_rows_of_a_table_whose_update_in_backward_has_begun_keep_the_bits(
     tied: bool, plainly: None
 ) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
     whole = trained("whole", dtype=torch.bfloat16, tied=tied, in_backward=True)
     rows = trained("rows", dtype=torch.bfloat16, tied=tied, in_backward=True)
     assert rows[0] == whole[0]
@@ -126,7 +124,6 @@ def test_rows_of_a_table_whose_update_in_backward_has_begun_keep_the_bits(
 
 
 def test_ids_that_only_the_device_has_give_the_same_bits(plainly: None) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
     host = trained("rows", dtype=torch.bfloat16, length=64)
     device = trained("rows", dtype=torch.bfloat16, length=64, on_device=True)
     assert host[0] == device[0]

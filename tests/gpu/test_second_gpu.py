@@ -11,6 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.wrapping.engine import engine_of
+from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -25,9 +26,8 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with exactly():
+        yield
 
 
 def trained(device: str, **options: Any) -> tuple[list[float], list[torch.Tensor]]:

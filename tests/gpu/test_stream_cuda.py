@@ -20,6 +20,7 @@ from transformers import (
 
 import fluxtrain
 from fluxtrain.wrapping.engine import engine_of
+from tests.gpu.exactly import exactly
 from tests.gpu.numbers_of_cards import NUMBERS_OF_CARDS
 from tests.wrap_with import wrap_with
 
@@ -41,9 +42,8 @@ SHAPE = {
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with exactly():
+        yield
 
 
 def build(family: str, dtype: torch.dtype) -> nn.Module:
