@@ -57,6 +57,7 @@ class LazyDevice:
 
     torch_device = CPU
     pins = False
+    lanes = 1
 
     def __init__(self) -> None:
         self.stalls = Stalls()

@@ -61,6 +61,7 @@ class CpuDevice:
     for the copies that an upload follows and then hands it to the thread of uploads."""
 
     pins = False
+    lanes = 1
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device import page_locks
-from fluxtrain.device.among.streams import Among, Joins
+from fluxtrain.device.among.streams import LANES, Among, Joins
 from fluxtrain.device.current_gpu import CurrentStream
 from fluxtrain.device.recorder import CudaClock, Instant, Recorder
 from fluxtrain.device.staging import Staging, Wait
@@ -127,6 +127,7 @@ class CudaDevice:
         self._behind = torch.cuda.Stream(self.torch_device)  # uploads that follow other transfers
         self._down = torch.cuda.Stream(self.torch_device)
         self._among = Among(self.torch_device, self._current) if one_of_several else None
+        self.lanes = LANES if one_of_several else 1
         self._staging = (Staging(), Staging())  # now: the system may refuse page locks later
         self._up_thread, self._down_thread = Worker("flux-staged-up"), Worker("flux-staged-down")
         self._behind_thread = Worker("flux-staged-behind")

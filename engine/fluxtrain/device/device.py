@@ -31,6 +31,7 @@ class Device(Protocol):
     stalls: Stalls
     recorder: Recorder
     pins: bool  # host memory should be page-locked
+    lanes: int  # that blocks may compute on beside each other; see `computing`
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class _Ring:
 
     buffers: list[Tensor]
     transfers: list[Transfer | None]
+    read: list[Any]  # points of the computation after which no lane reads a buffer
     turn: int = 0
 
 
@@ -56,14 +58,16 @@ class GradientStaging:
     def next(self, size_bytes: int, depth: int = 0) -> tuple[Tensor, Transfer | None]:
         """Return the next buffer as `free` does, and its last transfer, for the caller to wait for
         before the buffer is written."""
-        ring = self._rings.setdefault(size_bytes, _Ring([], []))
+        ring = self._rings.setdefault(size_bytes, _Ring([], [], []))
         if len(ring.buffers) < (depth or staging_depth(size_bytes)):
             fresh = device_flat(self._device.torch_device, size_bytes)
             ring.buffers.append(self._device.for_copies(fresh))
             ring.transfers.append(None)
+            ring.read.append(None)
             ring.turn = len(ring.buffers) - 1
         else:
             ring.turn = (ring.turn + 1) % len(ring.buffers)
+            self._device.wait_for(ring.read[ring.turn])
         return ring.buffers[ring.turn], ring.transfers[ring.turn]
 
     def download(
@@ -80,6 +84,15 @@ class GradientStaging:
         self._used_by(size_bytes, transfer)
         self._downloaded(group, transfer, staged.nbytes)
         return transfer, staged
+
+    def read_until_now(self, size_bytes: int, staged: Tensor) -> None:
+        """Note that the computation so far reads `staged`, in a buffer of size_bytes. The next to
+        write to that buffer may be on another lane, which waits for this point."""
+        if self._device.lanes > 1:
+            ring = self._rings[size_bytes]
+            for place, buffer in enumerate(ring.buffers):
+                if buffer.data_ptr() == staged.data_ptr():
+                    ring.read[place] = self._device.mark()
 
     def download_directly(self, group: Group, host: Tensor, values: Tensor) -> Transfer:
         """Copy `values` (on the device), which no code writes to any more, to `host` memory."""

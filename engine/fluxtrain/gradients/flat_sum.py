@@ -91,6 +91,7 @@ class FlatSum:
                 to, size_bytes = segment.gradient, segment.size_bytes
                 transfer, staged = host.staging.download(group, to, flat, size_bytes)
                 norms += self._norms(segment, staged)
+                host.staging.read_until_now(size_bytes, staged)
                 transfers.append(transfer)
             members += mine
         return Arrival.of(transfers, norms, members)

@@ -239,6 +239,7 @@ class HostGradients:
             found.transfer.wait_compute("gradients")
             _scale(found.staged, segment.members, first)
             flat[first:stop].add_(found.staged)
+            self.staging.read_until_now(segment.size_bytes, found.staged)
         for member in segment.members:
             member.gradient_scale = 1.0
 

@@ -79,9 +79,11 @@ class VocabChunkSum:
             group.take_wide_memory(segment)
         to = stored(member)[first : first + len(values)]
         self._host.scatter.forget(segment.gradient)
-        transfer, staged = staging.download(group, to, values, rows * to[:1].nbytes)
+        size_bytes = rows * to[:1].nbytes
+        transfer, staged = staging.download(group, to, values, size_bytes)
         self._transfers.append(transfer)
         self._norms.setdefault(member.index, {})[first] = _norms_of_rows(staged)
+        staging.read_until_now(size_bytes, staged)
         if self._kept is not None:
             self._kept.take_from(first, values)
 
@@ -97,6 +99,7 @@ class VocabChunkSum:
         if member.gradient_scale != 1.0:
             staged.mul_(member.gradient_scale)
         values.add_(staged)
+        staging.read_until_now(size_bytes, staged)
 
     def add_rows(self, rows: RowSum) -> None:
         """Add the gradient of rows that were looked up."""
