@@ -20,7 +20,7 @@ from fluxtrain.block.capture import Capture, active_collector
 from fluxtrain.block.chunking import chunks, spans, writes
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.rng import RandomState
-from fluxtrain.block.room import halve_chunk
+from fluxtrain.block.room import give_back, halve_chunk
 from fluxtrain.device.among.streams import Joins
 from fluxtrain.guards.argument_writes import Untouched
 from fluxtrain.guards.arguments import (
@@ -109,6 +109,7 @@ def _without_gradients(
         except torch.OutOfMemoryError as error:
             again = context.retries_blocks and before.is_restored(args, kwargs)
             halve_chunk(context, unit, at_once if again else None, error)
+        give_back(device.torch_device)  # only now: the error's frames held what was computed
 
 
 class _Before:
@@ -183,6 +184,7 @@ def _recorded(
         except torch.OutOfMemoryError as error:
             halve_chunk(context, unit, call.rows_at_once, error)
         del merging  # only now: the error's frames held what was computed
+        give_back(device.torch_device)
         call.begin_again(tensors)
 
 

@@ -16,7 +16,7 @@ from fluxtrain.block.chunking import chunks, chunks_agree, draws, spans
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.recompute import CannotRefill, Saved, Tape, gradient_ends
 from fluxtrain.block.rng import Autocast, RandomState
-from fluxtrain.block.room import note_cure, tell
+from fluxtrain.block.room import give_back, note_cure, tell
 from fluxtrain.guards.argument_writes import WRITES_TO_A_LEAF
 from fluxtrain.guards.arguments import Tree, batch_rows, flatten, run_with, slice_rows, splits
 from fluxtrain.guards.checks import Sums, checksum, sums_of
@@ -209,6 +209,7 @@ class Call(UnitCall):
             ran_out = error.with_traceback(None)  # its frames hold what was computed
         else:
             return self._handed(chunk, tensors, wanted, found)
+        give_back(self._device)
         try:
             halves = self._halves(chunk, tensors)
         except torch.OutOfMemoryError:  # trying one row found no room either
