@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from fluxtrain.errors import DoesNotFit
 from fluxtrain.planning.placing import RanOutLoading
 from fluxtrain.telemetry import events as ev
 from fluxtrain.train import run as runs
@@ -20,7 +22,21 @@ from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
 MESSAGE = "CUDA out of memory. Tried to allocate 1.00 GiB.\nAnd more."
 
 
-def fails_at(monkeypatch: pytest.MonkeyPatch, *tries: int) -> list[weakref.ref[nn.Module]]:
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+def no_slot() -> None:
+    """As where a slot of a group has no room."""
+    raise DoesNotFit("a device slot of 32.0 MiB does not fit") from torch.OutOfMemoryError(MESSAGE)
+
+
+Raises = Callable[[], None]
+
+
+def fails_at(
+    monkeypatch: pytest.MonkeyPatch, *tries: int, how: Raises = out_of_memory
+) -> list[weakref.ref[nn.Module]]:
     """Let wrapping run out of memory half way at these tries; return the models of all."""
     whole, models = wrapping._furnish, list[weakref.ref[nn.Module]]()
 
@@ -29,7 +45,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, *tries: int) -> list[weakref.ref[n
         assert all(one() is None for one in models)  # its memory is free for the next
         models.append(weakref.ref(model))
         if len(models) in tries:
-            raise torch.OutOfMemoryError(MESSAGE)
+            how()
         whole(engine, model, *rest)
 
     monkeypatch.setattr(wrapping, "_furnish", furnish)
@@ -48,9 +64,22 @@ def test_a_run_whose_loading_ran_out_once_is_that_of_all_memory(
     found = run(run_config(**SIZES), tmp_path / "run", *how)
     assert len(models) == 2 and len(planned) == 2
     assert losses(found) == losses(whole)
-    told = [e.text for e in found if isinstance(e, ev.LogWritten) and e.level == "warning"]
+    told = warnings(found)
     assert sum("while the model was loaded (CUDA out of memory" in text for text in told) == 1
     assert not any("And more" in text for text in told)
+
+
+def test_a_slot_without_room_is_memory_that_ran_out(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = fails_at(monkeypatch, 1, how=no_slot)
+    found = run(run_config(**SIZES), tmp_path / "run")
+    assert len(models) == 2
+    assert sum("(a device slot of 32.0 MiB does not fit)" in text for text in warnings(found)) == 1
+
+
+def warnings(events: list[Any]) -> list[str]:
+    return [e.text for e in events if isinstance(e, ev.LogWritten) and e.level == "warning"]
 
 
 def test_a_second_time_ends_the_run(

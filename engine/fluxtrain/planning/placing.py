@@ -17,7 +17,7 @@ from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.device.heap import trim_heap
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
@@ -300,6 +300,10 @@ def wrapped(
     try:
         streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
     except torch.OutOfMemoryError as error:
+        raise RanOutLoading(*error.args) from None
+    except DoesNotFit as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
         raise RanOutLoading(*error.args) from None
     engine = engine_of(streamed)
     for text in without_effect(request_of(config, facts, None, None), placement.choices):
