@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.block import chunking
+from fluxtrain.block import chunking, room
 from fluxtrain.wrapping.engine import engine_of
 
 ROWS, WIDTH = 8, 16
@@ -122,6 +122,26 @@ def test_gradients_are_those_of_all_memory(
     assert limit.ran_out >= 1
     assert "device memory ran out in blocks.2 with" in caplog.text
     assert engine_of(model).chunk_rows == (chunk if where == "backward" else 2)
+
+
+def test_halves_that_find_no_room_to_be_put_together_wait_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, joined, ran_out = Stack(), room._joined, list[int]()
+
+    def no_room_at_first(pair: list[Tensor], *, rows: bool) -> Tensor:
+        if not ran_out or len(ran_out) % 2 == 0:  # each second time
+            ran_out.append(len(pair))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")
+        ran_out.append(0)
+        return joined(pair, rows=rows)
+
+    wanted = gradients(copy.deepcopy(model))
+    fluxtrain.wrap(model, device="cpu", chunk_rows=8)
+    limit_of(model, 2).backward = 2
+    monkeypatch.setattr(room, "_joined", no_room_at_first)
+    assert_close(gradients(model), wanted)
+    assert ran_out.count(2) >= 3  # rows of the chunk, and of its half; the sum of what is not cut
 
 
 def test_without_gradients_too() -> None:

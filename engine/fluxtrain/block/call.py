@@ -16,7 +16,7 @@ from fluxtrain.block.chunking import chunks, chunks_agree, draws, spans
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.recompute import CannotRefill, Saved, Tape, gradient_ends
 from fluxtrain.block.rng import Autocast, RandomState
-from fluxtrain.block.room import give_back, note_cure, tell
+from fluxtrain.block.room import give_back, note_cure, put_together, tell
 from fluxtrain.guards.argument_writes import WRITES_TO_A_LEAF
 from fluxtrain.guards.arguments import Tree, batch_rows, flatten, run_with, slice_rows, splits
 from fluxtrain.guards.checks import Sums, checksum, sums_of
@@ -222,10 +222,7 @@ class Call(UnitCall):
         ends = self._ends
         parts = [self.backward(half, tensors, wanted, gradients) for half in halves]
         self._ends = ends  # of the graphs that the other chunks have recorded
-        return [
-            torch.cat(pair) if self.given.cut[i] else sum(pair[1:], pair[0])
-            for i, pair in zip(wanted, zip(*parts, strict=True), strict=True)
-        ]
+        return [put_together(parts, at, rows=self.given.cut[i]) for at, i in enumerate(wanted)]
 
     def _halves(self, chunk: Chunk, tensors: Sequence[Tensor]) -> list[Chunk]:
         """Cut a chunk that ran out of memory in two; none where its halves compute something else:
