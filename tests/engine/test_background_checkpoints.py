@@ -7,8 +7,10 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Diverged
+from fluxtrain.optimizer.state_shards import Held
 from fluxtrain.planning import snapshot as choosing
 from fluxtrain.planning.snapshot import choose_snapshot
 from fluxtrain.rundir.run_dir import RunDir
@@ -55,9 +58,9 @@ def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let each copy of a group take a while, so that steps go on beside it."""
     real = background._copied
 
-    def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copied(tensors: dict[str, Tensor], *how: Any) -> dict[str, Tensor]:
         time.sleep(seconds)
-        return real(tensors)
+        return real(tensors, *how)
 
     monkeypatch.setattr(background, "_copied", copied)
 
@@ -80,10 +83,13 @@ SETTINGS: list[dict[str, object]] = [
     {"train__max_grad_norm": 1.0, "model__dtype": "bfloat16", "train__states": "8bit"},
     {"train__max_grad_norm": 1.0, "model__dtype": "float16"},
     {"train__max_grad_norm": 1.0, "train__accumulation": 2, "train__moments": "deferred"},
+    {"train__max_grad_norm": 1.0, "placement__offload": "none"},  # a device updates
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["clip", "backward", "8bit", "fp16", "deferred"])
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=["clip", "backward", "8bit", "fp16", "deferred", "device"]
+)
 @pytest.mark.parametrize("budget_bytes", [64 * MIB, 1], ids=["whole", "group by group"])
 @pytest.mark.thinned(5)
 def test_what_is_written_beside_the_training_is_what_waiting_would_have_written(
@@ -119,9 +125,9 @@ def test_copies_hold_no_more_memory_than_their_budget() -> None:
             return ((f"block.{i}", {"w": torch.full((1000,), float(i))}) for i in range(20))
 
         def hold_for_saving(self, _: str) -> Any:
-            from concurrent.futures import Future
+            return Held(Future(), Tensor.copy_)
 
-            return Future()
+        updates = SimpleNamespace(held_s=0.0)
 
     seen: list[int] = []
 

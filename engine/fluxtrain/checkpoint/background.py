@@ -1,24 +1,27 @@
 """Write one checkpoint on threads while training goes on, from copies made group by group.
 
 The thread `checkpoint-copy` copies the groups in the order in which the next step updates them, and
-each group's update waits for its copy (`Group.saving`); forward and backward only read, and wait
-for nothing. The thread `checkpoint` writes the copies. They hold at most a budget of host memory:
-beyond it copying waits for writing. So what is written is the state of one moment, bit for bit.
+each group's update waits for its copy (`Group.saving`), on the host or on a device; forward and
+backward only read, and wait for nothing. The thread `checkpoint` writes the copies. They hold at
+most a budget of host memory: beyond it copying waits for writing. So what is written is the state
+of one moment, bit for bit.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from fluxtrain.checkpoint.checkpoint import Checkpoint
+from fluxtrain.checkpoint.copy_memory import CopyMemory
+from fluxtrain.optimizer.state_shards import Held, Read
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fluxtrain.wrapping.engine import Engine
 
 Shard = tuple[str, "dict[str, Tensor]"]
@@ -28,10 +31,18 @@ Write = Callable[[Iterator[Shard]], Checkpoint]
 class BackgroundWrite:
     """A checkpoint on its way to the disk. Made and asked by the run's thread."""
 
-    def __init__(self, engine: Engine, step: int, write: Write, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        step: int,
+        write: Write,
+        budget_bytes: int,
+        memory: CopyMemory | None = None,
+    ) -> None:
         """Take the state between two steps: all updates are done.
 
-        `write` writes the shards that it is given. What lives on a device is copied at once.
+        `write` writes the shards that it is given. The copies go into `memory`, or fresh memory.
+        What no update waits for (parameters outside of groups) is copied at once.
         """
         self.step = step
         self.checkpoint: Checkpoint | None = None
@@ -40,11 +51,15 @@ class BackgroundWrite:
         self._held_bytes, self._given_up = 0, False
         self._room = threading.Condition()
         self._copies: SimpleQueue[Shard | BaseException] = SimpleQueue()
-        self._parts: list[tuple[Shard, Future[None] | None]] = []
+        self._updates, self._held_before_s = engine.updates, engine.updates.held_s
+        self._memory = memory
+        if memory is not None:
+            memory.begin()
+        self._parts: list[tuple[Shard, Held | None]] = []
         for name, tensors in engine.state_shards():
-            saving = engine.hold_for_saving(name)
-            shard = (name, tensors if saving is not None else _copied(tensors))
-            self._parts.append((shard, saving))
+            held = engine.hold_for_saving(name)
+            shard = (name, tensors if held is not None else _copied(tensors, memory))
+            self._parts.append((shard, held))
         self._count = len(self._parts)
         self._copier = threading.Thread(target=self._copy, name="checkpoint-copy")
         self._writer = threading.Thread(target=self._written, name="checkpoint")
@@ -56,6 +71,11 @@ class BackgroundWrite:
         """Return whether the checkpoint is whole on disk, or has failed."""
         return not self._writer.is_alive()
 
+    @property
+    def held_s(self) -> float:
+        """Seconds that updates have waited for its copies."""
+        return self._updates.held_s - self._held_before_s
+
     def wait_copied(self) -> None:
         """Wait until nothing reads the engine's memory any more."""
         self._copier.join()
@@ -66,17 +86,17 @@ class BackgroundWrite:
         self._writer.join()
 
     def _copy(self) -> None:
-        for (name, tensors), saving in self._parts:
+        for (name, tensors), held in self._parts:
             copies: Shard | BaseException = (name, tensors)
             try:
                 self._wait_for_room(_bytes(tensors))
-                if saving is not None and not self._given_up:
-                    copies = (name, _copied(tensors))
+                if held is not None and not self._given_up:
+                    copies = (name, _copied(tensors, self._memory, held.read))
             except BaseException as error:  # noqa: BLE001 - raised by the thread that writes
                 copies = error
             finally:  # whatever happened, training goes on
-                if saving is not None:
-                    saving.set_result(None)
+                if held is not None:
+                    held.copied.set_result(None)
             self._copies.put(copies)
         self._parts = []
 
@@ -116,6 +136,16 @@ def _bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copied(
+    tensors: dict[str, Tensor], memory: CopyMemory | None, read: Read = Tensor.copy_
+) -> dict[str, Tensor]:
     """Copy tensors to host memory that nothing else writes to."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        source = tensor.detach()
+        copy = (
+            torch.empty(source.shape, dtype=source.dtype) if memory is None else memory.like(source)
+        )
+        (Tensor.copy_ if source.device.type == "cpu" else read)(copy, source)
+        found[name] = copy
+    return found

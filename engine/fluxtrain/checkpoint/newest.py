@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -204,3 +204,13 @@ def chunk_rows_of(content: dict[str, Any], asked: int | None, warn: Callable[[st
         "last digits from those of a run that never stopped, and with dropout by what is drawn"
     )
     return asked
+
+
+def refuse_lacking(checkpoint: Checkpoint, needed: Sequence[str]) -> None:
+    """Raise Damaged for a checkpoint without a shard of one of these names."""
+    held = {name for name, _ in checkpoint.shards}
+    if lacking := [name for name in needed if name not in held]:
+        raise Damaged(
+            f"{checkpoint.path.name}: its manifest lacks {len(lacking)} of the {len(needed)} "
+            f"groups of the model, first {lacking[0]!r}"
+        )

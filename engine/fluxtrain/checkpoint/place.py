@@ -7,7 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, prune, remove
+from fluxtrain.checkpoint.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    list_checkpoints,
+    prune,
+    remove,
+)
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
 from fluxtrain.plain_files import is_plain_folder, kind_of
 from fluxtrain.reporting.failures import as_told, first_line
@@ -131,3 +137,17 @@ def reason_of(error: OSError) -> str:
     """Say which file the system refused, and why."""
     why = error.strerror or str(error)
     return f"{error.filename}: {why}" if error.filename else why
+
+
+def stands(last: Checkpoint) -> bool:
+    """Return whether a checkpoint that was whole is still there."""
+    return (last.path / MANIFEST).is_file()
+
+
+def told_of(last: Checkpoint | None) -> str:
+    """Name the last checkpoint, for messages."""
+    if last is None:
+        return "no checkpoint was written yet"
+    if not stands(last):
+        return f"the last checkpoint ({last.path}, step {last.step}) was removed by others"
+    return f"the last good checkpoint is {last.path} (step {last.step})"

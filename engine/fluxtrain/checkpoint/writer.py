@@ -14,7 +14,6 @@ import torch
 
 from fluxtrain.checkpoint.background import BackgroundWrite
 from fluxtrain.checkpoint.checkpoint import (
-    MANIFEST,
     TRAINER,
     Checkpoint,
     Damaged,
@@ -23,12 +22,14 @@ from fluxtrain.checkpoint.checkpoint import (
     step_folder,
     write_checkpoint,
 )
+from fluxtrain.checkpoint.copy_memory import CopyMemory
 from fluxtrain.checkpoint.newest import (
     chunk_rows_of,
     damage_in_words_of,
     damage_of,
     older_resumable,
     refuse_beyond_end,
+    refuse_lacking,
     refuse_later_steps,
     refuse_other_run,
     trainer_content,
@@ -40,6 +41,8 @@ from fluxtrain.checkpoint.place import (
     make_room,
     prune_or_tell,
     saved,
+    stands,
+    told_of,
     why_given_up,
 )
 from fluxtrain.checkpoint.randomness import random_state, restore_random_state, tell_of_threads
@@ -92,18 +95,21 @@ class CheckpointWriter:
         self._optimizer = optimizer
         self._disk = disk
         self.budget_bytes = budget_bytes
+        self._state_bytes = 0  # of a checkpoint, once it is known
         self._chunk_rows_set = chunk_rows
         self._under_way: BackgroundWrite | None = None
-        self._started_s, self._held_s = 0.0, 0.0
+        self._started_s = self._held_s = 0.0
+        self._memory: CopyMemory | None = None
         self._failed = False  # the last one in the background: the disk was full
         self.last: Checkpoint | None = None
         self._look: Callable[[], None] = lambda: None
         self._glance = self._look
-        self.read_bytes = 0
-        self.written_bytes = 0
+        self.read_bytes = self.written_bytes = 0
 
-    def follow(self, holding: Holding) -> None:
-        """Look where the run's folder is before each checkpoint, and from time to time."""
+    def follow(self, holding: Holding, state_bytes: int = 0) -> None:
+        """Look where the run's folder is before each checkpoint, and from time to time. A
+        checkpoint holds `state_bytes`, where that is known."""
+        self._state_bytes = state_bytes
         self._look, self._glance = holding.look, holding.glance
         holding.followed_by(self._moved)
 
@@ -179,17 +185,27 @@ class CheckpointWriter:
             self._prune(step, best)
             return written
 
-        self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes)
+        memory = self._copy_memory()
+        self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes, memory)
         self._held_s = time.monotonic() - self._started_s
         return True
 
-    def poll(self) -> None:
-        """Tell of the checkpoint in the background, if it is whole since the last call, and look
-        where the run's folder is.
+    def _copy_memory(self) -> CopyMemory | None:
+        """Return the memory that copies of all of the state go into, where the budget is as large:
+        else parts of it are copied as others are on disk."""
+        if self._memory is None and 0 < self._state_bytes <= self.budget_bytes:
+            self._memory = CopyMemory(self.budget_bytes)
+        return self._memory
+
+    def poll(self, step: int) -> None:
+        """Tell of the checkpoint in the background, if it is whole since the last call, look where
+        the run's folder is, and take memory for the next copies while there is time.
 
         Raises what made it fail; a full disk is waited for by the next `save`, at once.
         """
         self._glance()
+        if self._cadence.nears(step) and (memory := self._copy_memory()) is not None:
+            memory.make_ahead()
         if self._under_way is not None and self._under_way.done:
             self.finish()
 
@@ -210,12 +226,15 @@ class CheckpointWriter:
             return
         seconds = time.monotonic() - self._started_s
         path = self._root / under_way.checkpoint.path.name  # it may have moved since
-        self._note(replace(under_way.checkpoint, path=path), seconds, self._held_s)
+        held_s = self._held_s + under_way.held_s
+        self._note(replace(under_way.checkpoint, path=path), seconds, held_s)
 
     def close(self) -> None:
         """Wait for the checkpoint in the background where the run ends, whose own error counts."""
         with suppress(Exception):
             self.finish()
+        if self._memory is not None:
+            self._memory.close()
 
     def _given_up(self, step: int, error: BaseException) -> None:
         """Go on without the checkpoint in the background, where the next one may succeed: the disk
@@ -225,7 +244,7 @@ class CheckpointWriter:
         if words is None:
             raise error
         if isinstance(as_told(error), DoesNotFit):
-            self.budget_bytes = 0
+            self.budget_bytes, self._memory = 0, None
         self._failed = True
         self._announcer.warn(words)
 
@@ -325,13 +344,7 @@ class CheckpointWriter:
     def refuse_incomplete(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Raise Damaged for a checkpoint without a shard of every group: what is missing would keep
         the weights that the run began with."""
-        needed = (*engine.shard_names(), *self._optimizer.shard_names)
-        held = {name for name, _ in checkpoint.shards}
-        if lacking := [name for name in needed if name not in held]:
-            raise Damaged(
-                f"{checkpoint.path.name}: its manifest lacks {len(lacking)} of the {len(needed)} "
-                f"groups of the model, first {lacking[0]!r}"
-            )
+        refuse_lacking(checkpoint, (*engine.shard_names(), *self._optimizer.shard_names))
 
     def best(self, state: RunState, engine: Engine) -> Checkpoint | None:
         """Return the checkpoint of the best evaluation; None where there is none.
@@ -376,7 +389,7 @@ class CheckpointWriter:
     def _standing(self, step: int) -> Checkpoint | None:
         """Return the checkpoint of `step` if it is the last one, and nobody has removed it."""
         last = self.last
-        return last if last is not None and last.step == step and _stands(last) else None
+        return last if last is not None and last.step == step and stands(last) else None
 
     def last_text(self) -> str:
         """Name the last good checkpoint, for messages, once it is whole."""
@@ -384,13 +397,4 @@ class CheckpointWriter:
         if self._under_way is not None:
             self._under_way.wait()
             last = self._under_way.checkpoint or last
-        if last is None:
-            return "no checkpoint was written yet"
-        if not _stands(last):
-            return f"the last checkpoint ({last.path}, step {last.step}) was removed by others"
-        return f"the last good checkpoint is {last.path} (step {last.step})"
-
-
-def _stands(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint that was whole is still there."""
-    return (checkpoint.path / MANIFEST).is_file()
+        return told_of(last)

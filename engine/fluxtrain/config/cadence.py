@@ -49,6 +49,17 @@ class Cadence:
         overdue = self.period_s is not None and since_s >= self.period_s
         return overdue or step - self.last_step >= self.auto_steps
 
+    def nears(self, step: int) -> bool:
+        """Whether what is done before the run's end comes soon: half the way to it has passed, or
+        is not known."""
+        if self.every == "end" or step >= self.total_steps:
+            return False
+        if self.every != "auto":
+            return (step // self.every + 1) * self.every < self.total_steps
+        half_s = None if self.period_s is None else self.period_s / 2
+        overdue = half_s is not None and self.clock() - self._last_s >= half_s
+        return overdue or 2 * (step - self.last_step) >= self.auto_steps
+
     def also_took(self, cost_s: float) -> None:
         """What was done last took so much longer."""
         self._cost_s += cost_s

@@ -129,6 +129,7 @@ class CudaDevice:
         self._among = Among(self.torch_device, self._current) if one_of_several else None
         self.lanes = LANES if one_of_several else 1
         self._staging = (Staging(), Staging())  # now: the system may refuse page locks later
+        self._reading: tuple[Staging, torch.cuda.Stream] | None = None  # of checkpoints
         self._up_thread, self._down_thread = Worker("flux-staged-up"), Worker("flux-staged-down")
         self._behind_thread = Worker("flux-staged-behind")
 
@@ -207,6 +208,14 @@ class CudaDevice:
         when the bytes are there."""
         send = partial(_queue_on, self._down)
         transfer.issue(self._down, lambda: self._staging[1].download(to, source, send), [point])
+
+    def read(self, point: torch.cuda.Event, to: Tensor, source: Tensor) -> None:
+        if self._reading is None:
+            self._reading = Staging(), torch.cuda.Stream(self.torch_device)
+        staging, stream = self._reading
+        with torch.cuda.stream(stream):
+            stream.wait_event(point)
+            staging.download(to, source.contiguous(), partial(_queue_on, stream))
 
     def for_copies(self, memory: Tensor) -> Tensor:
         for stream in (self._up, self._behind, self._down):

@@ -48,6 +48,10 @@ class Device(Protocol):
     def download(self, to: Tensor, source: Tensor) -> Transfer:
         """Copy device `source` to host `to` once the computation queued so far is done."""
 
+    def read(self, point: Any, to: Tensor, source: Tensor) -> None:
+        """Copy device `source`, as it is after the point, to host `to` on this thread, beside the
+        computation. One thread at a time."""
+
     def for_copies(self, memory: Tensor) -> Tensor:
         """Return `memory` (on the device), registered for the copies: when it is freed, it is
         reused only after the copies that are under way have ended."""

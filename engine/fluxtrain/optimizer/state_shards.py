@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,20 +36,27 @@ def shard_bytes(context: Context) -> int:
     return groups + sum(parameter.nbytes for parameter in context.loose)
 
 
-def hold_for_saving(context: Context, name: str) -> Future[None] | None:
-    """Let the next update of a group wait until the returned future has a result; None for a shard
-    that must be copied at once, as it is on a device or no group's."""
+Read = Callable[[Tensor, Tensor], object]  # copies (to the host, from its source)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A group whose next update waits until its state is copied."""
+
+    copied: Future[None]
+    read: Read  # of what is on a device, as it is now: on any thread, beside the computation
+
+
+def hold_for_saving(context: Context, name: str) -> Held | None:
+    """Let the next update of a group wait until `Held.copied` has a result; None for a shard that
+    must be copied at once, as it is no group's or in parts on the host and on a device."""
     group = next((g for g in context.groups if g.name == name), None)
-    if group is None or not _can_be_held(group):
+    if group is None or group.placement.state != group.placement.weights:
         return None
+    device = context.cards[group.placement.card].device
     group.saving = Future()
-    return group.saving
-
-
-def _can_be_held(group: Group) -> bool:
-    """Return whether the updates of a group are jobs of the update thread, on host memory."""
-    placed = group.placement
-    return placed.state == "host" and placed.weights == "host"
+    on_device = group.placement.state == "device"
+    return Held(group.saving, partial(device.read, device.mark()) if on_device else Tensor.copy_)
 
 
 def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:

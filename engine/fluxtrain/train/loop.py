@@ -287,7 +287,7 @@ class TrainingLoop(Generic[B]):
         self._changes.step_took(finished)
 
     def _between_steps(self) -> None:
-        self._checkpoints.poll()
+        self._checkpoints.poll(self._step_number)
         evaluates = self._evaluations.is_due(self._step_number)
         saves = self._checkpoints.is_due(self._step_number)
         samples = self._samples_are_due(evaluated=evaluates)
@@ -358,7 +358,7 @@ class TrainingLoop(Generic[B]):
             if self._requests.take_checkpoint():
                 self._checkpoint(then="paused")
             self._checkpoints.wait_copied()
-            self._checkpoints.poll()
+            self._checkpoints.poll(self._step_number)
             self._changes.carry_out(self.state.step)
             self._requests.wait_for_change()
         self._announcer.phase("training")

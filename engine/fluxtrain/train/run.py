@@ -166,7 +166,7 @@ class Run:
         )
         optimizer = make_optimizer(config.train, self.model, self.schedule.learning_rate)
         self.checkpoints = self.make_checkpoint_writer(optimizer)
-        self.checkpoints.follow(session.holding)
+        self.checkpoints.follow(session.holding, self.engine.shard_bytes())
         session.holding.look()
         session.gauges.watch(self.engine, self.checkpoints)
         session.timeline.watch(self.engine.device.recorder)

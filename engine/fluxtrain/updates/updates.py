@@ -12,6 +12,7 @@ that group's first job; other readers and writers of the group on the host wait 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -55,6 +56,7 @@ class Updates:
         self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self.defers_moments = defers_moments  # in steps that `submit` takes
+        self._hold = _Hold()
         self.first_to_arrive: Group | None = None  # its gradients come before
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
@@ -85,6 +87,9 @@ class Updates:
         """Queue the group's first job; its weights count as changed from now on. None if the
         device updates the group."""
         self._refused.take_back()
+        copied, group.saving = group.saving, None  # this update waits for it
+        if group.placement.state == "device":
+            self._hold.wait_for(copied)
         unwritten = group.ensure_state()
         work = ranges(group, hypers)
         group.weights_changed(frozen=False)
@@ -104,17 +109,21 @@ class Updates:
             stepped=[group.members[index] for index in hypers],
             arrival=self._arrivals.get(group),
             norm=norm,
-            earlier=[
-                job for job in (group.pending, group.moments, group.saving) if job is not None
-            ],
+            earlier=[job for job in (group.pending, group.moments) if job is not None],
+            copied=copied,
+            hold=self._hold,
             defers=defers and any(flat_of(part).has_two_passes for part in work),
             threads=self._threads,
             unwritten=unwritten,
         )
-        group.saving = None  # this update waits for it
         group.pending = self._worker.submit(step.update)
         self._pending[group] = None
         return step
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that updates waited for the copies of checkpoints, ever."""
+        return self._hold.seconds
 
     def wait(self) -> None:
         """Block until all updates are done; raises the first error, once. After an interrupt
@@ -141,6 +150,20 @@ class Updates:
         self._worker.close()
 
 
+class _Hold:
+    """Waits for the copies of checkpoints, and counts the seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wait_for(self, copied: Future[None] | None) -> None:
+        """Block until a group is copied; None: nothing copies it."""
+        if copied is not None:
+            started_s = time.perf_counter()
+            copied.result()
+            self.seconds += time.perf_counter() - started_s
+
+
 @dataclass(eq=False, kw_only=True)
 class _Step:
     """One group's update, in one job or two."""
@@ -151,8 +174,9 @@ class _Step:
     stepped: list[Member]
     arrival: Arrival | None
     norm: GradNorm | None
-    earlier: list[Future[None]]  # of the group's previous step, on the same thread, so done before;
-    # and the copy of the group for a checkpoint
+    earlier: list[Future[None]]  # of the group's previous step, on the same thread, so done before
+    copied: Future[None] | None  # for a checkpoint
+    hold: _Hold
     defers: bool  # whether a second job writes the moments
     threads: int | None  # None: all
     unwritten: list[Tensor]  # states that no step has written yet
@@ -165,6 +189,7 @@ class _Step:
         try:
             for job in self.earlier:
                 job.result()
+            self.hold.wait_for(self.copied)
             if self.arrival is not None:
                 self.arrival.wait()
             if self.norm is not None and self.norm.overflowed():

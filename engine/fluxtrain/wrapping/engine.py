@@ -6,7 +6,6 @@ Its state is in `Context`. One engine belongs to one model and is used by the th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.optimizer.state_shards import (
+    Held,
     hold_for_saving,
     load_state_shard,
     shard_bytes,
@@ -143,9 +143,9 @@ class Engine(Context):
         """Return the most bytes that all shards take now."""
         return shard_bytes(self)
 
-    def hold_for_saving(self, name: str) -> Future[None] | None:
-        """Let the next update of a group wait until the future has a result; None for a shard that
-        must be copied before it."""
+    def hold_for_saving(self, name: str) -> Held | None:
+        """Let the next update of a group wait until it is copied; None for a shard that must be
+        copied before it."""
         return hold_for_saving(self, name)
 
     def shard_names(self) -> list[str]:
