@@ -91,8 +91,14 @@ def changed_on_cards(
 def _shares(facts: ModelFacts, placement: Placement, *, has_gpu: bool) -> list[_Share]:
     blocks = tuple(row.card for row in placement.groups if row.kind == "block")
     dealt = Dealt(facts=facts, cards=blocks)
+
+    def share_of(number: int) -> ModelFacts:
+        if not placement.head_on_all_cards:
+            return dealt.share(number)
+        return dealt.share_with_loss(number, placement.batch_rows)
+
     found = (
-        _Share(number, dealt.share(number), _layout_of(placement, number), has_gpu)
+        _Share(number, share_of(number), _layout_of(placement, number), has_gpu)
         for number in range(len(placement.cards))
     )
     return [_with_slots_as_wished(share, placement) for share in found]
