@@ -109,10 +109,12 @@ def test_what_peft_cannot_carry_out_is_no_bug(
         assert says in told and "--base" in told
 
 
-def test_what_peft_cannot_merge_is_no_bug(adapter: Path) -> None:
-    edited(adapter, alora_invocation_tokens=[1])
-    with pytest.raises(BadInput, match="cannot be merged: aLoRA does not support safe merging"):
-        exported(adapter)
+def test_what_peft_cannot_merge_is_no_bug(
+    model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    biased = make_adapter(model_folder("llama"), tmp_path / "biased", lora_bias=True)
+    with pytest.raises(BadInput, match="cannot be merged: Impossible to merge LoRA with `lora_b"):
+        exported(biased)
 
 
 def test_memory_that_runs_out_is_not_told_as_the_adapters_fault(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import fluxtrain
+from fluxtrain.edges import shared_head
 from fluxtrain.wrapping.engine import Engine
 from tests.on_cards import VOCABULARY, batch, llama, wrapped
 
@@ -88,6 +91,32 @@ def test_a_changed_weight_reaches_every_card_and_an_unchanged_one_is_not_sent_ag
     assert torch.equal(first, second)
     torch.testing.assert_close(first, plain, rtol=1e-4, atol=1e-4)
     assert once - twice == VOCABULARY * 32 * 4
+
+
+def test_only_the_copy_of_the_weight_stays_on_other_cards_when_blocks_run_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the plan counts the larger of the two, the rest of a head or a block's backward pass."""
+    gone: list[weakref.ref[Tensor]] = []
+    begin = shared_head._begin
+
+    def noted(*how: Any) -> Any:
+        share = begin(*how)
+        sums = share.sums
+        made = (share.losses, sums.hidden, sums.weight)
+        gone.extend(weakref.ref(tensor) for tensor in made if tensor is not None)
+        return share
+
+    monkeypatch.setattr(shared_head, "_begin", noted)
+    model = llama(4)
+    engine = shared(wrapped(model, 3))
+    loss = model(**batch(0)).loss
+    gc.collect()
+    assert len(gone) == 2 * 3
+    assert all(one() is None for one in gone)
+    assert all(card.head_weight is not None for card in engine.cards[1:])
+    loss.backward()
+    fluxtrain.unwrap(model)
 
 
 def test_fewer_tokens_than_cards_stay_on_the_first_card() -> None:

@@ -184,6 +184,8 @@ def test_what_is_asked_of_cards_without_effect_is_told(
     assert (choice.name, choice.value) == ("parallel.cards", "1")
     assert choice.because == "no effect: train.optimizer = bnb-adamw-8bit updates on one card"
     assert undealt_choice(load_config(run_config(parallel__cards=2)), facts) == ()
+    alone = load_config(run_config(parallel__cards=[1], train__optimizer="bnb-adamw-8bit"))
+    assert undealt_choice(alone, facts) == ()  # it updates on that one
 
 
 def test_one_process_of_several_has_one_card(

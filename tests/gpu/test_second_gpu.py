@@ -1,8 +1,13 @@
-"""A model on the second GPU while the first is torch's current one; skipped where there is one."""
+"""A model on the second GPU while the first is torch's current one, and a run that names the second
+alone; skipped where there is one."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +75,31 @@ def test_a_model_on_a_gpu_that_is_not_current_trains_to_the_bits_of_one_on_the_c
         assert torch.cuda.current_device() == 0
     assert other_losses == losses
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+
+
+TRAIN = """
+import json, sys, torch
+from pathlib import Path
+from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.config.schema import validate
+from fluxtrain.train.run import train
+config = validate({
+    "model": {"path": "demo"}, "data": {"path": "demo"}, "parallel": {"cards": [1]},
+    "train": {"steps": 3, "batch_rows": 4}, "placement": {"budget_gib": 8},
+})
+train(config, locate(None, Path(sys.argv[1]), config))
+print(json.dumps([torch.cuda.max_memory_allocated(card) for card in range(2)]))
+"""
+
+
+def test_a_run_that_names_the_second_gpu_is_measured_planned_and_trained_there_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # so that a block is timed
+    finished = subprocess.run(
+        [sys.executable, "-c", TRAIN, str(tmp_path / "run")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    first, second = json.loads(finished.stdout.splitlines()[-1])
+    assert first == 0 < second

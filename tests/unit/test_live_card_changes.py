@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.live.cards.changed import COUNTS, changed_on_cards
-from fluxtrain.live.settings import LiveContext
+from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use, settings_after
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.request import ParallelRequest
@@ -92,6 +93,53 @@ def test_blocks_are_copied_ahead_on_every_card() -> None:
                for a, b in zip(START.cards, deeper.cards, strict=True))  # fmt: skip
     with pytest.raises(BadInput, match="blocks stream through a card at most, use 1 to"):
         changed(START, "prefetch", 99)
+
+
+def assert_in_force(context: LiveContext, settings: LiveSettings) -> None:
+    """Each count is what was asked for, or all that there can be."""
+    rows = [row for row in context.placement_with(settings).groups if row.kind == "block"]
+    host = sum(row.weights != "device" for row in rows)
+    resident = sum(row.resident for row in rows)
+    kept = sum(row.activations == "kept" for row in rows)
+    assert resident == min(settings.resident_blocks, host)
+    assert kept == min(settings.blocks_without_recompute, len(rows) - host + resident)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_changes_leave_as_much_as_was_asked_for_and_each_can_be_undone(seed: int) -> None:
+    dice = random.Random(seed)
+    sizes = [dice.choice([16, 24, 40]) for _ in range(dice.choice([2, 3]))]
+    asked = {"device_groups": dice.choice([0, 3]), "resident_blocks": dice.randint(0, 8)}
+    start = placed(*sizes, blocks_without_recompute=dice.randint(0, 4), **asked)
+    context = LiveContext(facts=MODEL, placement=start, has_gpu=True)
+    now, made = context.planned, list[Change]()
+    for _ in range(16):
+        change = Change(name=dice.choice([*COUNTS, "prefetch"]), value=dice.randint(0, 8))  # type: ignore[arg-type]
+        if back := bool(made) and dice.random() < 0.4:
+            change = made.pop()
+        before = Change(name=change.name, value=getattr(now, change.name))
+        try:
+            now = settings_after(context, now, change, Use(), back=back)
+        except BadInput:
+            assert not back, change
+            continue
+        made += [] if back else [before]
+        assert_in_force(context, now)
+    while made:
+        now = settings_after(context, now, made.pop(), Use(), back=True)
+        assert_in_force(context, now)
+    assert context.placement_with(now).groups == start.groups
+
+
+def test_fewer_resident_blocks_leave_those_without_recompute_on_other_cards() -> None:
+    start = placed(40, 16, device_groups=0, resident_blocks=6, blocks_without_recompute=1)
+    context = LiveContext(facts=MODEL, placement=start, has_gpu=True)
+    for resident in range(6):
+        settings = replace(context.planned, resident_blocks=resident)
+        after = context.placement_with(settings)
+        wanted = min(context.planned.blocks_without_recompute, resident)
+        assert sum(counts(after, "blocks_without_recompute")) == wanted
+        assert after.layout.blocks_without_recompute == wanted
 
 
 def test_settings_that_are_as_planned_are_the_plan() -> None:

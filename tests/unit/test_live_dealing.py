@@ -222,8 +222,9 @@ def test_what_advice_follows_from_is_the_runs_own_placement(
 ) -> None:
     seen: list[Any] = []
 
-    def rates_of(capacities: Any, first: Any) -> Any:
+    def rates_of(capacities: Any, first: Any, timed_on: int) -> Any:
         seen.append([card.index for card in capacities.cards])
+        assert timed_on == 0
         return rates(1e14, 2e14)
 
     monkeypatch.setattr("fluxtrain.live.setup.rates_of_cards", rates_of)

@@ -65,6 +65,15 @@ def test_a_block_that_was_timed_on_a_card_counts_more_than_its_arithmetic() -> N
     assert found.cards[1].calibration is own
 
 
+def test_a_block_that_was_timed_on_another_card_than_the_first_is_that_cards() -> None:
+    one, slow, alike = cards_rates_from(first(), PROBED, [0, 1, 2], timed_on=1).cards
+    assert slow.calibration is TIMED
+    assert one.calibration is not None and one.calibration.forward.slope == 0.0005
+    assert alike.calibration is not None and alike.calibration.forward.slope < 0.0006
+    assert (one.matmul_per_s, slow.matmul_per_s) == (700e12, 350e12)
+    assert (slow.up, slow.down) == (12e9, 50e9)
+
+
 def test_pairs_and_buses_come_from_the_probe_by_torchs_numbers() -> None:
     found = cards_rates_from(first(), PROBED, [2, 0, 1])
     assert found.peers == {(0, 1): 300e9, (1, 2): 20e9}

@@ -349,8 +349,15 @@ def _place(
     timed = timed_rows(row.sequence_length, batch_rows, _timed_tokens(device))
     threads = torch.get_num_threads()
     kind = (mixed, in_backward and device == "cuda")
-    how = (rows, timed, *kind, threads, str(torch.__version__))
+    how = (rows, timed, *kind, threads, str(torch.__version__), *_card(device))
     return cache_file("block", machine, device, shape, *how)
+
+
+def _card(device: str) -> tuple[str, ...]:
+    """Return the name of the card that computes, where there is one: cards of a machine differ."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return ()
+    return (str(torch.cuda.get_device_name(torch.cuda.current_device())),)
 
 
 def _read(place: Path) -> _Kept | None:

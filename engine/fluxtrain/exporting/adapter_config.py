@@ -3,10 +3,13 @@ its file holds: of any size, before anything is compared."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,15 @@ from fluxtrain.errors import BadInput, brief
 from fluxtrain.reporting.failures import as_told, first_line
 
 CONFIG = "adapter_config.json"
+# Kinds whose adapters compute in the layers alone, as peft computes them (tests compare); others
+# need tokens, hooks or arguments that peft passes around the model.
+APPLIED = frozenset(
+    {
+        "LORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA",
+        "HIRA", "HRA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "PEANUT", "PVERA",
+        "RANDLORA", "ROAD", "SHIRA", "TINYLORA", "TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT",
+    }
+)  # fmt: skip
 _LOW_RANK = re.compile(r"(.+)\.lora_(?:embedding_)?A(?:\.weight)?")  # of shape (rank, ...)
 
 
@@ -32,6 +44,7 @@ def read_adapter_config(folder: Path, tensors: Mapping[str, Any]) -> Any:
         raise BadInput(
             f"{path} cannot be read by peft ({brief(str(error))}): copy or download it again"
         ) from error
+    _refuse_what_is_not_applied(config, path)
     named = config.base_model_name_or_path
     if not isinstance(named, str | None):
         raise _wrong(path, "base_model_name_or_path", named, "it is the name of a model")
@@ -57,6 +70,30 @@ def peft_refusals(folder: Path) -> Iterator[None]:
             f"({type(error).__name__}: {brief(first_line(error))}): name the base that it was "
             "trained beside with --base, or copy or download the adapter again"
         ) from error
+
+
+def _refuse_what_is_not_applied(config: Any, path: Path) -> None:
+    """Raise BadInput for a kind of adapters or an option that would be left out silently."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    cure = (
+        "merge it with peft's merge_and_unload, with the whole model in memory, where peft can, "
+        "and name the folder of the result"
+    )
+    if kind not in APPLIED and not getattr(config, "is_prompt_learning", False):
+        raise BadInput(f"{path}: peft_type is {kind}, a kind that FluxTrain does not apply: {cure}")
+    if getattr(config, "alora_invocation_tokens", None):
+        raise BadInput(
+            f"{path} has alora_invocation_tokens, which peft looks for in each text and FluxTrain "
+            "does not: use the adapter with peft"
+        )
+    known = {field.name for field in fields(config)}
+    told = json.loads(path.read_text(encoding="utf-8"))
+    unknown = [key for key in told if key.startswith("use_") and key not in known]
+    if wanted := [key for key in unknown if told[key]]:
+        raise BadInput(
+            f"{path}: {brief(wanted[0])} is set, an option of {kind} that peft {version('peft')} "
+            "does not know and would leave out: install the peft that wrote it"
+        )
 
 
 def _numbers_of(config: Any, path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@ one layer at a time, with weights that are put into it for as long as that takes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,26 +10,22 @@ from typing import Any
 import torch
 from peft import get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.save_and_load import (
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fluxtrain.errors import BadInput
 from fluxtrain.exporting.adapter_config import peft_refusals
+from fluxtrain.exporting.asked_tensors import base_name, of_another_base, refuse_other_tensors
 from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.models.quiet import quiet_peft
 from fluxtrain.plan.states import StorageFormat
+from fluxtrain.reporting.failures import as_told
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.grouping import group_parameters
 
 Read = Callable[[str], Tensor]  # a weight of the base by its parameter's name
 
-_PREFIX = "base_model.model."
-_WRAPPERS = re.compile(r"\b(?:base_layer|original_module|token_adapter|modules_to_save\.default)\.")
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # of LoRA's init_lora_weights
 
 
@@ -68,8 +63,13 @@ class Attached:
         with self._filled(name, read) as (layer, own):
             try:
                 layer.merge(safe_merge=True)
-            except (ValueError, NotImplementedError) as error:
-                raise BadInput(f"{name} cannot be merged: {error}") from error
+            except (ValueError, NotImplementedError, RuntimeError) as error:
+                if as_told(error) is not None:  # no memory
+                    raise
+                told = str(error) or "peft has no way to do it"
+                raise BadInput(
+                    f"{name} cannot be merged: {told}: use the adapter beside its base"
+                ) from error
             found: Tensor = getattr(layer.get_base_layer(), own).detach()
             layer.merged_adapters.clear()
             return found
@@ -127,8 +127,9 @@ def attach(source: AdapterSource, empty: PreTrainedModel, storage: StorageFormat
                 empty, source.config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
             )
         except ValueError as error:  # target modules that are not there
-            raise _of_another_base(source, str(error).splitlines()[0]) from error
-    _check_tensors(source, model, stored, own)
+            raise of_another_base(source.folder, str(error).splitlines()[0]) from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    refuse_other_tensors(source.weights, model, shapes, own)
     packed = frozenset[str]()
     if storage != "plain":
         for parameter in model.parameters():
@@ -153,11 +154,6 @@ def attach(source: AdapterSource, empty: PreTrainedModel, storage: StorageFormat
     return Attached(model, packed, given)
 
 
-def base_name(name: str) -> str:
-    """Return the name in the base of a parameter that peft's wrappers lie around."""
-    return _WRAPPERS.sub("", name.removeprefix(_PREFIX))
-
-
 def _to_fp32(layer: BaseTunerLayer) -> None:
     """Let an adapter be in fp32; peft has given it the dtype of weights that its file holds."""
     for name in (*layer.adapter_layer_names, *layer.other_param_names):
@@ -180,40 +176,6 @@ def _give_memory(model: nn.Module) -> None:
             if buffer is not None and buffer.is_meta:
                 empty = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
                 module._buffers[name] = empty
-
-
-def _check_tensors(
-    source: AdapterSource, model: Any, stored: dict[str, Tensor], own: set[str]
-) -> None:
-    """Raise BadInput where the adapter's tensors are not those that its base asks for."""
-    with quiet_peft():
-        asked: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    for name, tensor in stored.items():
-        if name not in asked:
-            if base_name(name) in own:
-                continue
-            raise _of_another_base(source, f"the base has no layer for {name}")
-        if (shape := tuple(asked[name].shape)) != tuple(tensor.shape):
-            raise _of_another_base(
-                source, f"{name} is {_sizes(tensor.shape)}, and this base asks for {_sizes(shape)}"
-            )
-    if lacking := [name for name in asked if name not in stored]:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise BadInput(
-            f"{source.weights} lacks {lacking[0]}{more}, which its configuration asks for: copy "
-            "or download the adapter again"
-        )
-
-
-def _of_another_base(source: AdapterSource, what: str) -> BadInput:
-    return BadInput(
-        f"the adapter {source.folder} is of another base: {what}; name the model that it was "
-        "trained beside with --base"
-    )
-
-
-def _sizes(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _refuse_unmergeable(source: AdapterSource) -> None:

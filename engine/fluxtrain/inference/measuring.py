@@ -94,4 +94,4 @@ def _tensors(cache: Any) -> Iterator[Tensor]:
 
 def _wait(opened: OpenedModel) -> None:
     if opened.device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(opened.device)

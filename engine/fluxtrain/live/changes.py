@@ -124,7 +124,7 @@ class LiveChanges:
                 if self._wishes:
                     raise BadInput(f"{self._wishes[0].change} waits for the end of this step")
                 wish = self._undo() if command == "undo" else self._wished(arguments)
-                settings_after(self._context, self.settings, wish.change, self._known_use())
+                self._settings_after(wish)
             except FluxTrainError as error:
                 return False, str(error)
             self._wishes.append(wish)
@@ -276,7 +276,7 @@ class LiveChanges:
     def _make(self, wish: Wish, step: int) -> None:
         change, now = wish.change, self.settings
         try:
-            new = settings_after(self._context, now, change, self._known_use())
+            new = self._settings_after(wish)
             self._turn_to(new)
         except (BadInput, DoesNotFit) as error:
             self._announcer.emit(
@@ -301,6 +301,12 @@ class LiveChanges:
             effect = Effect(before_s=self._steady.seconds, predicted_gain=wish.predicted_gain)
             self._measured = made, effect
         self._steady.restart()
+
+    def _settings_after(self, wish: Wish) -> LiveSettings:
+        back = wish.why in ("undo", "wrong")
+        return settings_after(
+            self._context, self.settings, wish.change, self._known_use(), back=back
+        )
 
     def _known_use(self) -> Use:
         use = self._use()

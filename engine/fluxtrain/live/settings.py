@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.cards.changed import COUNTS, changed_on_cards
+from fluxtrain.live.cards.changed import COUNTS, changed_on_cards, restored_on_cards
 from fluxtrain.plan.choices.activations import left_on_device
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
@@ -173,8 +174,11 @@ class LiveContext:
         for name in sorted(names, key=lambda name: (growth[name] > 0, name == kept, growth[name])):
             if growth[name]:
                 placement = changed_on_cards(
-                    self.facts, placement, name, getattr(settings, name), has_gpu=self.has_gpu
-                )
+                    self.facts, placement, name, getattr(settings, name), has_gpu=self.has_gpu,
+                    at_most=True,
+                )  # fmt: skip
+        wanted = {name: getattr(settings, name) for name in COUNTS}
+        placement = restored_on_cards(self.facts, placement, wanted, has_gpu=self.has_gpu)
         layout = replace(placement.layout, chunk_rows=settings.chunk_rows)
         return replace(placement, layout=layout)
 
@@ -207,9 +211,10 @@ def parse_change(arguments: Mapping[str, Any]) -> Change:
 
 
 def settings_after(
-    context: LiveContext, now: LiveSettings, change: Change, use: Use
+    context: LiveContext, now: LiveSettings, change: Change, use: Use, *, back: bool = False
 ) -> LiveSettings:
-    """The settings once `change` is made.
+    """The settings once `change` is made. `back`: to what was set before, which is in force as far
+    as it can be beside what other changes have set.
 
     Raises BadInput when it makes no sense for this run, DoesNotFit when there is no room for it.
     """
@@ -217,9 +222,12 @@ def settings_after(
         raise BadInput(f"{change.name} is {change.value} already")
     new = change.applied_to(now)
     if context.several_cards and change.name != "chunk_rows":
+        if not back:
+            _check_range_on_cards(context, now, change)
         _refuse_without_host(context, context.placement_with(now), context.placement_with(new), use)
         return new
-    _check_range(context, now, change)
+    if not back:
+        _check_range(context, now, change)
     refuse_without_room(context, now, new, use)
     return new
 
@@ -248,6 +256,15 @@ def _check_range(context: LiveContext, now: LiveSettings, change: Change) -> Non
         raise BadInput(f"{change}: {streamed} blocks stream, so none can be copied ahead")
     else:
         _between(change, 1, streamed - 1, f"{streamed} blocks stream")
+
+
+def _check_range_on_cards(context: LiveContext, now: LiveSettings, change: Change) -> None:
+    """Raise BadInput for a value that cannot be beside what is set now."""
+    with suppress(DoesNotFit):  # whether it fits is decided from the plan
+        changed_on_cards(
+            context.facts, context.placement_with(now), change.name, change.value,
+            has_gpu=context.has_gpu,
+        )  # fmt: skip
 
 
 def _between(change: Change, low: int, high: int, because: str) -> None:

@@ -25,7 +25,7 @@ from fluxtrain.plan.choices.ranked import STOPS
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.planning.cards import rates_of_cards
+from fluxtrain.planning.cards import first_of, rates_of_cards
 from fluxtrain.planning.placing import request_of
 from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
@@ -96,7 +96,7 @@ def _dealing(
         run=DealtRun(
             facts=facts,
             capacities=capacities,
-            rates=_rates(capacities, rates),
+            rates=_rates(capacities, rates, first_of(config)),
             request=replace(request, chunk_rows=placement.layout.chunk_rows),
             counts=tuple(card.blocks for card in placement.cards),
             share=STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked,
@@ -108,12 +108,13 @@ def _dealing(
     )
 
 
-def _rates(capacities: CardsCapacity, first: Rates) -> CardsRates:
-    """Return the rates of cards in their order; `first` are those of torch's first one."""
+def _rates(capacities: CardsCapacity, first: Rates, timed_on: int) -> CardsRates:
+    """Return the rates of cards in their order; `first` are those of torch's first one, with a
+    block that was timed on card `timed_on`."""
     cards = capacities.cards
     by_index = sorted(range(len(cards)), key=lambda at: cards[at].index)
     ordered = replace(capacities, cards=tuple(cards[at] for at in by_index))
-    found = rates_of_cards(ordered, first)
+    found = rates_of_cards(ordered, first, timed_on=timed_on)
     return found.in_order([by_index.index(at) for at in range(len(cards))])
 
 

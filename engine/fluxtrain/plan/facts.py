@@ -286,6 +286,7 @@ class ModelFacts:
     loose_bytes: int = 0  # of parameters in no group, which live on the device in every layout
     groups_at_once: int = 1  # that one part computes with
     row: RowFacts | None = None
+    loss_bytes: int = 0  # workspace of a loss that is computed here with another card's head
 
     @cached_property
     def blocks(self) -> Groups:

@@ -368,7 +368,7 @@ def _workspace(
         if chunked is not None:
             chunk += block_input // facts.row.dtype_bytes * FP32_BYTES
     at_loss, at_edge, at_block = _hidden_tensors(layout, block_input, has_gpu=has_gpu)
-    loss = head_sum + chunk + at_loss
+    loss = max(head_sum + chunk + at_loss, facts.loss_bytes)
     edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows, chunked)]
     edges += [by_rows.gradient_bytes] if by_rows is not None else []
     if by_rows is not None and layout.accumulates:

@@ -29,6 +29,22 @@ _SIZE = 4096  # of the product that tells how fast a card computes
 _ALIKE = 0.05  # cards of one kind differ by less, from moment to moment
 
 
+def first_of(config: RunConfig) -> int:
+    """Return torch's number of the card where a run measures before it is planned: the first of a
+    list, where embedding and head will be; else torch's first."""
+    asked = config.parallel.cards
+    return asked[0] if isinstance(asked, tuple) and not in_process_group() else 0
+
+
+def make_first_current(config: RunConfig, device: str) -> None:
+    """Make the first card of a list torch's current one: what is asked of "the GPU" from now on,
+    measurements before the plan and free memory, is asked of it."""
+    if device != "cuda" or not isinstance(config.parallel.cards, tuple) or in_process_group():
+        return
+    if (index := first_of(config)) < torch.cuda.device_count():  # else the plan refuses it in words
+        torch.cuda.set_device(index)
+
+
 def cards_of(
     config: RunConfig, machine: Machine, device: str, limit_bytes: int | None
 ) -> CardsCapacity:
@@ -85,11 +101,17 @@ def _capacity(index: int, unusable: str, limit_bytes: int | None) -> CardCapacit
 
 
 def rates_of_cards(
-    cards: CardsCapacity, first: Rates, elsewhere: Mapping[str, float | None] | None = None
+    cards: CardsCapacity,
+    first: Rates,
+    elsewhere: Mapping[str, float | None] | None = None,
+    *,
+    timed_on: int = 0,
 ) -> CardsRates:
-    """Return the rates of all cards, from those of the first one. A probe of this machine has
-    measured each and all at once; without one, each computes a product now, and copies between two
-    are measured where they arrive as they left. Of another machine `elsewhere` are the rates."""
+    """Return the rates of all cards, from those of the first one, with a block that was timed on
+    card `timed_on`, as were all of `first` where no probe has measured any. A probe of this machine
+    has measured each and all at once; without one, each computes a product now, and copies between
+    two are measured where they arrive as they left. Of another machine `elsewhere` are the
+    rates."""
     indices = [card.index for card in cards.cards]
     usable = [card.index for card in cards.cards if not card.unusable]
     if elsewhere is not None:
@@ -98,9 +120,9 @@ def rates_of_cards(
         return CardsRates(cards=(first,) * len(indices))
     probed = {name: rate.per_s for name, rate in known_rates(runs_root()).items()}
     if probed.get(TOGETHER[0]):
-        return cards_rates_from(first, probed, indices)
+        return cards_rates_from(first, probed, indices, timed_on=timed_on)
     seconds = {index: _product_s(index) for index in usable}
-    first_s = seconds[usable[0]] if usable else 1.0
+    first_s = seconds.get(timed_on, seconds[usable[0]]) if usable else 1.0
     times = [seconds.get(index, first_s) / first_s for index in indices]
     peers = {
         (a, b): rate

@@ -24,9 +24,10 @@ def hold_to_budget(budget_gib: float | None, others: Iterable[int] = ()) -> int 
     """
     if budget_gib is None:
         return None
-    torch.zeros(1, device="cuda")
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    context_bytes = _context_bytes(total_bytes - free_bytes)
+    here = torch.cuda.current_device()
+    torch.zeros(1, device=torch.device("cuda", here))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(here)
+    context_bytes = _context_bytes(total_bytes - free_bytes, here)
     budget_bytes = min(int(budget_gib * GIB), total_bytes)
     left_bytes = budget_bytes - context_bytes
     if left_bytes < _SMALLEST_BYTES:
@@ -36,16 +37,17 @@ def hold_to_budget(budget_gib: float | None, others: Iterable[int] = ()) -> int 
             f"{(context_bytes + GIB) / GIB:.1f}"
         )
     limit_bytes = limit_within(left_bytes, grow=segments_grow())
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, here)
     for card in others:
         total = torch.cuda.get_device_properties(card).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), card)
     return limit_bytes
 
 
-def _context_bytes(used_bytes: int) -> int:
-    """This process's memory outside torch: by NVML, or all that is used when NVML is silent."""
+def _context_bytes(used_bytes: int, card: int) -> int:
+    """This process's memory on a card outside torch: by NVML, or all that is used where NVML is
+    silent."""
     from fluxtrain.hardware.gpu import own_process_bytes
 
     own_bytes = own_process_bytes()
-    return (used_bytes if own_bytes is None else own_bytes) - torch.cuda.memory_reserved()
+    return (used_bytes if own_bytes is None else own_bytes) - torch.cuda.memory_reserved(card)

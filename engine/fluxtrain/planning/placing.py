@@ -38,7 +38,7 @@ from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_esti
 from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat, StorageFormat
-from fluxtrain.planning.cards import cards_of, rates_of_cards
+from fluxtrain.planning.cards import cards_of, first_of, make_first_current, rates_of_cards
 from fluxtrain.planning.device_budget import hold_to_budget
 from fluxtrain.planning.keeping import packed_cache
 from fluxtrain.telemetry.events import ChoiceMade
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def choose_device(config: RunConfig) -> ChoiceMade:
-    """cpu or cuda, with the reason.
+    """cpu or cuda, with the reason; the first card that a run names is torch's current one then.
 
     Raises:
         BadInput: a GPU is here that torch cannot use, or one was asked for and there is none; the
@@ -63,12 +63,15 @@ def choose_device(config: RunConfig) -> ChoiceMade:
     )
     if config.train.optimizer != "adamw":
         check_third_party(config.train.optimizer, device.value)
+    make_first_current(config, device.value)
     return device
 
 
 def card_capability(device: str) -> Capability | None:
     """Compute capability of the card that computes; None without one."""
-    return torch.cuda.get_device_capability() if device == "cuda" else None
+    return (
+        torch.cuda.get_device_capability(torch.cuda.current_device()) if device == "cuda" else None
+    )
 
 
 def dtype_choice(found: Precision) -> ChoiceMade:
@@ -166,7 +169,7 @@ def decide(
         rates = None
         if timing is not None and constants is not None:
             known = None if capacity is None else constants.per_s
-            rates = rates_of_cards(cards, timing.rates, known)
+            rates = rates_of_cards(cards, timing.rates, known, timed_on=first_of(config))
         placement = place_on_cards(facts, cards, rates, asked, config.parallel, share=share)
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
@@ -197,7 +200,9 @@ def _not_dealt(config: RunConfig, facts: ModelFacts) -> str:
 def undealt_choice(config: RunConfig, facts: ModelFacts) -> tuple[ChoiceMade, ...]:
     """Why what somebody asked of several cards has no effect, where it has none."""
     because = _not_dealt(config, facts)
-    if not because or config.parallel == ParallelRequest():
+    cards = config.parallel.cards
+    one = isinstance(cards, tuple) and len(cards) == 1  # the one that it updates on
+    if not because or one or config.parallel == ParallelRequest():
         return ()
     return (ChoiceMade(name="parallel.cards", value="1", because=f"no effect: {because}"),)
 
@@ -242,8 +247,8 @@ def timing_of(
 
 
 def capacity_of(machine: Machine, device: str) -> Capacity:
-    """What this machine has now."""
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else None
+    """What this machine has now, of several cards the current one."""
+    free = torch.cuda.mem_get_info(torch.cuda.current_device())[0] if device == "cuda" else None
     return Capacity(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
 
 

@@ -14,9 +14,10 @@ import fluxtrain
 from fluxtrain.device.heap import trim_heap
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.exporting.adapter_config import peft_refusals
+from fluxtrain.exporting.asked_tensors import refuse_left_out
 from fluxtrain.exporting.check.mapped import mapped_logits
 from fluxtrain.exporting.check.rows import ComparedRows
-from fluxtrain.exporting.source import AdapterSource
+from fluxtrain.exporting.source import WEIGHTS, AdapterSource
 from fluxtrain.guards.wrap_advice import without_advice
 from fluxtrain.models.quiet import quiet_peft
 from fluxtrain.plan.states import StorageFormat
@@ -24,15 +25,21 @@ from fluxtrain.wrapping.engine import engine_of
 
 
 def with_adapter(model: nn.Module, adapter: Path, source: AdapterSource) -> nn.Module:
-    """Put the adapter in folder `adapter`, of the configuration of `source`, beside `model`."""
+    """Put the adapter in folder `adapter`, of the configuration of `source`, beside `model`.
+
+    Raises BadInput where peft cannot, or would leave some of its tensors out.
+    """
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     with peft_refusals(adapter), quiet_peft():
         # Trainable ones are never packed with the frozen weights. fp32 adapters stay fp32.
-        return PeftModel.from_pretrained(
+        adapted = PeftModel.from_pretrained(
             model,
             str(adapter),
             is_trainable=True,
             autocast_adapter_dtype=_is_fp32(source),
         )
+        refuse_left_out(adapter / WEIGHTS, adapted, own)
+    return adapted
 
 
 def streamed_logits(

@@ -37,7 +37,7 @@ def further_card_rates(cards: int, size_bytes: int = COPY_BYTES) -> dict[str, Ra
     rates: dict[str, Rate] = {}
     for card in range(1, cards):
         try:
-            with _current(card):
+            with current(card):
                 found = {
                     **bus_rates(f"cuda:{card}", LIMIT_S, size_bytes, pageable=False),
                     "gpu_matmul": matmul_rate(f"cuda:{card}", MATMUL_LIMIT_S),
@@ -49,7 +49,7 @@ def further_card_rates(cards: int, size_bytes: int = COPY_BYTES) -> dict[str, Ra
 
 
 @contextmanager
-def _current(card: int) -> Iterator[None]:
+def current(card: int) -> Iterator[None]:
     """Make a card the one that streams and waiting without a number are of."""
     import torch
 

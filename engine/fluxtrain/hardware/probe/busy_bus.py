@@ -40,7 +40,7 @@ def busy_bus(*, up: HostBytes | None, down: HostBytes | None) -> Iterator[Callab
     import torch
 
     def copy() -> None:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(card)  # a new thread's current card is the first one
         with torch.cuda.stream(stream):
             while asked.wait() and not closing.is_set():
                 asked.clear()
@@ -52,10 +52,11 @@ def busy_bus(*, up: HostBytes | None, down: HostBytes | None) -> Iterator[Callab
                         stream.synchronize()
 
     asked, closing = threading.Event(), threading.Event()
+    card = torch.device("cuda", torch.cuda.current_device())
     with ExitStack() as locks:
         both = {host: _as_tensor(host) for host in (up, down) if host is not None}
-        buffers = {host: torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda") for host in both}
-        torch.cuda.synchronize()
+        buffers = {host: torch.zeros(COPY_BYTES, dtype=torch.uint8, device=card) for host in both}
+        torch.cuda.synchronize(card)
         for host in both:
             locks.enter_context(page_locked(*host))
         thread = threading.Thread(target=copy, name="busy-bus", daemon=True)

@@ -24,6 +24,7 @@ from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG, peer_names, peer_rates
 from fluxtrain.hardware.cards.rates import (
+    current,
     further_card_names,
     further_card_rates,
     rates_together,
@@ -179,8 +180,11 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
         return {"disk_write": write, "disk_read": read}
 
     on_gpu: dict[str, tuple[tuple[str, ...], Measurement]] = {
-        "bus": (BUS_RATES, lambda: bus_rates(size_bytes=size)),
-        "GPU arithmetic": (("gpu_matmul",), lambda: {"gpu_matmul": matmul_rate("cuda")}),
+        "bus": (BUS_RATES, lambda: _on_first_card(lambda: bus_rates(size_bytes=size))),
+        "GPU arithmetic": (
+            ("gpu_matmul",),
+            lambda: _on_first_card(lambda: {"gpu_matmul": matmul_rate("cuda")}),
+        ),
         "page locks": (("pin",), lambda: {"pin": pin_rate(available)}),
         **_between_cards(len(machine.gpus), size),
     }
@@ -191,6 +195,16 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
         "CPU arithmetic": (("cpu_matmul",), arithmetic),
         "disk": (("disk_write", "disk_read"), disk),
     }
+
+
+def _on_first_card(measurement: Measurement) -> Mapping[str, Rate]:
+    """Measure what is told without a number, whichever card is torch's current one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return measurement()
+    with current(0):
+        return measurement()
 
 
 def _between_cards(cards: int, size: int) -> dict[str, tuple[tuple[str, ...], Measurement]]:

@@ -70,6 +70,8 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
     found = find_model(request.named)
     devices = compute_devices(request.device, request.wished_cards)
     device = devices[0]
+    if device.type == "cuda" and len(devices) > 1:
+        torch.cuda.set_device(device)  # where code around the blocks computes, and budgets are held
     with ExitStack() as until_placed:
         if found.adapter is None:
             tell(f"reading {found.path}")

@@ -56,7 +56,7 @@ def place_for_use(
     how: dict[str, Any] = {"states": "fp32", "frozen": storage, "keeping": keeping}
     if len(used) > 1:
         how["cards"] = [one.index for one in used] if on_gpus else range(len(used))
-    wrap_placed(loaded.model, devices[0].type, placement, **how)
+    wrap_placed(loaded.model, devices[0].type if "cards" in how else str(used[0]), placement, **how)
     return engine_of(loaded.model), _in_words(placement, used)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -65,10 +66,17 @@ class _Share:
 
 
 def changed_on_cards(
-    facts: ModelFacts, placement: Placement, name: str, value: int, *, has_gpu: bool
+    facts: ModelFacts,
+    placement: Placement,
+    name: str,
+    value: int,
+    *,
+    has_gpu: bool,
+    at_most: bool = False,
 ) -> Placement:
     """Return the placement with another value of a setting: of `COUNTS`, spread over the cards by
-    the memory that each has left; of `prefetch`, on every card.
+    the memory that each has left; of `prefetch`, on every card. `at_most`: or with the largest
+    value that can be, where that is less.
 
     Raises BadInput for a value that cannot be, DoesNotFit with the card that has no room.
     """
@@ -79,20 +87,46 @@ def changed_on_cards(
             "cards, none stream"
         )
     if name == "prefetch":
-        after = _prefetched(shares, value)
+        most = max(share.streams for share in shares) - 1
+        if at_most and most < 1:
+            return placement  # nothing is copied ahead
+        after = _prefetched(shares, min(value, most) if at_most else value)
     else:
         most = sum(share.most(name) for share in shares)
+        value = min(value, most) if at_most else value
         if not 0 <= value <= most:
             raise BadInput(f"{name}={value}: {most} {_WORDS[name]}, use 0 to {most}")
         after = _spread(placement, shares, name, value)
     return _placed(placement, shares, after)
 
 
+def restored_on_cards(
+    facts: ModelFacts, placement: Placement, wanted: Mapping[str, int], *, has_gpu: bool
+) -> Placement:
+    """Return the placement with as many of what `COUNTS` count as are wanted, where other changes
+    have taken some from one card and there is room on another."""
+    for name in COUNTS:
+        held = getattr(placement.layout, name)
+        for value in range(wanted[name], held, -1):
+            with suppress(DoesNotFit):
+                placement = changed_on_cards(
+                    facts, placement, name, value, has_gpu=has_gpu, at_most=True
+                )
+                break
+    return placement
+
+
 def _shares(facts: ModelFacts, placement: Placement, *, has_gpu: bool) -> list[_Share]:
     blocks = tuple(row.card for row in placement.groups if row.kind == "block")
     dealt = Dealt(facts=facts, cards=blocks)
+
+    def share_of(number: int) -> ModelFacts:
+        if not placement.head_on_all_cards:
+            return dealt.share(number)
+        return dealt.share_with_loss(number, placement.batch_rows)
+
     found = (
-        _Share(number, dealt.share(number), _layout_of(placement, number), has_gpu)
+        _Share(number, share_of(number), _layout_of(placement, number), has_gpu)
         for number in range(len(placement.cards))
     )
     return [_with_slots_as_wished(share, placement) for share in found]

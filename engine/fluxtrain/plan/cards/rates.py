@@ -83,12 +83,14 @@ def cards_rates_from(
     per_s: Mapping[str, float | None],
     cards: Sequence[int],
     timed: Mapping[int, Calibration] | None = None,
+    *,
+    timed_on: int = 0,
 ) -> CardsRates:
     """Return the rates of the cards with these of torch's numbers, from those of a probe by name.
 
-    `first` are those of card 0, with the times of one block where it was timed. `timed` are the
-    times of a block on other cards; of one that is missing, card 0's by the rates of their
-    arithmetic. What was not measured of a card counts as card 0's.
+    `first` are those of card 0, with the times of one block where it was timed, on card `timed_on`.
+    `timed` are the times of a block on other cards; of one that is missing, those of `timed_on` by
+    the rates of their arithmetic. What was not measured of a card counts as card 0's.
     """
     known = {name: float(rate) for name, rate in per_s.items() if rate}
     adamw, copies = BF16_UPDATE_BYTES * first.adamw_per_s, known.get("host_copy", 0.0)
@@ -96,7 +98,7 @@ def cards_rates_from(
              for a, one in enumerate(cards) for b, other in enumerate(cards) if a != b)  # fmt: skip
     up, down = (known.get(name) for name in TOGETHER[:2])
     return CardsRates(
-        cards=tuple(_of_card(card, first, known, timed or {}) for card in cards),
+        cards=tuple(_of_card(card, first, known, timed or {}, timed_on) for card in cards),
         up_together_bytes_per_s=up,
         down_together_bytes_per_s=down,
         peers={(a, b): rate for a, b, rate in peers if rate is not None},
@@ -105,16 +107,19 @@ def cards_rates_from(
 
 
 def _of_card(
-    card: int, first: Rates, known: Mapping[str, float], timed: Mapping[int, Calibration]
+    card: int,
+    first: Rates,
+    known: Mapping[str, float],
+    timed: Mapping[int, Calibration],
+    timed_on: int,
 ) -> Rates:
-    if card == 0:
-        return first
-    matmul, own = known.get("gpu_matmul"), known.get(card_rate_name(card, "gpu_matmul"))
-    factor = 1.0 if matmul is None or own is None else matmul / own
-    factor = factor if max(factor, 1 / factor) > NOISE else 1.0
     tried = timed.get(card)
     if tried is None and first.calibration is not None:
-        tried = first.calibration if factor == 1.0 else times_as_long(first.calibration, factor)
+        longer = _times_as_long_as(timed_on, card, known)
+        tried = first.calibration if longer == 1.0 else times_as_long(first.calibration, longer)
+    if card == 0:
+        return replace(first, calibration=tried)
+    factor = _times_as_long_as(0, card, known)
 
     def bus(name: str, otherwise: float | None) -> float | None:
         return known.get(card_rate_name(card, name), otherwise)
@@ -128,6 +133,18 @@ def _of_card(
         d2h_both_bytes_per_s=bus("d2h_both_ways", first.d2h_both_bytes_per_s),
         calibration=tried,
     )
+
+
+def _times_as_long_as(one: int, card: int, known: Mapping[str, float]) -> float:
+    """Return how many times as long as card `one` a card computes; 1 where that is not known."""
+    rates = [
+        known.get("gpu_matmul" if at == 0 else card_rate_name(at, "gpu_matmul"))
+        for at in (one, card)
+    ]
+    if rates[0] is None or rates[1] is None:
+        return 1.0
+    factor = rates[0] / rates[1]
+    return factor if max(factor, 1 / factor) > NOISE else 1.0
 
 
 def times_as_long(calibration: Calibration, factor: float) -> Calibration:

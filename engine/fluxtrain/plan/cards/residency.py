@@ -19,9 +19,8 @@ from fluxtrain.plan.cards.shares import EDGES_CARD, Dealt, rates_of_share
 from fluxtrain.plan.choices.activations import left_on_device
 from fluxtrain.plan.choices.ranked import Frontier
 from fluxtrain.plan.choices.reasons import refusal
-from fluxtrain.plan.facts import FP32_BYTES, Capacity, ModelFacts, Offload
-from fluxtrain.plan.footprint import HIDDEN_AT_LOSS, Footprint, Layout, footprint, slot_count
-from fluxtrain.plan.heads import logits_bytes
+from fluxtrain.plan.facts import Capacity, ModelFacts, Offload
+from fluxtrain.plan.footprint import Footprint, Layout, footprint, slot_count
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.units import GIB, bytes_text
@@ -44,7 +43,7 @@ class Settled:
     layout: Layout
     need: Footprint
     landing_bytes: int
-    beside_bytes: int  # with `landing_bytes`, and what runs and the head's chunks take
+    beside_bytes: int  # with `landing_bytes`, and what runs and the copy of the head take
     longest_run: int
     budget_bytes: int | None  # of the whole card; None without a GPU and a wish
 
@@ -127,7 +126,7 @@ class Residency:
 
     def _settle(self, dealt: Dealt, card: int, host_bytes: int | None) -> Settled:
         """Place one card's share; as another card's that is the same in all but names."""
-        run, facts = longest_run(dealt, card), dealt.share(card)
+        run, facts = longest_run(dealt, card), self._share(dealt, card)
         rates = None if self.rates is None else self.rates.cards[card]
         alike = (
             *(card == EDGES_CARD, run, host_bytes, self.budget_bytes(card), rates),
@@ -153,7 +152,7 @@ class Residency:
     def _placed(
         self, dealt: Dealt, card: int, host_bytes: int | None, run: int, request: RunRequest
     ) -> Settled:
-        facts, beside = dealt.share(card), self.beside_bytes(dealt, card, run)
+        facts, beside = self._share(dealt, card), self.beside_bytes(dealt, card, run)
         search = self._search(facts, card, host_bytes, beside, request)
         if search is None:
             raise DoesNotFit(self._nothing_left(card, beside))
@@ -219,13 +218,18 @@ class Residency:
             "rows with train.batch_rows, or leave it out of parallel.cards"
         )
 
+    def _share(self, dealt: Dealt, card: int) -> ModelFacts:
+        if not self.head_on_all_cards:
+            return dealt.share(card)
+        return dealt.share_with_loss(card, self.request.batch_rows)
+
     def beside_bytes(self, dealt: Dealt, card: int, run: int) -> int:
         """Bytes on a card that its layout does not count: landing buffers, flat sums of a run, and
-        the head's copy with its sum and logits."""
+        the copy of the head's weight, which stays."""
         if len(self.cards) == 1:
             return 0
         sums = max((g.sum_bytes for g in dealt.groups_of(card) if g.kind == "block"), default=0)
-        head = self._head_bytes if self.head_on_all_cards and card != EDGES_CARD else 0
+        head = self._head_copy_bytes if self.head_on_all_cards and card != EDGES_CARD else 0
         at_once = min(run, LANES) - 1  # further blocks that compute beside one
         return self.landing_bytes + at_once * (sums + self._chunk_bytes) + head
 
@@ -238,13 +242,11 @@ class Residency:
         return row.activation_bytes * (batch if chunk == "auto" else min(chunk, batch))
 
     @cached_property
-    def _head_bytes(self) -> int:
-        row, batch, head = self.facts.row, self.request.batch_rows, self.facts.head_parameters
-        if row is None or batch is None:
+    def _head_copy_bytes(self) -> int:
+        row, head = self.facts.row, self.facts.head_parameters
+        if row is None or self.request.batch_rows is None:
             return 0
-        weight = self.facts.head_dtype_bytes * (head or row.hidden * row.vocabulary)
-        logits = logits_bytes(row, batch, row.vocabulary, 0, has_gpu=True)
-        return weight + FP32_BYTES * head + logits + HIDDEN_AT_LOSS * batch * row.block_input_bytes
+        return self.facts.head_dtype_bytes * (head or row.hidden * row.vocabulary)
 
     def most_blocks(self, card: int, level: Offload) -> int:
         """Return how many blocks a card holds at most, all of their bytes (`none`), their weights
@@ -261,10 +263,10 @@ class Residency:
     def _holds(self, card: int, level: Offload, blocks: int) -> bool:
         other = EDGES_CARD if card else 1
         cards = (card,) * blocks + (other,) * (self.facts.layers - blocks)
-        facts = Dealt(facts=self.facts, cards=cards).share(card)
-        budget = self.budget_bytes(card)
-        search = self._search(facts, card, None, self.beside_bytes(
-            Dealt(facts=self.facts, cards=cards), card, 1), self.request)  # fmt: skip
+        dealt = Dealt(facts=self.facts, cards=cards)
+        facts, budget = self._share(dealt, card), self.budget_bytes(card)
+        beside = self.beside_bytes(dealt, card, 1)
+        search = self._search(facts, card, None, beside, self.request)
         if budget is None or search is None:
             return budget is None
         if not facts.groups:

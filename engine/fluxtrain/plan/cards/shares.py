@@ -7,7 +7,9 @@ from typing import Any
 
 from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.facts import FP32_BYTES, GroupFacts, ModelFacts
+from fluxtrain.plan.footprint import HIDDEN_AT_LOSS
+from fluxtrain.plan.heads import logits_bytes
 
 EDGES_CARD = 0  # computes with what stands outside the blocks: embedding, last norm, head
 _NOTHING = Line(base=0.0, slope=0.0)
@@ -49,6 +51,17 @@ class Dealt:
             head=None,
             row=None if row is None else replace(row, vocabulary=0, edge_bytes=0),
         )
+
+    def share_with_loss(self, card: int, batch_rows: int | None) -> ModelFacts:
+        """Return the facts of one card's groups where the head's tokens are dealt to all cards: the
+        sum of the weight's gradient, logits and hidden states are there until the loss is computed,
+        before any block's backward pass, so that both have the same memory in turn."""
+        share, row, head = self.share(card), self.facts.row, self.facts.head_parameters
+        if card == EDGES_CARD or row is None or not batch_rows:
+            return share
+        logits = logits_bytes(row, batch_rows, row.vocabulary, 0, has_gpu=True)
+        hidden = HIDDEN_AT_LOSS * batch_rows * row.block_input_bytes
+        return replace(share, loss_bytes=FP32_BYTES * head + logits + hidden)
 
 
 def rates_of_share(rates: Rates, card: int, number: int) -> Rates:

@@ -1,0 +1,154 @@
+"""An adapter of any kind, with any option, computes what peft computes, or is refused with code 2
+and the cure: none passes whose answers are the base's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
+from tests.engine.adapter_folders import exported, make_adapter
+from tests.engine.test_adapter_configs import edited, refusals
+from tests.engine.used_models import opened, plain
+
+LAYERS = ["q_proj", "v_proj", "down_proj"]
+IDS = torch.randint(1, 300, (2, 9), generator=torch.Generator().manual_seed(1))
+KINDS: dict[str, dict[str, Any]] = {
+    "LoHaConfig": {"r": 4},
+    "LoKrConfig": {"r": 4},
+    "IA3Config": {"feedforward_modules": ["down_proj"]},
+    "OFTConfig": {"r": 4, "oft_block_size": 0},
+    "VeraConfig": {"r": 4},
+    "LNTuningConfig": {"target_modules": ["norm"]},
+    "TrainableTokensConfig": {"target_modules": ["embed_tokens"], "token_indices": IDS[0].tolist()},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "use_dora": {"use_dora": True},
+    "use_rslora": {"use_rslora": True},
+    "fan_in_fan_out": {"fan_in_fan_out": True},
+    "alpha_pattern": {"alpha_pattern": {"q_proj": 32}},
+    "rank_pattern": {"rank_pattern": {"q_proj": 2}},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "layers_to_transform": {"layers_to_transform": [0]},
+    "trainable_token_indices": {"trainable_token_indices": [int(IDS[0, 0]), int(IDS[1, 2])]},
+    "target_modules": {"target_modules": None},  # those that peft has for this kind of model
+}
+
+
+@pytest.fixture
+def base(model_folder: Callable[..., Path]) -> Path:
+    return model_folder("llama")
+
+
+def of_kind(name: str, base: Path, to: Path) -> Path:
+    """Write an adapter of another kind, with random weights."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    settings = {"target_modules": LAYERS, **KINDS[name]}
+    adapted = get_peft_model(model, getattr(peft, name)(**settings), autocast_adapter_dtype=False)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+    adapted.save_pretrained(to)
+    return to
+
+
+def assert_applied(base: Path, adapter: Path, merged: Path) -> None:
+    """The opened and the merged model compute what peft computes, and not the base."""
+    beside: Any = PeftModel.from_pretrained(plain(base), str(adapter), autocast_adapter_dtype=False)
+    with torch.no_grad():
+        expected, alone = beside.eval()(input_ids=IDS).logits, plain(base)(input_ids=IDS).logits
+        with opened(adapter) as found:
+            used = found.model(input_ids=IDS, use_cache=False).logits + 0
+        exported(adapter, to=merged, device="cpu")
+        written = plain(merged)(input_ids=IDS).logits
+    assert float((expected - alone).abs().max()) > 1e-3
+    torch.testing.assert_close(used, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(written, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_kind_than_lora_is_applied_as_peft_does(
+    name: str, base: Path, tmp_path: Path
+) -> None:
+    assert_applied(base, of_kind(name, base, tmp_path / "adapter"), tmp_path / "merged")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_lora_is_applied_as_peft_does(name: str, base: Path, tmp_path: Path) -> None:
+    settings = {"target_modules": LAYERS, **OPTIONS[name]}
+    assert_applied(base, make_adapter(base, tmp_path / "a", **settings), tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"peft_type": "LOHA"}, r"no layer for \S*lora_A\S* by .* \(peft_type LOHA"),
+        ({"peft_type": "IA3", "feedforward_modules": []}, r"lora_A\S* by .* \(peft_type IA3"),
+        ({"peft_type": "LOKR"}, r"no layer for \S*lora_A\S* by .* \(peft_type LOKR"),
+        ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, "PREFIX_TUNING"),
+        (
+            {"peft_type": "ADALORA", "total_step": 9},
+            "peft_type is ADALORA, .*merge it with peft's merge_and_unload",
+        ),
+        ({"peft_type": "XLORA"}, "peft_type is XLORA, a kind that FluxTrain does not apply"),
+        ({"peft_type": "SOMETHING"}, "cannot be read by peft"),
+        ({"peft_type": None}, "cannot be read by peft|peft_type is None"),
+        ({"target_modules": None}, r"no layer for \S*lora_A"),
+        ({"layers_to_transform": [0]}, r"no layer for \S*layers\.1\.\S*lora_A"),
+        ({"exclude_modules": ["q_proj"]}, r"no layer for \S*q_proj\S*lora_A"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head|lacks"),
+        ({"use_dora": True}, "lacks .*lora_magnitude_vector.* and 5 more, which its configuration"),
+        (
+            {"alora_invocation_tokens": [1]},
+            "has alora_invocation_tokens, .*use the adapter with peft",
+        ),
+        (
+            {"use_what_comes_later": True},
+            "use_what_comes_later is set, an option of LORA that peft",
+        ),
+    ],
+)
+def test_a_configuration_that_leaves_tensors_or_options_out_is_refused(
+    changes: dict[str, Any], says: str, base: Path, tmp_path: Path
+) -> None:
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=LAYERS)
+    edited(adapter, **changes)
+    for told in refusals(adapter):
+        assert re.search(says, told), told
+
+
+def test_tensors_that_are_missing_are_not_zeros(base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(base, tmp_path / "adapter")
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    gone = [name for name in tensors if "v_proj.lora_B" in name]
+    save_file({n: t for n, t in tensors.items() if n not in gone}, path, metadata={"format": "pt"})
+    assert all(f"lacks {gone[0]} and 1 more" in told for told in refusals(adapter))
+
+
+def test_names_without_a_meaning_for_peft_may_stay(base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(base, tmp_path / "adapter")
+    edited(adapter, enable_lora=None, merge_weights=False, note="mine")
+    with opened(adapter):
+        pass
+
+
+def test_a_file_of_another_shape_of_adapter_names_it(base: Path, tmp_path: Path) -> None:
+    adapter = of_kind("LoHaConfig", base, tmp_path / "adapter")
+    told = json.loads((adapter / "adapter_config.json").read_text())
+    edited(adapter, peft_type="LORA", r=4, target_modules=told["target_modules"])
+    with pytest.raises(BadInput, match=r"no layer for \S*hada_") as error, opened(adapter):
+        pass
+    assert error.value.exit_code == EXIT_BAD_INPUT
