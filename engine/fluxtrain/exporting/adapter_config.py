@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.utils.other import get_pattern_key
 
 from fluxtrain.errors import BadInput, brief
@@ -45,6 +46,7 @@ def read_adapter_config(folder: Path, tensors: Mapping[str, Any]) -> Any:
             f"{path} cannot be read by peft ({brief(str(error))}): copy or download it again"
         ) from error
     _refuse_what_is_not_applied(config, path)
+    _refuse_another_kind(config, path, tensors)
     named = config.base_model_name_or_path
     if not isinstance(named, str | None):
         raise _wrong(path, "base_model_name_or_path", named, "it is the name of a model")
@@ -94,6 +96,19 @@ def _refuse_what_is_not_applied(config: Any, path: Path) -> None:
             f"{path}: {brief(wanted[0])} is set, an option of {kind} that peft {version('peft')} "
             "does not know and would leave out: install the peft that wrote it"
         )
+
+
+def _refuse_another_kind(config: Any, path: Path, names: Iterable[str]) -> None:
+    """Raise BadInput where the tensors are those of another kind of adapters."""
+    own = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
+    if own is None or any(f".{own}" in name for name in names):
+        return
+    for kind, prefix in PEFT_TYPE_TO_PREFIX_MAPPING.items():
+        if other := next((name for name in names if f".{prefix}" in name), None):
+            raise BadInput(
+                f"{path}: peft_type is {config.peft_type.value}, and {brief(other)} in the file of "
+                f"its weights is {kind.value}'s: copy or download the adapter again"
+            )
 
 
 def _numbers_of(config: Any, path: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def of_another_base(folder: Path, what: str) -> BadInput:
     """Return the refusal of an adapter that does not fit its base."""
     return BadInput(
         f"the adapter {folder} is of another base: {what}; name the model that it was trained "
-        "beside with --base"
+        "beside with --base, or copy or download the adapter again"
     )
 
 
@@ -92,8 +92,7 @@ def _unasked(weights: Path, name: str, model: Any) -> BadInput:
     kind = str(getattr(kind, "value", kind))
     return of_another_base(
         weights.parent,
-        f"the base has no layer for {name} by the adapter's configuration (peft_type {kind}, its "
-        "target_modules and layers), or that is of another adapter",
+        f"the base has no layer for {name} by the adapter's configuration ({kind}, target_modules)",
     )
 
 
