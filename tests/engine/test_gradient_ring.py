@@ -145,3 +145,21 @@ def test_the_oldest_buffer_is_lent_on_once_its_update_is_done() -> None:
 def test_the_largest_gradients_pass_through_one_buffer() -> None:
     assert ring_depth(LARGE_GRADIENT_BYTES) == 1
     assert ring_depth(LARGE_GRADIENT_BYTES - 1) > 1
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_freed_gradients_leave_no_memory_and_are_taken_again(*, in_backward: bool) -> None:
+    found = []
+    for frees in (False, True):
+        model, engine, optimizer = wrapped()
+        losses = [step(model, optimizer, 1, in_backward=in_backward)]
+        if frees:
+            before = engine.memory().host_arena_bytes
+            engine.free_gradients()
+            assert not any(group.has_gradient for group in engine.groups)
+            assert not any(group.holds_gradient_memory for group in engine.groups)
+            assert engine.memory().host_arena_bytes < before
+        losses.append(step(model, optimizer, 2, in_backward=in_backward))
+        engine.flush()
+        found.append(losses)
+    assert found[0] == found[1]

@@ -98,8 +98,8 @@ class CheckpointWriter:
         self._state_bytes = 0  # of a checkpoint, once it is known
         self._chunk_rows_set = chunk_rows
         self._under_way: BackgroundWrite | None = None
-        self._started_s = self._held_s = 0.0
         self._memory: CopyMemory | None = None
+        self._started_s = self._held_s = 0.0
         self._failed = False  # the last one in the background: the disk was full
         self.last: Checkpoint | None = None
         self._look: Callable[[], None] = lambda: None
@@ -191,8 +191,7 @@ class CheckpointWriter:
         return True
 
     def _copy_memory(self) -> CopyMemory | None:
-        """Return the memory that copies of all of the state go into, where the budget is as large:
-        else parts of it are copied as others are on disk."""
+        """Return the memory for copies, where the budget holds all of the state at once."""
         if self._memory is None and 0 < self._state_bytes <= self.budget_bytes:
             self._memory = CopyMemory(self.budget_bytes)
         return self._memory
@@ -233,8 +232,9 @@ class CheckpointWriter:
         """Wait for the checkpoint in the background where the run ends, whose own error counts."""
         with suppress(Exception):
             self.finish()
-        if self._memory is not None:
-            self._memory.close()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
 
     def _given_up(self, step: int, error: BaseException) -> None:
         """Go on without the checkpoint in the background, where the next one may succeed: the disk

@@ -268,6 +268,7 @@ class Run:
         session, loaded = self._session, self._inputs.loaded
         wanted = self._config.train.final_model
         session.announcer.phase("saving", "the trained model")
+        self.engine.free_gradients()  # some models are saved from copies of their weights
         session.model_step = final_model.choose_final_weights(
             wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
         )

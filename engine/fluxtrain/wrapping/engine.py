@@ -50,6 +50,17 @@ class Engine(Context):
             if group.has_gradient:
                 self.gradients_of(group).host.forget(group)
 
+    def free_gradients(self) -> None:
+        """Drop all gradients and the memory that they take, which a later backward pass would take
+        again."""
+        self.flush()
+        self.forget_gradients()
+        for card in self.cards:
+            card.gradients.host.give_ring_back(self.groups)
+        addresses = {at for group in self.groups for at in group.give_up_gradient_memory()}
+        for group in self.groups:
+            group.drop_arenas(addresses)
+
     def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
         """Measure the global norm; the next optimizer step scales by it. None only measures.
 
