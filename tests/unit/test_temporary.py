@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pytest
@@ -83,6 +83,19 @@ def test_a_library_that_cannot_write_its_cache_is_told_with_its_variable(
     assert type(told) is kind
     assert "set TRITON_CACHE_DIR to a folder on another disk" in str(told)
     assert "--run-dir" not in str(told)
+
+
+def test_a_kernel_that_finds_no_room_in_its_cache_is_told_without_a_name_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[str, Any] = {"__name__": "triton.runtime.cache", "refused": FULL}
+    exec("def put(): raise refused", written)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with pytest.raises(OSError, match="No space") as caught:
+        written["put"]()
+    told = as_told(caught.value)
+    assert isinstance(told, NoSpace)
+    assert f"{tmp_path}; " in str(told) and "set TRITON_CACHE_DIR" in str(told)
 
 
 def test_a_run_in_the_temporary_folder_is_not_told_to_take_another_run_dir(temporary: Path) -> None:

@@ -8,14 +8,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace, brief, system_error
 from fluxtrain.units import bytes_text
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_OURS = re.compile(r"fluxtrain-[a-z-]+-[a-z0-9_]{8}")  # of `tempfile.mkdtemp`, with our prefixes
+_OURS = re.compile(r"fluxtrain-(trial|base|dry-run)-[a-z0-9_]{8}")  # of `tempfile.mkdtemp`
 _CACHES = (  # variable, folder below it, folder below the home without it
     ("HF_HUB_CACHE", "", ".cache/huggingface/hub"),
     ("HF_MODULES_CACHE", "", ".cache/huggingface/modules"),
@@ -92,11 +92,11 @@ def moved_by(path: Path) -> str | None:
 
 
 def free_text(folder: Path) -> str:
-    """Return how much is free on the disk of a folder, as text."""
-    try:
-        return bytes_text(shutil.disk_usage(folder).free)
-    except OSError:
-        return "an unknown amount"
+    """Return how much is free on the disk of a folder, which need not be there, as text."""
+    for place in (folder, *folder.absolute().parents):
+        with suppress(OSError):
+            return bytes_text(shutil.disk_usage(place).free)
+    return "an unknown amount"
 
 
 def _temporary_directory() -> Path | None:
