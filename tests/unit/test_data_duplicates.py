@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -100,3 +103,29 @@ def test_held_out_documents_that_are_trained_on_are_told(tmp_path: Path) -> None
     assert (
         "held-out documents that are trained on too: 1" in searched(trained, held, border=1).leaked
     )
+
+
+@pytest.mark.parametrize("at", ["making", "writing", "flushing"])
+def test_a_full_temporary_folder_ends_the_search_alone_and_is_told(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = lines(tmp_path, *({"text": f"row {number % 50}"} for number in range(200)))
+    refused = OSError(errno.ENOSPC, "No space left on device")
+    made = []
+
+    def temporary_file() -> Mock:
+        if at == "making":
+            raise refused
+        made.append(Mock(**{"seek.return_value": 0}))
+        made[-1].write.side_effect = refused if at == "writing" else None
+        made[-1].flush.side_effect = made[-1].close.side_effect = refused
+        return made[-1]
+
+    monkeypatch.setattr(duplicates, "SPILL_BYTES", 56)
+    monkeypatch.setattr("tempfile.TemporaryFile", temporary_file)
+    report = searched(path)
+    assert report.rows == 200, "every row is read"
+    [told] = report.lines()
+    assert told.startswith("repeated documents were not looked for: no space left for the hashes")
+    assert f"in {tempfile.gettempdir()} (No space left on device; " in told and "TMPDIR" in told
+    assert len(made) <= 1, "it is not tried at every row"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from fluxtrain.data.hub import PREFIX, chosen_file, single_file, split_address
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, NoSpace
 
 TALES = f"{PREFIX}owner/tales"
 
@@ -105,6 +106,29 @@ def test_a_hub_that_cannot_be_reached_is_told_from_a_wrong_name(
     hub["files"] = error
     with pytest.raises(BadInput, match="the hub cannot be reached"):
         local_file(TALES)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"no space left to download .* free\): ",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "/hub"), "cannot be downloaded to .*Read-o"),
+        (PermissionError(errno.EACCES, "Permission denied", "/hub"), "downloaded to .*Permission"),
+    ],
+)
+def test_a_disk_that_refuses_a_download_is_told_from_a_network_that_fails(
+    hub: dict[str, Any], tmp_path: Path, error: Exception, words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    hub["error"] = error
+    kind = NoSpace if error.args[0] == errno.ENOSPC else BadInput
+    with pytest.raises(kind, match=f"{words}.*set HF_HOME to a folder on another disk") as told:
+        local_file(f"{TALES}/a.txt")
+    assert str(tmp_path / "none") in str(told.value) and "network" not in str(told.value)
 
 
 def test_without_the_hub_the_files_in_the_cache_are_used(

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fluxtrain.checkpoint.recovery import Target
@@ -30,6 +28,7 @@ from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, Planned, StepFini
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.train.run import Run, train
+from fluxtrain.unfinished.temporary import temporary_folder
 from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:
@@ -95,8 +94,8 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
     """
     host_limit_bytes = read_machine().memory_available_bytes
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fluxtrain-dry-run-") as folder:
-        run = RunDir(Path(folder) / "run")
+    with temporary_folder("dry-run", "the records of a dry run") as folder:
+        run = RunDir(folder / "run")
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 train(_shortened(config), Target(run_dir=run, resumes=False), kind=DryRun)

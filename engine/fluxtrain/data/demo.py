@@ -10,6 +10,7 @@ import ast
 import errno
 import inspect
 import json
+import logging
 import os
 import platform
 import shutil
@@ -25,10 +26,14 @@ import numpy as np
 
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.plain_files import is_plain_folder
 from fluxtrain.unfinished.folders import finish, unfinished_folder
+from fluxtrain.unfinished.temporary import FULL, free_text, temporary_error
+from fluxtrain.units import bytes_text
 
 VOCABULARY = 2048
 CORPUS_LIMIT_BYTES = 4 << 20
+SIZE_BYTES = 3 << 20  # of the files of any Python's library so far
 SHORTEST_DOCSTRING = 40  # characters: below that it is mostly a repeated name
 PROMPT = "Return the "
 END_OF_TEXT = "<|endoftext|>"
@@ -52,6 +57,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+_log = logging.getLogger(__name__)
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 )
@@ -72,14 +78,24 @@ def demo_files(cache: Path | None = None) -> DemoFiles:
     """Return the demo's files, made on first use (a few seconds on one core).
 
     `cache` defaults to $XDG_CACHE_HOME/fluxtrain or ~/.cache/fluxtrain, and to the temporary
-    directory when that cannot be written. Raises BadInput when the interpreter comes without
-    the source of its library, NoSpace when the disk is full.
+    directory when that cannot be written or is full. Raises BadInput when the interpreter comes
+    without the source of its library, NoSpace when both disks are full.
     """
     name = f"demo-{platform.python_implementation()}-{platform.python_version()}-{RECIPE}".lower()
-    folder = _writable(cache) / name
+    chosen = _writable(cache)
+    folder = chosen / name
     if not _whole(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        _make_atomically(folder)
+        try:
+            _make_anew(folder)
+        except NoSpace as error:
+            if cache is not None:
+                raise
+            folder = _temporary() / name
+            if folder.parent == chosen:
+                raise
+            if not _whole(folder):
+                _log.warning("%s; it is kept in %s", error, folder.parent)
+                _make_anew(folder)
     corpus = folder / "corpus.jsonl"
     with corpus.open("rb") as file:
         count = sum(1 for _ in file)
@@ -166,8 +182,13 @@ def _whole(folder: Path) -> bool:
         return False
 
 
-def _make_atomically(folder: Path) -> None:
+def _make_anew(folder: Path) -> None:
+    """Make the files, which appear all at once. Raises NoSpace."""
     try:
+        free = shutil.disk_usage(folder.parent).free
+        if free < SIZE_BYTES:  # known before the seconds of making
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        shutil.rmtree(folder, ignore_errors=True)
         with unfinished_folder(folder.parent, ".demo-") as made:
             texts = _corpus()
             with (made / "corpus.jsonl").open("w", encoding="utf-8") as file:
@@ -181,9 +202,13 @@ def _make_atomically(folder: Path) -> None:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise  # otherwise another process made the same files meanwhile
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace(f"no space left for the demo's text in {folder.parent}") from error
-        raise
+        if error.errno not in FULL:
+            raise
+        raise NoSpace(
+            f"no space left for the demo's text in {folder.parent} ({error.strerror}; "
+            f"{bytes_text(SIZE_BYTES)} needed, {free_text(folder.parent)} free): make room, or set "
+            f"{_moved_by(folder.parent)} to a folder on another disk"
+        ) from error
 
 
 def _corpus() -> list[str]:
@@ -213,6 +238,24 @@ def _writable(cache: Path | None) -> Path:
     except OSError as error:
         if cache is not None:
             raise BadInput(f"{cache} cannot be written: {error.strerror}") from error
-    fallback = Path(tempfile.gettempdir()) / f"fluxtrain-{os.getuid()}"
-    fallback.mkdir(mode=0o700, exist_ok=True)
-    return fallback
+    return _temporary()
+
+
+def _temporary() -> Path:
+    """Return the folder for the demo in the temporary directory, which must be this user's."""
+    try:
+        folder = Path(tempfile.gettempdir()) / f"fluxtrain-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise temporary_error(error, "the demo's text") from error
+    if not is_plain_folder(folder) or folder.lstat().st_uid != os.getuid():
+        raise BadInput(
+            f"{folder} is not a folder of yours: remove it, or set XDG_CACHE_HOME to a folder that "
+            "can be written"
+        )
+    return folder
+
+
+def _moved_by(folder: Path) -> str:
+    """Return the variable that moves the folder of the demo."""
+    return "TMPDIR" if folder.name == f"fluxtrain-{os.getuid()}" else "XDG_CACHE_HOME"

@@ -5,13 +5,17 @@ The file is downloaded once into the library's own cache and is an ordinary file
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
 from fluxtrain.data.containers.opening import SUFFIXES, is_about_data, suffix_of
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
 
 PREFIX = "hf://datasets/"
+
+_CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
 
 _NAMED = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>.+))?")
 
@@ -21,6 +25,26 @@ def network_errors() -> tuple[type[Exception], ...]:
     import httpx  # the HTTP client's own errors are no OSError
 
     return OSError, ValueError, httpx.HTTPError, httpx.InvalidURL
+
+
+def not_kept(name: str, error: BaseException) -> NoSpace | BadInput | None:
+    """Return the error to raise where the disk of the hub's cache refused a download, not the
+    network; None where the network did."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    refused = error.__context__ if error.__cause__ is None else error.__cause__
+    known = [one for one in (error, refused) if isinstance(one, OSError)]
+    folder = Path(HF_HUB_CACHE)
+    cure = moved_by(folder) or "set HF_HOME to a folder on another disk"
+    for one in known:
+        if one.errno in FULL:
+            return NoSpace(
+                f"no space left to download {name} to {folder} ({one.strerror}; "
+                f"{free_text(folder)} free): make room, or {cure}"
+            )
+        if one.errno in _CLOSED and one.filename is not None:
+            return BadInput(f"{name} cannot be downloaded to {folder} ({one.strerror}): {cure}")
+    return None
 
 
 def split_address(path: str) -> tuple[str, str | None]:
@@ -93,7 +117,7 @@ def _downloaded(repository: str, file: str) -> Path:
     except (GatedRepoError, RepositoryNotFoundError) as error:
         raise _unknown(repository) from error
     except network_errors() as error:
-        raise _unreachable(repository) from error
+        raise not_kept(repository, error) or _unreachable(repository) from error
 
 
 def _unknown(repository: str) -> BadInput:

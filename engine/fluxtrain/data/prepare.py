@@ -22,7 +22,7 @@ from fluxtrain.data.reading.request import ReadRequest
 from fluxtrain.data.row import Row
 from fluxtrain.data.splitting import split, whole
 from fluxtrain.data.store import cache
-from fluxtrain.data.store.cache import cache_folder, forget_unused, key_of
+from fluxtrain.data.store.cache import NotKept, cache_folder, forget_unused, key_of
 from fluxtrain.data.store.shards import ShardWriter
 from fluxtrain.data.store.tokens import TokenSource, in_memory
 from fluxtrain.errors import BadInput
@@ -30,6 +30,7 @@ from fluxtrain.units import count_text
 
 TELL_EVERY_S = 3.0  # between two reports of progress
 CACHED_FROM_BYTES = 8 << 20  # smaller files are encoded within seconds
+HELD_UP_TO_BYTES = 512 << 20  # of data whose tokens any machine holds in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +117,46 @@ def _encoded(
     """Read and encode, or find the tokens of an earlier run."""
     files = _cacheable(source.token_cache, corpora)
     if files is None:
-        told: list[str] = []
-        with _readings(corpora, told) as readings:
-            encoders = [_encoder(tokenizer, reading) for reading in readings]
-            tokens = [
-                in_memory(encoder.samples(_told(reading, tell) if tell else reading))
-                for encoder, reading in zip(encoders, readings, strict=True)
-            ]
-        return _Encoded(tokens=tokens, notes=encoders[0].notes, told=told)
+        return _held(tokenizer, corpora, tell)
+    try:
+        return _kept(source, files, tokenizer, corpora, tell)
+    except NotKept as error:
+        if not _is_optional(source, files):
+            raise
+        found = _held(tokenizer, corpora, tell)
+        found.told.append(f"the next start makes the tokens again: {error}")
+        return found
+
+
+def _is_optional(source: DataSource, files: Sequence[Path]) -> bool:
+    """Return whether the run goes on where its tokens cannot be kept: nobody named the folder, and
+    the tokens fit in memory."""
+    held = sum(path.stat().st_size for path in files) <= HELD_UP_TO_BYTES
+    return held and source.token_cache == "auto"
+
+
+def _held(
+    tokenizer: Tokenizer, corpora: Sequence[Corpus], tell: Callable[[str], None] | None
+) -> _Encoded:
+    """Read and encode into memory."""
+    told: list[str] = []
+    with _readings(corpora, told) as readings:
+        encoders = [_encoder(tokenizer, reading) for reading in readings]
+        tokens = [
+            in_memory(encoder.samples(_told(reading, tell) if tell else reading))
+            for encoder, reading in zip(encoders, readings, strict=True)
+        ]
+    return _Encoded(tokens=tokens, notes=encoders[0].notes, told=told)
+
+
+def _kept(
+    source: DataSource,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    corpora: Sequence[Corpus],
+    tell: Callable[[str], None] | None,
+) -> _Encoded:
+    """Find the tokens of an earlier run, or make and keep them. Raises NotKept."""
     folder = cache_folder(source.token_cache)
     entry = cache.Entry(folder / key_of(files, source.request, tokenizer))
     names = cache.PARTS[: len(corpora)]
@@ -133,7 +166,12 @@ def _encoded(
         with entry.building(waiting):
             if not entry.is_whole(names):
                 entry.discard(names)
-                _build(entry, tokenizer, corpora, tell)
+                try:
+                    _build(entry, tokenizer, corpora, tell)
+                except OSError:
+                    if _is_optional(source, files):
+                        entry.free(names)
+                    raise
     stored, known = found
     return _Encoded(tokens=stored, notes=stored[0].notes, told=known, kept=entry.folder / "rows")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fluxtrain.models.model_files import ModelFiles, base_key, check_model_folde
 from fluxtrain.models.precision import DTYPES
 from fluxtrain.plain_files import read_plain
 from fluxtrain.plan.states import PACKED_FORMATS, StorageFormat
+from fluxtrain.unfinished.temporary import temporary_folder
 
 ONTO = ("dequantised", "original")
 MOST_ROWS = 64
@@ -106,8 +106,9 @@ def chosen_base(request: ExportRequest, source: AdapterSource) -> Iterator[Chose
     """
     name = base_name_of(request, source)
     if name == DEMO:
-        with tempfile.TemporaryDirectory(prefix="fluxtrain-base-") as made:
-            yield _chosen(request, source, name, _demo(source, Path(made) / DEMO))
+        with temporary_folder("base", "the demo's model") as made:
+            base = _demo(source, made / DEMO)
+            yield _chosen(request, source, name, base)
         return
     revision = None if request.base else source.config.revision
     model = ModelSource(path=name, revision=revision, trust_remote_code=request.trust_remote_code)

@@ -5,7 +5,6 @@ The folder appears complete or not at all: it is written beside its place, synce
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -23,9 +22,9 @@ from fluxtrain.errors import BadInput, NoSpace, system_error
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, write_model_files
 from fluxtrain.unfinished.folders import MARK, finish, unfinished_folder
+from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
 from fluxtrain.units import bytes_text
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _log = logging.getLogger(__name__)
 _Facts = tuple[int, int, int, int]
 SHARD_BYTES = 4_000_000_000  # parts that live on a GPU are on the host while they are written
@@ -88,7 +87,7 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
         if free < needed:
             raise NoSpace(
                 f"saving {folder} needs {bytes_text(needed)} and {bytes_text(free)} is free: "
-                "make room or choose another run directory"
+                f"make room, or {moved_by(folder) or 'choose another disk'}"
             )
         with unfinished_folder(folder.parent, f".{folder.name}-") as made:
             return _written(write, made, folder)
@@ -164,9 +163,11 @@ def _umask() -> int:
 def _explained(error: OSError, folder: Path) -> NoSpace | BadInput:
     if isinstance(error, NoSpace):
         return error
-    if error.errno in _FULL:
+    if error.errno in FULL:
+        cure = moved_by(folder)
+        cure = f"make room, or {cure}" if cure else "make room and resume, or choose another disk"
         return NoSpace(
-            f"no space left while saving {folder} ({os.strerror(error.errno)}): make room and "
-            "resume, or choose another disk"
+            f"no space left while saving {folder} ({os.strerror(error.errno or 0)}; "
+            f"{free_text(folder.parent)} free): {cure}"
         )
     return BadInput(f"{folder} cannot be written: {error.strerror or error}")

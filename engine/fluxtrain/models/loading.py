@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from fluxtrain.bounded import within
-from fluxtrain.data.hub import network_errors
+from fluxtrain.data.hub import network_errors, not_kept
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.models.copies import Copied, copied_by_loading
 from fluxtrain.models.isolation import keeps_documents_apart
@@ -230,7 +230,7 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
     except RevisionNotFoundError as error:
         raise BadInput(f"the model {source.path} has no revision {source.revision!r}") from error
     except network_errors() as error:  # errors of the hub itself are OSErrors
-        raise BadInput(
+        raise not_kept(source.path, error) or BadInput(
             f"{source.path!r} is no local folder, and the hub cannot be reached to fetch it: check "
             "the name, the network and its proxy, or name a local folder"
         ) from error

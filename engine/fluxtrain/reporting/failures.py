@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from pathlib import Path
 
 from fluxtrain.errors import (
     BadInput,
@@ -14,8 +16,8 @@ from fluxtrain.errors import (
     system_error,
 )
 from fluxtrain.hardware.cards.failed import device_failure
+from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _UNUSABLE = frozenset(
     {
         errno.EACCES, errno.EEXIST, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
@@ -82,14 +84,29 @@ def _by_words(error: BaseException) -> FluxTrainError | None:
 def _by_system(error: OSError) -> FluxTrainError | None:
     if error.errno == errno.ENOENT and "no usable temporary directory" in str(error).lower():
         return BadInput(f"{error.strerror}: set TMPDIR to a folder that can be written")
-    if error.errno in _FULL:
-        file = brief(str(error.filename or "unnamed file"))
+    path = Path(os.fsdecode(error.filename)) if error.filename else _cache_of_triton(error)
+    cure = None if path is None else moved_by(path)
+    if error.errno in FULL:
+        file = "unnamed file" if path is None else brief(str(path))
+        free = "" if path is None else f"; {free_text(path)} free"
         return NoSpace(
-            f"no space left ({error.strerror}: {file}): free some, or choose another disk with "
-            "--run-dir"
+            f"no space left ({error.strerror}: {file}{free}): free some, or "
+            f"{cure or 'choose another disk with --run-dir'}"
         )
-    if error.errno in _UNUSABLE and error.filename:
-        return BadInput(f"{brief(str(error.filename))} cannot be used: {error.strerror}")
+    if error.errno in _UNUSABLE and path is not None:
+        told = f"{brief(str(path))} cannot be used: {error.strerror}"
+        return BadInput(told if cure is None else f"{told}: {cure}")
+    return None
+
+
+def _cache_of_triton(error: OSError) -> Path | None:
+    """Return Triton's cache where Triton wrote: a full disk refuses a write without its file."""
+    trace = error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).startswith("triton."):
+            named = os.environ.get("TRITON_CACHE_DIR")
+            return Path(named or os.path.expanduser("~/.triton/cache"))
+        trace = trace.tb_next
     return None
 
 

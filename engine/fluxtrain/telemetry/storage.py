@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,23 +12,24 @@ import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
 from fluxtrain.plain_files import read_plain
+from fluxtrain.unfinished.temporary import FULL, moved_by
 from fluxtrain.units import bytes_text
 
-NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_SPACE_ERRNOS = FULL
 
 
 def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -> FluxTrainError:
     """Return the error to raise for a failed write at `path`: `NoSpace` (5) or `BadInput` (2)."""
     reason = error.strerror or str(error)
     if error.errno not in NO_SPACE_ERRNOS:
-        return BadInput(
-            f"cannot write {path}: {reason}: choose a folder that you can write with --run-dir, "
-            "or set FLUXTRAIN_RUNS"
+        cure = moved_by(path) or (
+            "choose a folder that you can write with --run-dir, or set FLUXTRAIN_RUNS"
         )
+        return BadInput(f"cannot write {path}: {reason}: {cure}")
     needed = "" if needed_bytes is None else f"{bytes_text(needed_bytes)} needed, "
     return NoSpace(
         f"cannot write {path}: {reason} ({needed}{bytes_text(free_bytes(path))} free): "
-        "free some space, raise the quota, or choose another disk with --run-dir"
+        f"free some space, raise the quota, or {_other_disk(path)}"
     )
 
 
@@ -49,7 +49,7 @@ def check_space(path: Path, needed_bytes: int) -> None:
     if free is not None and free < needed_bytes:
         raise NoSpace(
             f"{path} needs {bytes_text(needed_bytes)} and {bytes_text(free)} is free: "
-            "free some space, or choose another disk with --run-dir"
+            f"free some space, or {_other_disk(path)}"
         )
 
 
@@ -83,6 +83,10 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any] | None:
         return msgspec.json.decode(read_plain(path, follow=follow), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _other_disk(path: Path) -> str:
+    return moved_by(path) or "choose another disk with --run-dir"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,7 +6,6 @@ their arguments. These nulls are dropped, or templates would print them.
 
 from __future__ import annotations
 
-import errno
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from typing import Any
 from fluxtrain.data.containers.record import Record
 from fluxtrain.data.containers.streams import INSTALL, Source, opened_raw
 from fluxtrain.data.row import Origin
-from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.unfinished.temporary import FULL, temporary_error
 
 BATCH_ROWS = 16  # of long texts 256 would take gigabytes, and short ones are as fast
 ARROW_FILE = b"ARROW1"
@@ -41,12 +41,9 @@ def columnar_rows(source: Source, kind: str) -> Iterator[Record]:
             f"{source.name} has a map with the same key twice behind row {number}: write it again "
             "with one of the two"
         ) from error
+    except FluxTrainError:
+        raise
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace(
-                f"no space left to unpack {source.name} in {tempfile.gettempdir()}: make room, "
-                "unpack it yourself, or set TMPDIR to another folder"
-            ) from error
         raise BadInput(
             f"{source.name} cannot be read as {kind} behind row {number}: "
             f"{str(error).splitlines()[0]}; write it again"
@@ -77,9 +74,19 @@ def _seekable(source: Source) -> Iterator[Any]:
         with opened_raw(source.path) as file:
             yield file
         return
-    with tempfile.TemporaryFile() as unpacked:
-        shutil.copyfileobj(source.file, unpacked, 1 << 20)
-        unpacked.seek(0)
+    what = f"{source.name}, unpacked,"
+    try:
+        unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise temporary_error(error, what) from error
+    with unpacked:
+        try:
+            shutil.copyfileobj(source.file, unpacked, 1 << 20)
+            unpacked.seek(0)
+        except OSError as error:
+            if error.errno not in FULL:  # of the packed file
+                raise
+            raise temporary_error(error, what) from error
         yield unpacked
 
 

@@ -2,7 +2,8 @@
 
 Of each row 16 bytes of a hash are kept with its place. They are collected in parts by their first
 byte and spill to one temporary file, so that only one part of 256 is looked at at a time: 100
-million rows need 3 GB of disk and some 100 MB of memory.
+million rows need 3 GB of disk and some 100 MB of memory. Where that disk refuses them, the search
+is given up and says so: no run ends for it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 import struct
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from fluxtrain.data.row import Row
+from fluxtrain.unfinished.temporary import temporary_error
 
 DIGEST_BYTES = 16
 SPILL_BYTES = 32 << 20
@@ -50,6 +53,7 @@ class Duplicates:
         self._held_bytes = 0
         self._spilled: list[list[tuple[int, int]]] = [[] for _ in range(256)]  # offset, bytes
         self._file: BinaryIO | None = None
+        self.given_up = ""  # why the temporary folder could not take the hashes; empty: it could
 
     def __enter__(self) -> Duplicates:
         return self
@@ -60,15 +64,24 @@ class Duplicates:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # it writes what a full disk refused before
+                self._file.close()
 
     def add(self, digest: bytes, place: Place) -> None:
         """Take the hash of a row."""
+        if self.given_up:
+            return
         self._parts[digest[0]] += _ENTRY.pack(digest, place.file, place.row)
         self._held_bytes += _ENTRY.size
         if self._held_bytes >= SPILL_BYTES:
-            self._spill()
+            try:
+                self._spill()
+            except OSError as error:
+                self._give_up(error)
 
     def repeats(self, border: int | None = None) -> Repeats:
         """Count the rows that repeat an earlier one; `border` is the first held-out file."""
@@ -97,7 +110,15 @@ class Duplicates:
                 self._file.write(part)
                 self._spilled[number].append((offset, len(part)))
                 part.clear()
+        self._file.flush()
         self._held_bytes = 0
+
+    def _give_up(self, error: OSError) -> None:
+        """Forget all hashes, on the disk and in memory."""
+        self.given_up = str(temporary_error(error, "the hashes of the rows"))
+        self._close()
+        self._parts = [bytearray() for _ in range(256)]
+        self._spilled = [[] for _ in range(256)]
 
     def _entries(self, part: int) -> Iterator[tuple[bytes, int, int]]:
         for offset, size in self._spilled[part]:

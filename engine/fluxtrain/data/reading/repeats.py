@@ -45,6 +45,10 @@ class RepeatSearch:
     def describe(self, report: Report, names: Sequence[str], border: int | None = None) -> None:
         """Write into `report` what was found; from the file `border` on it is held-out data."""
         words, ids = self._words.repeats(border), self._ids.repeats()
+        if self._words.given_up:
+            report.repeated = f"repeated documents were not looked for: {self._words.given_up}"
+        if self._ids.given_up:
+            report.repeated_ids = f"repeated ids were not looked for: {self._ids.given_up}"
         if words.rows:
             report.repeated = (
                 f"repeated documents: {words.rows:,} of {self._documents:,} say what an earlier "

@@ -10,7 +10,6 @@ name that no other folder has, holds its own files alone, and no links.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -25,8 +24,9 @@ from typing import Any
 from fluxtrain.data.encoding.tokenizer import Tokenizer
 from fluxtrain.data.store.shard_files import CUT_OFF, Damaged, read_json, write_json
 from fluxtrain.data.store.shards import StoredTokens, can_go_on
-from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
 from fluxtrain.plain_files import is_plain_folder, kind_of, open_to_write
+from fluxtrain.unfinished.temporary import FULL, free_text
 
 RECIPE = 2  # raise it when the same data would become other tokens
 ENDS = 1 << 16  # bytes of a file's beginning and end that its key looks at
@@ -36,6 +36,18 @@ PARTS = ("trained", "held-out")
 _OWN = frozenset({_USED, _LOCK, _COMPLETE, *PARTS, "rows"})
 _KEY = re.compile(r"[0-9a-f]{32}")
 _SETTINGS = ("add_bos_token", "add_eos_token", "split_special_tokens", "legacy")  # of a tokenizer
+
+
+class NotKept(FluxTrainError):
+    """The tokens of the data cannot be kept on the disk."""
+
+
+class _Full(NotKept, NoSpace):
+    """The disk of the cache is full."""
+
+
+class _Closed(NotKept, BadInput):
+    """The folder of the cache cannot be written."""
 
 
 class Entry:
@@ -107,7 +119,7 @@ class Entry:
     def building(self, waits: Callable[[], None]) -> Iterator[None]:
         """Hold the entry alone; `waits` is called once where another process builds it.
 
-        What a killed writer left is kept, but for files that are not whole. Raises NoSpace.
+        What a killed writer left is kept, but for files that are not whole. Raises NotKept.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed as unused
@@ -124,12 +136,17 @@ class Entry:
                 if CUT_OFF.fullmatch(left.name):
                     left.unlink(missing_ok=True)
             yield
-        except NoSpace:
+        except FluxTrainError:  # of the data, or of the disk that it lies on
             raise
         except OSError as error:
             raise _unwritable(self.folder, error) from error
         finally:
             os.close(descriptor)
+
+    def free(self, names: Sequence[str]) -> None:
+        """Give back what the entry took of a full disk."""
+        for name in (*names, "rows"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def discard(self, names: Sequence[str]) -> None:
         """Remove what was complete and is damaged; shards of a killed writer are kept."""
@@ -150,15 +167,15 @@ def _told(folder: Path) -> list[str]:
     return told
 
 
-def _unwritable(folder: Path, error: OSError) -> Exception:
+def _unwritable(folder: Path, error: OSError) -> NotKept:
     """Return the error for a cache that cannot be written."""
     cure = "name another folder in data.token_cache, or set it to off"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return NoSpace(
-            f"no space left for the tokens of the data in {folder.parent} ({error.strerror}): make "
-            f"room, or {cure}"
+    if error.errno in FULL:
+        return _Full(
+            f"no space left for the tokens of the data in {folder.parent} ({error.strerror}; "
+            f"{free_text(folder.parent)} free): make room, or {cure}"
         )
-    return BadInput(
+    return _Closed(
         f"the tokens of the data cannot be kept in {folder.parent} ({error.strerror}): {cure}"
     )
 

@@ -1,7 +1,11 @@
 """The tokens of a data set in shards on disk: written shard by shard, and mapped into memory.
 
 A manifest names the shards that are whole, so a writer that was killed goes on behind the last one.
-Memory holds one shard while it is written, and 24 bytes a sample while it is read.
+Memory holds one shard while it is written, and 26 bytes a sample while it is read.
+
+Checksums say that a file holds what was written, not that this was sound: a part that a crash left
+as zeros may be sealed again by what copied or repaired it. So a sample's tokens are also compared
+with their hash in the index, and one with marks has a token to learn.
 """
 
 from __future__ import annotations
@@ -139,11 +143,16 @@ class StoredTokens:
         for shard, ids in zip(shards, self._ids, strict=True):
             if len(ids) != shard["tokens"]:
                 raise Damaged(f"{folder} holds a shard of another length than its manifest says")
+        for shard, index in zip(shards, self._indexes, strict=True):
+            lengths = index.whole()["length"]
+            if not lengths.all() or int(lengths.sum()) != shard["tokens"]:
+                raise Damaged(f"{folder} holds samples of other lengths than its manifest says")
         self._borders = np.cumsum([0, *(shard["tokens"] for shard in shards)])
         self._samples = np.cumsum([0, *(shard["samples"] for shard in shards)])
         self.starts: Ints = np.zeros(int(self._samples[-1]) + 1, dtype=np.int64)
         np.cumsum(self._column("length"), out=self.starts[1:])
         self.rows: Ints = self._column("row").astype(np.int64)
+        self._seen_ids, self._seen_marks = np.zeros((2, len(self.rows)), dtype=np.bool_)
 
     @property
     def documents(self) -> int:
@@ -171,21 +180,27 @@ class StoredTokens:
 
     def ids_at(self, start: int, count: int) -> Ids:
         """Return `count` tokens from `start` on, all of one sample."""
-        shard, within = self._place(start)
         with self._told():
-            return self._ids[shard].read(within, count).astype(np.uint32, copy=False)
+            found = self._read_ids(start, count)
+            if count and not self._seen_ids[sample := self._sample_at(start)]:
+                self._check_ids(sample, found)
+            return found
 
     def marks_at(self, start: int, count: int) -> Marks:
         """Return the marks of `count` tokens from `start` on, all of one sample."""
         shard, within = self._place(start)
         marks = self._marks[shard]
+        if marks is None or not count:
+            return np.ones(count, dtype=np.bool_)
         with self._told():
-            return np.ones(count, dtype=np.bool_) if marks is None else marks.read(within, count)
+            found: Marks = marks.read(within, count)
+            if not self._seen_marks[sample := self._sample_at(start)]:
+                self._check_marks(sample, marks, found)
+            return found
 
     def origin(self, sample: int) -> str:
         """Return the place of the row that a sample is made of."""
-        shard = int(np.searchsorted(self._samples, sample, side="right")) - 1
-        entry = self._indexes[shard].read(sample - int(self._samples[shard]), 1)[0]
+        entry = self._entry(sample)
         unit = "row" if entry["is_row"] else "line"
         return f"{self._files[int(entry['file'])]} {unit} {int(entry['number'])}"
 
@@ -206,6 +221,33 @@ class StoredTokens:
                 f"{error}: these tokens were given up; start again, or resume, and they are made "
                 "anew"
             ) from error
+
+    def _read_ids(self, start: int, count: int) -> Ids:
+        shard, within = self._place(start)
+        return self._ids[shard].read(within, count).astype(np.uint32, copy=False)
+
+    def _check_ids(self, sample: int, found: Ids) -> None:
+        """Raise Damaged unless a sample's tokens, of which some were `found`, have their hash."""
+        start, end = (int(place) for place in self.starts[sample : sample + 2])
+        whole = found if len(found) == end - start else self._read_ids(start, end - start)
+        if content_key(whole) != int(self._entry(sample)["key"]):
+            raise Damaged(f"{self._folder} holds other tokens than those of {self.origin(sample)}")
+        self._seen_ids[sample] = True
+
+    def _check_marks(self, sample: int, marks: Numbers, found: Marks) -> None:
+        """Raise Damaged unless a sample, of which some marks were `found`, has a token to learn."""
+        start, end = (int(place) for place in self.starts[sample : sample + 2])
+        if not found.any() and not marks.read(self._place(start)[1], end - start).any():
+            raise Damaged(f"{self._folder} holds no token to learn of {self.origin(sample)}")
+        self._seen_marks[sample] = True
+
+    def _sample_at(self, place: int) -> int:
+        return int(np.searchsorted(self.starts, place, side="right")) - 1
+
+    def _entry(self, sample: int) -> Any:
+        """Return what the index says of a sample."""
+        shard = int(np.searchsorted(self._samples, sample, side="right")) - 1
+        return self._indexes[shard].read(sample - int(self._samples[shard]), 1)[0]
 
     def _place(self, start: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._borders, start, side="right")) - 1

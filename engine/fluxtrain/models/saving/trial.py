@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from fluxtrain.errors import BadInput, FluxTrainError, system_error
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import CONFIG, GENERATION, TOKENIZER
+from fluxtrain.unfinished.temporary import temporary_folder, written_in
 
 _PROBE = "The quick brown fox, 1 + 2 = 3.\n\tüß 漢字"
 
@@ -25,8 +25,8 @@ def try_saving(loaded: LoadedModel, write: Callable[[Path], None]) -> None:
     """
     # code is named in these two alone, and they are refused before loading unless it is trusted
     trusted = any("auto_map" in (loaded.beside.json(name) or {}) for name in (CONFIG, TOKENIZER))
-    with tempfile.TemporaryDirectory(prefix="fluxtrain-trial-") as made:
-        folder = Path(made)
+    what = f"what stands beside the weights of {loaded.name}, saved to try it,"
+    with temporary_folder("trial", what) as folder, written_in(folder, what):
         _tried("written", loaded, lambda: write(folder))
         if (folder / CONFIG).exists():
             _tried("read back: its configuration", loaded, lambda: _read_config(folder, trusted))
@@ -46,7 +46,7 @@ def _tried(doing: str, loaded: LoadedModel, act: Callable[[], object]) -> None:
     except (FluxTrainError, MemoryError, OSError):
         raise
     except Exception as error:  # whatever the library makes of files that it does not like
-        if (refused := system_error(error, tempfile.gettempdir())) is not None:
+        if (refused := system_error(error)) is not None:
             raise refused from error
         words = " ".join(str(error).split())[:300] or type(error).__name__
         raise BadInput(
