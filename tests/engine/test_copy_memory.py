@@ -11,6 +11,7 @@ import torch
 from fluxtrain.checkpoint import copy_memory
 from fluxtrain.checkpoint.copy_memory import CopyMemory
 from fluxtrain.config.cadence import Cadence
+from fluxtrain.reporting.host_room import give_up_caches
 
 MIB = 1 << 20
 
@@ -77,6 +78,32 @@ def test_a_checkpoint_that_comes_early_waits_for_no_page(monkeypatch: pytest.Mon
     assert memory.made_bytes < 256 * MIB
     memory.make_ahead()  # of no use any more
     assert memory.made_bytes < 256 * MIB
+
+
+def test_little_memory_takes_it_back_unless_copies_are_in_it() -> None:
+    memory = CopyMemory(128 * MIB)
+    made_ahead(memory, 128 * MIB)
+    memory.begin()
+    copy = memory.like(torch.ones(64 * MIB, dtype=torch.uint8)).fill_(7)
+    made = used_bytes()
+    give_up_caches()
+    assert used_bytes() > made - 16 * MIB
+    assert int(copy.min()) == 7
+    memory.end()
+    del copy
+    give_up_caches()
+    assert used_bytes() < made - 100 * MIB
+    memory.begin()
+    part = torch.ones(8, dtype=torch.uint8)
+    assert torch.equal(memory.like(part).copy_(part), part)
+
+
+def test_a_limit_of_addresses_leaves_fresh_memory() -> None:
+    memory = CopyMemory(1 << 60)
+    memory.make_ahead()
+    memory.begin()
+    part = torch.ones(8)
+    assert torch.equal(memory.like(part).copy_(part), part)
 
 
 @pytest.mark.parametrize(

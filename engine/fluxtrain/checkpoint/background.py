@@ -120,6 +120,9 @@ class BackgroundWrite:
             with self._room:
                 self._given_up = True
                 self._room.notify_all()
+            self._copier.join()
+            if self._memory is not None:
+                self._memory.end()
 
     def _shards(self) -> Iterator[Shard]:
         for _ in range(self._count):

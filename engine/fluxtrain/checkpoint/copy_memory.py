@@ -2,7 +2,7 @@
 
 The kernel makes pages when they are first written, a gigabyte a second or less. A copy into fresh
 memory would hold the training up for that long, so the pages are made before the first checkpoint
-is due, slowly, and stay for the next ones.
+is due, slowly, and stay for the next ones: until little memory is left.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device.arena import HostArena, aligned
+from fluxtrain.device.heap import note_spare
 
 PIECE_BYTES = 16 << 20
 _BETWEEN_BYTES = 16 << 20  # of all tensors, which begin at aligned addresses
@@ -26,12 +27,17 @@ class CopyMemory:
 
     def __init__(self, size_bytes: int) -> None:
         """`size_bytes` hold the tensors of one checkpoint."""
-        self._arena = HostArena(size_bytes + _BETWEEN_BYTES, pin=False)
+        try:
+            self._arena = HostArena(size_bytes + _BETWEEN_BYTES, pin=False)
+        except (OSError, MemoryError):  # a limit of addresses: each copy has fresh memory
+            self._arena = HostArena(0, pin=False)
         self._used_bytes = 0
+        self._in_use = False
         self._lock = threading.Lock()
         self._stops = threading.Event()
         self._maker: threading.Thread | None = None
         self.made_bytes = 0  # of pages ahead
+        note_spare(self)
 
     def make_ahead(self) -> None:
         """Begin to make the pages, on a thread; once."""
@@ -44,7 +50,21 @@ class CopyMemory:
         self._stops.set()
         if self._maker is not None:
             self._maker.join()
-        self._used_bytes = 0
+        with self._lock:
+            self._in_use, self._used_bytes = True, 0
+
+    def end(self) -> None:
+        """Nothing reads the copies any more."""
+        with self._lock:
+            self._in_use = False
+
+    def give_back(self) -> None:
+        """Give the pages back, unless copies are in them; the next ones are made as they are
+        written."""
+        self._stops.set()
+        with self._lock:
+            if not self._in_use:
+                self._arena.forget()
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return memory for a copy of a tensor, contiguous and in its shape; fresh memory where

@@ -57,6 +57,11 @@ class HostArena:
         """Return a flat tensor (count,) over this arena's memory, which the tensor keeps alive."""
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes)
 
+    def forget(self) -> None:
+        """Free the pages of an arena that is not locked; it is zero again."""
+        assert not self.pinned_bytes
+        give_back(self._map)
+
     def __del__(self) -> None:
         if not getattr(self, "pinned_bytes", 0):
             return  # memory that is not locked is copied by threads, which hold it

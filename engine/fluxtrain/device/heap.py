@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from fluxtrain.units import MIB
 
@@ -69,3 +71,24 @@ class Heap:
             self._trim()
             self._least_bytes = self._measure()
             self._was_trimmed = True
+
+
+class Spare(Protocol):
+    """Holds memory that is worth less than the run."""
+
+    def give_back(self) -> None:
+        """Give the memory back to the system, unless it is in use. Called by any thread."""
+
+
+_SPARE: weakref.WeakSet[Spare] = weakref.WeakSet()
+
+
+def note_spare(memory: Spare) -> None:
+    """Remember memory to give back when little is left, as long as it lives."""
+    _SPARE.add(memory)
+
+
+def give_back_spare() -> None:
+    """Give back what was noted."""
+    for memory in list(_SPARE):
+        memory.give_back()

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from fluxtrain.device.heap import trim_heap
+from fluxtrain.device.heap import give_back_spare, trim_heap
 from fluxtrain.hardware.machine import memory_left
 from fluxtrain.units import MIB, bytes_text
 
@@ -79,7 +79,8 @@ def least_bytes(total: int) -> int:
 
 
 def give_up_caches() -> None:
-    """Give back what the C library and torch keep of freed memory."""
+    """Give back what the C library and torch keep of freed memory, and memory for copies."""
+    give_back_spare()
     trim_heap()
     torch = sys.modules.get("torch")
     empty = getattr(getattr(torch, "_C", None), "_host_emptyCache", None)
