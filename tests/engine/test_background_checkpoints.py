@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,7 +205,9 @@ def slow_writer(arguments: list[str]) -> None:
 
 
 def is_writing(run_dir: Path) -> bool:
-    return bool(list((run_dir / "checkpoints").glob(".writing-step-*/*")))
+    with suppress(FileNotFoundError):  # it is done meanwhile
+        return bool(list((run_dir / "checkpoints").glob(".writing-step-*/*")))
+    return False
 
 
 def in_the_midst(process: Any, run_dir: Path, steps: int) -> bool:

@@ -137,11 +137,16 @@ def fill_once_it_trains(run_dir: Path, leave: int) -> Path:
     """Take all room but `leave` bytes when the first checkpoint is there."""
     wait_for(lambda: bool(list_checkpoints(run_dir / "checkpoints")))
     disk = run_dir.parent
-    room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     filler = disk / "filler"
     with suppress(OSError):  # the run wrote meanwhile
-        filler.write_bytes(b"x" * max(0, room - leave))
+        filler.write_bytes(b"x" * max(0, room(disk) - leave))
+    if (lacks := leave - room(disk)) > 0:
+        os.truncate(filler, max(0, filler.stat().st_size - lacks))
     return filler
+
+
+def room(disk: Path) -> int:
+    return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
 
 
 def waits_for_room(run_dir: Path) -> bool:

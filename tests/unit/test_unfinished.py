@@ -66,7 +66,7 @@ def self_tested(parent: Path) -> None:
 
 
 def make_demo(parent: Path) -> None:
-    demo._make_atomically(parent / "demo")
+    demo._make_anew(parent / "demo")
 
 
 @pytest.mark.parametrize("uses", [save, verify, self_tested, make_demo])
