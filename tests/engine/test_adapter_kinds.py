@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LoKrConfig": {"r": 4},
     "IA3Config": {"feedforward_modules": ["down_proj"]},
     "OFTConfig": {"r": 4, "oft_block_size": 0},
+    "OFTConfig by blocks": {"r": 0, "oft_block_size": 8},
     "VeraConfig": {"r": 4},
     "LNTuningConfig": {"target_modules": ["norm"]},
     "TrainableTokensConfig": {"target_modules": ["embed_tokens"], "token_indices": IDS[0].tolist()},
@@ -54,7 +55,8 @@ def of_kind(name: str, base: Path, to: Path) -> Path:
     """Write an adapter of another kind, with random weights."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     settings = {"target_modules": LAYERS, **KINDS[name]}
-    adapted = get_peft_model(model, getattr(peft, name)(**settings), autocast_adapter_dtype=False)
+    config = getattr(peft, name.partition(" ")[0])(**settings)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in adapted.parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -176,6 +177,28 @@ def test_a_disk_that_is_full_in_the_background_is_told_and_waited_for(
     assert len(warnings) == 1 and "the next checkpoint follows at once" in warnings[0]
     assert any(e.phase == "no space" for e in told(tmp_path / "full", ev.PhaseChanged))
     assert_same_run(tmp_path / "whole", tmp_path / "full")
+
+
+@pytest.mark.parametrize("name", ["checkpoint-copy", "checkpoint", "copy-memory"])
+def test_a_thread_that_the_system_refuses_loses_no_checkpoint(
+    name: str, run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name == name:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    config = run_config(train__steps=4, train__checkpoint_every=1, train__evaluate_every="end")
+    run(config, tmp_path / "run")
+    written = told(tmp_path / "run", ev.CheckpointWritten)
+    assert [event.step for event in written] == [1, 2, 3, 4]
+    if name != "copy-memory":
+        assert all(event.held_s is None for event in written), "training waited for all of them"
+    left = [thread.name for thread in threading.enumerate()]
+    assert not {"checkpoint-copy", "checkpoint"} & set(left)
 
 
 def test_a_mistake_of_ours_in_the_background_ends_the_run_as_it_would_in_the_foreground(

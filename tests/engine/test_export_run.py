@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,13 +161,14 @@ def test_a_run_of_full_is_complete_already(run_config: MakeConfig, tmp_path: Pat
     run(run_config(train__steps=1), tmp_path / "run")
     with pytest.raises(BadInput, match="has trained all weights.* is the complete model"):
         exported(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    with pytest.raises(BadInput, match="has saved no model"):
+        exported(tmp_path / "run")
 
 
 def test_a_run_that_has_saved_nothing_is_told_to_go_on(
     run_config: MakeConfig, tmp_path: Path
 ) -> None:
-    import shutil
-
     run(run_config(train__steps=1), tmp_path / "run", *settings({"name": "lora"}))
     shutil.rmtree(tmp_path / "run" / "model")
     with pytest.raises(BadInput, match="has saved no adapter .*go on with `fluxtrain train"):

@@ -68,7 +68,7 @@ class Run:
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.live.carry_out(self.step)
+            self.live.carry_out(self.step, lambda: None)
             self.step += 1
             now = self.turned[-1] if self.turned else {}
             self.live.step_took(

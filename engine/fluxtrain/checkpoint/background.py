@@ -56,15 +56,20 @@ class BackgroundWrite:
         if memory is not None:
             memory.begin()
         self._parts: list[tuple[Shard, Held | None]] = []
-        for name, tensors in engine.state_shards():
-            held = engine.hold_for_saving(name)
-            shard = (name, tensors if held is not None else _copied(tensors, memory))
-            self._parts.append((shard, held))
-        self._count = len(self._parts)
         self._copier = threading.Thread(target=self._copy, name="checkpoint-copy")
         self._writer = threading.Thread(target=self._written, name="checkpoint")
-        self._writer.start()
-        self._copier.start()
+        try:
+            for name, tensors in engine.state_shards():
+                held = engine.hold_for_saving(name)
+                self._parts.append(((name, tensors), held))
+                if held is None:
+                    self._parts[-1] = (name, _copied(tensors, memory)), None
+            self._count = len(self._parts)
+            self._copier.start()
+            self._writer.start()
+        except BaseException:  # no memory, no thread: training goes on without
+            self._give_up()
+            raise
 
     @property
     def done(self) -> bool:
@@ -84,6 +89,19 @@ class BackgroundWrite:
         """Wait until it is done."""
         self._copier.join()
         self._writer.join()
+
+    def _give_up(self) -> None:
+        """Let the updates go on, and the copies end."""
+        with self._room:
+            self._given_up = True
+            self._room.notify_all()
+        if self._copier.ident is not None:
+            self._copier.join()
+        for _, held in self._parts:
+            if held is not None and not held.copied.done():
+                held.copied.set_result(None)
+        if self._memory is not None:
+            self._memory.end()
 
     def _copy(self) -> None:
         for (name, tensors), held in self._parts:

@@ -42,8 +42,13 @@ class CopyMemory:
     def make_ahead(self) -> None:
         """Begin to make the pages, on a thread; once."""
         if self._maker is None and not self._stops.is_set():
-            self._maker = threading.Thread(target=self._make, name="copy-memory", daemon=True)
-            self._maker.start()
+            maker = threading.Thread(target=self._make, name="copy-memory", daemon=True)
+            try:
+                maker.start()
+            except RuntimeError:  # a limit of threads: the pages are made as they are written
+                self._stops.set()
+            else:
+                self._maker = maker
 
     def begin(self) -> None:
         """Use the memory from its beginning again: nothing reads what was there."""

@@ -186,7 +186,11 @@ class CheckpointWriter:
             return written
 
         memory = self._copy_memory()
-        self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes, memory)
+        try:
+            self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes, memory)
+        except (RuntimeError, MemoryError) as error:  # no thread or memory, else it is raised
+            self._given_up(step, error)
+            return False
         self._held_s = time.monotonic() - self._started_s
         return True
 
@@ -198,10 +202,8 @@ class CheckpointWriter:
 
     def poll(self, step: int) -> None:
         """Tell of the checkpoint in the background, if it is whole since the last call, look where
-        the run's folder is, and take memory for the next copies while there is time.
-
-        Raises what made it fail; a full disk is waited for by the next `save`, at once.
-        """
+        the run's folder is, and take memory for the next copies. Raises what made it fail; a full
+        disk is waited for by the next `save`, at once."""
         self._glance()
         if self._cadence.nears(step) and (memory := self._copy_memory()) is not None:
             memory.make_ahead()
@@ -249,8 +251,7 @@ class CheckpointWriter:
         self._announcer.warn(words)
 
     def write_last(self, state: RunState, engine: Engine, data: Cursor) -> None:
-        """Save the steps of a run that is about to end for want of memory; where that fails too,
-        say so: the checkpoint before stays the last one."""
+        """Save the steps of a run that ends for want of memory; where that fails too, say so."""
         try:
             engine.flush()
             if state.step > 0:
@@ -298,8 +299,7 @@ class CheckpointWriter:
         """Restore from `checkpoint`, or from the newest one before it that is whole, if it turns
         out to lack what this model needs and the user did not name it.
 
-        Raises:
-            BadInput: none is whole, or it belongs to another run.
+        Raises BadInput: none is whole, or it belongs to another run.
         """
         while True:
             try:

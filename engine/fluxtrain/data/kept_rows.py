@@ -28,6 +28,8 @@ def kept_packing(folder: Path, settings: object) -> Packing | None:
             return None
         with np.load(io.BytesIO(data[4:]), allow_pickle=False) as found:
             told = json.loads(str(found["told"]))
+            if told["settings"] != repr(settings):  # under the name of another's
+                return None
             packing = Packing(
                 starts=found["starts"],
                 lengths=found["lengths"],
@@ -43,7 +45,10 @@ def kept_packing(folder: Path, settings: object) -> Packing | None:
 def keep_packing(folder: Path, settings: object, packing: Packing) -> None:
     """Write a packing for the next run."""
     made = io.BytesIO()
-    told = {"predicted_count": packing.predicted_count, "fit": asdict(packing.fit)}
+    told = {
+        "settings": repr(settings), "predicted_count": packing.predicted_count,
+        "fit": asdict(packing.fit),
+    }  # fmt: skip
     np.savez(
         made,
         starts=packing.starts,
@@ -57,7 +62,8 @@ def keep_packing(folder: Path, settings: object, packing: Packing) -> None:
 
 
 def _is_possible(packing: Packing) -> bool:
-    """Return whether every row has a piece, and every piece a place of its own and two tokens."""
+    """Return whether every row has a piece, every piece a place of its own and two tokens, and all
+    of them what is to be predicted."""
     pieces, order = len(packing.starts), np.argsort(packing.starts, kind="stable")
     starts, lengths = packing.starts[order], packing.lengths[order]
     return bool(
@@ -66,6 +72,7 @@ def _is_possible(packing: Packing) -> bool:
         and packing.first_piece[-1] == pieces
         and (np.diff(packing.first_piece) > 0).all()
         and (lengths >= 2).all()
+        and packing.predicted_count <= int((lengths - 1).sum())
         and (starts[:1] >= 0).all()
         and (starts[:-1] + lengths[:-1] <= starts[1:]).all()
     )

@@ -118,6 +118,8 @@ def _numbers_of(config: Any, path: Path) -> dict[str, Any]:
         for name in ("r", "lora_alpha", "lora_dropout")
         if hasattr(config, name)
     }
+    if getattr(config, "oft_block_size", None) and found.get("r") == 0:
+        del found["r"]  # OFT has the one or the other
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, name, {})
         if not isinstance(pattern, dict):

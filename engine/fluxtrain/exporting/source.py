@@ -76,16 +76,17 @@ def _located(named: str) -> tuple[Path, RunConfig | None]:
         )
     run_dir = RunDir(find_run(named))
     config = stored_config(run_dir)
-    if config.method.name == "full":
+    full = config.method.name == "full"
+    if not (run_dir.model / ("config.json" if full else CONFIG)).is_file():
+        state = run_dir.summary().state
+        raise BadInput(
+            f"{run_dir.path} has saved no {'model' if full else 'adapter'} (it is {state}): it "
+            f"does when its last step is done; go on with `fluxtrain train --resume {run_dir.path}`"
+        )
+    if full:
         raise BadInput(
             f"{run_dir.path} has trained all weights, so there is no adapter: {run_dir.model} is "
             "the complete model"
-        )
-    if not (run_dir.model / CONFIG).is_file():
-        state = run_dir.summary().state
-        raise BadInput(
-            f"{run_dir.path} has saved no adapter (it is {state}): it does when its last step is "
-            f"done; go on with `fluxtrain train --resume {run_dir.path}`"
         )
     return run_dir.model, config
 

@@ -163,10 +163,13 @@ class LiveChanges:
         """Whether a change waits for the end of the step."""
         return bool(self._wishes)
 
-    def carry_out(self, step: int) -> None:
-        """Make what waits, if anything does; between two steps."""
+    def carry_out(self, step: int, still: Callable[[], None]) -> None:
+        """Make what waits, if anything does; between two steps, once `still` has waited until
+        nothing reads the engine's memory."""
         with self._lock:
             wishes, self._wishes = self._wishes, []
+            if wishes:
+                still()
             for wish in wishes:
                 self._make(wish, step)
 

@@ -344,10 +344,8 @@ class TrainingLoop(Generic[B]):
         self._stop_if_asked()
         if self._requests.take_checkpoint():
             self._checkpoint()
-        if self._changes.waiting:
-            self._checkpoints.wait_copied()
         if self._queued is None:  # or the change came just now, and waits for the next step
-            self._changes.carry_out(self.state.step)
+            self._changes.carry_out(self.state.step, self._checkpoints.wait_copied)
 
     def _wait_while_paused(self) -> None:
         self._engine.flush()
@@ -359,7 +357,7 @@ class TrainingLoop(Generic[B]):
                 self._checkpoint(then="paused")
             self._checkpoints.wait_copied()
             self._checkpoints.poll(self._step_number)
-            self._changes.carry_out(self.state.step)
+            self._changes.carry_out(self.state.step, self._checkpoints.wait_copied)
             self._requests.wait_for_change()
         self._announcer.phase("training")
 
