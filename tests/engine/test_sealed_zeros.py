@@ -24,20 +24,19 @@ from fluxtrain.data.store.shard_files import (
     write_json,
     write_numbers,
 )
-from tests.engine.mask_grounds import TEMPLATES, tokenizer_of
+from tests.engine.small_caches import byte_level, keep_small
 
 Spoil = Callable[["np.ndarray[tuple[int], np.dtype[np.generic]]"], None]
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 1024)
-    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 2048)
+    keep_small(monkeypatch, 1024)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return tokenizer_of("byte-level", TEMPLATES["chatml"])
+    return byte_level()
 
 
 @pytest.fixture

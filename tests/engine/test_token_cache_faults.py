@@ -15,29 +15,25 @@ from transformers import PreTrainedTokenizerBase
 from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.request import read_request
-from fluxtrain.data.store import cache, shards
+from fluxtrain.data.store import cache
 from fluxtrain.data.store.shard_files import Damaged
 from fluxtrain.errors import BadInput, NoSpace
-from tests.engine.mask_grounds import TEMPLATES, tokenizer_of
+from tests.engine.small_caches import byte_level, keep_small, texts
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 2048)
-    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 2048)
+    keep_small(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return tokenizer_of("byte-level", TEMPLATES["chatml"])
+    return byte_level()
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(f'{{"text": "the river runs past an old mill {i}"}}\n'
-                            for i in range(400)))  # fmt: skip
-    return path
+    return texts(tmp_path)
 
 
 def prepared(data: Path, folder: object, tokenizer: PreTrainedTokenizerBase) -> PreparedData:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 from collections.abc import Iterator
@@ -18,31 +17,26 @@ from transformers import PreTrainedTokenizerBase
 from fluxtrain.data import prepare as preparing
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.request import read_request
-from fluxtrain.data.store import shards
 from fluxtrain.data.store.cache import NotKept
 from fluxtrain.errors import BadInput, NoSpace, ReadFailed
-from tests.engine.mask_grounds import TEMPLATES, tokenizer_of
+from tests.engine.small_caches import byte_level, keep_small, texts
 
 
 @pytest.fixture(autouse=True)
 def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(preparing, "CACHED_FROM_BYTES", 0)
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 2048)
-    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 2048)
+    keep_small(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return tokenizer_of("byte-level", TEMPLATES["chatml"])
+    return byte_level()
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.jsonl"
-    texts = (f"the river runs past an old mill {number}" for number in range(400))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return texts(tmp_path)
 
 
 @contextmanager

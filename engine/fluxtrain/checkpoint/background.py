@@ -61,9 +61,8 @@ class BackgroundWrite:
         try:
             for name, tensors in engine.state_shards():
                 held = engine.hold_for_saving(name)
-                self._parts.append(((name, tensors), held))
-                if held is None:
-                    self._parts[-1] = (name, _copied(tensors, memory)), None
+                shard = (name, tensors if held is not None else _copied(tensors, memory))
+                self._parts.append((shard, held))
             self._count = len(self._parts)
             self._copier.start()
             self._writer.start()
