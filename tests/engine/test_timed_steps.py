@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fluxtrain
 from fluxtrain.calibration import calibrate as calibrate_module
@@ -51,8 +52,8 @@ def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, fami
     assert set(in_backward) == {"alone", "offloaded", "in_backward"}
     kinds |= {"in_backward": in_backward["in_backward"]}
     for kind, told in kinds.items():
-        assert told.forward_s > 0
-        assert told.backward_s > told.forward_s / 2  # which it computes again
+        assert told.forward.at(1) > 0
+        assert told.backward.at(1) > told.forward.at(1) / 2  # which it computes again
         assert (told.update_s is None) == (kind in ("alone", "offloaded"))
         assert (told.moments_s is None) == (kind != "passes")
     assert block.kind == "block" and block.trained
@@ -127,12 +128,38 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
         told = kinds[kind]
         assert told.update_s is not None
         assert pause_s <= told.update_s < 3 * pause_s
-        assert told.forward_s < pause_s
+        assert told.forward.at(1) < pause_s
     moments_s = kinds["passes"].moments_s
     assert moments_s is not None and moments_s >= pause_s
 
 
 FORMATS: tuple[StateFormat, StorageFormat] = "fp32", "plain"
+
+
+@pytest.mark.parametrize("once", ["a chunk", "a block"])
+def test_what_each_chunk_takes_and_what_a_block_takes_once_are_told_apart(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, once: str
+) -> None:
+    import time
+
+    pause_s = 0.02
+    if once == "a chunk":
+        block = LlamaMLP.forward
+        monkeypatch.setattr(
+            LlamaMLP, "forward", lambda *args: (time.sleep(pause_s), block(*args))[1]
+        )
+    else:
+        take = Window.take
+        monkeypatch.setattr(
+            Window, "take", lambda *args, **how: (time.sleep(pause_s), take(*args, **how))[1]
+        )
+    kinds = timed(tiny("llama", torch.bfloat16))[0]
+    for kind in ("alone", "passes"):  # two rows are one chunk, and two
+        base, slope = kinds[kind].forward.base, kinds[kind].forward.slope
+        dear, cheap = (slope, base) if once == "a chunk" else (base, slope)
+        assert pause_s <= dear < 2 * pause_s
+        assert cheap < pause_s / 2
+    assert kinds["whole"].forward.base == 0  # nothing is planned with it
 
 
 def missed(model: PreTrainedModel, available_bytes: int | None = None) -> StepsNotTimed:

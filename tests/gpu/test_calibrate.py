@@ -43,7 +43,8 @@ def test_a_block_is_timed_on_the_gpu_and_leaves_nothing_there() -> None:
     assert timed.device_update_s > 0
     assert 0 < timed.host_forward_s < timed.host_block_s
     assert timed.host is not None  # whole steps were timed with blocks on the host
-    assert 0 < timed.host.forward_s < 2 * timed.host.forward_beside_s
+    assert 0 < timed.host.forward.at(1) < 2 * timed.host.forward_beside.at(1)
+    assert timed.host.backward.slope > 0
     assert timed.host.host_group_update_s > 0 and timed.host.device_update_s > 0
     for rate in ("adamw_per_s", "adamw_weights_per_s", "adamw_moments_per_s"):
         assert getattr(timed, rate)

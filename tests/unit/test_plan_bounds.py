@@ -44,7 +44,10 @@ layouts = st.builds(
 )
 per_s = st.floats(6, 12).map(lambda power: 10**power)
 lines = st.builds(Line, base=st.floats(0, 0.1), slope=st.floats(0, 0.1))
-HOST_TIMES = HostTimes.__dataclass_fields__
+HOST_TIMES = {
+    name: lines if str(field.type) == "Line" else st.floats(0, 0.1)
+    for name, field in HostTimes.__dataclass_fields__.items()
+}
 calibrations = st.builds(
     Calibration,
     forward=lines,
@@ -56,7 +59,7 @@ calibrations = st.builds(
     kept_bytes=st.integers(1, 1 << 26),
     host_block_s=st.floats(0, 0.1),
     host_forward_s=st.floats(0, 0.1),
-    host=st.none() | st.builds(HostTimes, **dict.fromkeys(HOST_TIMES, st.floats(0, 0.1))),
+    host=st.none() | st.builds(HostTimes, **HOST_TIMES),
     device_update_s=st.floats(0, 1e-9),
     rows=st.just((1, 4)),
     measured_at_s=st.just(0.0),

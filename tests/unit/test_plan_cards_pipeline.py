@@ -92,10 +92,10 @@ TRIED = Calibration(
     measuring_s=2.0,
 )
 QUEUED = HostTimes(
-    forward_s=0.0012,
-    backward_s=0.0024,
-    forward_beside_s=0.0018,
-    backward_beside_s=0.0036,
+    forward=Line(base=0.0001, slope=0.0011),
+    backward=Line(base=0.0002, slope=0.0016),
+    forward_beside=Line(base=0.0006, slope=0.0012),
+    backward_beside=Line(base=0.0003, slope=0.0017),
     offload_forward_s=0.0,
     offload_backward_s=0.0,
     outside_s=0.01,
@@ -226,7 +226,7 @@ def test_one_thread_that_queues_for_all_cards_holds_small_chunks_up() -> None:
     small, large = (
         time_of(THREE, replace(layout, chunk_rows=rows), linked(rates, 2)) for rows in (2, 8)
     )
-    queued_s = THREE.layers * 16 * (QUEUED.forward_s + QUEUED.backward_s)
+    queued_s = THREE.layers * (QUEUED.forward.at(16) + QUEUED.backward.at(16))
     assert small.step_s >= queued_s
     assert small.binds == "queueing"
     assert large.step_s < 0.6 * small.step_s

@@ -179,20 +179,20 @@ def _host_in_steps(
     alone, offloaded, passes = of["alone"], of["offloaded"], of.get("passes")
     whole = of.get("whole") or of["in_backward"]
     host = HostTimes(
-        forward_s=alone.forward_s,
-        backward_s=alone.backward_s,
-        forward_beside_s=(passes or whole).forward_s,
-        backward_beside_s=(passes or whole).backward_s,
-        offload_forward_s=max(0.0, offloaded.forward_s - alone.forward_s),
-        offload_backward_s=max(0.0, offloaded.backward_s - alone.backward_s),
+        forward=alone.forward,
+        backward=alone.backward,
+        forward_beside=(passes or whole).forward,
+        backward_beside=(passes or whole).backward,
+        offload_forward_s=max(0.0, offloaded.forward.at(1) - alone.forward.at(1)),
+        offload_backward_s=max(0.0, offloaded.backward.at(1) - alone.backward.at(1)),
         outside_s=min(few.seconds["host_outside"]),
         host_group_update_s=(passes or whole).optimizer_s,
         device_update_s=min(few.seconds["host_update"]),
     )
     found: dict[str, Any] = {
         "host": host,
-        "host_forward_s": alone.forward_s,
-        "host_block_s": alone.forward_s + alone.backward_s,
+        "host_forward_s": alone.forward.at(1),
+        "host_block_s": alone.forward.at(1) + alone.backward.at(1),
     }
     bits = "_8bit" if block.states == "8bit" else ""
     of_all = [f"adamw{bits}_per_s", *([f"adamw{bits}_beside_per_s"] if "in_backward" in of else [])]

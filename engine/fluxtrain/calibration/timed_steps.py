@@ -8,15 +8,17 @@ optimizer, with activations on the device and on the host; and as the run will, 
 each block at once and in two passes, or within the backward pass.
 
 Each kind takes a few steps of few rows: neither AdamW nor the queueing depends on the rows, and the
-GPU is then never what they wait for. There are so many blocks that a gradient, which is updated
-soon after its download, is no large part of the processor's cache.
+GPU is then never what they wait for. Where what is queued for a block counts, the same rows are
+also queued in chunks: what is done once a block and what is done for each chunk are then told
+apart. There are so many blocks that a gradient, which is updated soon after its download, is no
+large part of the processor's cache.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
@@ -35,7 +37,7 @@ from fluxtrain.calibration.small_model import (
 from fluxtrain.device.recorder import Note
 from fluxtrain.errors import Diverged
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.plan.cost.calibration import StepsNotTimed, median
+from fluxtrain.plan.cost.calibration import Line, StepsNotTimed, line_through, median
 from fluxtrain.plan.facts import HALF_BYTES, GroupFacts
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
@@ -52,6 +54,7 @@ BYTES_A_PARAMETER = 16  # on the host: weight, masters, moments and gradient
 HOST_SHARE = 4  # the blocks take at most one part in so many of the available host memory
 WARMING = 2  # steps: the first touches weights and gradients, the second the moments
 STEPS = 4  # of one kind, at most
+CHUNKS = 4  # that the rows are cut into, if they are as many
 LIMIT_S = 0.8  # for the steps of one kind; the last may end later
 
 _SIZE = r"[\d.]+ (?:[KMGT]iB|bytes)"
@@ -68,8 +71,10 @@ Kind = Literal[
 class StepTimes:
     """What one kind of steps takes for each block."""
 
-    forward_s: float  # the host queues one block's forward pass, less what it waits for
-    backward_s: float
+    # The host queues one block's pass, less what it waits for, over its chunks; where the kind was
+    # not timed in chunks all of it counts as the chunk's
+    forward: Line
+    backward: Line
     optimizer_s: float  # the host, for each block: `step()` and dropping its gradients
     # AdamW, from the start of a block to the start of the next; None: none ran
     update_s: float | None
@@ -134,7 +139,8 @@ def _timed(
         timer = _StepTimer(small, engine, blocks, batch, device)
         kinds: list[Kind] = ["alone", "offloaded", "in_backward" if in_backward else "whole"]
         kinds += ["passes"] if facts.pass_bytes and not in_backward else []
-        return {kind: timer.measure(kind) for kind in kinds}, facts
+        in_chunks = ("alone", kinds[-1])
+        return {kind: timer.measure(kind, in_chunks=kind in in_chunks) for kind in kinds}, facts
 
 
 def _blocks_for(
@@ -202,8 +208,33 @@ class _StepTimer:
         for _ in range(WARMING):
             self._step("whole")
 
-    def measure(self, kind: Kind) -> StepTimes:
-        """Time some steps of a kind, after one that does not count."""
+    def measure(self, kind: Kind, *, in_chunks: bool) -> StepTimes:
+        """Time some steps of a kind, with `in_chunks` also of the same rows in chunks."""
+        lanes = self._some_steps(kind)
+        forward_s, backward_s = self._queued_s(lanes)
+        forward, backward = Line(base=0.0, slope=forward_s), Line(base=0.0, slope=backward_s)
+        optimizer_s = median(self._seen.optimizer_s)
+        rows = self._batch.rows
+        chunk_rows = -(-rows // CHUNKS)
+        if in_chunks and chunk_rows < rows:
+            self._engine.chunk_rows = chunk_rows
+            cut_s = self._queued_s(self._some_steps(kind))
+            self._engine.chunk_rows = rows
+            chunks = -(-rows // chunk_rows)
+            forward = line_through((1, forward_s), (chunks, cut_s[0]))
+            backward = line_through((1, backward_s), (chunks, cut_s[1]))
+        count = len(self._blocks)
+        return StepTimes(
+            forward=forward,
+            backward=backward,
+            optimizer_s=optimizer_s / count,
+            update_s=_one_to_next(lanes.get("update", []), count, waits=kind == "in_backward"),
+            moments_s=_one_to_next(lanes.get("moments", []), count, waits=False),
+        )
+
+    def _some_steps(self, kind: Kind) -> dict[str, list[tuple[float, float]]]:
+        """Run some steps of a kind, after one that does not count; return what the recorder noted
+        of the host, by lane or kind."""
         engine = self._engine
         engine.updates.defers_moments = kind == "passes"
         engine.plan = engine.plan.with_activations(
@@ -226,7 +257,7 @@ class _StepTimer:
         self._recorder.end_step()
         notes = [note for note in self._recorder.notes if isinstance(note, Note)]
         self._recorder.notes.clear()
-        return self._times_of(kind, notes)
+        return _by_lane(notes)
 
     def _step(self, kind: Kind) -> None:
         self._seen.forwards.append([])
@@ -244,21 +275,10 @@ class _StepTimer:
         self._engine.forget_gradients()
         self._seen.optimizer_s.append(time.perf_counter() - started_s)
 
-    def _times_of(self, kind: Kind, notes: Iterable[Note]) -> StepTimes:
-        """Compute a kind's times from its hooks and from the recorder's notes."""
-        by_kind: dict[str, list[tuple[float, float]]] = {}
-        for note in notes:
-            if isinstance(note.start, float) and isinstance(note.stop, float):
-                name = note.kind if note.lane == "cpu" else note.lane
-                by_kind.setdefault(name, []).append((note.start, note.stop))
-        waits, count = [*by_kind.get("host", []), *by_kind.get("stall", [])], len(self._blocks)
-        return StepTimes(
-            forward_s=_between(self._seen.forwards, waits),
-            backward_s=_between(self._seen.backwards, waits),
-            optimizer_s=median(self._seen.optimizer_s) / count,
-            update_s=_one_to_next(by_kind.get("update", []), count, waits=kind == "in_backward"),
-            moments_s=_one_to_next(by_kind.get("moments", []), count, waits=False),
-        )
+    def _queued_s(self, lanes: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[float, float]:
+        """Return what the host took to queue a block's forward and backward pass in these steps."""
+        waits = [*lanes.get("host", []), *lanes.get("stall", [])]
+        return _between(self._seen.forwards, waits), _between(self._seen.backwards, waits)
 
     def _enters(self, *_: object) -> None:
         self._seen.forwards[-1].append(time.perf_counter())
@@ -270,6 +290,16 @@ class _StepTimer:
 
     def _backward_enters(self, _: Tensor) -> None:
         self._seen.backwards[-1].append(time.perf_counter())
+
+
+def _by_lane(notes: Iterable[Note]) -> dict[str, list[tuple[float, float]]]:
+    """Return when the host began and ended something, by lane, of updates by kind."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for note in notes:
+        if isinstance(note.start, float) and isinstance(note.stop, float):
+            name = note.kind if note.lane == "cpu" else note.lane
+            found.setdefault(name, []).append((note.start, note.stop))
+    return found
 
 
 def _between(steps: Iterable[Sequence[float]], waits: Sequence[tuple[float, float]]) -> float:

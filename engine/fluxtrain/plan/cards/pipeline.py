@@ -202,10 +202,13 @@ class _Pipeline:
         times = self.work.queueing
         if not backward:
             waits_s = self.updated_s[at] if chunk == 0 and number == 0 else 0.0
-            return self._queue(times.forward_s, times.forward_beside_s, waits_s)
-        waits_s = self._lent_free(self.work.groups[at]) if chunk == last else 0.0
-        alone_s = times.backward_s if self.work.clips else times.backward_beside_s
-        return self._queue(alone_s, times.backward_beside_s, waits_s)
+            alone, beside, is_once = times.forward, times.forward_beside, chunk == 0
+        else:
+            waits_s = self._lent_free(self.work.groups[at]) if chunk == last else 0.0
+            alone = times.backward if self.work.clips else times.backward_beside
+            beside, is_once = times.backward_beside, chunk == last
+        alone_s, beside_s = (line.slope + is_once * line.base for line in (alone, beside))
+        return self._queue(alone_s, beside_s, waits_s)
 
     def _computed(self, at: int, end_s: float, *, backward: bool, number: int) -> None:
         """Download what a block leaves: inputs that wait on the host, or its gradients."""

@@ -102,9 +102,9 @@ def _of_share(tried: Calibration, card: int, number: int) -> Calibration:
         if host is None
         else replace(
             host,
-            forward_s=number * host.forward_s,
-            backward_s=number * host.backward_s,
-            forward_beside_s=number * host.forward_beside_s,
-            backward_beside_s=number * host.backward_beside_s,
+            forward=host.forward.times(number),
+            backward=host.backward.times(number),
+            forward_beside=host.forward_beside.times(number),
+            backward_beside=host.backward_beside.times(number),
         ),
     )

@@ -31,6 +31,7 @@ from fluxtrain.plan.footprint import (
 from fluxtrain.plan.group_placement import GroupPlacement, table_of
 
 _MEAN = sum(UNEVEN) / len(UNEVEN)
+_NOTHING = Line(base=0.0, slope=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,13 @@ class GroupWork:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueTimes:
-    """Seconds in which the host's one thread queues the work of all cards; a block's are of one
-    chunk."""
+    """Seconds in which the host's one thread queues the work of all cards; a block's are lines over
+    its chunks."""
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    forward_beside_s: float = 0.0  # while AdamW runs
-    backward_beside_s: float = 0.0
+    forward: Line = _NOTHING
+    backward: Line = _NOTHING
+    forward_beside: Line = _NOTHING  # while AdamW runs
+    backward_beside: Line = _NOTHING
     outside_s: float = 0.0  # of a batch
     optimizer_s: float = 0.0  # of a step
 
@@ -305,27 +306,28 @@ def _queueing(shares: Sequence[_Share], clips: bool) -> QueueTimes:
         return QueueTimes()
     if tried.host is None:
         return QueueTimes(
-            forward_s=tried.host_forward_s,
-            backward_s=max(0.0, tried.host_block_s - tried.host_forward_s),
+            forward=Line(base=0.0, slope=tried.host_forward_s),
+            backward=Line(base=0.0, slope=max(0.0, tried.host_block_s - tried.host_forward_s)),
         )
     return _timed_queueing(tried, shares, clips)
 
 
 def _timed_queueing(tried: Calibration, shares: Sequence[_Share], clips: bool) -> QueueTimes:
-    host, layout = tried.host, shares[0].layout
+    host = tried.host
     assert host is not None
     here = sum(g.trained > 0 for share in shares for g in share.on_device)
     there = sum(g.trained > 0 for share in shares for g in share.on_host)
-    layers, chunks = max(1, shares[0].whole.layers), len(_chunks(layout))
+    layers = max(1, shares[0].whole.layers)
     each_update_s = here * host.device_update_s / layers
     waiting = sum(offloading_blocks(share.facts, share.layout) for share in shares) / layers
-    forward_s = waiting * host.offload_forward_s / chunks
-    backward_s = waiting * host.offload_backward_s / chunks
+    forward_s = waiting * host.offload_forward_s
+    backward_s = waiting * host.offload_backward_s
+    beside_s = backward_s if clips else backward_s + each_update_s
     return QueueTimes(
-        forward_s=host.forward_s + forward_s,
-        backward_s=host.backward_s + backward_s,
-        forward_beside_s=host.forward_beside_s + forward_s,
-        backward_beside_s=host.backward_beside_s + backward_s + (0.0 if clips else each_update_s),
+        forward=host.forward.plus(forward_s),
+        backward=host.backward.plus(backward_s),
+        forward_beside=host.forward_beside.plus(forward_s),
+        backward_beside=host.backward_beside.plus(beside_s),
         outside_s=host.outside_s,
         optimizer_s=here * host.device_update_s + there * host.host_group_update_s
         if clips

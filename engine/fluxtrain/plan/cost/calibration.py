@@ -8,14 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """`base + slope * rows`: seconds (or bytes) of some rows that are computed at once."""
+    """`base + slope * count`: seconds (or bytes) of some rows that are computed at once, or of a
+    block in some chunks."""
 
     base: float
     slope: float
 
-    def at(self, rows: int) -> float:
-        """For `rows`; nothing for none."""
-        return self.base + self.slope * rows if rows else 0.0
+    def at(self, count: int) -> float:
+        """For `count` rows or chunks; nothing for none."""
+        return self.base + self.slope * count if count else 0.0
+
+    def times(self, factor: float) -> Line:
+        """As many times as long."""
+        return Line(base=factor * self.base, slope=factor * self.slope)
+
+    def plus(self, each: float) -> Line:
+        """Longer by `each`, however many there are."""
+        return Line(base=self.base + each, slope=self.slope)
 
 
 def line_through(few: tuple[int, float], many: tuple[int, float]) -> Line:
@@ -61,13 +70,14 @@ class HostTimes:
     """Seconds that a GPU's host needs to queue work, less what it waits for, in whole steps of one
     kind: those with updates in backward, or those of a run that clips.
 
-    Those of a block are of one chunk, or of a step's end of one group.
+    The lines are of one block, over its chunks: beside AdamW each chunk is queued about as fast as
+    alone, and what is done once a block (waking up for its update, its copies) takes longer.
     """
 
-    forward_s: float
-    backward_s: float
-    forward_beside_s: float  # while AdamW runs
-    backward_beside_s: float  # while moments are updated, or blocks of a step in backward
+    forward: Line
+    backward: Line
+    forward_beside: Line  # while AdamW runs
+    backward_beside: Line  # while moments are updated, or blocks of a step in backward
     offload_forward_s: float  # what offloading the input of a block adds
     offload_backward_s: float
     outside_s: float  # of a batch: all but the blocks, both ways

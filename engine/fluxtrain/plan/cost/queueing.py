@@ -75,18 +75,18 @@ def queueing_of(
         )
     here, on_host = (len([g for g in groups if g.trained]) for groups in by_tier(facts, layout))
     optimizer_s = here * host.device_update_s + on_host * host.host_group_update_s
-    beside_s = host.backward_beside_s
+    backward_beside = host.backward_beside
     if not clips:  # each group is stepped in the backward pass
-        beside_s += here * host.device_update_s / max(1, facts.layers)
+        backward_beside = backward_beside.plus(here * host.device_update_s / max(1, facts.layers))
     offloaded = offloading_blocks(facts, layout) / max(1, facts.layers)
     there_s = offloaded * host.offload_forward_s  # once a batch
     back_s = offloaded * host.offload_backward_s
     return Queueing(
         blocks=facts.layers,
-        forward_s=chunks * host.forward_s + there_s,
-        backward_s=chunks * host.backward_s + back_s,
-        forward_beside_s=chunks * host.forward_beside_s + there_s,
-        backward_beside_s=chunks * beside_s + back_s,
+        forward_s=host.forward.at(chunks) + there_s,
+        backward_s=host.backward.at(chunks) + back_s,
+        forward_beside_s=host.forward_beside.at(chunks) + there_s,
+        backward_beside_s=backward_beside.at(chunks) + back_s,
         lead_s=max(0.0, head_s - host.outside_s),
         outside_s=host.outside_s,
         optimizer_s=optimizer_s if clips else 0.0,
