@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.wrapping.engine import Engine, engine_of
 
@@ -27,12 +28,12 @@ def llama(layers: int = 5, tied: bool = False, dtype: torch.dtype = torch.bfloat
     return LlamaForCausalLM(config).to(dtype).train()
 
 
-def wide(layers: int) -> nn.Module:
+def wide(layers: int, vocabulary: int = VOCABULARY) -> nn.Module:
     """The same with more to compute: several milliseconds a block on a GPU."""
     torch.manual_seed(4)
     config = LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=16,
-        num_key_value_heads=4, vocab_size=VOCABULARY, tie_word_embeddings=False, use_cache=False,
+        num_key_value_heads=4, vocab_size=vocabulary, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
@@ -71,12 +72,19 @@ def wrapped_as_dealt(
 
 
 def trained(
-    model: nn.Module, cards: int | Sequence[int] | None, steps: int = 4, **how: Any
+    model: nn.Module,
+    cards: int | Sequence[int] | None,
+    steps: int = 4,
+    head_dealing: HeadDealing = "one_card",
+    head_tokens: int | None = None,
+    **how: Any,
 ) -> dict[str, Tensor]:
-    """Train for some steps on so many cards, or with the blocks dealt so; return all weights and
-    states, and what each loss was."""
+    """Train for some steps on so many cards, or with the blocks dealt so, and the head's tokens in
+    such chunks; return all weights and states, and what each loss was."""
     dealt = isinstance(cards, Sequence)
     engine = wrapped_as_dealt(model, cards, **how) if dealt else wrapped(model, cards, **how)
+    engine.plan = replace(engine.plan, head_dealing=head_dealing)
+    engine.head_tokens = head_tokens
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
     losses: list[Tensor] = []
     for step in range(steps):

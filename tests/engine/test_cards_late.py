@@ -148,10 +148,30 @@ def test_a_head_on_all_cards_waits_for_what_it_reads() -> None:
     model = llama(4, dtype=torch.float32)
     wrapped(model, 2)
     engine = engine_of(model)
-    engine.plan = replace(engine.plan, head_on_all_cards=True)
+    engine.plan = replace(engine.plan, head_dealing="summed")
     loss = model(**batch()).loss
     loss.backward()
     assert torch.isfinite(loss)
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(g is not None and torch.isfinite(g).all() for g in gradients)
     fluxtrain.unwrap(model)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("cards", [2, 3])
+def test_a_head_in_order_waits_for_what_it_reads(cards: int) -> None:
+    model = llama(4)
+    other = copy.deepcopy(model)
+    wrapped(model, None)
+    wrapped(other, cards)
+    engine = engine_of(other)
+    engine.plan = replace(engine.plan, head_dealing="in_order")
+    for each in (engine_of(model), engine):
+        each.head_tokens = 2  # more chunks than there are buffers
+    for one in (model, other):
+        one(**batch()).loss.backward()
+        engine_of(one).flush()
+    for (name, left), right in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert left.grad is not None and right.grad is not None
+        assert torch.equal(left.grad, right.grad), name
+    fluxtrain.unwrap(other)

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import fluxtrain
+from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.edges import shared_head
+from fluxtrain.plan.cards.shares import LANDED_SLOPES
+from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.wrapping.engine import Engine
 from tests.on_cards import VOCABULARY, batch, llama, wrapped
 
 
-def shared(engine: Engine) -> Engine:
-    engine.plan = replace(engine.plan, head_on_all_cards=True)
+def shared(engine: Engine, dealing: HeadDealing = "summed") -> Engine:
+    engine.plan = replace(engine.plan, head_dealing=dealing)
     return engine
 
 
@@ -55,7 +58,8 @@ def test_gradients_are_those_of_a_head_on_one_card(
     assert all(card.head_weight is not None for card in engine.cards[1:])
 
 
-def test_soft_caps_and_a_bias_are_applied_on_every_card() -> None:
+@pytest.mark.parametrize("dealing", ["summed", "in_order"])
+def test_soft_caps_and_a_bias_are_applied_on_every_card(dealing: HeadDealing) -> None:
     torch.manual_seed(2)
     config = Gemma2Config(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
@@ -66,8 +70,46 @@ def test_soft_caps_and_a_bias_are_applied_on_every_card() -> None:
     model.lm_head = nn.Linear(32, VOCABULARY, bias=True)
     other = copy.deepcopy(model)
     wrapped(model, 2)
-    shared(wrapped(other, 2))
-    assert_close(gradients(model), gradients(other), 1e-5)
+    shared(wrapped(other, 2), dealing)
+    assert_close(gradients(model), gradients(other), 1e-5 if dealing == "summed" else 0.0)
+
+
+@pytest.mark.parametrize("cards", [2, 3, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_in_order_all_cards_give_the_bits_of_one(
+    cards: int, tied: bool, trained: bool, dtype: torch.dtype
+) -> None:
+    model = llama(4, tied=tied, dtype=dtype)
+    model.lm_head.weight.requires_grad_(trained)
+    other = copy.deepcopy(model)
+    alone, engine = wrapped(model, 1), shared(wrapped(other, cards), "in_order")
+    for each in (alone, engine):
+        each.head_tokens = 3  # the last chunk has fewer
+    for step in range(2):
+        wanted, found = gradients(model, step), gradients(other, step)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert all(card.head_weight is not None for card in engine.cards[1:])
+
+
+def test_in_order_the_first_card_has_room_for_a_few_slopes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = llama(4)
+    engine = shared(wrapped(model, 3), "in_order")
+    engine.head_tokens = 2
+    landing, made = CpuDevice.landing, list[torch.Size]()
+
+    def noted(self: CpuDevice, like: Tensor) -> Tensor:
+        made.append(like.shape)
+        return landing(self, like)
+
+    monkeypatch.setattr(CpuDevice, "landing", noted)
+    model(**batch(0)).loss.backward()
+    assert made.count(torch.Size([2, VOCABULARY])) == LANDED_SLOPES
+    fluxtrain.unwrap(model)
 
 
 def test_a_changed_weight_reaches_every_card_and_an_unchanged_one_is_not_sent_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,26 @@ def test_four_gpus_have_one_gpus_bits(how: dict[str, Any]) -> None:
     other = copy.deepcopy(model)
     given = {"device": "cuda", "steps": 10, "chunk_rows": 1, **how}
     assert_same(trained(model, None, **given), trained(other, 4, **given))
+
+
+@pytest.mark.parametrize("cards", [2, 4])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("peer", [True, False], ids=["directly", "through the host"])
+def test_a_head_in_order_on_all_gpus_has_the_bits_of_one(
+    cards: int, frozen: bool, peer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide enough that slopes are under way while others are computed, in more chunks of tokens
+    than there are buffers."""
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"needs {cards} NVIDIA GPUs")
+    pairs = itertools.permutations(range(cards), 2)
+    monkeypatch.setattr(streams, "_peers", {} if peer else dict.fromkeys(pairs, False))
+    model = wide(4, vocabulary=24_000)
+    model.lm_head.weight.requires_grad_(not frozen)
+    other = copy.deepcopy(model)
+    given = {"device": "cuda", "steps": 6, "head_tokens": 11, "head": "whole"}
+    one = trained(model, None, **given)
+    assert_same(one, trained(other, cards, head_dealing="in_order", **given))
 
 
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)

@@ -146,7 +146,7 @@ def test_no_card_is_over_its_budget_and_all_together_not_over_the_host(
 def test_what_fits_on_all_cards_together_streams_nothing(known: CardsRates | None) -> None:
     alone = place(MODEL, Capacity(device_free_bytes=7 * GIB, host_available_bytes=None), SET)
     assert alone.offload != "none"
-    found = place_on_cards(MODEL, machine(7, 7), known, SET, FIXED)
+    found = place_on_cards(MODEL, machine(9, 9), known, SET, FIXED)
     assert found.offload == "none"
     assert found.need.arena_bytes == 0
     assert [card.slots for card in found.cards] == [0, 0]
@@ -281,18 +281,36 @@ def test_by_itself_there_are_at_least_two_chunks_a_card_where_that_is_faster() -
 
 
 def test_the_head_is_on_all_cards_where_that_pays_and_the_order_is_free() -> None:
-    wide = replace(MODEL, row=replace(ROW, vocabulary=400_000))
-    free = ParallelRequest(cards=2, order="fast")
-    fast = place_on_cards(wide, machine(9, 9), TWO, SET, free)
-    fixed = place_on_cards(wide, machine(9, 9), TWO, SET, replace(FIXED, cards=2))
-    assert fast.head_on_all_cards and not fixed.head_on_all_cards
+    wide = replace(MODEL, row=replace(ROW, vocabulary=100_000))
+    free = ParallelRequest(cards=4, order="fast")
+    four = (machine(9, 9, 9, 9), rates(*[250e12] * 4))
+    fast = place_on_cards(wide, *four, SET, free)
+    fixed = place_on_cards(wide, *four, SET, replace(FIXED, cards=4))
+    assert (fast.head_dealing, fixed.head_dealing) == ("summed", "in_order")
     assert fast.step_s is not None and fixed.step_s is not None
     assert fast.step_s < fixed.step_s
     assert told(fast, "parallel.order")[0] == "fast"
-    assert told(fixed, "parallel.order") == (
-        "fixed",
-        "as set: the bits of one card with the same chunks",
-    )
+    order, because = told(fixed, "parallel.order")
+    assert order == "fixed"
+    assert because.startswith("as set: the bits of one card with the same chunks; ")
+    assert "with the head on all cards, and" in because
+
+
+def test_on_two_cards_the_order_of_one_is_no_slower() -> None:
+    wide = replace(MODEL, row=replace(ROW, vocabulary=100_000))
+    found = place_on_cards(wide, machine(9, 9), TWO, SET, ParallelRequest(cards=2, order="fast"))
+    assert found.head_dealing == "in_order"
+    order, because = told(found, "parallel.order")
+    assert order == "fixed" and because.startswith("one card's order of sums is no slower; ")
+
+
+def test_slopes_that_would_take_longer_than_the_head_stay_on_one_card() -> None:
+    wide = replace(MODEL, row=replace(ROW, vocabulary=400_000))
+    through_host = replace(TWO, peers={})
+    found = place_on_cards(wide, machine(9, 9), through_host, SET, replace(FIXED, cards=2))
+    assert found.head_dealing == "one_card"
+    because = told(found, "parallel.order")[1]
+    assert because == "as set: the bits of one card with the same chunks"
 
 
 def test_without_rates_every_card_that_can_be_used_computes_by_the_rule() -> None:

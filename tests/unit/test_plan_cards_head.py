@@ -9,8 +9,9 @@ import pytest
 
 from fluxtrain.live.cards.changed import changed_on_cards
 from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.request import ParallelRequest
-from fluxtrain.plan.cards.shares import Dealt
+from fluxtrain.plan.cards.rates import CardsRates
+from fluxtrain.plan.cards.request import Order, ParallelRequest
+from fluxtrain.plan.cards.shares import LANDED_SLOPES, SENT_SLOPES, Dealt
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import FP32_BYTES, ModelFacts
 from fluxtrain.plan.footprint import HIDDEN_AT_LOSS, footprint
@@ -25,9 +26,12 @@ def wide(vocabulary: int) -> ModelFacts:
     )
 
 
-def placed(facts: ModelFacts, order: str) -> Placement:
-    how = ParallelRequest(cards=2, order=order, dealing=(4, 4))  # type: ignore[arg-type]
-    return place_on_cards(facts, machine(200, 200), TWO, SET, how)
+def placed(facts: ModelFacts, order: Order, rates: CardsRates = TWO) -> Placement:
+    how = ParallelRequest(cards=2, order=order, dealing=(4, 4))
+    return place_on_cards(facts, machine(200, 200), rates, SET, how)
+
+
+UNLINKED = replace(TWO, peers={})  # a head in order stays on one card
 
 
 def of_loss(facts: ModelFacts) -> int:
@@ -44,8 +48,8 @@ def test_the_other_cards_peak_grows_by_the_weight_and_what_a_block_leaves_over(
     vocabulary: int,
 ) -> None:
     facts = wide(vocabulary)
-    fast, fixed = placed(facts, "fast"), placed(facts, "fixed")
-    assert fast.head_on_all_cards and not fixed.head_on_all_cards
+    fast, fixed = placed(facts, "fast", UNLINKED), placed(facts, "fixed", UNLINKED)
+    assert (fast.head_dealing, fixed.head_dealing) == ("summed", "one_card")
     assert fast.layout == replace(fixed.layout, deferred_moments=fast.layout.deferred_moments)
     first, other = (a.device_bytes - b.device_bytes
                     for a, b in zip(fast.cards, fixed.cards, strict=True))  # fmt: skip
@@ -56,9 +60,31 @@ def test_the_other_cards_peak_grows_by_the_weight_and_what_a_block_leaves_over(
     assert other == copy + max(0, of_loss(facts) - block)
 
 
+@pytest.mark.parametrize("vocabulary", [150_000, 4_000_000])
+def test_in_order_the_first_card_has_slopes_of_others_and_these_have_no_sum(
+    vocabulary: int,
+) -> None:
+    facts = wide(vocabulary)
+    here, there = placed(facts, "fixed"), placed(facts, "fixed", UNLINKED)
+    assert (here.head_dealing, there.head_dealing) == ("in_order", "one_card")
+    row, copy = facts.row, facts.head_dtype_bytes * facts.head_parameters
+    assert row is not None and SET.batch_rows is not None
+    logits = logits_bytes(row, SET.batch_rows, row.vocabulary, 0, has_gpu=True)
+    share = Dealt(facts=facts, cards=(0,) * 4 + (1,) * 4)
+    first, other = (
+        footprint(share.share(card), there.layout, has_gpu=True).workspace_bytes for card in (0, 1)
+    )
+    grown = [a.device_bytes - b.device_bytes
+             for a, b in zip(here.cards, there.cards, strict=True)]  # fmt: skip
+    hidden = HIDDEN_AT_LOSS * SET.batch_rows * row.block_input_bytes
+    sums = FP32_BYTES * facts.head_parameters
+    assert grown[0] == max(0, hidden + sums + (1 + LANDED_SLOPES) * logits - first)
+    assert grown[1] == copy + max(0, hidden + SENT_SLOPES * logits - other)
+
+
 def test_a_change_while_it_runs_counts_the_larger_of_the_two_as_well() -> None:
     facts = replace(wide(4_000_000), groups=model(8).groups)
-    before = placed(facts, "fast")
+    before = placed(facts, "fast", UNLINKED)
     after = changed_on_cards(facts, before, "blocks_without_recompute", 8, has_gpu=True)
     kept = sum(row.activations == "kept" and row.card == 1 for row in after.groups)
     grown = after.cards[1].device_bytes - before.cards[1].device_bytes

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from fluxtrain.plan.cards.dealing import spread_evenly
 from fluxtrain.plan.cards.pipeline import PipelineTime, simulated
 from fluxtrain.plan.cards.rates import CardsRates, times_as_long
-from fluxtrain.plan.cards.shares import Dealt
-from fluxtrain.plan.cards.work import Order, step_work
+from fluxtrain.plan.cards.shares import Dealt, cards_of_chunks
+from fluxtrain.plan.cards.work import step_work
 from fluxtrain.plan.cost.calibration import Calibration, HostTimes, Line
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.heads import HeadDealing
 
 FEW_PERCENT = 0.06
 REACHED = 0.615  # of a matmul rate in a block, as the time model has it
@@ -125,14 +126,14 @@ def time_of(
     rates: CardsRates,
     dealt: tuple[int, ...] | None = None,
     *,
-    order: Order = "fixed",
+    head_dealing: HeadDealing = "one_card",
     runs_by_chunks: bool = True,
     **stepping: Any,
 ) -> PipelineTime:
     number = len(rates.cards)
     dealt = dealt or tuple(at % number for at in range(facts.layers))
     model_dealt = Dealt(facts=facts, cards=dealt)
-    work = step_work(model_dealt, [layout] * number, rates, order=order, **stepping)
+    work = step_work(model_dealt, [layout] * number, rates, head_dealing=head_dealing, **stepping)
     return simulated(work, rates, runs_by_chunks=runs_by_chunks)
 
 
@@ -167,12 +168,14 @@ def test_one_card_takes_as_long_as_the_time_model_says(
     assert found.tokens == expected.tokens
 
 
-def gain(number: int, chunks: int, order: Order = "fast", rows: int = 64, **rest: Any) -> float:
+def gain(
+    number: int, chunks: int, head_dealing: HeadDealing = "summed", rows: int = 64, **rest: Any
+) -> float:
     """How many times as fast as one card so many are: 8B without a link between the cards."""
     layout = replace(STREAMED, batch_rows=rows, chunk_rows=rows // chunks, deferred_moments=True)
     alone = time_of(EIGHT, replace(layout, chunk_rows=8), linked(DESKTOP, 1))
     cards = linked(DESKTOP, number, None)
-    return alone.step_s / time_of(EIGHT, layout, cards, order=order, **rest).step_s
+    return alone.step_s / time_of(EIGHT, layout, cards, head_dealing=head_dealing, **rest).step_s
 
 
 def test_two_cards_want_at_least_four_chunks() -> None:
@@ -189,7 +192,7 @@ def test_four_cards_want_at_least_eight_chunks() -> None:
 
 def test_neighbours_on_different_cards_overlap_and_halves_do_not() -> None:
     halves, fours, twos = (tuple(at // n % 2 for at in range(32)) for n in (16, 4, 2))
-    by_blocks: dict[str, Any] = {"order": "fixed", "runs_by_chunks": False}
+    by_blocks: dict[str, Any] = {"head_dealing": "one_card", "runs_by_chunks": False}
     found = [gain(2, 8, dealt=dealt, **by_blocks) for dealt in (halves, fours, twos)]
     in_turn = gain(2, 8, **by_blocks)
     assert found[0] == pytest.approx(1.05, abs=0.05)
@@ -209,8 +212,31 @@ def test_runs_of_unequal_cards_are_worth_more_chunk_by_chunk() -> None:
 
 
 def test_a_head_on_all_cards_is_worth_more_the_more_cards_there_are() -> None:
-    two, four = (gain(n, 16) / gain(n, 16, order="fixed") for n in (2, 4))
+    two, four = (gain(n, 16) / gain(n, 16, "one_card") for n in (2, 4))
     assert 1.02 < two < four
+
+
+@pytest.mark.parametrize("cards", [2, 3, 4])
+def test_a_head_in_order_takes_as_long_as_the_sums_of_the_first_card(cards: int) -> None:
+    rates, layout = replace(FAST, calibration=TRIED), replace(RESIDENT, batch_rows=64)
+
+    def step_s(dealing: HeadDealing, facts: ModelFacts = EIGHT, link: float = 389e9) -> float:
+        linked_cards = linked(rates, cards, link or None)
+        return time_of(facts, layout, linked_cards, head_dealing=dealing).step_s
+
+    whole_s = TRIED.outside_forward.at(64)
+    saved_s = step_s("one_card") - step_s("in_order")
+    assert saved_s == pytest.approx(whole_s * (1 / 2 if cards == 2 else 2 / 3), rel=0.05)
+    assert (step_s("summed") < step_s("in_order")) == (cards > 3)
+    frozen = replace(EIGHT, head_parameters=0)
+    assert step_s("in_order", frozen) == pytest.approx(step_s("summed", frozen), rel=0.01)
+    assert step_s("in_order", link=0.0) > step_s("one_card", link=0.0)  # slopes are wide
+
+
+def test_chunks_of_a_head_in_order_are_dealt_by_what_the_first_card_does_beside() -> None:
+    assert cards_of_chunks(6, 2, adds=True) == [0, 1, 1, 1, 0, 1]
+    assert cards_of_chunks(5, 4, adds=True) == [1, 2, 3, 1, 2]
+    assert cards_of_chunks(5, 3, adds=False) == [0, 1, 2, 0, 1]
 
 
 def test_a_link_between_cards_is_worth_more_than_copies_through_the_host() -> None:
@@ -282,7 +308,7 @@ def test_no_step_is_shorter_than_what_the_busiest_resource_does_in_it(
     cards = tuple(numbers[card] for card in dealt)
     layout = replace(layout, chunk_rows=chunk_rows, optimizer_in_backward=not clips)
     found = time_of(
-        SMALL, layout, linked(FAST, len(numbers), None), cards, clips=clips, order="fast"
+        SMALL, layout, linked(FAST, len(numbers), None), cards, clips=clips, head_dealing="summed"
     )
     assert found.step_s >= max(found.busy_s.values()) * 0.999
     assert found.tokens_per_s == pytest.approx(found.tokens / found.step_s)

@@ -77,8 +77,7 @@ class PlainChunks:
 
     def __init__(self, head: HeadLoss, tokens: int | None) -> None:
         self._head = head
-        token_bytes = 4 * head.weight.shape[0] * copies_of(head.steps)
-        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // token_bytes)
+        self.tokens = tokens_at_once(head, tokens)
 
     def slope(self, hidden: Tensor, rows: slice, losses: Tensor) -> Tensor | None:
         """Write the cross entropy of hidden (n, H), in nats, to `losses` (n,). Return the slope of
@@ -104,13 +103,10 @@ class FusedChunks:
     """Chunks of tokens by the kernel above; `chunks_of` says when."""
 
     def __init__(self, head: HeadLoss, tokens: int | None) -> None:
-        width = head.weight.shape[0]
-        token_bytes = head.weight.itemsize * width * copies_of(head.steps)
-        limit = max(1, FUSED_LOGITS_BYTES // token_bytes)
         self._head = head
-        self.tokens = min(tokens or limit, len(head.target))
+        self.tokens = tokens_at_once(head, tokens)
         self._product = torch.empty(
-            (self.tokens, width), dtype=head.weight.dtype, device=head.weight.device
+            (self.tokens, head.weight.shape[0]), dtype=head.weight.dtype, device=head.weight.device
         )
 
     def slope(self, hidden: Tensor, rows: slice, losses: Tensor) -> Tensor | None:
@@ -134,10 +130,21 @@ class FusedChunks:
 
 def chunks_of(head: HeadLoss, tokens: int | None) -> PlainChunks | FusedChunks:
     """Return the fastest way to compute the loss; `tokens` a chunk, None: by memory."""
+    return FusedChunks(head, tokens) if _is_fused(head) else PlainChunks(head, tokens)
+
+
+def tokens_at_once(head: HeadLoss, tokens: int | None) -> int:
+    """Return how many tokens a chunk has; `tokens` as asked, None: by memory."""
+    width, copies = head.weight.shape[0], copies_of(head.steps)
+    if not _is_fused(head):
+        return tokens or max(1, LOGITS_CHUNK_BYTES // (4 * width * copies))
+    limit = max(1, FUSED_LOGITS_BYTES // (head.weight.itemsize * width * copies))
+    return min(tokens or limit, len(head.target))
+
+
+def _is_fused(head: HeadLoss) -> bool:
     exact = head.dtype in (head.weight.dtype, torch.float32)
-    if triton is not None and head.weight.is_cuda and exact and len(head.target):
-        return FusedChunks(head, tokens)
-    return PlainChunks(head, tokens)
+    return triton is not None and head.weight.is_cuda and exact and len(head.target) > 0
 
 
 @dataclass
@@ -151,6 +158,13 @@ class TokenSums:
     def of(self, rows: slice) -> TokenSums:
         """Return the same for a range of the tokens."""
         return TokenSums(None if self.hidden is None else self.hidden[rows], self.weight, self.bias)
+
+    def add(self, slope: Tensor, hidden: Tensor) -> None:
+        """Add what the slopes (n, V) of some tokens, hidden (n, H), give to the head's own."""
+        if self.weight is not None:
+            add_product_(self.weight, slope.t(), hidden)
+        if self.bias is not None:
+            self.bias += slope.sum(0, dtype=torch.float32)
 
     def like(self, hidden: Tensor) -> TokenSums:
         """Return new ones, zero, for other tokens (n, H) beside them."""
@@ -178,10 +192,7 @@ def loss_of_tokens(
             continue
         if sums.hidden is not None:
             torch.mm(slope, head.weight, out=sums.hidden[rows])
-        if sums.weight is not None:
-            add_product_(sums.weight, slope.t(), inner)
-        if sums.bias is not None:
-            sums.bias += slope.sum(0, dtype=torch.float32)
+        sums.add(slope, inner)
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

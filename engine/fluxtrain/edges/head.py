@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from fluxtrain.edges.chunk_loss import HeadLoss, TokenSums, loss_of_tokens
 from fluxtrain.edges.chunked_head import vocab_chunked_cross_entropy
 from fluxtrain.edges.head_call import NO_TARGETS, HeadCall, outside
+from fluxtrain.edges.head_in_order import loss_in_order
 from fluxtrain.edges.module_head import loss_of_module
 from fluxtrain.edges.shared_head import is_shared, loss_on_all_cards
 from fluxtrain.edges.steps import Step, Steps, after, cast, step_of
@@ -377,7 +378,9 @@ def _forward_chunks(
     )
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     if is_shared(call.context, len(losses)):
-        loss_on_all_cards(call, head, hidden.detach(), losses, sums)
+        in_order = call.context.plan.head_dealing == "in_order"
+        compute = loss_in_order if in_order else loss_on_all_cards
+        compute(call, head, hidden.detach(), losses, sums)
     else:
         loss_of_tokens(head, hidden.detach(), losses, sums, call.context.head_tokens)
     return (losses.sum() / count).masked_fill(wrong, torch.nan)

@@ -27,7 +27,7 @@ _ADDED_BYTES = 32 << 20  # of a sum that is added at a time
 
 def is_shared(context: Context, tokens: int) -> bool:
     """Tell whether a head's loss over so many tokens is dealt to all cards."""
-    return context.plan.head_on_all_cards and tokens >= len(context.cards) > 1
+    return context.plan.head_dealing != "one_card" and tokens >= len(context.cards) > 1
 
 
 def loss_on_all_cards(
@@ -71,30 +71,40 @@ def _begin(
     version: int,
 ) -> _Share:
     """Send a card its tokens and its copy of the weight, and let it begin."""
-    weight = _weight_on(card, first, head.weight, version)
-
-    def there(tensor: Tensor) -> Tensor:
-        return sent(tensor, first, card)
-
-    steps = tuple(Step(one.func, tuple(_moved(o, there) for o in one.others)) for one in head.steps)
-    mine = replace(
-        head,
-        weight=weight,
-        bias=None if head.bias is None else there(head.bias),
-        target=there(head.target[span]),
-        scale=there(head.scale),
-        steps=steps,
-    )
-    inner = there(hidden[span].detach())
-    constants = [o for step in steps for o in step.others if isinstance(o, Tensor)]
-    arriving = [weight, mine.target, mine.scale, inner, *constants]
+    mine = head_on(card, first, replace(head, target=head.target[span]), version)
+    inner = sent(hidden[span].detach(), first, card)
     with card.computing():
-        wait_for_all(card.device, arriving if mine.bias is None else [*arriving, mine.bias])
+        wait_for_all(card.device, [inner, *tensors_of(mine)])
         made = sums.like(inner)
         losses = torch.empty(len(inner), dtype=torch.float32, device=inner.device)
         loss_of_tokens(mine, inner, losses, made, tokens)
         done = card.device.mark()
     return _Share(card, span, losses, made, done)
+
+
+def head_on(card: Card, first: Card, head: HeadLoss, version: int) -> HeadLoss:
+    """Return the same on another card, where its tensors are on their way."""
+
+    def there(tensor: Tensor) -> Tensor:
+        return sent(tensor, first, card)
+
+    return replace(
+        head,
+        weight=_weight_on(card, first, head.weight, version),
+        bias=None if head.bias is None else there(head.bias),
+        target=there(head.target),
+        scale=there(head.scale),
+        steps=tuple(
+            Step(one.func, tuple(_moved(o, there) for o in one.others)) for one in head.steps
+        ),
+    )
+
+
+def tensors_of(head: HeadLoss) -> list[Tensor]:
+    """Return what a card must have before it computes with `head`."""
+    found = [head.weight, head.target, head.scale]
+    found += [o for step in head.steps for o in step.others if isinstance(o, Tensor)]
+    return found if head.bias is None else [*found, head.bias]
 
 
 def _moved(value: Any, there: Any) -> Any:

@@ -100,7 +100,7 @@ def _dealing(
             request=replace(request, chunk_rows=placement.layout.chunk_rows),
             counts=tuple(card.blocks for card in placement.cards),
             share=STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked,
-            head_on_all_cards=placement.head_on_all_cards,
+            head_dealing=placement.head_dealing,
         ),
         placement=placement,
         lanes=lanes,

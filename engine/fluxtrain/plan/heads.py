@@ -10,6 +10,7 @@ states is added up in fp32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fluxtrain.plan.facts import (
     FP32_BYTES,
@@ -23,6 +24,9 @@ from fluxtrain.plan.facts import (
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.units import bytes_text
 
+# Who computes a head's loss: one card; all, of which the first adds up the weight's gradient in the
+# order of one card; or all, each with a sum of its own
+HeadDealing = Literal["one_card", "in_order", "summed"]
 CHUNKS_GAIN = 1.02  # vocabulary chunks have to be faster by so much: the prediction errs as far
 VOCAB_CHUNK_BYTES = (
     64 << 20

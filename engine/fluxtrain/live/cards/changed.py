@@ -121,9 +121,7 @@ def _shares(facts: ModelFacts, placement: Placement, *, has_gpu: bool) -> list[_
     dealt = Dealt(facts=facts, cards=blocks)
 
     def share_of(number: int) -> ModelFacts:
-        if not placement.head_on_all_cards:
-            return dealt.share(number)
-        return dealt.share_with_loss(number, placement.batch_rows)
+        return dealt.share_with_loss(number, placement.batch_rows, placement.head_dealing)
 
     found = (
         _Share(number, share_of(number), _layout_of(placement, number), has_gpu)

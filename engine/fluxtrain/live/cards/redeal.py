@@ -18,6 +18,7 @@ from fluxtrain.plan.cards.rates import CardsRates, times_as_long
 from fluxtrain.plan.cards.work import StepWork, step_work
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import RunRequest
 
 _NEAR = (1, 2)  # blocks to and from the dealing by measured seconds that are tried too
@@ -43,7 +44,7 @@ class DealtRun:
     request: RunRequest  # with the rows of a batch and of a chunk
     counts: tuple[int, ...]  # blocks of each card
     share: float = 1.0
-    head_on_all_cards: bool = False
+    head_dealing: HeadDealing = "one_card"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ def _work(run: DealtRun, option: Option) -> StepWork:
         run.rates.of(range(len(run.counts))),
         clips=not request.optimizer_in_backward,
         passes=request.passes,
-        order="fast" if run.head_on_all_cards else "fixed",
+        head_dealing=run.head_dealing,
     )
 
 
@@ -144,7 +145,7 @@ def _option(run: DealtRun, counts: tuple[int, ...], rates: CardsRates) -> Option
     try:
         return option_of(
             run.facts, run.capacities, rates, run.request, counts,
-            share=run.share, head_on_all_cards=run.head_on_all_cards,
+            share=run.share, head_dealing=run.head_dealing,
         )  # fmt: skip
     except DoesNotFit:
         return None

@@ -33,6 +33,7 @@ from fluxtrain.plan.cost.moments import CLEARLY
 from fluxtrain.plan.cost.step import passes_s
 from fluxtrain.plan.facts import OFFLOADS, Capacity, ModelFacts
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import RunRequest, check
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS
 from fluxtrain.telemetry.events import CardLeftOut
@@ -74,7 +75,7 @@ def option_of(
     counts: tuple[int, ...],
     *,
     share: float = 1.0,
-    head_on_all_cards: bool = False,
+    head_dealing: HeadDealing = "one_card",
 ) -> Option:
     """Place and time all cards of `capacities`, in their order, with these numbers of blocks and
     the rows of `request`. Raises DoesNotFit where they do not fit."""
@@ -83,8 +84,7 @@ def option_of(
     chooser = _Chooser(facts, capacities, rates, request, parallel, share)
     assert request.batch_rows is not None and request.chunk_rows != "auto", "a run has its rows"
     return chooser._fastest(
-        tuple(range(len(indices))), request.batch_rows, request.chunk_rows,
-        head_on_all_cards=head_on_all_cards,
+        tuple(range(len(indices))), request.batch_rows, request.chunk_rows, head_dealing
     )  # fmt: skip
 
 
@@ -223,17 +223,20 @@ class _Chooser:
                     for other in self._fitting(chosen.positions, batch, rows):
                         yield other
                         best = min(best, other, key=lambda one: one.step_s)
-        if self.parallel.order == "fast" and _head_is_whole(best):
+        if _head_is_whole(best):
             rows = best.layout.chunk_rows
-            for other in self._fitting(chosen.positions, batch, rows, head_on_all_cards=True):
-                if other.step_s < WORTH_ALL_HEADS * best.step_s:
-                    yield other
+            dealings: list[HeadDealing] = ["in_order"]
+            dealings += ["summed"] if self.parallel.order == "fast" else []
+            for dealing in dealings:
+                for other in self._fitting(chosen.positions, batch, rows, dealing):
+                    if other.step_s < WORTH_ALL_HEADS * best.step_s:
+                        yield other
 
     def _fitting(
-        self, positions: tuple[int, ...], batch: int, chunk: int, *, head_on_all_cards: bool = False
+        self, positions: tuple[int, ...], batch: int, chunk: int, dealing: HeadDealing = "one_card"
     ) -> Iterator[Option]:
         try:
-            yield self._fastest(positions, batch, chunk, head_on_all_cards=head_on_all_cards)
+            yield self._fastest(positions, batch, chunk, dealing)
         except DoesNotFit:
             return
 
@@ -259,11 +262,11 @@ class _Chooser:
         else:
             alone = place_timed(self.facts, capacity, self.request, timing)
         dealt = Dealt(facts=self.facts, cards=(0,) * self.facts.layers)
-        time = self._time((position,), dealt, [alone.layout], fast=False)
+        time = self._time((position,), dealt, [alone.layout], "one_card")
         return Option(positions=(position,), dealt=dealt, settled=(), time=time, alone=alone)
 
     def _fastest(
-        self, positions: tuple[int, ...], batch: int, chunk: int, *, head_on_all_cards: bool = False
+        self, positions: tuple[int, ...], batch: int, chunk: int, dealing: HeadDealing = "one_card"
     ) -> Option:
         """The fastest dealing of a batch and its chunks. Raises DoesNotFit where none fits."""
         residency = Residency(
@@ -273,7 +276,7 @@ class _Chooser:
             None if self.rates is None else self.rates.of(positions),
             replace(self.request, batch_rows=batch or None, chunk_rows=chunk or "auto"),
             self.share,
-            head_on_all_cards,
+            dealing,
         )
         found: list[Option] = []
         refused: DoesNotFit | None = None
@@ -313,8 +316,8 @@ class _Chooser:
 
     def _timed(self, positions: tuple[int, ...], dealt: Dealt, residency: Residency) -> Option:
         settled = residency.settled(dealt)
-        fast = residency.head_on_all_cards
-        option = Option(positions=positions, dealt=dealt, settled=settled, head_on_all_cards=fast)
+        head = residency.head_dealing
+        option = Option(positions=positions, dealt=dealt, settled=settled, head_dealing=head)
         if self.rates is None:
             return option
         at_once, later = (
@@ -322,9 +325,7 @@ class _Chooser:
             for deferred in (False, True)
         )
         now, then = (
-            replace(
-                one, time=self._time(positions, dealt, [s.layout for s in one.settled], fast=fast)
-            )
+            replace(one, time=self._time(positions, dealt, [s.layout for s in one.settled], head))
             for one in (at_once, later)
         )
         asked = self.request.deferred_moments
@@ -333,7 +334,7 @@ class _Chooser:
         return then if asked or then.step_s < CLEARLY * now.step_s else now
 
     def _time(
-        self, positions: tuple[int, ...], dealt: Dealt, layouts: list[Layout], *, fast: bool
+        self, positions: tuple[int, ...], dealt: Dealt, layouts: list[Layout], head: HeadDealing
     ) -> PipelineTime | None:
         if self.rates is None:
             return None
@@ -344,7 +345,7 @@ class _Chooser:
             rates,
             clips=not self.request.optimizer_in_backward,
             passes=self.request.passes,
-            order="fast" if fast else "fixed",
+            head_dealing=head,
         )
         packed = any(group.dense_bytes for group in self.facts.groups)
         return simulated(work, rates, runs_by_chunks=not packed)

@@ -185,19 +185,25 @@ def _dealing_because(parallel: ParallelRequest, best: Option) -> str:
 
 
 def _order(parallel: ParallelRequest, options: Sequence[Option], best: Option) -> tuple[str, str]:
-    if best.head_on_all_cards:
+    order = "fast" if best.head_dealing == "summed" else "fixed"
+    as_set = "as set: the bits of one card with the same chunks"
+    if best.head_dealing != "one_card":
         others = [
             one for one in options
-            if one.positions == best.positions and not one.head_on_all_cards
+            if one.positions == best.positions and one.head_dealing == "one_card"
             and one.layout.chunk_rows == best.layout.chunk_rows
         ]  # fmt: skip
         beside = min((one.step_s for one in others), default=best.step_s)
-        return "fast", (
+        told = (
             f"{duration_text(best.step_s)} a step is predicted with the head on all cards, and "
             f"{duration_text(beside)} with it on one"
         )
+        if order == "fast":
+            return order, told
+        why = as_set if parallel.order == "fixed" else "one card's order of sums is no slower"
+        return order, f"{why}; {told}"
     if parallel.order == "fixed":
-        return "fixed", "as set: the bits of one card with the same chunks"
+        return "fixed", as_set
     return "fixed", "the head on all cards would gain too little, or does not fit: one card has it"
 
 

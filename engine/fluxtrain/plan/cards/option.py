@@ -11,6 +11,7 @@ from fluxtrain.plan.choices.placement import CardNeed, Placement
 from fluxtrain.plan.facts import OFFLOADS
 from fluxtrain.plan.footprint import Footprint, Layout, kept_count
 from fluxtrain.plan.group_placement import GroupPlacement, table_of
+from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.telemetry.events import ChoiceMade
 
 _BINDS = {
@@ -31,7 +32,7 @@ class Option:
     dealt: Dealt
     settled: tuple[Settled, ...]
     time: PipelineTime | None = None
-    head_on_all_cards: bool = False
+    head_dealing: HeadDealing = "one_card"
     alone: Placement | None = None  # of one card: as it is placed without any other
 
     @property
@@ -104,7 +105,7 @@ class Option:
                 )
                 for one, budget in zip(self.settled, budgets, strict=True)
             ),
-            head_on_all_cards=self.head_on_all_cards,
+            head_dealing=self.head_dealing,
             step_s=None if self.time is None else self.time.step_s,
             busy_s={} if self.time is None else self.time.busy_s,
             binds="" if self.time is None else _BINDS[self.time.binds],

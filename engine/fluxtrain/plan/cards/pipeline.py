@@ -271,7 +271,7 @@ class _Pipeline:
         for at in self._edges("head"):
             seconds = self.work.groups[at].up_forward_s * first
             ready_s = max(ready_s, self._upload(at, seconds, self.updated_s[at]))
-        loss_s = 0.0
+        loss_s, begun_s, ends_s = 0.0, 0.0, [0.0]
         for card, seconds in enumerate(self.work.head_s):
             if not seconds:
                 continue
@@ -281,12 +281,19 @@ class _Pipeline:
             if self.work.head_up_s:  # beside the computation
                 copied_s = self.lanes.copy("up", card, there_s, self.work.head_up_s)
                 there_s = max(there_s, copied_s - seconds)
-            _, end_s = self._compute(card, max(ready_s, there_s), seconds)
+            begin_s, end_s = self._compute(card, max(ready_s, there_s), seconds)
+            begun_s = max(begun_s, begin_s)
+            if self.work.slope_bytes and card != EDGES_CARD:  # the first chunk, and all
+                size = self.work.slope_bytes[card]
+                ends_s.append(max(end_s, self.lanes.hop(card, EDGES_CARD, begin_s, size)))
             if card != EDGES_CARD:
                 self.lanes.hop(card, EDGES_CARD, end_s, self.work.head_sum_bytes)
                 back_bytes = int(share * sum(self.work.hop_bytes))
                 end_s = self.lanes.hop(card, EDGES_CARD, end_s, back_bytes)
             loss_s = max(loss_s, end_s)
+        if self.work.head_adds_s:  # chunk by chunk, while others are computed
+            _, end_s = self._compute(EDGES_CARD, begun_s, self.work.head_adds_s)
+            loss_s = max(loss_s, end_s, *ends_s)
         return [loss_s] * self.work.chunks, EDGES_CARD
 
     def _backward(self, flowed: tuple[list[float], int], number: int) -> None:

@@ -64,9 +64,9 @@ class ParallelRequest:
         "[20, 16], one for each card; auto is speed, and even where no times are known"
     )
     order: Order = _setting(
-        "fast: where it pays, the head's chunks of tokens are dealt to all cards, so that its "
-        "gradient is summed in another order than on one card; fixed: the head is on one card, and "
-        "every weight has the bits of one card with the same placement.chunk_rows",
+        "where it pays, the head's chunks of tokens are computed by all cards. fixed: the first "
+        "card adds up its gradient in one card's order, and every weight has the bits of one card "
+        "with the same placement.chunk_rows; fast: each card may add up its own, in another order",
         "fixed",
     )
 

@@ -21,6 +21,7 @@ from fluxtrain.plan.choices.ranked import Frontier
 from fluxtrain.plan.choices.reasons import refusal
 from fluxtrain.plan.facts import Capacity, ModelFacts, Offload
 from fluxtrain.plan.footprint import Footprint, Layout, footprint, slot_count
+from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.units import GIB, bytes_text
@@ -76,7 +77,7 @@ class Residency:
     rates: CardsRates | None  # of these cards
     request: RunRequest
     share: float = 1.0  # of each card's memory: 1 all that may be used, 0 the least that runs
-    head_on_all_cards: bool = False
+    head_dealing: HeadDealing = "one_card"
 
     @cached_property
     def landing_bytes(self) -> int:
@@ -219,9 +220,7 @@ class Residency:
         )
 
     def _share(self, dealt: Dealt, card: int) -> ModelFacts:
-        if not self.head_on_all_cards:
-            return dealt.share(card)
-        return dealt.share_with_loss(card, self.request.batch_rows)
+        return dealt.share_with_loss(card, self.request.batch_rows, self.head_dealing)
 
     def beside_bytes(self, dealt: Dealt, card: int, run: int) -> int:
         """Bytes on a card that its layout does not count: landing buffers, flat sums of a run, and
@@ -229,7 +228,8 @@ class Residency:
         if len(self.cards) == 1:
             return 0
         sums = max((g.sum_bytes for g in dealt.groups_of(card) if g.kind == "block"), default=0)
-        head = self._head_copy_bytes if self.head_on_all_cards and card != EDGES_CARD else 0
+        copied = self.head_dealing != "one_card" and card != EDGES_CARD
+        head = self._head_copy_bytes if copied else 0
         at_once = min(run, LANES) - 1  # further blocks that compute beside one
         return self.landing_bytes + at_once * (sums + self._chunk_bytes) + head
 

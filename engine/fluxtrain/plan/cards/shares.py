@@ -9,10 +9,22 @@ from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import FP32_BYTES, GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import HIDDEN_AT_LOSS
-from fluxtrain.plan.heads import logits_bytes
+from fluxtrain.plan.heads import HeadDealing, logits_bytes
 
 EDGES_CARD = 0  # computes with what stands outside the blocks: embedding, last norm, head
+LANDED_SLOPES = 3  # chunks of tokens whose slopes the first card has buffers for
+SENT_SLOPES = 2  # the same of a card that sends them
+_OF_TWO = (0, 1, 1, 1)  # chunks in turn: to add them all up takes the first as long as half of them
 _NOTHING = Line(base=0.0, slope=0.0)
+
+
+def cards_of_chunks(chunks: int, cards: int, *, adds: bool) -> list[int]:
+    """Return the card that computes each chunk of tokens of a head whose gradient is summed in
+    order. `adds`: there is a gradient, and the first card is kept busy by adding it up."""
+    turn = tuple(range(cards))
+    if adds and cards > 1:
+        turn = _OF_TWO if cards == 2 else turn[1:]
+    return [turn[at % len(turn)] for at in range(chunks)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +64,26 @@ class Dealt:
             row=None if row is None else replace(row, vocabulary=0, edge_bytes=0),
         )
 
-    def share_with_loss(self, card: int, batch_rows: int | None) -> ModelFacts:
-        """Return the facts of one card's groups where the head's tokens are dealt to all cards: the
-        sum of the weight's gradient, logits and hidden states are there until the loss is computed,
-        before any block's backward pass, so that both have the same memory in turn."""
+    def share_with_loss(
+        self, card: int, batch_rows: int | None, dealing: HeadDealing
+    ) -> ModelFacts:
+        """Return the facts of one card's groups where the head's tokens are dealt to all cards:
+        what a card has for the loss (hidden states, logits, sums of the weight's gradient) is there
+        until it is computed, before any block's backward pass, so that both have the same memory in
+        turn."""
         share, row, head = self.share(card), self.facts.row, self.facts.head_parameters
-        if card == EDGES_CARD or row is None or not batch_rows:
+        first = card == EDGES_CARD
+        if row is None or not batch_rows or dealing == "one_card":
+            return share
+        if dealing == "summed" and first:
             return share
         logits = logits_bytes(row, batch_rows, row.vocabulary, 0, has_gpu=True)
         hidden = HIDDEN_AT_LOSS * batch_rows * row.block_input_bytes
-        return replace(share, loss_bytes=FP32_BYTES * head + logits + hidden)
+        if dealing == "summed" or first:
+            hidden += FP32_BYTES * head
+        if dealing == "in_order":
+            logits *= 1 + LANDED_SLOPES if first else SENT_SLOPES
+        return replace(share, loss_bytes=hidden + logits)
 
 
 def rates_of_share(rates: Rates, card: int, number: int) -> Rates:

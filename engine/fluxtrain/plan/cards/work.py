@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fluxtrain.plan.cards.rates import CardsRates
-from fluxtrain.plan.cards.request import Order
-from fluxtrain.plan.cards.shares import EDGES_CARD, Dealt
+from fluxtrain.plan.cards.shares import EDGES_CARD, Dealt, cards_of_chunks
 from fluxtrain.plan.cost.calibration import Calibration, Line, chunked
 from fluxtrain.plan.cost.prefetch import UNEVEN
 from fluxtrain.plan.cost.rates import Rates
@@ -29,9 +28,12 @@ from fluxtrain.plan.footprint import (
     slot_count,
 )
 from fluxtrain.plan.group_placement import GroupPlacement, table_of
+from fluxtrain.plan.heads import HeadDealing
 
 _MEAN = sum(UNEVEN) / len(UNEVEN)
 _NOTHING = Line(base=0.0, slope=0.0)
+ADDING = 1 / 3  # of a head's products: the gradient of its weight; the others are of each token
+_TURN = 12  # chunks of tokens, after which their cards repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,10 @@ class StepWork:
     slots: tuple[int, ...]  # of each card
     device_update_s: tuple[float, ...]  # of each card
     head_s: tuple[float, ...]  # loss and its gradient, of each card
+    head_adds_s: float = 0.0  # for the first card to add up the slopes of all
     head_up_s: float = 0.0  # a head in vocabulary chunks on its way up
     head_sum_bytes: int = 0  # that each other card adds to the head's gradient
+    slope_bytes: tuple[int, ...] = ()  # that each card sends to the first, where that adds up
     behind_head_s: float = 0.0  # gradients of head and embedding on their way to their sums
     hop_bytes: tuple[int, ...] = ()  # what passes between two cards, of each chunk
     queueing: QueueTimes = QueueTimes()
@@ -103,7 +107,7 @@ def step_work(
     *,
     clips: bool = True,
     passes: int = 1,
-    order: Order = "fixed",
+    head_dealing: HeadDealing = "one_card",
 ) -> StepWork:
     """Say what a step has to do where each card has placed its share as its layout says."""
     shares = [_Share(dealt, card, layouts[card], rates, clips) for card in range(dealt.number)]
@@ -113,16 +117,16 @@ def step_work(
     assert row is not None, "time needs to know the rows"
     layout = layouts[EDGES_CARD]
     chunk_rows = _chunks(layout)
-    head_s = _head_s(first.head_s, rates, dealt.number, order)
+    head = _HeadWork(dealt.facts, first.head_s, rates, dealt.number, head_dealing)
     return StepWork(
         groups=groups,
         slots=tuple(max(1, slot_count(share.facts, share.layout)) for share in shares),
         device_update_s=tuple(share.device_update_s for share in shares),
-        head_s=head_s,
+        head_s=head.seconds,
+        head_adds_s=head.adds_s,
         head_up_s=first.head_up_s,
-        head_sum_bytes=FP32_BYTES * dealt.facts.head_parameters
-        if sum(map(bool, head_s)) > 1
-        else 0,
+        head_sum_bytes=head.sum_bytes,
+        slope_bytes=head.slope_bytes(layout.batch_rows),
         behind_head_s=first.behind_head_s,
         hop_bytes=tuple(rows * row.block_input_bytes for rows in chunk_rows),
         queueing=_queueing(shares, clips),
@@ -140,12 +144,42 @@ def _chunks(layout: Layout) -> list[int]:
     return [chunk] * whole + ([left] if left else [])
 
 
-def _head_s(head_s: float, rates: CardsRates, number: int, order: Order) -> tuple[float, ...]:
-    """Seconds of the head on each card: on the first alone, or its tokens dealt to all by speed."""
-    if order == "fixed" or number == 1:
-        return (head_s, *[0.0] * (number - 1))
-    speeds = [_speed(card) for card in rates.cards[:number]]
-    return (head_s * speeds[0] / sum(speeds),) * number
+class _HeadWork:
+    """What the head's loss takes of each card."""
+
+    def __init__(
+        self, facts: ModelFacts, head_s: float, rates: CardsRates, number: int, dealing: HeadDealing
+    ) -> None:
+        """`head_s`: of the first card, where it does all."""
+        self._facts, self._dealing = facts, dealing if number > 1 else "one_card"
+        trained = facts.head_parameters > 0
+        speeds = [_speed(card) for card in rates.cards[:number]]
+        turn = cards_of_chunks(_TURN, number, adds=trained)
+        self._shares = [turn.count(card) / _TURN for card in range(number)]
+        self.adds_s = head_s * ADDING * trained if self._dealing == "in_order" else 0.0
+        if self._dealing == "one_card":
+            self.seconds: tuple[float, ...] = (head_s, *[0.0] * (number - 1))
+        elif self._dealing == "summed":
+            self.seconds = (head_s * speeds[0] / sum(speeds),) * number
+        else:
+            slopes_s = head_s - self.adds_s
+            self.seconds = tuple(
+                share * slopes_s * speeds[0] / speed
+                for share, speed in zip(self._shares, speeds, strict=True)
+            )
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the sum that each other card sends."""
+        return FP32_BYTES * self._facts.head_parameters if self._dealing == "summed" else 0
+
+    def slope_bytes(self, batch_rows: int) -> tuple[int, ...]:
+        """Bytes of slopes that each card sends to the first."""
+        row = self._facts.row
+        if not self.adds_s or row is None:
+            return ()
+        whole = batch_rows * row.sequence_length * row.vocabulary * row.dtype_bytes
+        return (0, *(int(share * whole) for share in self._shares[1:]))
 
 
 def _speed(rates: Rates) -> float:

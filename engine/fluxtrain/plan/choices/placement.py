@@ -47,6 +47,7 @@ from fluxtrain.plan.footprint import (
     slot_count,
 )
 from fluxtrain.plan.group_placement import Activations, GroupPlacement, table_of
+from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import RunRequest, check, count_or
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.plan.spread import DeviceFirst
@@ -90,7 +91,7 @@ class Placement:
     cards: tuple[CardNeed, ...] = ()  # where several compute; the other numbers are of all together
     card: int | None = None  # torch's number of the one that computes alone; None: the current one
     left_out: tuple[CardLeftOut, ...] = ()  # other cards of the machine
-    head_on_all_cards: bool = False  # its chunks of tokens are dealt to them
+    head_dealing: HeadDealing = "one_card"  # who computes the loss
     step_s: float | None = None  # predicted, of several cards, as the next two
     busy_s: Mapping[str, float] = field(default_factory=dict)  # of a step, of cards the busiest
     binds: str = ""  # what is busy for the most of a step
