@@ -134,6 +134,21 @@ def test_a_configuration_that_leaves_tensors_or_options_out_is_refused(
         assert re.search(says, told), told
 
 
+def stored_as(dtype: torch.dtype, adapter: Path, *parts: str) -> Path:
+    """Let those of an adapter's tensors that have one of `parts` in their names be of a dtype."""
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    chosen = {name for name in tensors if any(part in name for part in parts)}
+    tensors = {n: t.to(dtype) if n in chosen else t for n, t in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return adapter
+
+
+def test_floats_of_8_bits_are_an_adapter(base: Path, tmp_path: Path) -> None:
+    adapter = stored_as(torch.float8_e4m3fn, make_adapter(base, tmp_path / "adapter"), "lora_")
+    assert_applied(base, adapter, tmp_path / "merged")
+
+
 def test_tensors_that_are_missing_are_not_zeros(base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(base, tmp_path / "adapter")
     path = adapter / "adapter_model.safetensors"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from fluxtrain.checkpoint.recovery import stored_config
 from fluxtrain.config.schema import RunConfig
@@ -106,7 +107,7 @@ def _checked_metadata(path: Path) -> Mapping[str, str] | None:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 tensor = file.get_tensor(name)
-                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                if tensor.is_floating_point() and not _is_finite(tensor):
                     raise BadInput(
                         f"{path}: {name} holds NaN or infinity: its training diverged; use an "
                         "earlier one"
@@ -115,3 +116,8 @@ def _checked_metadata(path: Path) -> Mapping[str, str] | None:
             return found
     except SafetensorError as error:
         raise BadInput(f"{path} is damaged ({error}): copy or download it again") from error
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    wide = tensor.float() if tensor.element_size() == 1 else tensor  # torch compares no 8 bits
+    return bool(torch.isfinite(wide).all())
