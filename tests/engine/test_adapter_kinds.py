@@ -134,6 +134,45 @@ def test_a_configuration_that_leaves_tensors_or_options_out_is_refused(
         assert re.search(says, told), told
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"target_parameters": ["experts.gate_up_proj"]},
+            "has target_parameters, .*which FluxTrain does not apply: merge it with peft's",
+        ),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            r"'pissa_niter_4', by which peft rewrites the base: .*path_initial_model_for_w",
+        ),
+        ({"init_lora_weights": "OLoRA"}, "'OLoRA', by which peft rewrites the base: convert it"),
+        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}, "learnt prompts, .* use them wi"),
+    ],
+)
+def test_what_no_command_applies_is_refused_by_all_in_the_same_words(
+    changes: dict[str, Any], says: str, base: Path, tmp_path: Path
+) -> None:
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=LAYERS)
+    path = edited(adapter, **changes)
+    assert_refused_alike(adapter, rf"^{path}\b.*{says}")
+
+
+def assert_refused_alike(adapter: Path, says: str) -> None:
+    """Opening the adapter and exporting it, alone or merged, say one and the same."""
+    with pytest.raises(BadInput) as alone:
+        exported(adapter, merge=False)
+    exporting, opening = refusals(adapter)
+    assert exporting == opening == str(alone.value)
+    assert re.search(says, opening), opening
+
+
+def test_an_adapter_of_experts_is_not_called_damaged(base: Path, tmp_path: Path) -> None:
+    """Its tensors have the rank of all experts together, which no key says."""
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=LAYERS)
+    edited(adapter, r=1, target_parameters=["experts.gate_up_proj"])
+    assert_refused_alike(adapter, "has target_parameters, .*merge it")
+
+
 def stored_as(dtype: torch.dtype, adapter: Path, *parts: str) -> Path:
     """Let those of an adapter's tensors that have one of `parts` in their names be of a dtype."""
     path = adapter / "adapter_model.safetensors"
@@ -142,6 +181,19 @@ def stored_as(dtype: torch.dtype, adapter: Path, *parts: str) -> Path:
     tensors = {n: t.to(dtype) if n in chosen else t for n, t in tensors.items()}
     save_file(tensors, path, metadata={"format": "pt"})
     return adapter
+
+
+@pytest.mark.parametrize(
+    ("parts", "count"), [(("lora_",), 28), (("layers.1.self_attn.q_proj.lora_A",), 1)]
+)
+def test_whole_numbers_are_no_adapter(
+    parts: tuple[str, ...], count: int, base: Path, tmp_path: Path
+) -> None:
+    adapter = stored_as(torch.int8, make_adapter(base, tmp_path / "adapter"), *parts)
+    says = (
+        rf"{count} of the adapter's 28 tensors are I8, first \S*{re.escape(parts[0])}.*save it ag"
+    )
+    assert_refused_alike(adapter, f"adapter: {says}")
 
 
 def test_floats_of_8_bits_are_an_adapter(base: Path, tmp_path: Path) -> None:

@@ -153,13 +153,6 @@ def test_an_adapter_that_is_not_finite_or_not_whole(adapter: Path, tmp_path: Pat
     refused(adapter, f"lacks {name}, which its configuration asks for", tmp_path)
 
 
-def test_adapters_that_cannot_be_merged_alone(adapter: Path, tmp_path: Path) -> None:
-    edited(adapter, init_lora_weights="pissa_niter_4")
-    refused(adapter, "rewrites the base.*path_initial_model_for_weight_conversion", tmp_path)
-    edited(adapter, init_lora_weights=True, target_parameters=["experts.gate_up_proj"])
-    refused(adapter, "has target_parameters", tmp_path)
-
-
 def test_a_folder_that_exists(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.txt").write_text("kept")

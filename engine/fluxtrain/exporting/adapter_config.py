@@ -1,5 +1,5 @@
-"""Reads an adapter's configuration, and refuses values by which peft would make other tensors than
-its file holds: of any size, before anything is compared."""
+"""Reads an adapter's configuration. Refuses, for all commands alike, what FluxTrain does not apply,
+and values by which peft would make other tensors than its file holds, before any is made."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ APPLIED = frozenset(
         "RANDLORA", "ROAD", "SHIRA", "TINYLORA", "TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT",
     }
 )  # fmt: skip
+_REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # of LoRA's init_lora_weights
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})  # as safetensors has them
+_MERGE = (
+    "merge it with peft's merge_and_unload, with the whole model in memory, where peft can, and "
+    "name the folder of the result"
+)
 _LOW_RANK = re.compile(r"(.+)\.lora_(?:embedding_)?A(?:\.weight)?")  # of shape (rank, ...)
 
 
@@ -47,6 +53,7 @@ def read_adapter_config(folder: Path, tensors: Mapping[str, Any]) -> Any:
         ) from error
     _refuse_what_is_not_applied(config, path)
     _refuse_another_kind(config, path, tensors)
+    _refuse_other_dtypes(folder, tensors)
     named = config.base_model_name_or_path
     if not isinstance(named, str | None):
         raise _wrong(path, "base_model_name_or_path", named, "it is the name of a model")
@@ -77,16 +84,31 @@ def peft_refusals(folder: Path) -> Iterator[None]:
 def _refuse_what_is_not_applied(config: Any, path: Path) -> None:
     """Raise BadInput for a kind of adapters or an option that would be left out silently."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    cure = (
-        "merge it with peft's merge_and_unload, with the whole model in memory, where peft can, "
-        "and name the folder of the result"
-    )
-    if kind not in APPLIED and not getattr(config, "is_prompt_learning", False):
-        raise BadInput(f"{path}: peft_type is {kind}, a kind that FluxTrain does not apply: {cure}")
+    if getattr(config, "is_prompt_learning", False):
+        raise BadInput(
+            f"{path}: peft_type is {kind}, learnt prompts, which are no part of the layers and "
+            "change no weight: use them with peft"
+        )
+    if kind not in APPLIED:
+        raise BadInput(
+            f"{path}: peft_type is {kind}, a kind that FluxTrain does not apply: {_MERGE}"
+        )
     if getattr(config, "alora_invocation_tokens", None):
         raise BadInput(
             f"{path} has alora_invocation_tokens, which peft looks for in each text and FluxTrain "
             "does not: use the adapter with peft"
+        )
+    if getattr(config, "target_parameters", None):
+        raise BadInput(
+            f"{path} has target_parameters, adapters of weights outside of linear layers, which "
+            f"FluxTrain does not apply: {_MERGE}"
+        )
+    rewrites = str(getattr(config, "init_lora_weights", "")).lower()
+    if rewrites.startswith(_REWRITE_BASE):
+        raise BadInput(
+            f"{path}: init_lora_weights is {brief(repr(config.init_lora_weights))}, by which peft "
+            "rewrites the base: convert it with peft's "
+            f"save_pretrained(path_initial_model_for_weight_conversion=...), or {_MERGE}"
         )
     known = {field.name for field in fields(config)}
     told = json.loads(path.read_text(encoding="utf-8"))
@@ -109,6 +131,23 @@ def _refuse_another_kind(config: Any, path: Path, names: Iterable[str]) -> None:
                 f"{path}: peft_type is {config.peft_type.value}, and {brief(other)} in the file of "
                 f"its weights is {kind.value}'s: copy or download the adapter again"
             )
+
+
+def _refuse_other_dtypes(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """Raise BadInput for adapters in whole or packed numbers, as quantisers write them: peft would
+    take each for what was trained, or fail. Places (of SHiRA, VB-LoRA) and counts are whole."""
+    odd = [
+        name
+        for name, one in tensors.items()
+        if one["dtype"] not in _DTYPES and one["shape"] and "indices" not in name
+    ]
+    if odd:
+        dtypes = ", ".join(sorted({tensors[name]["dtype"] for name in odd}))
+        raise BadInput(
+            f"{folder}: {len(odd):,} of the adapter's {len(tensors):,} tensors are {dtypes}, first "
+            f"{brief(odd[0])}, and adapters are computed in floating point: save it again in "
+            "float32, float16 or bfloat16, dequantised if it was quantised"
+        )
 
 
 def _numbers_of(config: Any, path: Path) -> dict[str, Any]:

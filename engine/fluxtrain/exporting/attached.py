@@ -26,8 +26,6 @@ from fluxtrain.wrapping.grouping import group_parameters
 
 Read = Callable[[str], Tensor]  # a weight of the base by its parameter's name
 
-_REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # of LoRA's init_lora_weights
-
 
 class Attached:
     """An adapter in fp32 on the layers of an empty base."""
@@ -116,9 +114,8 @@ def attach(source: AdapterSource, empty: PreTrainedModel, storage: StorageFormat
     """Put the adapter beside the layers of `empty`, the base on the meta device, in place.
 
     storage: how the large frozen weights of the base's blocks were stored in training.
-    Raises BadInput where the adapter is of another base, or of a kind that cannot be merged alone.
+    Raises BadInput where the adapter is of another base.
     """
-    _refuse_unmergeable(source)
     stored = load_peft_weights(str(source.folder), device="cpu")
     own = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
     with peft_refusals(source.folder), quiet_peft():
@@ -176,23 +173,3 @@ def _give_memory(model: nn.Module) -> None:
             if buffer is not None and buffer.is_meta:
                 empty = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
                 module._buffers[name] = empty
-
-
-def _refuse_unmergeable(source: AdapterSource) -> None:
-    config = source.config
-    if getattr(config, "is_prompt_learning", False):
-        raise BadInput(
-            f"{source.folder} is {config.peft_type.value}: it adds tokens and changes no weight, "
-            "so it cannot be merged; use the adapter beside its base"
-        )
-    rewrites = str(getattr(config, "init_lora_weights", ""))
-    if rewrites.startswith(_REWRITE_BASE):
-        raise BadInput(
-            f"{source.folder} began with init_lora_weights={rewrites!r}, which rewrites the base: "
-            "convert it with peft's save_pretrained(path_initial_model_for_weight_conversion=...)"
-        )
-    if getattr(config, "target_parameters", None):
-        raise BadInput(
-            f"{source.folder} has target_parameters, which FluxTrain does not merge: use peft's "
-            "merge_and_unload, with the whole model in memory"
-        )

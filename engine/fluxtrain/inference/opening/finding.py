@@ -66,11 +66,6 @@ def _adapter(named: str, run: RunConfig | None = None, run_id: str | None = None
     from fluxtrain.exporting.source import find_adapter  # peft is read where there are adapters
 
     source = find_adapter(named)
-    if getattr(source.config, "is_prompt_learning", False):
-        raise BadInput(
-            f"{source.folder} holds learnt prompts ({source.config.peft_type}), which are no part "
-            "of the layers: load it with peft"
-        )
     return Found(path=str(source.folder), adapter=source, run=run or source.run, run_id=run_id)
 
 
