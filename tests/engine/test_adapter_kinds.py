@@ -201,6 +201,23 @@ def test_floats_of_8_bits_are_an_adapter(base: Path, tmp_path: Path) -> None:
     assert_applied(base, adapter, tmp_path / "merged")
 
 
+@pytest.mark.parametrize(
+    ("kept", "lacking"),
+    [
+        ((), "peft_type, r, lora_alpha, target_modules"),
+        (("r", "base_model_name_or_path"), "peft_type, lora_alpha, target_modules"),
+        (("peft_type", "r", "target_modules"), "lora_alpha"),
+    ],
+)
+def test_keys_that_are_missing_are_named(
+    kept: tuple[str, ...], lacking: str, base: Path, tmp_path: Path
+) -> None:
+    path = make_adapter(base, tmp_path / "adapter") / "adapter_config.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({key: told[key] for key in kept}))
+    assert_refused_alike(path.parent, f"^{path} lacks {lacking}, which peft's save_pretrained wr")
+
+
 def test_tensors_that_are_missing_are_not_zeros(base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(base, tmp_path / "adapter")
     path = adapter / "adapter_model.safetensors"

@@ -30,6 +30,7 @@ APPLIED = frozenset(
         "RANDLORA", "ROAD", "SHIRA", "TINYLORA", "TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT",
     }
 )  # fmt: skip
+_LORA_KEYS = ("r", "lora_alpha", "target_modules")  # that peft always writes
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # of LoRA's init_lora_weights
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})  # as safetensors has them
 _MERGE = (
@@ -45,6 +46,7 @@ def read_adapter_config(folder: Path, tensors: Mapping[str, Any]) -> Any:
     Raises BadInput, naming the value, where it is none or disagrees with the tensors.
     """
     path = folder / CONFIG
+    _refuse_lacking(path, tensors)
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # whatever a damaged file makes the library raise
@@ -79,6 +81,23 @@ def peft_refusals(folder: Path) -> Iterator[None]:
             f"({type(error).__name__}: {brief(first_line(error))}): name the base that it was "
             "trained beside with --base, or copy or download the adapter again"
         ) from error
+
+
+def _refuse_lacking(path: Path, names: Iterable[str]) -> None:
+    """Raise BadInput where keys are missing without which nobody knows what the tensors are."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # peft says what is wrong
+    if not isinstance(told, dict):
+        return
+    is_lora = told.get("peft_type", "LORA") == "LORA" and any(".lora_" in name for name in names)
+    wanted = ("peft_type", *(_LORA_KEYS if is_lora else ()))
+    if lacking := [key for key in wanted if key not in told]:
+        raise BadInput(
+            f"{path} lacks {', '.join(lacking)}, which peft's save_pretrained writes: save the "
+            "adapter again with peft, or copy or download the file again"
+        )
 
 
 def _refuse_what_is_not_applied(config: Any, path: Path) -> None:
