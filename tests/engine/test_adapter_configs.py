@@ -58,6 +58,7 @@ def refusals(adapter: Path) -> list[str]:
         ({"r": None}, f"r is None, and {RANK}"),
         ({"lora_alpha": NAN}, "lora_alpha is nan, and it is a number"),
         ({"lora_alpha": INFINITY}, "lora_alpha is inf, and it is a number"),
+        ({"lora_alpha": 10**400}, r"lora_alpha is 10{100}0*\.\.\.0+, and it is a number"),
         ({"lora_alpha": "x"}, "lora_alpha is 'x', and it is a number"),
         ({"lora_dropout": NAN}, "lora_dropout is nan, and it is a share"),
         ({"rank_pattern": {"q_proj": 4_000_000_000}},

@@ -4,8 +4,8 @@ and values by which peft would make other tensors than its file holds, before an
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -190,13 +190,14 @@ def _numbers_of(config: Any, path: Path) -> dict[str, Any]:
 
 def _problem(key: str, value: Any) -> str:
     """Say what a number of this name is; "" where the value is one."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = number and abs(value) <= sys.float_info.max  # NaN is not
     if key == "r" or key.startswith("rank_pattern"):
         whole = isinstance(value, int) and number
         return "" if whole and value >= 1 else "a rank is a whole number, 1 or more"
     if key == "lora_dropout":
         return "" if number and 0 <= value <= 1 else "it is a share, from 0 to 1"
-    return "" if number else "it is a number"
+    return "" if number else "it is a number in the range of a float"
 
 
 def _refuse_other_layers(config: Any, path: Path) -> None:
