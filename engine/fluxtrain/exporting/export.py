@@ -29,6 +29,7 @@ from fluxtrain.exporting.request import (
 )
 from fluxtrain.exporting.source import WEIGHTS, AdapterSource, find_adapter
 from fluxtrain.exporting.trained_base import TrainedBase
+from fluxtrain.exporting.without_effect import note_without_effect
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import empty_model
 
@@ -48,6 +49,7 @@ def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
     to = (request.to or _usual_folder(source, request)).expanduser()
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise BadInput(f"{to} exists: remove it, or name another folder with --to")
+    note_without_effect(source)
     made = _Merged(request, source, tell) if request.merge else _Alone(request, source, tell)
     answer = made.export(to)
     return msgspec.structs.replace(answer, seconds=time.perf_counter() - started_s)

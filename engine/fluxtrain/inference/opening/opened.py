@@ -79,6 +79,7 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
             loaded, base = load_model(_source(request, found, device), fits), None
         else:
             base = until_placed.enter_context(_base_of(request, found.adapter))
+            _note_without_effect(found.adapter)
             tell(f"reading {base.name} and the adapter {found.path}")
             loaded = _beside_adapter(request, base, found.adapter, devices)
         storage: StorageFormat = base.storage if base else "plain"
@@ -127,6 +128,12 @@ def _base_of(request: ModelRequest, source: AdapterSource) -> AbstractContextMan
         ),
         source,
     )
+
+
+def _note_without_effect(source: AdapterSource) -> None:
+    from fluxtrain.exporting.without_effect import note_without_effect
+
+    note_without_effect(source)
 
 
 def _beside_adapter(
