@@ -1,4 +1,4 @@
-"""An adapter that changes nothing is told once; no other is."""
+"""An adapter, or a part of its configuration, that changes nothing is told once; no other is."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.adapter_folders import exported, make_adapter
 from tests.engine.test_adapter_configs import edited
+from tests.engine.test_adapter_kinds import of_kind
 from tests.engine.used_models import opened
 
 LAYERS = ["q_proj", "v_proj"]  # of two blocks: four layers
@@ -107,6 +108,31 @@ def test_an_adapter_that_changes_something_is_not_told(
     settings: dict[str, Any], zeros: str, made: Callable[..., Path], notes: Any
 ) -> None:
     assert notes(zeroed(made(**settings), zeros)) == []
+
+
+def test_keys_of_patterns_that_match_no_layer_are_named(
+    made: Callable[..., Path], notes: Any
+) -> None:
+    adapter = made(alpha_pattern={"q_proj": 8})
+    ranks = {"layers.1.self_attn.v_proj": 4, "proj": 4}
+    path = edited(
+        adapter, rank_pattern=ranks, alpha_pattern={"q_proj": 8, "a\x1b]": 3, "k_proj": 3}
+    )
+    assert notes(adapter) == [
+        f"{path}: rank_pattern['proj'], alpha_pattern['a\\x1b]'], alpha_pattern['k_proj']: 3 of 5 "
+        "pattern keys match none of the adapter's 4 layers and change nothing: check their names"
+    ]
+    edited(adapter, rank_pattern={}, alpha_pattern=dict.fromkeys("abcde", 4))
+    [told] = notes(adapter)
+    assert "alpha_pattern['c'], ...: 5 of 5 pattern keys" in told
+
+
+def test_patterns_of_other_kinds_are_looked_at_too(base: Path, tmp_path: Path, notes: Any) -> None:
+    adapter = of_kind("LoHaConfig", base, tmp_path / "adapter")
+    assert notes(adapter) == []
+    edited(adapter, alpha_pattern={"q_proj": 8, "nowhere": 8})
+    [told] = notes(adapter)
+    assert "alpha_pattern['nowhere']: 1 of 2 pattern keys match none of the adapter's 6 la" in told
 
 
 def test_a_program_that_reads_json_finds_the_note_once_on_standard_error(

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 
+from fluxtrain.errors import brief
 from fluxtrain.exporting.adapter_config import CONFIG
 from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.models.model_files import safetensors_header
@@ -18,12 +20,16 @@ from fluxtrain.models.model_files import safetensors_header
 _log = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(.+)\.lora_(?:(?:embedding_)?(A|B)(?:\.weight)?|B\.(bias))")
+_MOST_NAMED = 3
 
 
 def note_without_effect(source: AdapterSource) -> None:
-    """Warn of an adapter that changes nothing."""
-    if note := _idle(source, safetensors_header(source.weights)):
-        _log.warning("note: %s", note)
+    """Warn of an adapter that changes nothing, and of patterns in its configuration that match no
+    layer."""
+    header = safetensors_header(source.weights)
+    for note in (_idle(source, header), _unmatched(source, header)):
+        if note:
+            _log.warning("note: %s", note)
 
 
 def _idle(source: AdapterSource, header: Mapping[str, Any]) -> str:
@@ -76,3 +82,26 @@ def _scale(config: Any, layer: str, rank: int) -> float:
 def _any(file: Any, names: Mapping[str, str], part: str) -> bool:
     """Is a number of this tensor other than 0?"""
     return part in names and bool(file.get_tensor(names[part]).float().any())
+
+
+def _unmatched(source: AdapterSource, names: Iterable[str]) -> str:
+    """Name the keys of `rank_pattern` and `alpha_pattern` that are no layer of the adapter."""
+    given = [
+        (pattern, key)
+        for pattern in ("rank_pattern", "alpha_pattern")
+        for key in getattr(source.config, pattern, None) or {}
+    ]
+    own = f".{PEFT_TYPE_TO_PREFIX_MAPPING.get(source.config.peft_type)}"
+    layers = {name.partition(own)[0].removeprefix(_PREFIX) for name in names if own in name}
+    idle = [
+        f"{pattern}[{brief(repr(key))}]"
+        for pattern, key in given
+        if not any(get_pattern_key([key], layer) == key for layer in layers)
+    ]
+    if not idle or not layers:
+        return ""
+    named = ", ".join(idle[:_MOST_NAMED]) + (", ..." if len(idle) > _MOST_NAMED else "")
+    return (
+        f"{source.folder / CONFIG}: {named}: {len(idle):,} of {len(given):,} pattern keys match "
+        f"none of the adapter's {len(layers):,} layers and change nothing: check their names"
+    )
