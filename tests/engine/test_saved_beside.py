@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +43,7 @@ def loaded(folder: Path) -> LoadedModel:
 
 
 def saved(model: LoadedModel, to: Path) -> Path:
-    METHODS["full"].try_saving(model)
+    METHODS["full"].try_saving(model, to.parent)
     METHODS["full"].save(model, None, to)  # type: ignore[arg-type]
     return to
 
@@ -126,7 +130,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
 
 
 def test_a_full_disk_of_the_trial_is_no_fault_of_the_models_folder(
-    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded(model_folder("llama"))
 
@@ -135,15 +139,72 @@ def test_a_full_disk_of_the_trial_is_no_fault_of_the_models_folder(
 
     monkeypatch.setattr("fluxtrain.models.export.write_model_files", full)
     with pytest.raises(OSError, match="No space left on device") as refused:
-        METHODS["full"].try_saving(model)
+        METHODS["full"].try_saving(model, tmp_path)
     assert isinstance(as_told(refused.value), NoSpace)
 
 
-def test_a_tokenizer_that_comes_back_as_another_one_is_refused(model_folder: Folder) -> None:
+@pytest.fixture
+def full_temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A temporary folder in which folders can be made, and no file written."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    opening = io.open
+
+    def refused(file: Any, *how: Any, **named: Any) -> Any:
+        if isinstance(file, str | Path) and folder in Path(file).parents:
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        return opening(file, *how, **named)
+
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", refused)
+    return folder
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_goes_on_beside_a_full_temporary_folder(
+    method: str, run_config: Callable[..., Path], tmp_path: Path, full_temporary: Path
+) -> None:
+    config = run_config(train__steps=1)
+    run(config, tmp_path / "run", *settings({"name": method} if method == "lora" else {}))
+    assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+    log = (tmp_path / "run" / "engine.log").read_text()
+    assert f"saved to try it, in {full_temporary} (No space left on device; " in log
+    assert f"set TMPDIR to a folder on another disk; it is tried in {tmp_path / 'run'}" in log
+    assert not list((tmp_path / "run").glob(".trial-*")) + list(full_temporary.iterdir())
+
+
+def test_a_trial_for_which_no_folder_has_room_is_told_with_the_temporary_one(
+    model_folder: Folder, full_temporary: Path
+) -> None:
+    beside = full_temporary / "run"
+    beside.mkdir()
+    with pytest.raises(NoSpace, match=f"saved to try it, in {full_temporary} .* or set TMPDIR"):
+        METHODS["full"].try_saving(loaded(model_folder("llama")), beside)
+
+
+def test_a_fault_of_the_model_is_not_tried_in_a_second_place(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Path] = []
+
+    def faulty(*places: Any) -> None:
+        tried.append(next(one for one in places if isinstance(one, Path)))
+        raise ValueError("no such tokenizer")
+
+    monkeypatch.setattr("fluxtrain.methods.method.try_saving_model", faulty)
+    with pytest.raises(BadInput, match="cannot be written .no such tokenizer."):
+        METHODS["full"].try_saving(loaded(model_folder("llama")), tmp_path)
+    assert len(tried) == 1
+
+
+def test_a_tokenizer_that_comes_back_as_another_one_is_refused(
+    model_folder: Folder, tmp_path: Path
+) -> None:
     model = loaded(model_folder("llama"))
     model.tokenizer.add_tokens(["quick brown"])
     with pytest.raises(BadInput, match="it makes other tokens of the same text"):
-        METHODS["full"].try_saving(model)
+        METHODS["full"].try_saving(model, tmp_path)
 
 
 def test_a_fresh_model_is_saved_in_both_spellings(tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ class Method(Protocol):
     def objective(self) -> Objective[Batch]:
         """Return the objective that the method trains for."""
 
-    def try_saving(self, loaded: LoadedModel) -> None:
-        """Write what will be saved beside the weights to a temporary folder, and read it again.
+    def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
+        """Write what will be saved beside the weights to a temporary folder, or where that is full
+        to one in the folder `beside`, and read it again.
 
         Called before anything is trained. Raises BadInput where that fails.
         """
@@ -81,10 +82,10 @@ class FullFineTuning:
         """Return causal language modelling."""
         return CausalLM()
 
-    def try_saving(self, loaded: LoadedModel) -> None:
+    def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
         """Try configuration, generation settings and tokenizer."""
         model, tokenizer = loaded.model, loaded.tokenizer
-        try_saving(loaded, lambda to: try_saving_model(model, tokenizer, to, loaded.beside))
+        try_saving(loaded, lambda to: try_saving_model(model, tokenizer, to, loaded.beside), beside)
 
     def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the whole model in Hugging Face format."""
@@ -114,10 +115,10 @@ class LoraFineTuning:
         """Return causal language modelling."""
         return CausalLM()
 
-    def try_saving(self, loaded: LoadedModel) -> None:
+    def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
         """Try generation settings and tokenizer."""
-        model, tokenizer = loaded.model, loaded.tokenizer
-        try_saving(loaded, lambda to: write_adapter_files(to, model, tokenizer, loaded.beside))
+        made_of = (loaded.model, loaded.tokenizer, loaded.beside)
+        try_saving(loaded, lambda to: write_adapter_files(to, *made_of), beside)
 
     def save(self, loaded: LoadedModel, settings: MethodSettings, folder: Path) -> None:
         """Write the adapter in peft's format."""

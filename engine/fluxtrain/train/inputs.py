@@ -171,7 +171,7 @@ def ready_inputs(
     inputs = load_inputs(config, fits, card_capability(device.value), tell, waits)
     for line in told_of(inputs, whole=config.method.name == "full"):
         session.announcer.warn(line)
-    method_of(config).try_saving(inputs.loaded)
+    method_of(config).try_saving(inputs.loaded, session.run_dir.path)
     method_of(config).prepare(inputs.loaded.model, config)
     return replace(inputs, choices=chosen)
 

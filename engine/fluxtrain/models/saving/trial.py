@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,31 +13,48 @@ from fluxtrain.errors import BadInput, FluxTrainError, system_error
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import CONFIG, GENERATION, TOKENIZER
+from fluxtrain.unfinished.folders import unfinished_folder
 from fluxtrain.unfinished.temporary import temporary_folder, written_in
 
+_log = logging.getLogger(__name__)
 _PROBE = "The quick brown fox, 1 + 2 = 3.\n\tüß 漢字"
 
 
-def try_saving(loaded: LoadedModel, write: Callable[[Path], None]) -> None:
+def try_saving(loaded: LoadedModel, write: Callable[[Path], None], beside: Path) -> None:
     """Let `write` fill a temporary folder with all but the weights, and read it as others will.
 
+    Where the temporary folder takes no more, one in the folder `beside` is used, with a warning.
     Raises BadInput for what cannot be written or read; later, it would be said when the training is
-    done.
+    done. Raises NoSpace or BadInput, which name TMPDIR, where neither folder takes it.
     """
+    what = f"what stands beside the weights of {loaded.name}, saved to try it,"
+    try:
+        with temporary_folder("trial", what) as folder, written_in(folder, what):
+            _try_in(folder, loaded, write)
+    except FluxTrainError as refused:
+        if not isinstance(refused.__cause__, OSError):  # the model's own fault
+            raise
+        _log.warning("%s; it is tried in %s", refused, beside)
+        try:
+            with unfinished_folder(beside, ".trial-") as folder:
+                _try_in(folder, loaded, write)
+        except OSError:
+            raise refused from None
+
+
+def _try_in(folder: Path, loaded: LoadedModel, write: Callable[[Path], None]) -> None:
     # code is named in these two alone, and they are refused before loading unless it is trusted
     trusted = any("auto_map" in (loaded.beside.json(name) or {}) for name in (CONFIG, TOKENIZER))
-    what = f"what stands beside the weights of {loaded.name}, saved to try it,"
-    with temporary_folder("trial", what) as folder, written_in(folder, what):
-        _tried("written", loaded, lambda: write(folder))
-        if (folder / CONFIG).exists():
-            _tried("read back: its configuration", loaded, lambda: _read_config(folder, trusted))
-        if (folder / GENERATION).exists():
-            _tried(
-                "read back: its generation settings",
-                loaded,
-                lambda: GenerationConfig.from_pretrained(folder),
-            )
-        _tried("read back: its tokenizer", loaded, lambda: _compare(loaded, folder, trusted))
+    _tried("written", loaded, lambda: write(folder))
+    if (folder / CONFIG).exists():
+        _tried("read back: its configuration", loaded, lambda: _read_config(folder, trusted))
+    if (folder / GENERATION).exists():
+        _tried(
+            "read back: its generation settings",
+            loaded,
+            lambda: GenerationConfig.from_pretrained(folder),
+        )
+    _tried("read back: its tokenizer", loaded, lambda: _compare(loaded, folder, trusted))
 
 
 def _tried(doing: str, loaded: LoadedModel, act: Callable[[], object]) -> None:
