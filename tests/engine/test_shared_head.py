@@ -16,7 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 import fluxtrain
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.edges import shared_head
-from fluxtrain.plan.cards.shares import LANDED_SLOPES
+from fluxtrain.plan.cards.shares import LANDED_SLOPES, SENT_SLOPES
 from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.wrapping.engine import Engine
 from tests.on_cards import VOCABULARY, batch, llama, wrapped
@@ -58,8 +58,7 @@ def test_gradients_are_those_of_a_head_on_one_card(
     assert all(card.head_weight is not None for card in engine.cards[1:])
 
 
-@pytest.mark.parametrize("dealing", ["summed", "in_order"])
-def test_soft_caps_and_a_bias_are_applied_on_every_card(dealing: HeadDealing) -> None:
+def soft_capped() -> nn.Module:
     torch.manual_seed(2)
     config = Gemma2Config(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
@@ -68,9 +67,15 @@ def test_soft_caps_and_a_bias_are_applied_on_every_card(dealing: HeadDealing) ->
     )  # fmt: skip
     model = Gemma2ForCausalLM(config).train()
     model.lm_head = nn.Linear(32, VOCABULARY, bias=True)
+    return model
+
+
+@pytest.mark.parametrize("dealing", ["summed", "in_order"])
+def test_soft_caps_and_a_bias_are_applied_on_every_card(dealing: HeadDealing) -> None:
+    model = soft_capped()
     other = copy.deepcopy(model)
-    wrapped(model, 2)
-    shared(wrapped(other, 2), dealing)
+    for engine in (wrapped(model, 2), shared(wrapped(other, 2), dealing)):
+        engine.head_tokens = 5
     assert_close(gradients(model), gradients(other), 1e-5 if dealing == "summed" else 0.0)
 
 
@@ -92,6 +97,35 @@ def test_in_order_all_cards_give_the_bits_of_one(
         assert wanted.keys() == found.keys()
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert all(card.head_weight is not None for card in engine.cards[1:])
+
+
+def test_in_order_one_chunk_of_tokens_is_computed_where_the_head_is() -> None:
+    model = llama(4)
+    engine = shared(wrapped(model, 3), "in_order")
+    model(**batch(0)).loss.backward()
+    engine.flush()
+    assert all(card.head_weight is None for card in engine.cards)
+    fluxtrain.unwrap(model)
+
+
+def test_in_order_slopes_behind_a_soft_cap_take_no_more_the_more_chunks_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy under way keeps the memory of each."""
+    model = soft_capped()
+    engine = shared(wrapped(model, 2), "in_order")
+    engine.head_tokens = 4
+    land, sent = CpuDevice.land, list[int]()
+
+    def noted(self: CpuDevice, to: Tensor, source: Tensor, *how: Any) -> None:
+        if source.shape[1:] == (VOCABULARY,) and len(to) <= 4:
+            sent.append(source.data_ptr())
+        land(self, to, source, *how)
+
+    monkeypatch.setattr(CpuDevice, "land", noted)
+    model(**batch(0)).loss.backward()
+    assert len(sent) > 2 * SENT_SLOPES and len(set(sent)) == SENT_SLOPES
+    fluxtrain.unwrap(model)
 
 
 def test_in_order_the_first_card_has_room_for_a_few_slopes_alone(

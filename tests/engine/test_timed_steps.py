@@ -157,7 +157,7 @@ def test_what_each_chunk_takes_and_what_a_block_takes_once_are_told_apart(
     for kind in ("alone", "passes"):  # two rows are one chunk, and two
         base, slope = kinds[kind].forward.base, kinds[kind].forward.slope
         dear, cheap = (slope, base) if once == "a chunk" else (base, slope)
-        assert pause_s <= dear < 2 * pause_s
+        assert 0.7 * pause_s <= dear < 2 * pause_s  # both are differences of what was timed
         assert cheap < pause_s / 2
     assert kinds["whole"].forward.base == 0  # nothing is planned with it
 

@@ -298,10 +298,31 @@ def test_the_head_is_on_all_cards_where_that_pays_and_the_order_is_free() -> Non
 
 def test_on_two_cards_the_order_of_one_is_no_slower() -> None:
     wide = replace(MODEL, row=replace(ROW, vocabulary=100_000))
-    found = place_on_cards(wide, machine(9, 9), TWO, SET, ParallelRequest(cards=2, order="fast"))
+    many = RunRequest(batch_rows=64, chunk_rows=8)
+    found = place_on_cards(wide, machine(20, 20), TWO, many, ParallelRequest(cards=2, order="fast"))
     assert found.head_dealing == "in_order"
     order, because = told(found, "parallel.order")
     assert order == "fixed" and because.startswith("one card's order of sums is no slower; ")
+
+
+@pytest.mark.parametrize("gib", [5.0, 6.0, 7.0, 8.0, 9.0, 10.5])
+def test_a_head_on_all_cards_is_whole_on_each(gib: float) -> None:
+    """In vocabulary chunks it is computed by one card, whatever the plan says."""
+    wide = replace(MODEL, row=replace(ROW, vocabulary=128_000), head_parameters=128_000 * HIDDEN)
+    for order in ("fixed", "fast"):
+        found = place_on_cards(
+            wide, machine(gib, gib), TWO, SET, ParallelRequest(cards=2, order=order)
+        )
+        assert found.head_dealing == "one_card" or found.layout.head == "whole"
+
+
+@pytest.mark.parametrize("cards", [2, 3, 4])
+def test_one_chunk_of_tokens_stays_on_one_card(cards: int) -> None:
+    few = RunRequest(batch_rows=8, chunk_rows=1)  # 8,192 tokens of 32,000 words
+    found = place_on_cards(
+        MODEL, machine(*[9] * cards), rates(*[250e12] * cards), few, replace(FIXED, cards=cards)
+    )
+    assert found.head_dealing == "one_card"
 
 
 def test_slopes_that_would_take_longer_than_the_head_stay_on_one_card() -> None:

@@ -107,7 +107,9 @@ def calibrate(  # noqa: PLR0913 - each is a choice of its own
             timed = _first_that_fits(setups, model, _Batches(batch_of, heavier_of), device)
             whole: _TimedSteps | StepsNotTimed | None = None
             if device.type == "cuda":
-                batch, limit = batch_of(timed.few.rows), host_available_bytes
+                # two rows at least, where they fit: the host's are timed in chunks, too
+                few = max(timed.few.rows, min(timed.many.rows, 2))
+                batch, limit = batch_of(few), host_available_bytes
                 formats = states, frozen
                 whole = time_steps(model, batch, device, formats, limit, in_backward=in_backward)
     except (UnsupportedModel, Diverged) as error:
@@ -183,8 +185,8 @@ def _host_in_steps(
         backward=alone.backward,
         forward_beside=(passes or whole).forward,
         backward_beside=(passes or whole).backward,
-        offload_forward_s=max(0.0, offloaded.forward.at(1) - alone.forward.at(1)),
-        offload_backward_s=max(0.0, offloaded.backward.at(1) - alone.backward.at(1)),
+        offload_forward_s=max(0.0, offloaded.forward_s - alone.forward_s),
+        offload_backward_s=max(0.0, offloaded.backward_s - alone.backward_s),
         outside_s=min(few.seconds["host_outside"]),
         host_group_update_s=(passes or whole).optimizer_s,
         device_update_s=min(few.seconds["host_update"]),

@@ -71,8 +71,9 @@ Kind = Literal[
 class StepTimes:
     """What one kind of steps takes for each block."""
 
-    # The host queues one block's pass, less what it waits for, over its chunks; where the kind was
-    # not timed in chunks all of it counts as the chunk's
+    forward_s: float  # the host queues one block's pass in one chunk, less what it waits for
+    backward_s: float
+    # The same over its chunks; where the kind was not timed in chunks all counts as the chunk's
     forward: Line
     backward: Line
     optimizer_s: float  # the host, for each block: `step()` and dropping its gradients
@@ -225,6 +226,8 @@ class _StepTimer:
             backward = line_through((1, backward_s), (chunks, cut_s[1]))
         count = len(self._blocks)
         return StepTimes(
+            forward_s=forward_s,
+            backward_s=backward_s,
             forward=forward,
             backward=backward,
             optimizer_s=optimizer_s / count,

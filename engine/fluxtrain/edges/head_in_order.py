@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxtrain.edges.chunk_loss import HeadLoss, TokenSums, chunks_of, tokens_at_once
+from fluxtrain.edges.chunk_loss import (
+    FusedChunks,
+    HeadLoss,
+    TokenSums,
+    chunks_of,
+    loss_of_tokens,
+    tokens_at_once,
+)
 from fluxtrain.edges.head_call import HeadCall
 from fluxtrain.edges.shared_head import head_on, tensors_of
 from fluxtrain.handover.carried import sent
@@ -29,6 +36,9 @@ def loss_in_order(
     cards, wished = call.context.cards, call.context.head_tokens
     first, size = cards[0], max(1, tokens_at_once(head, wished))
     spans = [slice(start, start + size) for start in range(0, len(losses), size)]
+    if len(spans) < 2:
+        loss_of_tokens(head, hidden, losses, sums, wished)
+        return
     adds = sums.weight is not None or sums.bias is not None
     dealt = cards_of_chunks(len(spans), len(cards), adds=adds)
     version = call.unit.group_of_weight().version
@@ -112,12 +122,13 @@ class _Sender:
         self, card: Card, first: Card, head: HeadLoss, wished: int | None, version: int,
         *, sends: bool,
     ) -> None:  # fmt: skip
-        self._card = card
+        self._card, self._sends = card, sends
         self._head = head_on(card, first, head, version)
         with card.computing():
             wait_for_all(card.device, tensors_of(self._head))
             ways = SENT_SLOPES if sends else 1  # slopes wait in one while others are computed
             self._ways = [chunks_of(self._head, wished) for _ in range(ways)]
+        self._kept: list[Tensor | None] = [None] * ways
         self._free: list[Any] = [None] * ways  # the point at which each may be written to
         self._turn = 0
 
@@ -133,7 +144,19 @@ class _Sender:
             gradient = None
             if slope is not None and sums.hidden is not None:
                 gradient = torch.mm(slope, self._head.weight, out=torch.empty_like(inner))
+            if slope is not None and self._sends:
+                slope = self._in_turn(slope)
             return _Found(losses, slope, gradient, device.mark())
+
+    def _in_turn(self, slope: Tensor) -> Tensor:
+        """Return a slope in memory of its turn. In memory of its own, which a copy under way keeps,
+        each further chunk would take as much."""
+        if isinstance(self._ways[self._turn], FusedChunks) and not self._head.steps:
+            return slope  # it is in what the way computes in
+        kept = self._kept[self._turn]
+        if kept is None:  # of the first chunks, which are the longest
+            kept = self._kept[self._turn] = torch.empty_like(slope)
+        return kept[: len(slope)].copy_(slope)
 
     def sent(self, point: Any) -> None:
         """The slopes that were computed last are gone at this point."""

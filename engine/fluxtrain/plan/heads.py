@@ -149,6 +149,12 @@ def _sizes(head: HeadFacts, chosen: Head) -> str:
     )
 
 
+def token_chunks(row: RowFacts, batch_rows: int) -> int:
+    """Return in how many chunks of tokens a GPU computes the loss of a whole head."""
+    tokens = batch_rows * row.sequence_length
+    return -(-tokens // max(1, FUSED_LOGITS_BYTES // max(1, row.vocabulary * row.dtype_bytes)))
+
+
 def logits_bytes(
     row: RowFacts, batch_rows: int, vocabulary: int, product_bytes: int, *, has_gpu: bool
 ) -> int:

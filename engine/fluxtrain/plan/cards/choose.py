@@ -24,7 +24,7 @@ from fluxtrain.plan.cards.pipeline import PipelineTime, simulated
 from fluxtrain.plan.cards.rates import CardsRates
 from fluxtrain.plan.cards.request import ParallelRequest, check_parallel
 from fluxtrain.plan.cards.residency import LEVELS, Residency, Settled
-from fluxtrain.plan.cards.shares import Dealt
+from fluxtrain.plan.cards.shares import EDGES_CARD, Dealt
 from fluxtrain.plan.cards.work import step_work
 from fluxtrain.plan.choices.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.choices.ranked import GPU_CHUNK_TOKENS
@@ -39,7 +39,7 @@ from fluxtrain.plan.search import BATCH_LIMIT_ROWS
 from fluxtrain.telemetry.events import CardLeftOut
 
 WORTH_A_CARD = 0.98  # of the best throughput: fewer cards that reach it are preferred
-WORTH_ALL_HEADS = 0.99  # of the time with the head on one card, at most
+WORTH_ALL_HEADS = 0.99  # of the time with the head dealt less, at most
 CHUNKS_A_CARD = 2  # fewer leave cards idle
 _DIGITS = 6  # of seconds: of equally fast dealings the one that copies less is taken
 SOME_ROWS = 8  # by which cards are compared where the batch is not known
@@ -225,12 +225,22 @@ class _Chooser:
                         best = min(best, other, key=lambda one: one.step_s)
         if _head_is_whole(best):
             rows = best.layout.chunk_rows
-            dealings: list[HeadDealing] = ["in_order"]
-            dealings += ["summed"] if self.parallel.order == "fast" else []
-            for dealing in dealings:
+            for dealing in self._head_dealings(chosen.positions):
                 for other in self._fitting(chosen.positions, batch, rows, dealing):
                     if other.step_s < WORTH_ALL_HEADS * best.step_s:
                         yield other
+                        best = other
+
+    def _head_dealings(self, positions: tuple[int, ...]) -> Iterator[HeadDealing]:
+        """Yield ways to deal the head. Slopes go to the first card by links alone: through the host
+        they would take as much of its memory as there are chunks."""
+        assert self.rates is not None
+        peers = self.rates.of(positions).peers
+        linked = all((card, EDGES_CARD) in peers for card in range(1, len(positions)))
+        if linked or not self.facts.head_parameters:
+            yield "in_order"
+        if self.parallel.order == "fast":
+            yield "summed"
 
     def _fitting(
         self, positions: tuple[int, ...], batch: int, chunk: int, dealing: HeadDealing = "one_card"
@@ -274,7 +284,12 @@ class _Chooser:
             self.capacities.host_available_bytes,
             tuple(self.capacities.cards[at] for at in positions),
             None if self.rates is None else self.rates.of(positions),
-            replace(self.request, batch_rows=batch or None, chunk_rows=chunk or "auto"),
+            replace(
+                self.request,
+                batch_rows=batch or None,
+                chunk_rows=chunk or "auto",
+                head=self.request.head if dealing == "one_card" else "whole",
+            ),
             self.share,
             dealing,
         )

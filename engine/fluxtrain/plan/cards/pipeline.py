@@ -278,14 +278,19 @@ class _Pipeline:
             share = seconds / sum(self.work.head_s)
             hops = zip(chunks_s, self.work.hop_bytes, strict=True)
             there_s = max(self.lanes.hop(here, card, at_s, int(share * n)) for at_s, n in hops)
+            if card != EDGES_CARD and first:
+                copied = self.lanes.hop(EDGES_CARD, card, ready_s, self.work.head_copy_bytes)
+                there_s = max(there_s, copied)
             if self.work.head_up_s:  # beside the computation
                 copied_s = self.lanes.copy("up", card, there_s, self.work.head_up_s)
                 there_s = max(there_s, copied_s - seconds)
             begin_s, end_s = self._compute(card, max(ready_s, there_s), seconds)
             begun_s = max(begun_s, begin_s)
-            if self.work.slope_bytes and card != EDGES_CARD:  # the first chunk, and all
+            if self.work.slope_bytes and card != EDGES_CARD:  # chunk by chunk, the last at its end
                 size = self.work.slope_bytes[card]
-                ends_s.append(max(end_s, self.lanes.hop(card, EDGES_CARD, begin_s, size)))
+                last = min(size, sum(self.work.slope_bytes) // self.work.head_chunks)
+                ends_s.append(self.lanes.hop(card, EDGES_CARD, begin_s, size - last))
+                ends_s.append(self.lanes.hop(card, EDGES_CARD, end_s, last))
             if card != EDGES_CARD:
                 self.lanes.hop(card, EDGES_CARD, end_s, self.work.head_sum_bytes)
                 back_bytes = int(share * sum(self.work.hop_bytes))
@@ -293,7 +298,8 @@ class _Pipeline:
             loss_s = max(loss_s, end_s)
         if self.work.head_adds_s:  # chunk by chunk, while others are computed
             _, end_s = self._compute(EDGES_CARD, begun_s, self.work.head_adds_s)
-            loss_s = max(loss_s, end_s, *ends_s)
+            last_s = self.work.head_adds_s / self.work.head_chunks
+            loss_s = max(loss_s, end_s, max(ends_s) + last_s)
         return [loss_s] * self.work.chunks, EDGES_CARD
 
     def _backward(self, flowed: tuple[list[float], int], number: int) -> None:

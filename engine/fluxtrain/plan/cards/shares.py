@@ -81,7 +81,7 @@ class Dealt:
         hidden = HIDDEN_AT_LOSS * batch_rows * row.block_input_bytes
         if dealing == "summed" or first:
             hidden += FP32_BYTES * head
-        if dealing == "in_order":
+        if dealing == "in_order" and head:  # slopes travel
             logits *= 1 + LANDED_SLOPES if first else SENT_SLOPES
         return replace(share, loss_bytes=hidden + logits)
 

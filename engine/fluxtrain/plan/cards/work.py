@@ -28,12 +28,11 @@ from fluxtrain.plan.footprint import (
     slot_count,
 )
 from fluxtrain.plan.group_placement import GroupPlacement, table_of
-from fluxtrain.plan.heads import HeadDealing
+from fluxtrain.plan.heads import HeadDealing, token_chunks
 
 _MEAN = sum(UNEVEN) / len(UNEVEN)
 _NOTHING = Line(base=0.0, slope=0.0)
 ADDING = 1 / 3  # of a head's products: the gradient of its weight; the others are of each token
-_TURN = 12  # chunks of tokens, after which their cards repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,9 @@ class StepWork:
     device_update_s: tuple[float, ...]  # of each card
     head_s: tuple[float, ...]  # loss and its gradient, of each card
     head_adds_s: float = 0.0  # for the first card to add up the slopes of all
+    head_chunks: int = 1  # of tokens
     head_up_s: float = 0.0  # a head in vocabulary chunks on its way up
+    head_copy_bytes: int = 0  # of its weight, once a step, to each other card that computes with it
     head_sum_bytes: int = 0  # that each other card adds to the head's gradient
     slope_bytes: tuple[int, ...] = ()  # that each card sends to the first, where that adds up
     behind_head_s: float = 0.0  # gradients of head and embedding on their way to their sums
@@ -117,7 +118,7 @@ def step_work(
     assert row is not None, "time needs to know the rows"
     layout = layouts[EDGES_CARD]
     chunk_rows = _chunks(layout)
-    head = _HeadWork(dealt.facts, first.head_s, rates, dealt.number, head_dealing)
+    head = _HeadWork(dealt, first.head_s, rates, head_dealing, layout.batch_rows)
     return StepWork(
         groups=groups,
         slots=tuple(max(1, slot_count(share.facts, share.layout)) for share in shares),
@@ -125,8 +126,10 @@ def step_work(
         head_s=head.seconds,
         head_adds_s=head.adds_s,
         head_up_s=first.head_up_s,
+        head_chunks=head.chunks,
+        head_copy_bytes=head.copy_bytes,
         head_sum_bytes=head.sum_bytes,
-        slope_bytes=head.slope_bytes(layout.batch_rows),
+        slope_bytes=head.slope_bytes,
         behind_head_s=first.behind_head_s,
         hop_bytes=tuple(rows * row.block_input_bytes for rows in chunk_rows),
         queueing=_queueing(shares, clips),
@@ -148,38 +151,34 @@ class _HeadWork:
     """What the head's loss takes of each card."""
 
     def __init__(
-        self, facts: ModelFacts, head_s: float, rates: CardsRates, number: int, dealing: HeadDealing
+        self, dealt: Dealt, head_s: float, rates: CardsRates, dealing: HeadDealing, batch_rows: int
     ) -> None:
         """`head_s`: of the first card, where it does all."""
-        self._facts, self._dealing = facts, dealing if number > 1 else "one_card"
-        trained = facts.head_parameters > 0
+        facts, number, row = dealt.facts, dealt.number, dealt.facts.row
+        assert row is not None, "time needs to know the rows"
+        self.chunks = token_chunks(row, batch_rows)
+        if number == 1 or (dealing == "in_order" and self.chunks < 2):
+            dealing = "one_card"
         speeds = [_speed(card) for card in rates.cards[:number]]
-        turn = cards_of_chunks(_TURN, number, adds=trained)
-        self._shares = [turn.count(card) / _TURN for card in range(number)]
-        self.adds_s = head_s * ADDING * trained if self._dealing == "in_order" else 0.0
-        if self._dealing == "one_card":
+        adds = facts.head_parameters > 0 and dealing == "in_order"
+        turn = cards_of_chunks(self.chunks, number, adds=adds)
+        shares = [turn.count(card) / self.chunks for card in range(number)]
+        self.adds_s = head_s * ADDING * adds
+        if dealing == "one_card":
             self.seconds: tuple[float, ...] = (head_s, *[0.0] * (number - 1))
-        elif self._dealing == "summed":
+        elif dealing == "summed":
             self.seconds = (head_s * speeds[0] / sum(speeds),) * number
         else:
             slopes_s = head_s - self.adds_s
             self.seconds = tuple(
                 share * slopes_s * speeds[0] / speed
-                for share, speed in zip(self._shares, speeds, strict=True)
+                for share, speed in zip(shares, speeds, strict=True)
             )
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of the sum that each other card sends."""
-        return FP32_BYTES * self._facts.head_parameters if self._dealing == "summed" else 0
-
-    def slope_bytes(self, batch_rows: int) -> tuple[int, ...]:
-        """Bytes of slopes that each card sends to the first."""
-        row = self._facts.row
-        if not self.adds_s or row is None:
-            return ()
-        whole = batch_rows * row.sequence_length * row.vocabulary * row.dtype_bytes
-        return (0, *(int(share * whole) for share in self._shares[1:]))
+        is_dealt = dealing != "one_card"
+        self.copy_bytes = facts.head_dtype_bytes * facts.head_parameters * is_dealt
+        self.sum_bytes = FP32_BYTES * facts.head_parameters * (dealing == "summed")
+        slopes = batch_rows * row.sequence_length * row.vocabulary * row.dtype_bytes
+        self.slope_bytes = tuple(int(share * slopes) for share in shares) if adds else ()
 
 
 def _speed(rates: Rates) -> float:
