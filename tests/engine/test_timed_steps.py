@@ -143,16 +143,14 @@ def test_what_each_chunk_takes_and_what_a_block_takes_once_are_told_apart(
     import time
 
     pause_s = 0.02
-    if once == "a chunk":
-        block = LlamaMLP.forward
-        monkeypatch.setattr(
-            LlamaMLP, "forward", lambda *args: (time.sleep(pause_s), block(*args))[1]
-        )
-    else:
-        take = Window.take
-        monkeypatch.setattr(
-            Window, "take", lambda *args, **how: (time.sleep(pause_s), take(*args, **how))[1]
-        )
+    owner, name = (LlamaMLP, "forward") if once == "a chunk" else (Window, "take")
+    original = getattr(owner, name)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(pause_s)
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, slow)
     kinds = timed(tiny("llama", torch.bfloat16))[0]
     for kind in ("alone", "passes"):  # two rows are one chunk, and two
         base, slope = kinds[kind].forward.base, kinds[kind].forward.slope

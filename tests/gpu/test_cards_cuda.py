@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
 ]
+NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four NVIDIA GPUs")
 PLACES: list[dict[str, Any]] = [
     {},
     {"resident_blocks": 3},
@@ -60,7 +61,7 @@ def test_neighbours_on_one_gpu_compute_beside_each_other(
     assert_same(trained(model, None, **given), trained(other, dealing, **given))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four NVIDIA GPUs")
+@NEEDS_FOUR
 @pytest.mark.parametrize("how", PLACES, ids=str)
 def test_four_gpus_have_one_gpus_bits(how: dict[str, Any]) -> None:
     model = llama(10)
@@ -69,7 +70,7 @@ def test_four_gpus_have_one_gpus_bits(how: dict[str, Any]) -> None:
     assert_same(trained(model, None, **given), trained(other, 4, **given))
 
 
-@pytest.mark.parametrize("cards", [2, 4])
+@pytest.mark.parametrize("cards", [2, pytest.param(4, marks=NEEDS_FOUR)])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("peer", [True, False], ids=["directly", "through the host"])
 def test_a_head_in_order_on_all_gpus_has_the_bits_of_one(
@@ -77,8 +78,6 @@ def test_a_head_in_order_on_all_gpus_has_the_bits_of_one(
 ) -> None:
     """Wide enough that slopes are under way while others are computed, in more chunks of tokens
     than there are buffers."""
-    if torch.cuda.device_count() < cards:
-        pytest.skip(f"needs {cards} NVIDIA GPUs")
     pairs = itertools.permutations(range(cards), 2)
     monkeypatch.setattr(streams, "_peers", {} if peer else dict.fromkeys(pairs, False))
     model = wide(4, vocabulary=24_000)

@@ -185,14 +185,24 @@ def loss_of_tokens(
     `sums`, in chunks of `tokens` (None: by memory)."""
     chunks = chunks_of(head, tokens)
     for start in range(0, hidden.shape[0], max(1, chunks.tokens)):
-        rows = slice(start, start + chunks.tokens)
-        inner = hidden[rows]
-        slope = chunks.slope(inner, rows, losses[rows])  # (n, V)
-        if slope is None:
-            continue
-        if sums.hidden is not None:
-            torch.mm(slope, head.weight, out=sums.hidden[rows])
-        sums.add(slope, inner)
+        loss_of_chunk(chunks, head, hidden, slice(start, start + chunks.tokens), losses, sums)
+
+
+def loss_of_chunk(
+    chunks: PlainChunks | FusedChunks,
+    head: HeadLoss,
+    hidden: Tensor,
+    rows: slice,
+    losses: Tensor,
+    sums: TokenSums,
+) -> None:
+    """Do what `loss_of_tokens` does for the tokens `rows`, which are a chunk or fewer."""
+    slope = chunks.slope(hidden[rows], rows, losses[rows])  # (n, V)
+    if slope is None:
+        return
+    if sums.hidden is not None:
+        torch.mm(slope, head.weight, out=sums.hidden[rows])
+    sums.add(slope, hidden[rows])
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -18,6 +18,7 @@ from fluxtrain.edges.chunk_loss import (
     HeadLoss,
     TokenSums,
     chunks_of,
+    loss_of_chunk,
     loss_of_tokens,
     tokens_at_once,
 )
@@ -56,20 +57,16 @@ def loss_in_order(
     begun = first.device.mark()
     for place, (rows, number) in enumerate(zip(spans, dealt, strict=True)):
         inner, away[place] = away[place], None
-        if inner is not None:
-            found = senders[number].compute(rows, inner, sums)
-            for to, source in ((losses, found.losses), (sums.hidden, found.hidden)):
-                if to is not None and source is not None:
-                    _bring(to[rows], source, [found.done, begun], cards[number], first)
-            if found.slope is not None and adds:
-                senders[number].sent(landed.take(found, hidden[rows], cards[number]))
+        if inner is None:
+            assert here is not None
+            loss_of_chunk(here, head, hidden, rows, losses, sums)
             continue
-        assert here is not None
-        slope = here.slope(hidden[rows], rows, losses[rows])
-        if slope is not None:
-            if sums.hidden is not None:
-                torch.mm(slope, head.weight, out=sums.hidden[rows])
-            sums.add(slope, hidden[rows])
+        found = senders[number].compute(rows, inner, sums)
+        for to, source in ((losses, found.losses), (sums.hidden, found.hidden)):
+            if to is not None and source is not None:
+                _bring(to[rows], source, [found.done, begun], cards[number], first)
+        if found.slope is not None and adds:
+            senders[number].sent(landed.take(found, hidden[rows], cards[number]))
 
 
 def _bring(to: Tensor, source: Tensor, after: list[Any], sender: Card, first: Card) -> None:
