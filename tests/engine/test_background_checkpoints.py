@@ -36,6 +36,7 @@ from fluxtrain.train.run import train
 from fluxtrain.train.run_plan import RunPlan
 from tests.engine import forked
 from tests.engine.test_resume import assert_same_run, finished, steps_done, wait_for
+from tests.refused_threads import refuse_thread
 
 MakeConfig = Callable[..., Path]
 MIB = 1 << 20
@@ -183,14 +184,7 @@ def test_a_disk_that_is_full_in_the_background_is_told_and_waited_for(
 def test_a_thread_that_the_system_refuses_loses_no_checkpoint(
     name: str, run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = threading.Thread.start
-
-    def refused(self: threading.Thread) -> None:
-        if self.name == name:
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    refuse_thread(monkeypatch, name)
     config = run_config(train__steps=4, train__checkpoint_every=1, train__evaluate_every="end")
     run(config, tmp_path / "run")
     written = told(tmp_path / "run", ev.CheckpointWritten)

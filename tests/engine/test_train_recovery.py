@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.frames import decode_line
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.session import Session
+from tests.refused_threads import refuse_thread
 
 
 @pytest.fixture(autouse=True)
@@ -310,14 +310,7 @@ def test_a_refused_session_leaves_the_others_files_alone(tmp_path: Path) -> None
 def test_a_thread_that_the_system_refuses_is_told_and_leaves_nothing_behind(
     refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = threading.Thread.start
-
-    def limited(thread: threading.Thread) -> None:
-        if thread.name == refused:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
+    refuse_thread(monkeypatch, refused)
     run = RunDir(tmp_path / "run")
     with pytest.raises(RuntimeError, match="new thread"), open_session(run) as session:
         session.listen()
