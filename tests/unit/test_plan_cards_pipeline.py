@@ -258,6 +258,23 @@ def test_one_thread_that_queues_for_all_cards_holds_small_chunks_up() -> None:
     assert large.step_s < 0.6 * small.step_s
 
 
+def test_moments_of_several_cards_do_not_slow_the_forward_pass_down() -> None:
+    """They begin when it is queued; beside the backward pass the host has time to spare."""
+    no_time = Line(base=0.0, slope=1e-6)
+    slow = replace(
+        QUEUED, forward_beside=QUEUED.forward.times(8.0), backward=no_time, backward_beside=no_time
+    )
+    layout = replace(STREAMED, batch_rows=64, chunk_rows=8, deferred_moments=True)
+
+    def step_s(moments_per_s: float) -> float:
+        rates = replace(
+            FAST, calibration=replace(TRIED, host=slow), adamw_moments_per_s=moments_per_s
+        )
+        return time_of(THREE, layout, linked(rates, 4)).step_s
+
+    assert step_s(20e9) == pytest.approx(step_s(1e12), rel=0.01)
+
+
 def test_host_memory_is_a_floor_that_cards_do_not_lift() -> None:
     layout = replace(STREAMED, deferred_moments=True)
     bound = replace(linked(FAST, 4), host_bytes_per_s=100e9)

@@ -9,9 +9,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Job(Protocol):
+    """What can be waited for, like a `Future` without a value."""
+
+    def result(self) -> None:
+        """Wait for its end; raises what made it fail."""
+
+    def done(self) -> bool:
+        """Has it ended?"""
 
 
 class Worker:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.device.arena import HostArena, aligned, device_flat, own_storage_view
+from fluxtrain.device.worker import Job
 from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory.mapped import drop
 from fluxtrain.memory.packed import Kept, dense_parts, pack_segment, packed_source, placeholder
@@ -52,8 +53,7 @@ class Group:
         states: StateFormat = "fp32",
         frozen: StorageFormat = "plain",
     ) -> None:
-        self.name = name
-        self.kind, self.states = kind, states
+        self.name, self.kind, self.states = name, kind, states
         self.frozen = frozen  # how large frozen weights are stored
         self.placement = GroupPlacement(name=name, kind=kind)
         self.lane = 0  # of its card's compute streams, for its unit
@@ -67,7 +67,7 @@ class Group:
         self.by_rows = False  # one embedding and nothing else: norms are taken row by row
         self.rows: RowBuffers | None = None  # what its rows pass through, in place of a slot
         self.pending: Future[None] | None = None  # an update under way: its weights
-        self.moments: Future[None] | None = None  # what of an update comes after its weights
+        self.moments: Job | None = None  # what of an update comes after its weights
         self.saving: Future[None] | None = None  # a copy for a checkpoint, before the next update
         self.home_views: list[Tensor] = []  # by member index
         self._arenas: list[HostArena] = []

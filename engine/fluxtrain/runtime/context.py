@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -77,7 +78,12 @@ class Context:
         ]
         device = devices[0]
         device.recorder.lead([other.recorder for other in devices[1:]])
-        self.updates = Updates(self.arrivals, device, defers_moments=placement.deferred_moments)
+        self.updates = Updates(
+            self.arrivals,
+            device,
+            defers_moments=placement.deferred_moments,
+            holds_moments=len(devices) > 1,
+        )
         self.host_ids = HostIds()
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -101,6 +107,11 @@ class Context:
     def gradients_of(self, group: Group) -> Gradients:
         """Return the sums that the group's gradients go into."""
         return self.cards[group.placement.card].gradients
+
+    @cached_property
+    def last_block(self) -> Unit | None:
+        """The block that the forward pass comes to last, as the model lists them."""
+        return next((one for one in reversed(self.units) if one.group.kind == "block"), None)
 
     def begin_next_step(self) -> None:
         """Prefetch the first units of the next forward, each as soon as it is updated."""

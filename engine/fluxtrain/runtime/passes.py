@@ -121,6 +121,7 @@ def begin_backward(ctx: Any) -> Context:
             f"the weights of {stale[0]} changed between forward and backward (an optimizer "
             "step, or a write to them): the gradients would be wrong. Step after backward()"
         )
+    context.updates.begin_moments()
     context.expect_gradients(unit.groups)
     context.graphs.begin_backward(ctx)
     context.graphs.enter_pass(lambda: _end_pass(context))

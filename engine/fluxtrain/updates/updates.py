@@ -2,7 +2,8 @@
 
 With deferred moments these jobs write the weights alone, all that the next forward needs. A second
 job a group then writes m and v, the last group first, because both jobs read the gradients and the
-next backward overwrites those in that order.
+next backward overwrites those in that order. Among several cards these wait until the next forward
+is queued: one thread queues the work of all cards, several times slower while AdamW runs.
 
 Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
 that group's first job; other readers and writers of the group on the host wait for both jobs
@@ -26,11 +27,12 @@ from fluxtrain.adamw.native_adamw import update_threads, zero_
 from fluxtrain.adamw.step import Part, step_
 from fluxtrain.device.device import Device
 from fluxtrain.device.recorder import Recorder
-from fluxtrain.device.worker import Worker
+from fluxtrain.device.worker import Job, Worker
 from fluxtrain.errors import Diverged
 from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
+from fluxtrain.updates.held_moments import HeldMoments, Hold
 from fluxtrain.updates.norm import GradNorm
 from fluxtrain.updates.ranges import Range, flat_of, ranges, step_on_device
 from fluxtrain.updates.refused_steps import RefusedSteps
@@ -45,9 +47,15 @@ class Updates:
     """
 
     def __init__(
-        self, arrivals: Mapping[Group, Arrival], device: Device, *, defers_moments: bool = False
+        self,
+        arrivals: Mapping[Group, Arrival],
+        device: Device,
+        *,
+        defers_moments: bool = False,
+        holds_moments: bool = False,
     ) -> None:
-        """`arrivals`: gradients on the host or on their way there."""
+        """`arrivals`: gradients on the host or on their way there. `holds_moments`: deferred ones
+        wait for `begin_moments`."""
         self._arrivals = arrivals
         self._recorder = device.recorder
         self._shares_cores = device.torch_device.type == "cpu"
@@ -56,12 +64,16 @@ class Updates:
         self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self.defers_moments = defers_moments  # in steps that `submit` takes
-        self._hold = _Hold()
+        self._holds_moments = holds_moments
+        self._moments_held = Hold()
+        self._hold = _CopyHold()
         self.first_to_arrive: Group | None = None  # its gradients come before
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
         """Queue one step of all groups of `work`, in the order of the forward pass."""
         late: dict[Group, _Step] = {}
+        self.begin_moments()
+        self._moments_held = Hold(begun=not self._holds_moments)
         try:
             for group, hypers in work.items():
                 step = self._queue(group, hypers, norm, defers=self.defers_moments)
@@ -70,7 +82,13 @@ class Updates:
         finally:  # a group whose weights are queued gets its moments too
             order = [group for group in reversed(work) if group in late]
             for group in sorted(order, key=lambda group: group is not self.first_to_arrive):
-                group.moments = self._worker.submit(late[group].update_moments)
+                late[group].moments_held = self._moments_held
+                job = self._worker.submit(late[group].update_moments)
+                group.moments = HeldMoments(job, self._moments_held)
+
+    def begin_moments(self) -> None:
+        """Let deferred moments begin: the forward pass is queued, or what comes after it."""
+        self._moments_held.end()
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
         """Queue one step of the group's members, weights and moments at once, during backward."""
@@ -150,7 +168,7 @@ class Updates:
         self._worker.close()
 
 
-class _Hold:
+class _CopyHold:
     """Waits for the copies of checkpoints, and counts the seconds."""
 
     def __init__(self) -> None:
@@ -174,12 +192,13 @@ class _Step:
     stepped: list[Member]
     arrival: Arrival | None
     norm: GradNorm | None
-    earlier: list[Future[None]]  # of the group's previous step, on the same thread, so done before
+    earlier: list[Job]  # of the group's previous step, on the same thread, so done before
     copied: Future[None] | None  # for a checkpoint
-    hold: _Hold
+    hold: _CopyHold
     defers: bool  # whether a second job writes the moments
     threads: int | None  # None: all
     unwritten: list[Tensor]  # states that no step has written yet
+    moments_held: Hold | None = None
     clip: float | None = None  # set once the weights are written with it
 
     def update(self) -> None:
@@ -214,6 +233,8 @@ class _Step:
         """Update the moments; do nothing if `update` skipped the step or failed."""
         if self.clip is None:
             return
+        if self.moments_held is not None:
+            self.moments_held.wait()
         with self.recorder.working("cpu", "moments", self.name):
             for part in self.work:
                 flat = flat_of(part)

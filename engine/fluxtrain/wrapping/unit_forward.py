@@ -67,6 +67,8 @@ class UnitForward:
             out = self._run_here(context, args, kwargs, computes_logits=computes_logits)
         finally:
             give_back(context, moved)  # also what a block wrote before it failed
+        if unit is context.last_block:
+            context.updates.begin_moments()
         return hand_over(context, unit, out)
 
     def _run_here(

@@ -5,9 +5,9 @@
 Chunks of rows go through the blocks, block by block, also of neighbours on one card (a run), which
 could go chunk by chunk. Each card has a compute queue and two copy lanes, up and down. One thread
 of the host queues the work of all cards, and one server runs AdamW in forward order, for the next
-step's forward pass, which waits for it block by block; deferred moments come after all weights, and
-the backward pass waits for those. A chunk changes cards by a link of their own, or by the bus of
-both.
+step's forward pass, which waits for it block by block; deferred moments come after all weights, of
+several cards when the forward pass is queued, and the backward pass waits for those. A chunk
+changes cards by a link of their own, or by the bus of both.
 
 Steps repeat until they are alike; then one takes as long as the distance between two. Host memory
 is a floor: a step is no shorter than what it moves there needs.
@@ -86,6 +86,7 @@ class _Pipeline:
         self.adamw_s = self.updating_s = 0.0
         self.updated_s = [0.0] * len(work.groups)  # when the weights of a group are
         self.moments_s = [0.0] * len(work.groups)
+        self.moments_left: list[int] = []  # groups whose moments of the step before are to come
         self.arrived_s = [0.0] * len(work.groups)  # gradients on the host
         self.uses: dict[int, list[_Use]] = defaultdict(list)  # of the slots of each card
         self.staged_s: dict[tuple[int, float], list[float]] = defaultdict(list)
@@ -258,6 +259,7 @@ class _Pipeline:
                 ready_s = max(ready_s, copied_s)
         chunks_s = [max(ready_s, self.compute_s[EDGES_CARD])] * self.work.chunks
         here = self._flow(chunks_s, EDGES_CARD, backward=False, number=0 if first else 1)
+        self._update_moments()
         return chunks_s, here
 
     def _edges(self, kind: str) -> list[int]:
@@ -330,8 +332,18 @@ class _Pipeline:
         on_host = [at for at, group in enumerate(work.groups) if group.update_s]
         for at in on_host:
             self._update(at, max(ready_s, self.arrived_s[at]))
-        for at in reversed(on_host):
-            self.adamw_s += work.groups[at].moments_s
-            self.updating_s += work.groups[at].moments_s
-            self.moments_s[at] = self.adamw_s
+        self.moments_left = [at for at in reversed(on_host) if work.groups[at].moments_s]
+        self.updating_s += sum(work.groups[at].moments_s for at in on_host)
+        if work.cards == 1:
+            self._update_moments()
         return max(self.compute_s)
+
+    def _update_moments(self) -> None:
+        """The moments that are left of the step before: of several cards once the blocks'
+        forward pass is queued."""
+        if self.work.cards > 1:
+            self.adamw_s = max(self.adamw_s, self.thread_s)
+        for at in self.moments_left:
+            self.adamw_s += self.work.groups[at].moments_s
+            self.moments_s[at] = self.adamw_s
+        self.moments_left = []

@@ -1,0 +1,43 @@
+"""Moments of AdamW that wait until the next forward pass is queued."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+LONGEST_S = 2.0  # of a hold: a program that runs no further pass goes on, and ends, without it
+
+
+class Hold:
+    """What the moments of one step wait for."""
+
+    def __init__(self, *, begun: bool = True) -> None:
+        """`begun`: nothing is held."""
+        self._ended = threading.Event()
+        if begun:
+            self._ended.set()
+
+    def end(self) -> None:
+        """Let the moments begin."""
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Block until the moments may begin, `LONGEST_S` at most."""
+        self._ended.wait(LONGEST_S)
+        self._ended.set()  # the other groups of this step wait no longer
+
+
+class HeldMoments:
+    """The moments of one group: who waits for them lets those of all groups begin."""
+
+    def __init__(self, job: Future[None], hold: Hold) -> None:
+        self._job, self._hold = job, hold
+
+    def result(self) -> None:
+        """Wait until they are updated; raises what made that fail."""
+        self._hold.end()
+        self._job.result()
+
+    def done(self) -> bool:
+        """Are they updated, or given up?"""
+        return self._job.done()

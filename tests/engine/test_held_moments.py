@@ -1,0 +1,109 @@
+"""Among several cards AdamW's moments begin when the next forward pass is queued, or given up."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fluxtrain
+from fluxtrain.updates import held_moments, updates
+from tests.engine.deferred_models import GIVEN_UP_S, Hold, Training, assert_same_bits, build
+
+SEEN_S = 0.25  # in which what may begin has begun
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    hold = Hold()
+    monkeypatch.setattr(updates, "step_", hold)
+    monkeypatch.setattr(held_moments, "LONGEST_S", GIVEN_UP_S)
+    return hold
+
+
+def after_a_step(**how: Any) -> Training:
+    training = Training(build(), deferred=True, **how)
+    training.backward()
+    training.step()
+    training.optimizer.zero_grad()
+    for group in training.engine.groups:
+        group.wait_for_weights()
+    return training
+
+
+def begins(written: Hold, within_s: float = SEEN_S) -> bool:
+    until_s = time.monotonic() + within_s
+    while not written.passed and time.monotonic() < until_s:
+        time.sleep(0.005)
+    return bool(written.passed)
+
+
+def a_forward_and_backward(training: Training) -> object:
+    return training.backward()
+
+
+def a_forward_alone(training: Training) -> object:
+    with torch.no_grad():
+        return training.forward()
+
+
+def a_flush(training: Training) -> object:
+    return fluxtrain.sync(training.model)
+
+
+def a_state(training: Training) -> object:
+    return training.optimizer.state_dict()
+
+
+def the_next_step(training: Training) -> object:
+    return training.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "action", [a_forward_and_backward, a_forward_alone, a_flush, a_state, the_next_step]
+)
+def test_moments_begin_with_what_needs_them(
+    written: Hold, action: Callable[[Training], object]
+) -> None:
+    training = after_a_step(cards=2)
+    assert not begins(written)
+    action(training)
+    assert begins(written, GIVEN_UP_S)
+
+
+def test_moments_wait_until_the_last_block_is_queued(written: Hold) -> None:
+    training = after_a_step(cards=2)
+    blocks = [unit for unit in training.engine.units if unit.group.kind == "block"]
+    seen: list[bool] = []
+    for unit in blocks:
+        unit.module.register_forward_hook(lambda *_: seen.append(begins(written)))
+    training.forward()
+    assert not any(seen[:-1]) and seen[-1]
+
+
+def test_one_card_holds_nothing_back(written: Hold) -> None:
+    after_a_step()
+    assert begins(written, GIVEN_UP_S)
+
+
+def test_moments_that_nobody_asks_for_begin_in_the_end(
+    written: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_moments, "LONGEST_S", SEEN_S)
+    after_a_step(cards=2)
+    assert begins(written, GIVEN_UP_S)
+
+
+def test_held_moments_have_the_bits_of_one_pass(written: Hold) -> None:
+    model = build()
+    plain = Training(copy.deepcopy(model), deferred=False)
+    held = Training(model, deferred=True, cards=2)
+    for training in (plain, held):
+        training.steps(4, passes=2)
+    assert_same_bits(held.state(), plain.state())
+    assert held.losses == plain.losses
+    assert written.passed
