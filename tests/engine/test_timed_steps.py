@@ -20,7 +20,7 @@ from fluxtrain.calibration.timed_steps import Kind, StepTimes, _between, _one_to
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.window import Window
-from fluxtrain.plan.cost.calibration import StepsNotTimed
+from fluxtrain.plan.cost.calibration import Line, StepsNotTimed
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import host_update, rate_of_update
 from fluxtrain.plan.facts import GroupFacts
@@ -268,6 +268,16 @@ def test_why_no_steps_were_timed_is_among_the_constants_with_the_blocks_times(
     found = calibrate_module._of_host(timed, why)
     assert found == {"host_block_s": 0.1, "host_forward_s": 0.05, "steps_not_timed": why}
     assert calibrate_module._of_host(timed, None)["steps_not_timed"] is None
+
+
+def test_a_chunk_beside_an_update_takes_no_less_than_alone() -> None:
+    alone = Line(base=0.0006, slope=0.0016)
+    steeper = Line(base=0.0, slope=0.002)
+    assert calibrate_module._beside(steeper, alone) == steeper
+    found = calibrate_module._beside(Line(base=0.0105, slope=0.0004), alone)
+    assert found.slope == alone.slope
+    assert found.at(2) < 0.0105 + 2 * 0.0004 + 0.001 and found.at(8) > 0.0105 + 8 * 0.0004
+    assert calibrate_module._beside(Line(base=0.0, slope=0.0001), alone) == alone
 
 
 def test_waiting_between_two_marks_is_taken_off() -> None:
