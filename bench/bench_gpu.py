@@ -9,6 +9,7 @@ runs the rows that docs/benchmarks.md shows.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import itertools
 import json
@@ -230,8 +231,7 @@ def timing_batch(options: argparse.Namespace, rows: int) -> BoundBatch[Batch]:
 
 class Losses:
     """Losses on their way to the host on a stream of their own: reading one waits for no later
-    step, and no step for its copy. Their memory is locked before the first: to lock some waits for
-    the GPU to be idle."""
+    step, and no step for its copy. Memory is locked first: to lock some waits for an idle GPU."""
 
     def __init__(self, steps: int) -> None:
         self._stream = torch.cuda.Stream()
@@ -267,6 +267,7 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     loop, engine, plan, told = made(model, options)
     setup_s = time.perf_counter() - started_s
     watch.ends_setup()
+    gc.freeze()  # as the trainer's command does
     tokens = corpus(model.config.vocab_size)
     timeline = StepTimeline(engine) if engine else None
     losses = Losses(options.steps)
