@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import fluxtrain
 from fluxtrain.calibration import block_timing as timing_module
 from fluxtrain.calibration.block_timing import STEPS, BlockTimer, BlockTimes
 from fluxtrain.calibration.small_model import ALL_CHECKED
+from fluxtrain.updates.norm import GradNorm
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.calibration_rows import batch_of
@@ -97,6 +99,22 @@ def test_the_host_is_one_step_ahead_and_never_waits_for_the_card_to_run_dry(
     assert 1 <= len(found.seconds["forward"]) <= STEPS
     assert found.keeps
     assert len(found.seconds["kept_backward"]) >= 1
+
+
+def test_the_host_never_reads_the_norm_of_a_step_under_way(
+    timer: tuple[BlockTimer, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it took to wait for that would be taken for what an update of a group takes it."""
+    scale = GradNorm.scale
+
+    def read(norm: GradNorm) -> float:
+        if not any(frame.name == "take_back" for frame in traceback.extract_stack()):
+            card.log.append("reads the norm")  # the other asks first whether it is there
+        return scale(norm)
+
+    monkeypatch.setattr(GradNorm, "scale", read)
+    timer[0].measure(batch_of(4))
+    assert "reads the norm" not in repeated(card)
 
 
 def test_steps_before_the_card_is_hot_are_not_counted(

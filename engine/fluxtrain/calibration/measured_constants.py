@@ -39,7 +39,7 @@ from fluxtrain.units import MIB, duration_text
 COPY_BYTES = 32 * MIB  # with more, this copy would be the memory peak of a small run
 RATE_LIMIT_S = 0.8  # for each rate of the native optimizer
 _log = logging.getLogger(__name__)
-FORMAT = 16  # of the file; files of other formats are ignored
+FORMAT = 17  # of the file; files of other formats are ignored
 
 
 @dataclass(frozen=True, kw_only=True)
