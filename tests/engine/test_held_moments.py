@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +85,41 @@ def test_moments_wait_until_the_last_block_is_queued(written: Hold) -> None:
         unit.module.register_forward_hook(lambda *_: seen.append(begins(written)))
     training.forward()
     assert not any(seen[:-1]) and seen[-1]
+
+
+def test_a_step_in_backward_lets_the_moments_of_another_optimizer_go(written: Hold) -> None:
+    training = Training(build(tied=True), deferred=True, cards=2)
+    rows = training.model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    others = [p for p in training.model.parameters() if p is not rows]
+    in_backward, later = torch.optim.AdamW([rows]), torch.optim.AdamW(others)
+    for _ in range(3):
+        started_s = time.monotonic()
+        loss = training.forward()
+        training.engine.begin_step_in_backward(in_backward, loss)
+        loss.backward()
+        later.step()
+        in_backward.step()
+        later.zero_grad()
+        in_backward.zero_grad()
+        assert time.monotonic() - started_s < GIVEN_UP_S / 2
+
+
+def test_a_program_that_ends_waits_for_no_pass() -> None:
+    """The interpreter joins the thread that updates; the hold would last as long as it may."""
+    program = (
+        "import time\n"
+        "from tests.engine.deferred_models import Training, build\n"
+        "from fluxtrain.updates import held_moments\n"
+        "held_moments.LONGEST_S = 60.0\n"
+        "training = Training(build(), deferred=True, cards=2)\n"
+        "training.backward()\n"
+        "training.step()\n"
+        "print(time.time(), flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert time.time() - float(done.stdout) < GIVEN_UP_S
 
 
 def test_one_card_holds_nothing_back(written: Hold) -> None:

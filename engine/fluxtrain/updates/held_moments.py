@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import Future
 
 LONGEST_S = 2.0  # of a hold: a program that runs no further pass goes on, and ends, without it
+
+
+_living: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+
+def end_all() -> None:
+    """Let all moments begin, as before the end of the program."""
+    for hold in list(_living):
+        hold.end()
+
+
+# `atexit` comes after the interpreter has waited for the thread that updates
+_before_threads_end = getattr(threading, "_register_atexit", None)
+if _before_threads_end is not None:
+    _before_threads_end(end_all)
 
 
 class Hold:
@@ -16,6 +32,8 @@ class Hold:
         self._ended = threading.Event()
         if begun:
             self._ended.set()
+        else:
+            _living.add(self)
 
     def end(self) -> None:
         """Let the moments begin."""

@@ -92,6 +92,7 @@ class Updates:
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
         """Queue one step of the group's members, weights and moments at once, during backward."""
+        self.begin_moments()  # of another optimizer's step, which come first
         self._queue(group, hypers, norm, defers=False)
 
     def _queue(
