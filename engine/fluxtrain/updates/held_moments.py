@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from concurrent.futures import Future
+
+from fluxtrain.device.worker import Job
 
 LONGEST_S = 2.0  # of a hold: a program that runs no further pass goes on, and ends, without it
-
-
 _living: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 
@@ -18,7 +17,8 @@ def end_all() -> None:
         hold.end()
 
 
-# `atexit` comes after the interpreter has waited for the thread that updates
+# `atexit` comes after the interpreter has waited for the threads of pools. What is registered here
+# comes before, because it is registered after the pools' own, which `device.worker` imports.
 _before_threads_end = getattr(threading, "_register_atexit", None)
 if _before_threads_end is not None:
     _before_threads_end(end_all)
@@ -48,7 +48,7 @@ class Hold:
 class HeldMoments:
     """The moments of one group: who waits for them lets those of all groups begin."""
 
-    def __init__(self, job: Future[None], hold: Hold) -> None:
+    def __init__(self, job: Job, hold: Hold) -> None:
         self._job, self._hold = job, hold
 
     def result(self) -> None:

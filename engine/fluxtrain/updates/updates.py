@@ -82,7 +82,6 @@ class Updates:
         finally:  # a group whose weights are queued gets its moments too
             order = [group for group in reversed(work) if group in late]
             for group in sorted(order, key=lambda group: group is not self.first_to_arrive):
-                late[group].moments_held = self._moments_held
                 job = self._worker.submit(late[group].update_moments)
                 group.moments = HeldMoments(job, self._moments_held)
 
@@ -131,6 +130,7 @@ class Updates:
             earlier=[job for job in (group.pending, group.moments) if job is not None],
             copied=copied,
             hold=self._hold,
+            moments_held=self._moments_held,
             defers=defers and any(flat_of(part).has_two_passes for part in work),
             threads=self._threads,
             unwritten=unwritten,
@@ -196,10 +196,10 @@ class _Step:
     earlier: list[Job]  # of the group's previous step, on the same thread, so done before
     copied: Future[None] | None  # for a checkpoint
     hold: _CopyHold
+    moments_held: Hold
     defers: bool  # whether a second job writes the moments
     threads: int | None  # None: all
     unwritten: list[Tensor]  # states that no step has written yet
-    moments_held: Hold | None = None
     clip: float | None = None  # set once the weights are written with it
 
     def update(self) -> None:
@@ -234,8 +234,7 @@ class _Step:
         """Update the moments; do nothing if `update` skipped the step or failed."""
         if self.clip is None:
             return
-        if self.moments_held is not None:
-            self.moments_held.wait()
+        self.moments_held.wait()
         with self.recorder.working("cpu", "moments", self.name):
             for part in self.work:
                 flat = flat_of(part)
