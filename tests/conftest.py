@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,19 +66,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _thin(items: list[pytest.Item]) -> None:
-    """Mark as slow all but N evenly spaced cases of each test that is marked `thinned(N)`."""
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    """Mark as slow all but N cases of each test that is marked `thinned(N)`."""
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if item.get_closest_marker("thinned"):
-            cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
-    for found in cases.values():
-        marker = found[0].get_closest_marker("thinned")
+            assert isinstance(item, pytest.Function)
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("thinned")
         assert marker is not None
-        keep = min(marker.args[0], len(found))
-        kept = {at * len(found) // keep for at in range(keep)}
-        for at, item in enumerate(found):
-            if at not in kept:
-                item.add_marker(pytest.mark.slow)
+        for case in _least_alike(cases, marker.args[0])[marker.args[0] :]:
+            case.add_marker(pytest.mark.slow)
+
+
+def _least_alike(cases: list[pytest.Function], first: int) -> list[pytest.Function]:
+    """The cases, the `first` so that each value of each parameter is among them about as often."""
+    left, chosen, used = list(cases), list[pytest.Function](), Counter[tuple[str, int]]()
+
+    def chosen_before(case: pytest.Function) -> int:
+        return sum(used[value] for value in case.callspec.indices.items())
+
+    while left and len(chosen) < first:
+        chosen.append(min(left, key=chosen_before))
+        left.remove(chosen[-1])
+        used.update(chosen[-1].callspec.indices.items())
+    return chosen + left
 
 
 def pytest_collection_finish() -> None:

@@ -30,6 +30,7 @@ from fluxtrain.client.machine import Machine
 from fluxtrain.commands import preview
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.hardware.machine import read_machine
+from fluxtrain.models.generation import sample_text
 from fluxtrain.updates import updates
 from fluxtrain.wrapping.engine import Engine
 from tests.engine import forked
@@ -123,11 +124,11 @@ def model_folder(
 # -- small models of seven families, for the streaming engine's tests -----------------------------
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _imports_out_of_the_collectors_way() -> None:
     """`wrap` collects garbage; without what torch and transformers hold, that takes no time."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # for each module: those before it imported more
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -152,6 +153,14 @@ def _short_calibrations() -> Iterator[None]:
         patch.setattr("fluxtrain.calibration.measured_constants.is_calm_after", lambda _: False)
         patch.setattr("fluxtrain.calibration.repeats.MOST_REPEATS", 1)
         patch.setattr(preview, "_measured", measured)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_samples() -> Iterator[None]:
+    """A run in this process shows four tokens of what its model makes in the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fluxtrain.train.run.sample_text", partial(sample_text, max_new_tokens=4))
         yield
 
 

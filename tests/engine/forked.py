@@ -52,9 +52,19 @@ def running(program: Callable[..., Any], *arguments: Any) -> Iterator[ForkServer
         process.join()
 
 
-def exit_code(program: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> int:
-    """Of a process that runs `program(*arguments)`."""
+Meanwhile = Callable[[ForkServerProcess], None]
+
+
+def exit_code(
+    program: Callable[..., Any],
+    *arguments: Any,
+    limit_s: float = LIMIT_S,
+    meanwhile: Meanwhile | None = None,
+) -> int:
+    """Of a process that runs `program(*arguments)`; what `meanwhile` does with it comes first."""
     with running(program, *arguments) as process:
+        if meanwhile is not None:
+            meanwhile(process)
         process.join(limit_s)
         assert process.exitcode is not None, "it did not end in time"
         return process.exitcode
@@ -65,16 +75,19 @@ def python(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     limit_s: float = LIMIT_S,
+    meanwhile: Meanwhile | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`python -c CODE ...` or `python -m MODULE ...`, with what it wrote.
 
-    environment: what is set beside that of the tests. folder: where it runs.
+    environment: what is set beside that of the tests. folder: where it runs. meanwhile: called with
+    the process that was started.
     """
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as place:
         files = [Path(place) / name for name in ("out", "err")]
         here = str(folder or Path.cwd())
-        code = exit_code(_python, words, environment or {}, here, files, limit_s=limit_s)
+        begun = (words, environment or {}, here, files)
+        code = exit_code(_python, *begun, limit_s=limit_s, meanwhile=meanwhile)
         out, err = (file.read_text(encoding="utf-8", errors="replace") for file in files)
     return subprocess.CompletedProcess(words, code, out, err)
 

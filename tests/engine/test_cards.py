@@ -32,6 +32,7 @@ from tests.on_cards import (
 )
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("cards", [2, 3, 4])
 @pytest.mark.parametrize(
     "how",
@@ -52,6 +53,7 @@ def test_weights_and_states_are_those_of_one_card(cards: int, how: dict[str, Any
     assert_same(trained(model, None, **how), trained(other, cards, **how))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_every_dtype_and_a_tied_head_train_to_the_bits_of_one_card(

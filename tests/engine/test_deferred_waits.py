@@ -98,6 +98,7 @@ def an_unwrapped_model(training: Training) -> object:
     return fluxtrain.unwrap(training.model)
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     "action",
     [
@@ -131,7 +132,7 @@ def test_whoever_touches_a_group_at_home_waits_for_its_moments(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 def test_what_comes_between_two_steps_leaves_the_bits_of_the_update_in_one(
     action: Callable[[Training], object], passes: int, held: Hold
 ) -> None:

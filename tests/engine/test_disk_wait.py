@@ -158,6 +158,7 @@ def waits_for_room(run_dir: Path) -> bool:
     return (run_dir / "events.ndjson").stat().st_size == before
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("leave", [150_000, 0], ids=["checkpoint", "journal"])
 def test_a_run_on_a_disk_that_fills_up_goes_on_bit_for_bit_once_there_is_room(
     run_config: Callable[..., Path], tmp_path: Path, small_disk: Path, leave: int

@@ -30,6 +30,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     "columns.jsonl": ("completion", ["data.columns={prompt: question, completion: answer}"]),
 }
 
+FEW_STEPS = ("--steps", "5")
 ADAPTERS = ("lora.yaml", "qlora.yaml", "trl_sft.py")
 
 
@@ -58,7 +59,7 @@ def test_an_example_is_read_in_its_shape_and_learnt(name: str) -> None:
 def test_the_command_in_the_readme_trains(
     fluxtrain: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    sets: list[Any] = ["--set", f"data.path={EXAMPLES / 'alpaca.json'}"]
+    sets: list[Any] = ["--set", f"data.path={EXAMPLES / 'alpaca.json'}", *FEW_STEPS]
     done = fluxtrain("train", EXAMPLES / "run.yaml", *sets, "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model" / "config.json").exists()
@@ -70,8 +71,8 @@ def test_adapters_are_trained_and_merged_by_two_commands(
     name: str, fluxtrain: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     assert f"`{name}`" in (EXAMPLES / "README.md").read_text()
-    sets: list[Any] = ["--set", f"data.path={EXAMPLES / 'messages.jsonl'}", "--device", "cpu"]
-    done = fluxtrain("train", EXAMPLES / name, *sets)
+    sets: list[Any] = ["--set", f"data.path={EXAMPLES / 'messages.jsonl'}", *FEW_STEPS]
+    done = fluxtrain("train", EXAMPLES / name, *sets, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     merged = fluxtrain("export", "last", "--merge", "--device", "cpu")
     assert merged.returncode == 0, merged.stderr

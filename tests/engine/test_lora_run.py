@@ -73,7 +73,7 @@ def interrupted_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.parametrize("given", METHODS, ids=lambda given: "-".join(map(str, given.values())))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 def test_a_run_trains_adapters_alone_and_saves_them_in_pefts_format(
     given: dict[str, Any], run_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -151,7 +151,7 @@ def test_the_saved_adapter_gives_pefts_own_model_the_trained_loss(
 
 
 @pytest.mark.parametrize("given", METHODS, ids=lambda given: "-".join(map(str, given.values())))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(
     given: dict[str, Any], run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ class PanicException(BaseException):
     """What libraries in Rust raise."""
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", [ValueError, PanicException])
 def test_a_sample_that_fails_after_the_training_is_a_warning_and_the_run_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
@@ -94,6 +95,7 @@ def test_a_sample_that_fails_after_the_training_is_a_warning_and_the_run_is_fini
     assert isinstance(told[-1], ev.Done) and told[-1].exit_code == 0
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_the_sample_is_made_is_no_fault_of_the_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def is_theirs(path: Path) -> bool:
     return (path / "notes.txt" if path.is_dir() else path).read_bytes() == THEIRS
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", [*RECORDS, "model"])
 @pytest.mark.parametrize("puts", [a_file, a_folder, a_link])
 def test_what_stands_in_the_place_of_a_runs_end_is_put_aside_and_that_is_said(

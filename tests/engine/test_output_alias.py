@@ -33,6 +33,7 @@ from tests.engine.argument_models import (
 from tests.wrap_with import wrap_with
 
 
+@pytest.mark.thinned(40)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "around",

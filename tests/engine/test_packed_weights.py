@@ -121,7 +121,7 @@ def expected(small_weights_are_packed: None) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda given: "-".join(map(str, given.values())))
 @pytest.mark.parametrize("storage", PACKED_FORMATS)
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(4)
 def test_a_packed_base_trains_like_the_weights_it_unpacks_to(
     storage: PackedFormat, layout: dict[str, Any], expected: dict[str, list[float]]
 ) -> None:

@@ -254,6 +254,7 @@ def test_a_slot_that_a_computation_uses_is_never_given_back(
     assert run.engine.cards[0].window.holds(group) is None
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
     training: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, states: str

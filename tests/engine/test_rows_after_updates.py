@@ -69,6 +69,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("case", CASES)
 def test_rows_wait_for_the_update_of_their_table(case: str) -> None:
     dtype, options = CASES[case]

@@ -44,6 +44,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

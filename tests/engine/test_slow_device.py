@@ -110,7 +110,7 @@ def without_delays() -> dict[Any, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("step", LOOPS)
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(5)
 def test_a_loop_has_the_bits_that_it_has_without_delays(
     tiny: Any, batch: Any, same: Any, monkeypatch: pytest.MonkeyPatch, step: Any, place: Any,
     without_delays: dict[Any, dict[str, Tensor]],

@@ -117,6 +117,7 @@ class Oracle:
         return same(masters, self.master) and all(states)
 
 
+@pytest.mark.thinned(4)
 @FORMATS
 @DTYPES
 @pytest.mark.parametrize("offload", ["weights", "none"])
@@ -141,6 +142,7 @@ def test_clipped_steps_equal_the_oracle(
         optimizer.zero_grad()
 
 
+@pytest.mark.thinned(3)
 @FORMATS
 @DTYPES
 def test_every_placement_trains_to_the_same_bits(
@@ -190,6 +192,7 @@ def test_accumulated_gradients_update_low_bit_states_too(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.thinned(3)
 @FORMATS
 @DTYPES
 def test_a_training_saved_and_loaded_goes_on_with_the_same_bits(
@@ -221,7 +224,7 @@ def test_a_training_saved_and_loaded_goes_on_with_the_same_bits(
 
 @pytest.mark.parametrize("source", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("target", ["fp32", "bf16", "8bit"])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 def test_an_optimizers_state_is_taken_over_into_another_format(
     source: str, target: str, tiny: Any, batch: Any
 ) -> None:

@@ -42,6 +42,7 @@ def timed(
     return found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, family: str) -> None:
     model = tiny(family, torch.bfloat16)
@@ -136,6 +137,7 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 FORMATS: tuple[StateFormat, StorageFormat] = "fp32", "plain"
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("once", ["a chunk", "a block"])
 def test_what_each_chunk_takes_and_what_a_block_takes_once_are_told_apart(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, once: str

@@ -91,6 +91,7 @@ def test_cached_rows_are_those_in_memory_and_a_second_start_encodes_nothing(
         assert (one.tokens, one.documents) == (memory.tokens, memory.documents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["talks"], indirect=True)
 def test_a_maker_killed_at_any_moment_leaves_what_the_next_ones_complete(
     data: str, tmp_path: Path, tokenizer_folder: Path

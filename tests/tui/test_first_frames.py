@@ -38,6 +38,7 @@ def frames_of(app: FluxApp, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
     return frames
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("ready", [True, False])
 async def test_the_first_frame_of_a_screen_is_whole(
@@ -122,6 +123,7 @@ async def test_nothing_is_made_ready_beside_the_wizard(
         assert not any(map(app.is_ready, MADE_READY))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("theme", load_themes()[0])
 async def test_a_screen_that_was_made_before_a_change_of_theme_has_the_new_ground(
     run: Path, made: ModuleType, theme: str

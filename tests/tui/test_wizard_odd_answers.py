@@ -21,6 +21,7 @@ LONG = "x" * 300
 NOBODY = "~nobody-of-this-name/models"
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("size", [(80, 24), (60, 20)])
 async def test_of_a_long_list_every_line_can_be_chosen_in_sight(
     folder: Path, opened: Any, made: ModuleType, size: tuple[int, int]
@@ -45,6 +46,7 @@ async def test_of_a_long_list_every_line_can_be_chosen_in_sight(
         await wizard.until(lambda: "What would you like to do?" in wizard.text())
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("step", ["model", "data"])
 async def test_a_name_that_is_no_users_is_typed_on(folder: Path, opened: Any, step: str) -> None:
     answers = Answers(step=step, model_source="folder", data_source="path")  # type: ignore[arg-type]

@@ -89,6 +89,7 @@ def test_a_benchmark_that_is_killed_leaves_no_training(tmp_path: Path) -> None:
         os.kill(below, signal.SIGKILL)  # what the training itself starts is its own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["streamed", "killed"])
 def test_a_recording_that_is_told_to_end_ends_its_training(name: str, tmp_path: Path) -> None:
     recorder = subprocess.Popen([sys.executable, "-c", RECORDER, str(tmp_path), name], cwd=BENCH)

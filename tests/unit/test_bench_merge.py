@@ -164,6 +164,7 @@ def test_kernels_that_could_not_be_measured_say_why(
     assert kernel_table.table(found) == "The native AdamW was not measured: no kernels here."
 
 
+@pytest.mark.slow
 def test_kernels_that_were_cut_short_keep_what_they_had_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from fluxtrain.interrupts import _EXIT_INTERRUPTED, ImmediateInterrupts
 from fluxtrain.rundir.run_dir import RunDir
+from tests.engine import forked
 
 ROOT = Path(__file__).parents[2]
 SOAK = pytest.mark.slow
@@ -140,18 +142,21 @@ def interrupted_at(
 ) -> subprocess.CompletedProcess[str]:
     """The command, interrupted where the function `place` is called."""
     module, _, name = place.rpartition(".")
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_AT.format(module=module, name=name), *arguments],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=tmp_path, env={**os.environ, "FLUXTRAIN_RUNS": str(tmp_path / "runs")},
+    reached = tmp_path / "reached"
+
+    def signalled(process: ForkServerProcess) -> None:
+        deadline = time.monotonic() + 60
+        while not reached.exists():
+            assert process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        assert process.pid is not None
+        os.kill(process.pid, by)
+
+    return forked.python(
+        "-c", STOPPED_AT.format(module=module, name=name), *arguments,
+        folder=tmp_path, environment={"FLUXTRAIN_RUNS": str(tmp_path / "runs")},
+        meanwhile=signalled,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "reached").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(by)
-    told = process.communicate(timeout=60)
-    return subprocess.CompletedProcess([], process.returncode, *told)
 
 
 @pytest.mark.parametrize(
