@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,15 +135,15 @@ def test_patterns_of_other_kinds_are_looked_at_too(base: Path, tmp_path: Path, n
 
 
 def test_a_program_that_reads_json_finds_the_note_once_on_standard_error(
-    made: Callable[..., Path], tmp_path: Path
+    made: Callable[..., Path],
+    tmp_path: Path,
+    fluxtrain: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     adapter = made()
     edited(adapter, lora_alpha=0)
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 20)
     command = ["evaluate", adapter, tmp_path / "text.txt", "--device", "cpu", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fluxtrain", *command],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = fluxtrain(*command)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{")
     assert done.stderr.count("note: ") == done.stderr.count(IDLE) == 1

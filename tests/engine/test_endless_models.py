@@ -23,6 +23,7 @@ from fluxtrain.data.rendering import sandbox
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.errors import BadInput
 from fluxtrain.models.model_files import MOST_LAYERS, refuse_impossible_sizes
+from tests.engine import forked
 
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "q"},
@@ -90,9 +91,6 @@ def test_the_bounds_change_no_text_and_leave_the_systems_limits() -> None:
 
 
 def test_a_normalizer_that_explodes_ends_the_process_with_words(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     more = [normalizers.Replace("a", "a" * 1000)] * 5
     tokenizer(normalizer=normalizers.Sequence(more)).save_pretrained(tmp_path)
     script = (
@@ -101,10 +99,7 @@ def test_a_normalizer_that_explodes_ends_the_process_with_words(tmp_path: Path) 
         "from fluxtrain.data.encoding.tokenizer import encoded\n"
         "encoded(AutoTokenizer.from_pretrained(sys.argv[1]), ['a' * 100])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=100,
-        check=False,
-    )  # fmt: skip
+    done = forked.python("-c", script, tmp_path)
     assert done.returncode == 2, done.stderr
     assert "error: the tokenizer of the model took more than 300 MiB of memory" in done.stderr
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.run import train
 from fluxtrain.wrapping.engine import Engine
+from tests.engine import forked
 
 MakeConfig = Callable[..., Path]
 Say = Callable[[Path], Answer]
@@ -130,10 +129,7 @@ def test_a_chunk_applied_from_the_command_line_survives_a_resume_and_the_window_
     run_dir = tmp_path / "run"
 
     def by_command(_: Path) -> Answer:
-        done = subprocess.run(
-            [sys.executable, "-m", "fluxtrain", "apply", str(run_dir), "chunk_rows=2"],
-            capture_output=True, text=True, check=False, timeout=200,
-        )  # fmt: skip
+        done = forked.python("-m", "fluxtrain", "apply", run_dir, "chunk_rows=2")
         return Answer(done.returncode == 0, done.stdout + done.stderr)
 
     script = Script(

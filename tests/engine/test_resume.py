@@ -232,8 +232,7 @@ def test_a_second_interrupt_says_what_is_kept_and_leaves_no_socket(
 ) -> None:
     for name in checkpoints:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    command = [sys.executable, "-c", _INTERRUPTED_TWICE, str(tmp_path)]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    ended = forked.python("-c", _INTERRUPTED_TWICE, tmp_path)
     assert ended.returncode == 130
     assert ended.stderr.splitlines()[-1] == f"second interrupt: ending now; {kept}"
     assert RunDir(tmp_path).liveness() == "dead"
