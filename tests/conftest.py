@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most cases of thinned tests to the soak; skip, with the reason, the tests that need a
     GPU where torch can use none."""
     _thin(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = _mixed(items)
     needy = [item for item in items if item.get_closest_marker("gpu")]
     if not needy:
         return
@@ -91,6 +93,20 @@ def _least_alike(cases: list[pytest.Function], first: int) -> list[pytest.Functi
         left.remove(chosen[-1])
         used.update(chosen[-1].callspec.indices.items())
     return chosen + left
+
+
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The files of each folder evenly among those of the others: the engine's tests compute, the
+    app's wait, and workers that do the one while others do the other use the processors better."""
+    folders: dict[Path, dict[Path, list[pytest.Item]]] = {}
+    for item in items:
+        folders.setdefault(item.path.parent, {}).setdefault(item.path, []).append(item)
+    placed = [
+        ((at + 0.5) / len(files), file)
+        for files in folders.values()
+        for at, file in enumerate(files.values())
+    ]
+    return [item for _, file in sorted(placed, key=lambda pair: pair[0]) for item in file]
 
 
 def pytest_collection_finish() -> None:

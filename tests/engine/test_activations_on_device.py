@@ -86,7 +86,7 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("where", PLACES, ids=str)
 @pytest.mark.parametrize("staying", [1, 3, LAYERS])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 def test_losses_and_weights_keep_their_bits_and_what_stays_is_what_is_planned(
     tiny: Any, batch: Any, where: dict[str, Any], staying: int
 ) -> None:
@@ -128,6 +128,7 @@ def test_their_number_changes_between_two_steps(tiny: Any, batch: Any) -> None:
     assert same(every, turned)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("where", [PLACES[0], PLACES[3], PLACES[4]], ids=str)
 def test_all_of_them_leave_the_device_between_two_steps(
     tiny: Any, batch: Any, where: dict[str, Any]

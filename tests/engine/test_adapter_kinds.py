@@ -88,6 +88,7 @@ def test_another_kind_than_lora_is_applied_as_peft_does(
     assert_applied(base, of_kind(name, base, tmp_path / "adapter"), tmp_path / "merged")
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_of_lora_is_applied_as_peft_does(name: str, base: Path, tmp_path: Path) -> None:
     settings = {"target_modules": LAYERS, **OPTIONS[name]}

@@ -57,6 +57,7 @@ def test_a_run_with_8_bit_states_is_timed_with_its_own_kernel(tiny: Tiny, machin
     assert rates.adamw_8bit_per_s
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(

@@ -61,6 +61,7 @@ class Oracle:
             )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("family", "offload"), [("llama", "weights"), ("qwen2", "max"), ("llama", "none")]
 )
@@ -130,7 +131,7 @@ def train(
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "vit"])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 def test_updates_in_the_background_give_the_bits_of_updates_in_the_foreground(
     family: str, dtype: torch.dtype, passes: int, tiny: Any, batch: Any, weights: Any, same: Any
 ) -> None:

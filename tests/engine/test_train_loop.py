@@ -86,6 +86,7 @@ def test_without_clipping_blocks_are_updated_at_once_and_the_losses_stay(
     ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_deferred_update_with_clipping_equals_the_serial_loop_bit_for_bit(
@@ -179,6 +180,7 @@ def test_no_training_row_is_evaluated_and_evaluating_changes_nothing(
     assert without[-1].evaluation_loss is None
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("limit", ["1.0", "null"])
 @pytest.mark.parametrize("what", ["loss", "norm"])

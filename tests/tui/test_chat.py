@@ -188,8 +188,10 @@ async def test_a_finished_run_says_where_its_model_is_and_talks(
     app = app_on(app_pilot, made, finished, program)
     async with app.run_test(size=(80, 24)) as pilot:
         await app_pilot.drawn(pilot)
-        told = " ".join(app_pilot.text_of(app).split())
-        assert "the model is in" in told and "C chats with it" in told
+        await app_pilot.until(
+            pilot, lambda: "C chats with it" in " ".join(app_pilot.text_of(app).split())
+        )
+        assert "the model is in" in " ".join(app_pilot.text_of(app).split())
         screen = await talking(pilot, app, app_pilot)
         await app_pilot.until(pilot, lambda: "READY" in app_pilot.text_of(app))
         assert "a token takes 40 ms (measured), 512 tokens 20.5 s at most" in app_pilot.text_of(app)

@@ -141,6 +141,7 @@ async def test_a_run_whose_folder_is_deleted_under_the_app_is_told(
         assert app.is_running
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("key", ["1", "2", "3", "4", "5", "6", "7", "S"])
 async def test_every_screen_lives_through_a_resize_storm(
     run: Path, made: ModuleType, app_pilot: Any, key: str

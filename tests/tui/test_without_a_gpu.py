@@ -27,6 +27,7 @@ def words_of_a_gpu(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if OF_A_GPU.search(line)]
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("screen", RUN_SCREENS)
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 async def test_no_screen_of_a_run_on_the_processor_names_one(

@@ -260,6 +260,7 @@ async def test_a_trainer_that_cannot_be_started_is_told_and_the_app_lives(
         await wizard.until(lambda: app._exit)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("theme", sorted(load_themes()[0]))
 async def test_the_wizard_draws_in_every_theme(
     app: FluxApp, folder: Path, wizard_pilot: ModuleType, theme: str
