@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import os
 import shlex
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fluxtui.app import FluxApp
 
 LEAVING_S = 2.0  # threads that read files get so long to end
+ENDING_S = 2.0  # and engines that were killed
 STARTED_S = 1.0  # by then the first screens are drawn
 
 
@@ -238,11 +240,21 @@ def _run(app: FluxApp) -> None:
     try:
         loop.run_until_complete(_until_left(app))
     finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(_end_tasks())
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel what still runs, and wait until the engines that it ends are gone: a loop that is
+    closed before says so for each."""
+    from fluxtrain.client.asking import wait_for_engines
+
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.sleep(0)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(wait_for_engines(), ENDING_S)
 
 
 def _in_time(what: Callable[[], str]) -> str | None:

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
+from weakref import WeakSet
 
 import msgspec
 
@@ -18,7 +19,8 @@ from fluxtrain.errors import EXIT_BUG, FluxTrainError
 from fluxtrain.parent import environment_of_child
 
 T = TypeVar("T", bound=Answer)
-_LINE_LIMIT_BYTES = 1 << 24  # of a line on standard error
+_LINE_LIMIT_BYTES = 1 << 24
+_STARTED = WeakSet[asyncio.subprocess.Process]()
 
 
 class EngineRefused(FluxTrainError):
@@ -48,7 +50,7 @@ async def ask_engine(
     started_by = program or (sys.executable, "-P", "-m", "fluxtrain")
     command = (*started_by, answer.COMMAND, "--json", *arguments)
     starting = asyncio.ensure_future(
-        _started(command, {**environment_of_child(), **(environment or {})})
+        start_engine(command, {**environment_of_child(), **(environment or {})})
     )
     ended = asyncio.ensure_future(_ended(starting, said))
     try:
@@ -78,18 +80,28 @@ def decoded(answer: type[T], output: str | bytes) -> T:
         raise EngineRefused("the engine's answer is not JSON", EXIT_BUG) from None
 
 
-async def _started(
-    command: Sequence[str], environment: Mapping[str, str]
+async def start_engine(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: int = asyncio.subprocess.DEVNULL,
 ) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
+    """Start a command in a session of its own, with pipes for its output."""
+    process = await asyncio.create_subprocess_exec(
         *command,
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
         env=environment,
         limit=_LINE_LIMIT_BYTES,
     )
+    _STARTED.add(process)
+    return process
+
+
+async def wait_for_engines() -> None:
+    """Wait until the processes that were started are gone, as a loop must before it is closed."""
+    await asyncio.gather(*(process.wait() for process in _STARTED))
 
 
 async def _ended(
@@ -101,7 +113,7 @@ async def _ended(
         output, errors = await asyncio.gather(_all(process.stdout), _lines(process.stderr, said))
         return await process.wait(), output, errors
     except asyncio.CancelledError:  # by a loop that closes next, when its pipes could not be
-        process._transport.close()  # type: ignore[attr-defined]  # no public way
+        process._transport.close()  # type: ignore[attr-defined]  # no public way; kills it
         raise
 
 

@@ -11,12 +11,10 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from fluxtrain.client.asking import EngineRefused, last_words
+from fluxtrain.client.asking import EngineRefused, last_words, start_engine
 from fluxtrain.client.generation import COMMAND, Ask, Event, Stop, encoded, read_event
 from fluxtrain.errors import EXIT_BUG
 from fluxtrain.parent import environment_of_child
-
-_LINE_LIMIT_BYTES = 1 << 24
 
 
 class Talk:
@@ -37,16 +35,9 @@ class Talk:
         """Start the command; `said` gets every line of its standard error, `program` replaces
         `python -m fluxtrain`."""
         started_by = program or (sys.executable, "-P", "-m", "fluxtrain")
-        process = await asyncio.create_subprocess_exec(
-            *started_by, COMMAND, "--json", *options, "--", model,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env=environment_of_child(),
-            limit=_LINE_LIMIT_BYTES,
-        )  # fmt: skip
-        return Talk(process, said)
+        command = (*started_by, COMMAND, "--json", *options, "--", model)
+        stdin = asyncio.subprocess.PIPE
+        return Talk(await start_engine(command, environment_of_child(), stdin), said)
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield what it says until it ends.
@@ -76,10 +67,11 @@ class Talk:
         """End the process, whatever it does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-        await self._listening
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        try:
+            await self._process.wait()
+            await asyncio.wait([self._listening])
+        finally:  # its pipes too, where the loop closes next
+            self._process._transport.close()  # type: ignore[attr-defined]  # no public way
 
     async def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None
