@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from fluxtrain.data.row import Message, Row
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_CALL = "a tool call"
+_CALL, _NAME, _ID = "a tool call", "`name` of a message", "`tool_call_id` of a message"
+_ARGUMENTS = "arguments of a tool call"
+_MARKS = (_CALL, _NAME, _ID)  # a word or a number, which may stand in what is said as well
 _OF_ROLES = {
     "system": "a system message",
     "developer": "a developer message",
@@ -26,50 +29,78 @@ def left_out(row: Row, texts: list[str]) -> set[str]:
     to learn.
     """
     learnt = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and row.weights[i]]
-    seen = _Seen("\n".join(texts))
-    missing = {
-        name
-        for message in row.messages[: learnt[-1] + 1]
-        for name, words in _parts(message)
-        if not seen.holds(words)
-    }
+    parts = [part for message in row.messages[: learnt[-1] + 1] for part in _parts(message)]
+    seen = _Seen(texts, parts, row.tools)
+    missing = {name for name, words in parts if not seen.holds_part(name, words)}
     if any(not seen.holds(_name_of(tool)) for tool in row.tools):
         missing.add("`tools`")
     return missing
 
 
 def lost_answer(row: Row, texts: list[str], after_question: bool = False) -> str | None:
-    """Name what of an answer to learn is in none of `texts`; None where all its words are.
+    """Name what of an answer to learn is in none of `texts`, which are the answers; None where all
+    its words are.
 
     Its reasoning may be left out, and arguments may be written in another way. `after_question`:
     answers before the first question are not looked for.
     """
     asked = not after_question
-    seen = _Seen("\n".join(texts))
+    parts: list[tuple[str, str]] = []
     for message, weight in zip(row.messages, row.weights, strict=True):
         asked |= message["role"] == "user"
-        if message["role"] != "assistant" or not weight or not asked:
-            continue
-        for name, words in _parts(message):
-            if name in (_OF_ROLES["assistant"], _CALL) and not seen.holds(words):
-                return name
+        if message["role"] == "assistant" and weight and asked:
+            parts += _parts(message)
+    seen = _Seen(texts, parts)
+    for name, words in parts:
+        if name in (_OF_ROLES["assistant"], _CALL) and not seen.holds_part(name, words):
+            return name
     return None
 
 
 class _Seen:
-    """A text to look in, with and without its white space."""
+    """A text that was made of `parts`, to look in with and without its white space."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(
+        self, texts: list[str], parts: list[tuple[str, str]], tools: Iterable[dict[str, Any]] = ()
+    ) -> None:
+        self._text = "\n".join(texts)
         self._dense: str | None = None
+        self._parts, self._tools = parts, tools
 
     def holds(self, words: str) -> bool:
-        if words.strip() in self._text:
-            return True
+        return words.strip() in self._text or self._count(words) > 0
+
+    def holds_part(self, name: str, words: str) -> bool:
+        """Whether a part is there: what is a word alone, such as the name of a tool, beside all
+        that is said, which may have that word too."""
+        if name not in _MARKS or not words.strip():
+            return self.holds(words)
+        before = _MARKS[: _MARKS.index(name) + 1]
+        alike = sum(one in before and other == words for one, other in self._parts)
+        return self._count(words) >= alike + sum(_dense(s).count(_dense(words)) for s in self._said)
+
+    @cached_property
+    def _said(self) -> list[str]:
+        """What is said, and the description of tools, as far as it is there. A tool that has none
+        may be left out: its name alone does not tell."""
+        said = [words for name, words in self._parts if name not in (*_MARKS, _ARGUMENTS)]
+        for tool in self._tools:
+            function = tool.get("function", tool)
+            described = function.get("description") if isinstance(function, dict) else None
+            if isinstance(described, str) and described.strip() and self.holds(described):
+                said += _strings(tool)
+        return [words for words in said if self.holds(words)]
+
+    def _count(self, words: str) -> int:
         if self._dense is None:
-            self._dense = "".join(self._text.split())
-        dense = "".join(words.split())
-        return dense in self._dense or json.dumps(dense, ensure_ascii=False)[1:-1] in self._dense
+            self._dense = _dense(self._text)
+        dense = _dense(words)
+        escaped = json.dumps(dense, ensure_ascii=False)[1:-1]
+        return max(self._dense.count(dense), self._dense.count(escaped))
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
@@ -82,14 +113,14 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
     for key in _REASONING:
         if message.get(key):
             yield "the reasoning of an answer", str(message[key])
-    for key in ("name", "tool_call_id"):
+    for key, name in (("name", _NAME), ("tool_call_id", _ID)):
         if message.get(key):
-            yield f"`{key}` of a message", str(message[key])
+            yield name, str(message[key])
     for call in message.get("tool_calls") or ():
         yield _CALL, _name_of(call)
         if isinstance(call.get("function"), dict):
             for leaf in _strings(call["function"].get("arguments")):
-                yield "arguments of a tool call", leaf
+                yield _ARGUMENTS, leaf
 
 
 def _name_of(described: dict[str, Any]) -> str:
