@@ -63,13 +63,15 @@ def attach_adapters(
 def linear_names(model: PreTrainedModel) -> list[str]:
     """List the last names of all linear layers but the head, in the model's order.
 
+    Gates of one value, as shared experts have them, are no targets: their changes have rank 1.
+
     Raises BadInput where there is none.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     found = dict.fromkeys(
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, _LINEAR) and module is not head
+        if isinstance(module, _LINEAR) and module is not head and min(module.weight.shape) > 1
     )
     if not found:
         raise BadInput(
