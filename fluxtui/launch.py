@@ -250,9 +250,11 @@ async def _end_tasks() -> None:
     closed before says so for each."""
     from fluxtrain.client.asking import wait_for_engines
 
-    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    await asyncio.sleep(0)
+    if tasks:
+        await asyncio.wait(tasks, timeout=ENDING_S)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(wait_for_engines(), ENDING_S)
 

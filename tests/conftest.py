@@ -77,22 +77,24 @@ def _thin(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         marker = cases[0].get_closest_marker("thinned")
         assert marker is not None
-        for case in _least_alike(cases, marker.args[0])[marker.args[0] :]:
-            case.add_marker(pytest.mark.slow)
+        kept = _least_alike(cases, marker.args[0])
+        for case in cases:
+            if case not in kept:
+                case.add_marker(pytest.mark.slow)
 
 
-def _least_alike(cases: list[pytest.Function], first: int) -> list[pytest.Function]:
-    """The cases, the `first` so that each value of each parameter is among them about as often."""
+def _least_alike(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
+    """`number` of the cases, among which each value of each parameter is about as often."""
     left, chosen, used = list(cases), list[pytest.Function](), Counter[tuple[str, int]]()
 
     def chosen_before(case: pytest.Function) -> int:
         return sum(used[value] for value in case.callspec.indices.items())
 
-    while left and len(chosen) < first:
+    while left and len(chosen) < number:
         chosen.append(min(left, key=chosen_before))
         left.remove(chosen[-1])
         used.update(chosen[-1].callspec.indices.items())
-    return chosen + left
+    return chosen
 
 
 def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:

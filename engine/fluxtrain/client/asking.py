@@ -99,6 +99,11 @@ async def start_engine(
     return process
 
 
+def close_pipes(process: asyncio.subprocess.Process) -> None:
+    """Close the pipes of a process, and kill it if it still runs."""
+    process._transport.close()  # type: ignore[attr-defined]  # no public way
+
+
 async def wait_for_engines() -> None:
     """Wait until the processes that were started are gone, as a loop must before it is closed."""
     await asyncio.gather(*(process.wait() for process in _STARTED))
@@ -113,7 +118,7 @@ async def _ended(
         output, errors = await asyncio.gather(_all(process.stdout), _lines(process.stderr, said))
         return await process.wait(), output, errors
     except asyncio.CancelledError:  # by a loop that closes next, when its pipes could not be
-        process._transport.close()  # type: ignore[attr-defined]  # no public way; kills it
+        close_pipes(process)
         raise
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from fluxtrain.client.asking import EngineRefused, last_words, start_engine
+from fluxtrain.client.asking import EngineRefused, close_pipes, last_words, start_engine
 from fluxtrain.client.generation import COMMAND, Ask, Event, Stop, encoded, read_event
 from fluxtrain.errors import EXIT_BUG
 from fluxtrain.parent import environment_of_child
@@ -71,7 +71,7 @@ class Talk:
             await self._process.wait()
             await asyncio.wait([self._listening])
         finally:  # its pipes too, where the loop closes next
-            self._process._transport.close()  # type: ignore[attr-defined]  # no public way
+            close_pipes(self._process)
 
     async def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None

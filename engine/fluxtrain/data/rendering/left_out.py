@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -65,7 +66,7 @@ class _Seen:
     ) -> None:
         self._text = "\n".join(texts)
         self._dense: str | None = None
-        self._parts, self._tools = parts, tools
+        self._parts, self._tools = Counter(parts), tools
 
     def holds(self, words: str) -> bool:
         return words.strip() in self._text or self._count(words) > 0
@@ -75,28 +76,29 @@ class _Seen:
         that is said, which may have that word too."""
         if name not in _MARKS or not words.strip():
             return self.holds(words)
-        before = _MARKS[: _MARKS.index(name) + 1]
-        alike = sum(one in before and other == words for one, other in self._parts)
-        return self._count(words) >= alike + sum(_dense(s).count(_dense(words)) for s in self._said)
+        alike = sum(self._parts[one, words] for one in _MARKS[: _MARKS.index(name) + 1])
+        return self._count(words) >= alike + self._said.count(_dense(words))
 
     @cached_property
-    def _said(self) -> list[str]:
-        """What is said, and the description of tools, as far as it is there. A tool that has none
-        may be left out: its name alone does not tell."""
-        said = [words for name, words in self._parts if name not in (*_MARKS, _ARGUMENTS)]
+    def _said(self) -> str:
+        """What is said, and the description of tools, as far as it is there, without white space
+        within. A tool that has none may be left out: its name alone does not tell."""
+        said = [
+            words for name, words in self._parts.elements() if name not in (*_MARKS, _ARGUMENTS)
+        ]
         for tool in self._tools:
             function = tool.get("function", tool)
             described = function.get("description") if isinstance(function, dict) else None
             if isinstance(described, str) and described.strip() and self.holds(described):
                 said += _strings(tool)
-        return [words for words in said if self.holds(words)]
+        return "\n".join(_dense(words) for words in said if self.holds(words))
 
     def _count(self, words: str) -> int:
         if self._dense is None:
             self._dense = _dense(self._text)
         dense = _dense(words)
         escaped = json.dumps(dense, ensure_ascii=False)[1:-1]
-        return max(self._dense.count(dense), self._dense.count(escaped))
+        return max(self._dense.count(form) for form in {dense, escaped})
 
 
 def _dense(text: str) -> str:
