@@ -1,4 +1,4 @@
-"""Check that no modules of a package import each other in a circle, and that packages stay small.
+"""Check that no modules of a package import each other in a circle.
 
     python .ci/check_imports.py FOLDER...
 
@@ -13,11 +13,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-MOST_MODULES = 12  # in one package, its `__init__` and `__main__` not counted
-EXEMPT = {  # packages that may hold more, and why
-    "fluxtui.panels": "panels: equals, each a function from a view to lines",
-}
 
 Graph = Mapping[str, set[str]]
 
@@ -84,29 +79,21 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
-def problems(root: Path, exempt: Mapping[str, str]) -> list[str]:
+def problems(root: Path) -> list[str]:
     """Return what is wrong in the package in `root`, in words."""
     modules = modules_of(root)
     graph = {name: imports_of(name, path, modules) for name, path in modules.items()}
-    said = [
+    return [
         f"{len(circle)} modules import each other, such as "
         + " -> ".join(way(graph, circle[0], circle[0]))
         + f"; all of them: {', '.join(circle)}"
         for circle in circles(graph)
     ]
-    for folder in sorted({path.parent for path in modules.values()}):
-        package = ".".join(folder.relative_to(root.parent).parts)
-        held = [path for path in folder.glob("*.py") if not path.name.startswith("__")]
-        if len(held) > MOST_MODULES and package not in exempt:
-            said.append(f"{package} holds {len(held)} modules, more than {MOST_MODULES}: split it")
-        elif len(held) <= MOST_MODULES and package in exempt:
-            said.append(f"{package} holds {len(held)} modules: it needs no exemption any more")
-    return said
 
 
 def main(roots: Sequence[str]) -> int:
     """Check the packages in these folders; return the exit code."""
-    said = [problem for root in roots for problem in problems(Path(root).resolve(), EXEMPT)]
+    said = [problem for root in roots for problem in problems(Path(root).resolve())]
     for problem in said:
         print(problem)
     return 1 if said or not roots else 0

@@ -1,4 +1,4 @@
-"""The check for import circles and for packages that have grown too large."""
+"""The check for import circles."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_two_modules_that_import_each_other_are_found(
     tmp_path: Path, check: ModuleType, back: str
 ) -> None:
     root = package(tmp_path, a="from made.b import y", b=back)
-    [said] = check.problems(root, {})
+    [said] = check.problems(root)
     assert said.startswith("2 modules import each other, such as made.a -> made.b -> made.a")
 
 
@@ -60,7 +60,7 @@ def test_a_circle_is_told_by_its_shortest_way_with_all_that_belong_to_it(
 ) -> None:
     texts = {"a": "import made.b", "b": "import made.c", "c": "import made.a, made.d"}
     root = package(tmp_path, **texts, d="import made.c", free="import made.a")
-    [said] = check.problems(root, {})
+    [said] = check.problems(root)
     assert "made.a -> made.b -> made.c -> made.a;" in said
     assert said.endswith("all of them: made.a, made.b, made.c, made.d")
 
@@ -70,27 +70,15 @@ def test_imports_that_go_one_way_and_out_of_the_package_are_no_circle(
 ) -> None:
     low, high = "import os, textual", "from made.sub import low\nfrom ..b import z"
     root = package(tmp_path, sub__low=low, sub__high=high, b="from made.sub.low import x")
-    assert check.problems(root, {}) == []
+    assert check.problems(root) == []
 
 
 def test_relative_imports_are_followed_from_the_package_that_they_stand_in(
     tmp_path: Path, check: ModuleType
 ) -> None:
     root = package(tmp_path, sub__x="from ..b import z", b="from .sub import x")
-    [said] = check.problems(root, {})
+    [said] = check.problems(root)
     assert "made.b -> made.sub.x -> made.b" in said
-
-
-def test_a_large_package_must_be_exempt_and_a_small_one_must_not(
-    tmp_path: Path, check: ModuleType
-) -> None:
-    many = {f"m{i}": "" for i in range(check.MOST_MODULES)}
-    root = package(tmp_path, **many)
-    assert check.problems(root, {}) == []
-    assert "needs no exemption" in check.problems(root, {"made": "a reason"})[0]
-    package(tmp_path, one_more="")
-    assert f"holds {check.MOST_MODULES + 1} modules" in check.problems(root, {})[0]
-    assert check.problems(root, {"made": "a reason"}) == []
 
 
 def test_the_command_fails_where_something_is_wrong_and_without_a_folder(tmp_path: Path) -> None:
