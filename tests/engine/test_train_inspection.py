@@ -60,7 +60,7 @@ def test_what_is_shown_as_learnt_has_exactly_the_labels_of_the_run(
 ) -> None:
     config = run_config(data__path=str(talks), data__sequence_length=64, data__held_out=0.0)
     found = inspected(config)
-    data = load_inputs(load_config(config)).data
+    data = load_inputs(load_config(config)).task.data
     rows = data.trained
     labels = np.concatenate([rows[index].labels.ravel() for index in range(len(rows))])
     learnt_tokens = int((labels != IGNORED).sum())

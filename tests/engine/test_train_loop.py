@@ -56,7 +56,7 @@ def serial_losses(config: RunConfig, steps: int) -> list[tuple[float, float]]:
                          no_decay=settings.no_decay),
         betas=settings.betas, eps=settings.eps,
     )  # fmt: skip
-    data = BatchSource(inputs.data.trained, 4, settings.accumulation, 0)
+    data = BatchSource(inputs.task.data.trained, 4, settings.accumulation, 0)
     told = []
     for step in range(steps):
         rate = 1e-3 * schedule.factor("cosine", step, warmup_steps=1, total_steps=steps)
@@ -158,7 +158,7 @@ def test_a_finished_run_leaves_a_model_that_evaluates_the_same_without_fluxtrain
     }
     assert "config" in json.loads((tmp_path / "run" / "run.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(done.model_path)
-    data = load_inputs(load_config(config)).data
+    data = load_inputs(load_config(config)).task.data
     plain = evaluate(CausalLM(), model, in_order(data.held_out, 4))
     assert plain is not None
     assert plain.loss == pytest.approx(done.evaluation_loss, rel=2e-3)

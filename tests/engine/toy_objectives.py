@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from fluxtrain.checkpoint.randomness import seed_everything
-from fluxtrain.methods.objective import B, Objective, Task
+from fluxtrain.methods.objective import B, BoundTask, Objective
 
 WORDS, WIDTH, LENGTH, LATENT = 11, 8, 5, 6
 
@@ -169,6 +169,10 @@ class Stream(Generic[B]):
     def served_steps(self) -> float:
         return self.position / self.batches_a_step
 
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.batches) // self.batches_a_step)
+
     def next_step(self) -> list[B]:
         first, self.position = self.position, self.position + self.batches_a_step
         return [self.batches[i % len(self.batches)] for i in range(first, self.position)]
@@ -189,9 +193,11 @@ class Case(Generic[B]):
     data: Stream[B]
 
     @property
-    def task(self) -> Task[B]:
+    def task(self) -> BoundTask[B]:
         """What it learns: evaluated on the same batches."""
-        return Task(objective=self.objective, data=self.data, held_out=lambda: self.data.batches)
+        return BoundTask(
+            objective=self.objective, data=self.data, held_out=lambda: self.data.batches
+        )
 
 
 def _sizes() -> Iterator[int]:

@@ -18,7 +18,7 @@ from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens
 from fluxtrain.methods.causal_lm import CausalLM
-from fluxtrain.methods.objective import Task
+from fluxtrain.methods.objective import BoundTask
 from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import StepFinished
@@ -114,7 +114,7 @@ class Training:
         self.loop = TrainingLoop(
             model=self.model,
             optimizer=EngineAdamW(self.engine, self.model.parameters(), lr=1e-3),
-            task=Task(objective=CausalLM(), data=self.batches, held_out=lambda: ()),
+            task=BoundTask(objective=CausalLM(), data=self.batches, held_out=lambda: ()),
             settings=LoopSettings(
                 total_steps=steps,
                 max_grad_norm=max_grad_norm,

@@ -12,7 +12,7 @@ import pytest
 from fluxtrain.data.reading import hub_stream
 from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.errors import BadInput
-from fluxtrain.train.inputs import read_as
+from fluxtrain.methods.text_task import read_as
 from tests.unit.data_files import corpus, lines, rows
 
 TALES = "hf://datasets/owner/tales"

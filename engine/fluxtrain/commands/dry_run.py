@@ -10,7 +10,8 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fluxtrain.checkpoint.recovery import Target
@@ -33,8 +34,7 @@ from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:
     from fluxtrain.checkpoint.run_state import RunState
-    from fluxtrain.data.batches import Batch
-    from fluxtrain.methods.objective import Cursor
+    from fluxtrain.methods.objective import BoundTask, Cursor
     from fluxtrain.methods.optimizer import Optimizer
     from fluxtrain.train.session import Session
     from fluxtrain.wrapping.engine import Engine
@@ -76,14 +76,14 @@ class DryRun(Run):
             optimizer,
         )
 
-    def held_out(self) -> Iterable[Batch]:
-        """Return no batches: nothing is evaluated."""
-        return ()
+    def _bind(self, rows: int) -> BoundTask[Any]:
+        """Bind the task without held-out batches: nothing is evaluated."""
+        return replace(super()._bind(rows), held_out=lambda: ())
 
     def finish(self) -> None:
         """Keep only the measurements."""
         self.measure()
-        self._session.measured["steps_per_epoch"] = self.data.steps_per_epoch
+        self._session.measured["steps_per_epoch"] = self._task.data.steps_per_epoch
 
 
 def dry_run(config: RunConfig) -> DryRunAnswer:

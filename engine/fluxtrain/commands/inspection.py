@@ -23,8 +23,9 @@ from fluxtrain.data.reading.sampling import sampled
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens, in_memory
+from fluxtrain.methods.text_task import counted
 from fluxtrain.models.loading import pad_id
-from fluxtrain.planning.row_length import FirstSamples, counted, tokenizer_of, with_row_length
+from fluxtrain.planning.row_length import FirstSamples, tokenizer_of, with_row_length
 from fluxtrain.units import count_text
 
 SAMPLES = 3

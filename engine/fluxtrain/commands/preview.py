@@ -24,6 +24,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe.probe import Report, probe
 from fluxtrain.methods.method import method_of, usual_rate
+from fluxtrain.methods.text_task import counted, read_as
 from fluxtrain.models.copies import Copied, copied_by_loading
 from fluxtrain.models.demo_model import demo_config as demo_shape
 from fluxtrain.models.loading import refuse_missing_folder, unloadable
@@ -55,11 +56,11 @@ from fluxtrain.planning.placing import (
     optimizer_in_backward,
 )
 from fluxtrain.planning.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
-from fluxtrain.planning.row_length import FirstSamples, counted, first_samples, with_row_length
+from fluxtrain.planning.row_length import FirstSamples, first_samples, with_row_length
 from fluxtrain.planning.snapshot import snapshot_of
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.events import ChoiceMade
-from fluxtrain.train.inputs import DEMO, read_as
+from fluxtrain.train.inputs import DEMO
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"

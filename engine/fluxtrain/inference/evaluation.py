@@ -15,18 +15,16 @@ from fluxtrain.checkpoint.recovery import may_keep_tokens
 from fluxtrain.client.evaluation import EvaluationAnswer
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.config.text import apply_overrides
-from fluxtrain.data.batches import Batch, in_order
-from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.inference.opening.finding import Found, find_model
 from fluxtrain.inference.opening.opened import OpenedModel, open_model
 from fluxtrain.inference.opening.request import ModelRequest
-from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.method import method_of
+from fluxtrain.methods.objective import Part, Task
 from fluxtrain.planning.row_length import samples_of, with_row_length
 from fluxtrain.train.evaluate import Evaluation, evaluate
-from fluxtrain.train.inputs import prepared_data
 from fluxtrain.units import duration_text
 
 Tell = Callable[[str], None]
@@ -121,46 +119,52 @@ def _evaluated(
 ) -> EvaluationAnswer:
     use_template(opened.tokenizer, config.data.chat_template)
     row_tokens = _row_tokens(config, opened)
-    data = prepared_data(config, opened.loaded, opened.tokenizer, row_tokens, tell)
-    rows = data.trained if request.data is not None else data.held_out
-    if not len(rows):
+    data = config.data.model_copy(update={"sequence_length": row_tokens})
+    config = config.model_copy(update={"data": data})
+    task = method_of(config).task(config, opened.loaded, tell)
+    part: Part = "trained" if request.data is not None else "held_out"
+    if not (rows := task.rows(part)):
         raise BadInput(
-            f"{opened.name} held nothing of {data.corpus.name} out: name the data to evaluate on"
+            f"{opened.name} held nothing of {task.source} out: name the data to evaluate on"
         )
     started_s = perf_counter()
-    result, count = _mean(opened, rows, request.rows or _batch_rows(rows), tell)
+    batch_rows = request.rows or max(1, min(MOST_ROWS, BATCH_TOKENS // row_tokens, rows))
+    result, count = _mean(opened, task, part, batch_rows, row_tokens, tell)
     if not math.isfinite(result.loss):
         dtype = opened.loaded.precision.dtype
         raise Diverged(
-            f"the loss of {opened.name} on {data.corpus.name} is {result.loss}: {_BEYOND[dtype]}"
+            f"the loss of {opened.name} on {task.source} is {result.loss}: {_BEYOND[dtype]}"
         )
     return EvaluationAnswer(
         model=opened.name,
         base=opened.base,
-        data=data.corpus.name if request.data is not None else f"held out of {data.corpus.name}",
+        data=task.source if part == "trained" else f"held out of {task.source}",
         loss=result.loss,
         perplexity=math.exp(result.loss) if result.loss < _LARGEST_EXPONENT else None,
         tokens=result.count,
-        rows=len(rows),
-        sequence_length=rows.sequence_length,
+        rows=rows,
+        sequence_length=row_tokens,
         batch_rows=count,
         dtype=opened.loaded.precision.dtype,
         device=opened.device.type,
         placed=opened.placed,
         seconds=perf_counter() - started_s,
-        notes=(*data.told, *data.notes.sentences(), *rows.fit.sentences()),
+        notes=tuple(task.notes(part)),
     )
 
 
-def _mean(opened: OpenedModel, rows: PackedRows, count: int, tell: Tell) -> tuple[Evaluation, int]:
+def _mean(
+    opened: OpenedModel, task: Task[Any], part: Part, count: int, row_tokens: int, tell: Tell
+) -> tuple[Evaluation, int]:
     """Evaluate in batches of `count` rows, half as many each time device memory runs out; return
     how many they were as well."""
     while True:
-        logits_bytes = 4 * count * rows.sequence_length * opened.loaded.embedding_rows
+        logits_bytes = 4 * count * row_tokens * opened.loaded.embedding_rows
         fused = logits_bytes > WHOLE_LOGITS_BYTES
         try:
             with opened.engine.evaluating() if fused else nullcontext():
-                result = evaluate(CausalLM(), opened.model, _told(rows, count, tell))
+                batches = _telling(task, part, count, row_tokens, tell)
+                result = evaluate(task.objective, opened.model, batches)
             assert result is not None, "there are rows"
             return result, count
         except torch.OutOfMemoryError:
@@ -182,20 +186,16 @@ def _row_tokens(config: RunConfig, opened: OpenedModel) -> int:
     return max(2, min(chosen, count)) if first.share >= 1 else chosen
 
 
-def _batch_rows(rows: PackedRows) -> int:
-    return max(1, min(MOST_ROWS, BATCH_TOKENS // rows.sequence_length, len(rows)))
-
-
-def _told(rows: PackedRows, count: int, tell: Tell) -> Iterator[Batch]:
+def _telling(task: Task[Any], part: Part, count: int, row_tokens: int, tell: Tell) -> Iterator[Any]:
     """Yield the batches; say how long all take when the first one is done, and the progress."""
-    batches = -(-len(rows) // count)
+    batches = -(-task.rows(part) // count)
     began_s = told_s = perf_counter()
-    for done, batch in enumerate(in_order(rows, count)):
+    for done, batch in enumerate(task.in_order(part, count)):
         now_s = perf_counter()
         if done == 1 or (done > 1 and now_s - told_s >= 3.0):
             each_s = (now_s - began_s) / done
             tell(
-                f"{done} of {batches} batches of {count} x {rows.sequence_length} tokens, "
+                f"{done} of {batches} batches of {count} x {row_tokens} tokens, "
                 f"{duration_text(each_s)} each: about {duration_text(each_s * (batches - done))} "
                 "to go"
             )

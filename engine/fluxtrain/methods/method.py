@@ -1,4 +1,4 @@
-"""Methods: which weights of a model are trained, and what is saved.
+"""Methods: which weights of a model are trained, on what, and what is saved.
 
 `method.name` of a configuration is looked up here and nowhere else. To add a method, write a class
 with the members of `Method`, list it in `METHODS`, and name it in `MethodSettings`. What only one
@@ -8,14 +8,13 @@ method needs, such as peft, is imported when it is used.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import MethodSettings, RunConfig
-from fluxtrain.data.batches import Batch
-from fluxtrain.methods.causal_lm import CausalLM
-from fluxtrain.methods.objective import Objective
+from fluxtrain.methods.objective import Task
+from fluxtrain.methods.text_task import Tell, Waits, text_task
 from fluxtrain.models.export import save_model, try_saving_model
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.saving.beside import write_adapter_files
@@ -45,8 +44,18 @@ class Method(Protocol):
     def saved_bytes(self, facts: ModelFacts) -> int:
         """Count the bytes that `save` will write, for the check of the disk."""
 
-    def objective(self) -> Objective[Batch]:
-        """Return the objective that the method trains for."""
+    def task(
+        self,
+        config: RunConfig,
+        loaded: LoadedModel,
+        tell: Tell | None = None,
+        waits: Waits | None = None,
+    ) -> Task[Any]:
+        """Make what the run learns: the objective with its configuration, and all batches.
+
+        `tell` is called with the progress of the data; `waits` makes the data once more where the
+        disk of its cache was full. Raises BadInput where the data needs a repair.
+        """
 
     def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
         """Write what will be saved beside the weights to a temporary folder, or where that is full
@@ -78,9 +87,15 @@ class FullFineTuning:
         """Count all weights."""
         return facts.weight_bytes
 
-    def objective(self) -> Objective[Batch]:
-        """Return causal language modelling."""
-        return CausalLM()
+    def task(
+        self,
+        config: RunConfig,
+        loaded: LoadedModel,
+        tell: Tell | None = None,
+        waits: Waits | None = None,
+    ) -> Task[Any]:
+        """Learn to predict the next token of the data's rows."""
+        return text_task(config, loaded, tell, waits)
 
     def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
         """Try configuration, generation settings and tokenizer."""
@@ -111,9 +126,15 @@ class LoraFineTuning:
         """Count the trained weights."""
         return facts.trained_bytes
 
-    def objective(self) -> Objective[Batch]:
-        """Return causal language modelling."""
-        return CausalLM()
+    def task(
+        self,
+        config: RunConfig,
+        loaded: LoadedModel,
+        tell: Tell | None = None,
+        waits: Waits | None = None,
+    ) -> Task[Any]:
+        """Learn to predict the next token of the data's rows."""
+        return text_task(config, loaded, tell, waits)
 
     def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
         """Try generation settings and tokenizer."""

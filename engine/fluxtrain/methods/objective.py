@@ -1,17 +1,23 @@
-"""The interface between the training loop and what is learned: batches, their loss, their metrics.
+"""The interface between a run and what is learned: batches, their loss, their metrics.
 
-The loop, evaluation and calibration never look into a batch. They ask the objective.
+A method makes a `Task` from the configuration and the loaded model. The run, its loop, evaluation
+and calibration never look into a batch: they ask the task for batches and its objective for losses.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from fluxtrain.telemetry.events import ChoiceMade, SampleFit
+
+Part = Literal["trained", "held_out"]
 B = TypeVar("B")  # a micro-batch: what one forward and one backward pass take
 B_co = TypeVar("B_co", covariant=True)
 
@@ -72,17 +78,76 @@ class TrainingData(Cursor, Protocol[B_co]):
     def epoch(self) -> float:
         """Return the epochs done, with the fraction of the current one."""
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the steps until each row was seen once, the last step whole."""
+
     def next_step(self) -> Sequence[B_co]:
         """Return all batches of the next optimizer step: several under gradient accumulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(Generic[B]):
-    """What a run learns: an objective, with the batches it trains on and those held out."""
+class BoundTask(Generic[B]):
+    """What the loop runs: a task whose batches have their size."""
 
     objective: Objective[B]
     data: TrainingData[B]
     held_out: Callable[[], Iterable[B]]  # the batches of one evaluation; none: not evaluated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Text that a model continues."""
+
+    text: str
+    talks: bool  # the data are conversations, and `text` is a user's words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC, Generic[B]):
+    """What a run learns, whole: the objective, and every batch that anything asks for."""
+
+    objective: Objective[B]
+    source: str  # the name of the data, for messages
+    choices: Sequence[ChoiceMade]  # what was chosen for the data, such as its format
+    uneven: bool  # some rows may take more memory than typical ones: `fullest` returns them
+    ends: Sequence[int]  # tokens at which answers end, and so generation shall; none without text
+    prompt: Prompt | None  # what the trained model continues at the end; None: it makes no text
+
+    @abstractmethod
+    def notes(self, part: Part) -> Sequence[str]:
+        """Return what a person should know of the data before a part is used, a sentence each."""
+
+    @abstractmethod
+    def rows(self, part: Part) -> int:
+        """Count the rows of a part of the data."""
+
+    @abstractmethod
+    def fingerprint(self, part: Part) -> str | None:
+        """Return what changes whenever these rows do; None where the part has no rows."""
+
+    @abstractmethod
+    def sample_fit(self) -> SampleFit:
+        """Count the samples to train on that do not fit into a row."""
+
+    @abstractmethod
+    def bound(self, batch_rows: int) -> BoundTask[B]:
+        """Return endless training data in batches of `batch_rows` rows, and the held-out batches.
+
+        Raises BadInput where a step takes more rows than there are.
+        """
+
+    @abstractmethod
+    def in_order(self, part: Part, batch_rows: int) -> Iterable[B]:
+        """Yield every row of a part once, in a fixed order; the last batch may be smaller."""
+
+    @abstractmethod
+    def typical(self, rows: int) -> B:
+        """Return a batch of `rows` rows that costs what most batches cost, for measurements."""
+
+    @abstractmethod
+    def fullest(self, rows: int) -> B | None:
+        """Return a batch that takes the most memory; None where that is a typical one."""
 
 
 @dataclass(frozen=True)

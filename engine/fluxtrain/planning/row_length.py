@@ -21,7 +21,7 @@ from fluxtrain.data.splitting import whole
 from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.models.demo_model import SEQUENCE_LENGTH
 from fluxtrain.models.loading import ModelSource, load_tokenizer
-from fluxtrain.telemetry.events import ChoiceMade, SampleFit
+from fluxtrain.telemetry.events import ChoiceMade
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +50,6 @@ class FirstSamples:
         if self.share >= 1:
             return told
         return [f"of {self.notes.rows:,} rows that were looked at: {line}" for line in told]
-
-
-def counted(fit: Fit) -> SampleFit:
-    """Return the counts as the plan, `inspect` and the journal tell them."""
-    return SampleFit(
-        samples=fit.samples,
-        longer=fit.longer,
-        cut=fit.cut,
-        divided=fit.divided,
-        left_out=fit.left_out,
-    )
 
 
 def first_samples(config: RunConfig) -> FirstSamples:

@@ -17,7 +17,6 @@ from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.rundir import own_files
 
 if TYPE_CHECKING:
-    from fluxtrain.data.packing import PackedRows
     from fluxtrain.train.session import Session
     from fluxtrain.wrapping.engine import Engine
 
@@ -38,9 +37,12 @@ def refuse_without_evaluations(settings: TrainSettings, held_out_rows: int) -> N
             )
 
 
-def tell_of_other_data(state: RunState, held_out: PackedRows, warn: Callable[[str], None]) -> None:
-    """Warn where a resumed run evaluates on other data than before; the best one counts anew."""
-    if state.evaluates(held_out.fingerprint() if len(held_out) else None):
+def tell_of_other_data(state: RunState, held_out: str | None, warn: Callable[[str], None]) -> None:
+    """Warn where a resumed run evaluates on other data than before; the best one counts anew.
+
+    `held_out` is the fingerprint of the rows to evaluate on; None: there are none.
+    """
+    if state.evaluates(held_out):
         warn(
             "the held-out data is not that of the evaluations so far: the best one, and "
             "train.early_stopping_patience, count from here on"

@@ -18,7 +18,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.out_of_memory import gpu_of, out_of_memory
-from fluxtrain.methods.objective import B, Task
+from fluxtrain.methods.objective import B, BoundTask
 from fluxtrain.methods.optimizer import Optimizer, set_learning_rate
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.progress import Progress
@@ -52,7 +52,7 @@ class TrainingLoop(Generic[B]):
         self,
         *,
         model: nn.Module,
-        task: Task[B],
+        task: BoundTask[B],
         optimizer: Optimizer,
         settings: LoopSettings,
         checkpoints: CheckpointWriter,

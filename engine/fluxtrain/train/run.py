@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,13 +24,12 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.data.batches import Batch, BatchSource, in_order
 from fluxtrain.errors import Interrupted
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes
 from fluxtrain.methods.method import method_of, usual_rate
-from fluxtrain.methods.objective import Task
+from fluxtrain.methods.objective import BoundTask, Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
 from fluxtrain.models.generation import sample_text
 from fluxtrain.models.kernels import choose_kernels
@@ -43,7 +43,7 @@ from fluxtrain.rundir import own_files
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train import final_model
 from fluxtrain.train.early_stopping import EarlyStopping
-from fluxtrain.train.inputs import DEMO, Inputs, opened_once_more, read_as, ready_inputs
+from fluxtrain.train.inputs import Inputs, opened_once_more, ready_inputs
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
@@ -131,17 +131,17 @@ class Run:
     ) -> None:
         self._config, self._inputs, self._session = config, inputs, session
         self._method = method_of(config)
-        self._objective = self._method.objective()
+        task = inputs.task
         rows = _known_rows(config, checkpoint)
-        final_model.refuse_without_evaluations(config.train, len(inputs.data.held_out))
-        data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
+        final_model.refuse_without_evaluations(config.train, task.rows("held_out"))
+        bound = None if rows is None else self._bind(rows)  # refuses a batch beyond the data
         kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
         self._plan = self._planned_for(machine, device.value, rows)
         self.batch_rows = self._plan.placement.batch_rows
-        self.data = data or self._batches(self.batch_rows)
+        self._task = bound or self._bind(self.batch_rows)
         self.schedule = choose_schedule(
             config.train,
-            steps_per_epoch=self.data.steps_per_epoch,
+            steps_per_epoch=self._task.data.steps_per_epoch,
             usual_rate=usual_rate(config),
         )
         self.model, self.engine = wrapped(
@@ -157,7 +157,7 @@ class Run:
             device,
             dtype_choice(inputs.loaded.precision),
             ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because),
-            *([read_as(inputs.data.corpus)] if config.data.path != DEMO else []),
+            *task.choices,
             *inputs.choices,
             *self._plan.placement.choices,
             *page_locks_of(self.engine, self._plan.constants.per_s),
@@ -171,9 +171,10 @@ class Run:
         session.gauges.watch(self.engine, self.checkpoints)
         session.timeline.watch(self.engine.device.recorder)
         if checkpoint is not None:
-            session.state = self.checkpoints.resume(checkpoint, self.engine, self.data)
+            session.state = self.checkpoints.resume(checkpoint, self.engine, self._task.data)
             session.announcer.at_step(session.state.step)
-        final_model.tell_of_other_data(session.state, inputs.data.held_out, session.announcer.warn)
+        held_out = task.fingerprint("held_out")
+        final_model.tell_of_other_data(session.state, held_out, session.announcer.warn)
         self._changes = self._live_changes()
         self.loop = self._training_loop(optimizer)
 
@@ -183,8 +184,7 @@ class Run:
         return plan_run(
             self._config,
             self._inputs.loaded,
-            self._inputs.data.trained,
-            self._objective,
+            self._inputs.task,
             machine=machine,
             device=device,
             batch_rows=rows,
@@ -206,12 +206,12 @@ class Run:
         session.requests.changes_go_to(changes.ask)
         return changes
 
-    def _training_loop(self, optimizer: Optimizer) -> TrainingLoop[Batch]:
+    def _training_loop(self, optimizer: Optimizer) -> TrainingLoop[Any]:
         session = self._session
         return TrainingLoop(
             model=self.model,
             optimizer=optimizer,
-            task=Task(objective=self._objective, data=self.data, held_out=self.held_out),
+            task=self._task,
             settings=self._loop_settings(),
             checkpoints=self.checkpoints,
             announcer=session.announcer,
@@ -274,13 +274,13 @@ class Run:
         )
         save = partial(self._method.save, loaded, self._config.method)
         final_model.save_model(session, save)
-        if self._inputs.prompt:
-            self._show_sample(session.model_step)
+        if (prompt := self._inputs.task.prompt) and prompt.text:
+            self._show_sample(prompt.text, session.model_step)
         self.measure()
 
-    def _show_sample(self, step: int) -> None:
+    def _show_sample(self, prompt: str, step: int) -> None:
         """Show what the model makes of a prompt. It is saved: what goes wrong is a warning."""
-        loaded, prompt = self._inputs.loaded, self._inputs.prompt
+        loaded = self._inputs.loaded
         try:
             text = sample_text(loaded.model, loaded.tokenizer, prompt)
         except BaseException as error:  # models bring code and settings of their own
@@ -323,15 +323,10 @@ class Run:
             "plan": msgspec.to_builtins(rows),
         }
 
-    def _batches(self, rows: int) -> BatchSource:
-        config = self._config
-        return BatchSource(
-            self._inputs.data.trained, rows, config.train.accumulation, config.data.seed
-        )
-
-    def held_out(self) -> Iterable[Batch]:
-        """Yield the batches of an evaluation."""
-        return in_order(self._inputs.data.held_out, self.batch_rows)
+    def _bind(self, rows: int) -> BoundTask[Any]:
+        """Bind the task to `rows` rows a batch. Raises BadInput where the data has too few."""
+        task: Task[Any] = self._inputs.task
+        return task.bound(rows)
 
     def _loop_settings(self) -> LoopSettings:
         schedule, name = self.schedule, self._config.train.schedule
@@ -363,7 +358,8 @@ class Run:
         if not prompts:
             return None
         model = TrainedModel(loaded=self._inputs.loaded, device=self.engine.device.torch_device)
-        talks = self._inputs.talks
+        prompt = self._inputs.task.prompt
+        talks = prompt is not None and prompt.talks
         return Samples(settings, prompts, model, self._session.announcer, talks=talks)
 
 

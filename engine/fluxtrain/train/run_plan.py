@@ -10,9 +10,7 @@ from fluxtrain.calibration.measured_constants import Constants, measure_constant
 from fluxtrain.calibration.peaks import host_peak_bytes
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.data.batches import Batch, fullest_batch, typical_batch
-from fluxtrain.data.packing import PackedRows
-from fluxtrain.methods.objective import BoundBatch, Objective
+from fluxtrain.methods.objective import BoundBatch, Task
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
@@ -29,7 +27,6 @@ from fluxtrain.planning.placing import (
     optimizer_in_backward,
 )
 from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
-from fluxtrain.planning.row_length import counted
 from fluxtrain.planning.snapshot import Snapshot, snapshot_of
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChoiceMade, Planned, SampleFit
@@ -99,8 +96,7 @@ class RunPlan:
 def plan_run(
     config: RunConfig,
     loaded: LoadedModel,
-    rows: PackedRows,
-    objective: Objective[Batch],
+    task: Task[Any],
     *,
     machine: Machine,
     device: str,
@@ -109,13 +105,13 @@ def plan_run(
 ) -> RunPlan:
     """Decide where the bytes go, from measurements of a block and of the machine.
 
-    `rows` are the training data, and `batch_rows` of them a micro-batch; None: the plan chooses.
+    `batch_rows` rows of `task` make a micro-batch; None: the plan chooses.
 
     Raises:
         DoesNotFit: host memory, the device or the disk cannot hold the run.
     """
     facts = model_facts_for(config, loaded.model, loaded.config)
-    constants = _calibrated(config, facts, loaded, rows, objective, (machine, device, batch_rows))
+    constants = _calibrated(config, facts, loaded, task, (machine, device, batch_rows))
     measured = constants.applied(facts)
     to_come = constants.still_to_come_bytes
     # libraries and data are in memory by now; pages of the model's files count as available
@@ -127,7 +123,7 @@ def plan_run(
         machine,
         device,
         batch_rows=batch_rows,
-        data_rows=max(1, len(rows) // config.train.accumulation),
+        data_rows=max(1, task.rows("trained") // config.train.accumulation),
         loaded_bytes=loaded_bytes(loaded.model) - to_come,
         constants=constants,
     )
@@ -136,7 +132,7 @@ def plan_run(
     refuse_what_does_not_fit(config, facts, placement, copied, capacity.host_available_bytes, disk)
     return RunPlan(
         config=config, facts=measured, constants=constants, placement=placement, capacity=capacity,
-        samples=counted(rows.fit),
+        samples=task.sample_fit(),
     )  # fmt: skip
 
 
@@ -144,22 +140,21 @@ def _calibrated(
     config: RunConfig,
     facts: ModelFacts,
     loaded: LoadedModel,
-    rows: PackedRows,
-    objective: Objective[Batch],
+    task: Task[Any],
     where: tuple[Machine, str, int | None],
 ) -> Constants:
     """Return the constants of the plan; a block is timed now unless it was timed before."""
     if where[1] == "cuda":
         hold_to_budget(config.placement.budget_gib)
 
-    def usual(count: int) -> BoundBatch[Batch]:
-        return BoundBatch(objective, typical_batch(rows, count))
+    def usual(count: int) -> BoundBatch[Any]:
+        return BoundBatch(task.objective, task.typical(count))
 
-    def heavier(count: int) -> BoundBatch[Batch] | None:
-        batch = fullest_batch(rows, count)
-        return None if batch is None else BoundBatch(objective, batch)
+    def heavier(count: int) -> BoundBatch[Any] | None:
+        batch = task.fullest(count)
+        return None if batch is None else BoundBatch(task.objective, batch)
 
-    heavier_of = heavier if rows.mixes else None
+    heavier_of = heavier if task.uneven else None
     kind = optimizer_in_backward(config, facts)
     how: dict[str, Any] = {"in_backward": kind, "steps": config.train.steps}
     return measure_constants(facts, *where, loaded.model, usual, heavier_of, **how)

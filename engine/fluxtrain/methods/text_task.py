@@ -1,0 +1,148 @@
+"""The task of language models: text rows from the data of a configuration, by next-token loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.data.batches import Batch, BatchSource, fullest_batch, in_order, typical_batch
+from fluxtrain.data.demo import PROMPT
+from fluxtrain.data.fit import Fit
+from fluxtrain.data.packing import PackedRows
+from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
+from fluxtrain.data.reading.corpus import Corpus, Reading
+from fluxtrain.data.reading.request import DEMO, read_request
+from fluxtrain.data.shapes.keys import TITLES
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.objective import BoundTask, Part, Prompt, Task
+from fluxtrain.models.loading import LoadedModel
+from fluxtrain.telemetry.events import ChoiceMade, SampleFit
+
+PROMPT_CHARACTERS = 60
+
+Tell = Callable[[str], None]
+Waits = Callable[[Callable[[], PreparedData]], PreparedData]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask(Task[Batch]):
+    """Packed rows of the data of a configuration, and the objective over them."""
+
+    data: PreparedData
+    accumulation: int
+    seed: int
+
+    def notes(self, part: Part) -> list[str]:
+        """Return what reading left out, what repeats, and what does not fit into rows."""
+        data = self.data
+        return [*data.told, *data.notes.sentences(), *self.packed(part).fit.sentences()]
+
+    def rows(self, part: Part) -> int:
+        """Count the packed rows of a part."""
+        return len(self.packed(part))
+
+    def fingerprint(self, part: Part) -> str | None:
+        """Hash every token of a part and its place."""
+        rows = self.packed(part)
+        return rows.fingerprint() if len(rows) else None
+
+    def sample_fit(self) -> SampleFit:
+        """Count the documents to train on that do not fit into a row."""
+        return counted(self.data.trained.fit)
+
+    def bound(self, batch_rows: int) -> BoundTask[Batch]:
+        """Serve shuffled rows, and the held-out ones in order. Raises BadInput for too few rows."""
+        return BoundTask(
+            objective=self.objective,
+            data=BatchSource(self.data.trained, batch_rows, self.accumulation, self.seed),
+            held_out=lambda: self.in_order("held_out", batch_rows),
+        )
+
+    def in_order(self, part: Part, batch_rows: int) -> Iterable[Batch]:
+        """Yield the packed rows of a part as they lie in the data."""
+        return in_order(self.packed(part), batch_rows)
+
+    def typical(self, rows: int) -> Batch:
+        """Return rows from all over the data, as long as any row can be."""
+        return typical_batch(self.data.trained, rows)
+
+    def fullest(self, rows: int) -> Batch | None:
+        """Return the rows with the most documents, whose attention masks take memory."""
+        return fullest_batch(self.data.trained, rows)
+
+    def packed(self, part: Part) -> PackedRows:
+        """Return the rows of a part."""
+        return self.data.trained if part == "trained" else self.data.held_out
+
+
+def text_task(
+    config: RunConfig, loaded: LoadedModel, tell: Tell | None = None, waits: Waits | None = None
+) -> TextTask:
+    """Read the data that `config` names into rows for a loaded model.
+
+    `tell` is called with the progress; `waits` prepares the data once more where the disk of its
+    cache was full. Raises BadInput where a file needs a repair, which the message names.
+    """
+    source = DataSource(
+        request=read_request(config.data.model_dump()),
+        sequence_length=config.data.row_tokens,
+        held_out=config.data.held_out,
+        seed=config.data.seed,
+        token_cache=config.data.token_cache,
+    )
+    limits = ModelLimits(
+        embedding_rows=loaded.embedding_rows,
+        max_positions=loaded.max_positions,
+        pad_id=loaded.pad_id,
+        packs=loaded.packs,
+    )
+
+    def prepared() -> PreparedData:
+        return prepare(source, loaded.tokenizer, limits, tell)
+
+    data = waits(prepared) if waits else prepared()
+    return TextTask(
+        data=data,
+        source=data.corpus.name,
+        uneven=data.trained.mixes,  # the attention mask of several documents takes memory
+        choices=() if config.data.path == DEMO else (read_as(data.corpus),),
+        ends=tuple(end for end, _ in data.notes.ends.most_common()),
+        prompt=_prompt(config.data.path, data),
+        accumulation=config.train.accumulation,
+        seed=config.data.seed,
+        objective=CausalLM(),
+    )
+
+
+def counted(fit: Fit) -> SampleFit:
+    """Return the counts as the plan, `inspect` and the journal tell them."""
+    return SampleFit(
+        samples=fit.samples,
+        longer=fit.longer,
+        cut=fit.cut,
+        divided=fit.divided,
+        left_out=fit.left_out,
+    )
+
+
+def read_as(corpus: Corpus) -> ChoiceMade:
+    """Say what the data is read as, and why."""
+    shapes = dict.fromkeys(part.shape for part in corpus.parts)
+    first = corpus.parts[0]
+    more = f"; and {len(corpus.parts) - 1} more files" if len(corpus.parts) > 1 else ""
+    unknown = f"; {corpus.endless}" if corpus.endless else ""
+    because = f"{TITLES[first.shape]}: {first.because}{more}{unknown}"
+    return ChoiceMade(name="data.format", value=", ".join(shapes), because=because)
+
+
+def _prompt(path: object, data: PreparedData) -> Prompt:
+    """Return the first words of the data, which the model should know how to continue."""
+    if path == DEMO:
+        return Prompt(text=PROMPT, talks=False)
+    first = next(iter(Reading(data.corpus)))
+    if first.messages:
+        words = next((m["content"] for m in first.messages if m["role"] == "user"), "")
+        return Prompt(text=str(words), talks=True)
+    words = first.text.strip()[:PROMPT_CHARACTERS]
+    return Prompt(text=words.rpartition(" ")[0] or words, talks=False)
