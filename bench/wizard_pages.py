@@ -8,8 +8,8 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
+from fluxtui.answers.answers import Answers, StepName
 from fluxtui.app import FluxApp
-from fluxtui.wizard.answers.answers import Answers, StepName
 from fluxtui.wizard.screen import WizardScreen
 
 

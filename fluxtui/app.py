@@ -11,11 +11,11 @@ from textual.binding import BindingType
 from textual.screen import Screen
 
 from fluxtui.actions.key_map import app_bindings
-from fluxtui.actions.new_run import open_wizard
-from fluxtui.actions.palette import ActionProvider
 from fluxtui.actions.table import PAGES
 from fluxtui.app_base import AppBase
+from fluxtui.screens.palette import ActionProvider
 from fluxtui.screens.panel_screen import PanelScreen
+from fluxtui.screens.run_actions import open_wizard
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.terminal import TerminalDriver
 

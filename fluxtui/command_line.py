@@ -11,7 +11,7 @@ from typing import Any
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.finding import LAST, find_run
 from fluxtrain.telemetry.printable import printable_lines
-from fluxtui.wizard.answers.answers import (
+from fluxtui.answers.answers import (
     BASES,
     DATA_FORMATS,
     DIAL,
@@ -22,8 +22,8 @@ from fluxtui.wizard.answers.answers import (
     with_data,
     with_model,
 )
-from fluxtui.wizard.answers.configuring import ADAPTERS, SETTINGS, answers_from_file
-from fluxtui.wizard.answers.training import (
+from fluxtui.answers.configuring import ADAPTERS, SETTINGS, answers_from_file
+from fluxtui.answers.training import (
     TRAINING_QUESTIONS,
     TrainingQuestion,
     Value,

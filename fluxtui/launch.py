@@ -24,9 +24,9 @@ from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.typed import typed
+from fluxtui.answers.answers import Answers
 from fluxtui.command_line import answers_of, forget_odd_sizes, make_parser
 from fluxtui.hang_up import signal_hang_up
-from fluxtui.wizard.answers.answers import Answers
 
 if TYPE_CHECKING:
     from textual.screen import Screen
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _new_run(options: argparse.Namespace) -> int:
-    from fluxtui.wizard.answers.launching import begin, prepare
+    from fluxtui.answers.launching import begin, prepare
     from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
 
     answers = answers_of(options)
@@ -93,8 +93,8 @@ def _new_run(options: argparse.Namespace) -> int:
 
 
 def _train_headless(answers: Answers) -> int:
+    from fluxtui.answers.launching import prepare
     from fluxtui.headless import train_in_foreground
-    from fluxtui.wizard.answers.launching import prepare
     from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
 
     launch = prepare(with_settings_of_the_dial(answers))
@@ -103,8 +103,8 @@ def _train_headless(answers: Answers) -> int:
 
 def _line_by_line(answers: Answers | None, at_once: bool) -> int:
     """Ask the wizard's questions without a screen; then print the run's progress in lines."""
+    from fluxtui.answers.launching import Attach, begin, prepare
     from fluxtui.headless import follow_lines
-    from fluxtui.wizard.answers.launching import Attach, begin, prepare
     from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
     from fluxtui.wizard.linear import LinearWizard
 

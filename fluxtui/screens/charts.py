@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import BindingType
 
 from fluxtui.actions.key_map import screen_bindings
-from fluxtui.actions.trainer_commands import apply_advice, send
 from fluxtui.panels.trials import headline
 from fluxtui.screens import arrangement
 from fluxtui.screens.arrangement import Arrangement
 from fluxtui.screens.panel_screen import PanelScreen
+from fluxtui.screens.run_actions import apply_advice, send
 from fluxtui.state.changes import ranked
 from fluxtui.state.view import View
 from fluxtui.themes import Palette

@@ -11,14 +11,14 @@ from textual.geometry import Offset, Region, Size, Spacing
 from textual.layout import ArrangeResult, Layout, WidgetPlacement
 from textual.widget import Widget
 
-from fluxtui.actions.saving import run_name, save
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import Panel
 from fluxtui.screens.arrangement import Arrangement, Frame, Place, Rect
+from fluxtui.screens.framed import framed
+from fluxtui.screens.run_actions import run_name, save
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
-from fluxtui.widgets.framed import framed
 from fluxtui.widgets.ground import Ground
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line

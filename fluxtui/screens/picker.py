@@ -19,7 +19,7 @@ from textual.widgets import Static
 from fluxtrain.rundir.run_dir import RunSummary, list_runs
 from fluxtui.app_base import AppBase
 from fluxtui.screens.dialogs import DIALOG_CSS
-from fluxtui.widgets.run_rows import run_row
+from fluxtui.screens.run_rows import run_row
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import Line
 

@@ -13,10 +13,10 @@ from textual.binding import BindingType
 from fluxtrain.telemetry.events import Planned
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.actions.key_map import screen_bindings
-from fluxtui.actions.trainer_commands import apply_advice, send
 from fluxtui.panels.advice import rows as advice_rows
 from fluxtui.panels.card_colours import role_of
 from fluxtui.panels.trials import asked_line, no_advice, trial_line, why_not
+from fluxtui.screens.run_actions import apply_advice, send
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.changes import ranked
 from fluxtui.state.run import RunState

@@ -12,16 +12,21 @@ from textual.geometry import Size
 from fluxtrain.telemetry.typed import typed
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import screen_bindings
-from fluxtui.actions.new_run import open_wizard
-from fluxtui.actions.results import open_chat, open_evaluation
-from fluxtui.actions.saving import run_name, save
-from fluxtui.actions.trainer_commands import may_command, send
 from fluxtui.app_base import AppBase
 from fluxtui.panels.trials import why_not
 from fluxtui.screens.arrangement import too_small
+from fluxtui.screens.chrome import header_line, notice_lines, status_line
+from fluxtui.screens.run_actions import (
+    may_command,
+    open_chat,
+    open_evaluation,
+    open_wizard,
+    run_name,
+    save,
+    send,
+)
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
-from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import Footer
 from fluxtui.widgets.ground import Ground
 from fluxtui.widgets.lines import Lines

@@ -19,11 +19,17 @@ from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import bytes_text
 from fluxtui.actions.key_map import screen_bindings
-from fluxtui.actions.new_run import take_launch
-from fluxtui.actions.results import open_chat, open_evaluation
-from fluxtui.actions.resuming import RESUME, cannot_resume, way_on
 from fluxtui.panels.machine import machine_line
 from fluxtui.panels.panel import key_of
+from fluxtui.screens.run_actions import (
+    RESUME,
+    cannot_resume,
+    open_chat,
+    open_evaluation,
+    take_launch,
+    way_on,
+)
+from fluxtui.screens.run_rows import columns, run_detail, run_row
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run
 from fluxtui.sources.run_list import Column, RunOrder
@@ -33,13 +39,12 @@ from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.entry import Entry
 from fluxtui.widgets.lines import Lines
-from fluxtui.widgets.run_rows import columns, run_detail, run_row
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
 from fluxtui.words import counted
 
 if TYPE_CHECKING:
-    from fluxtui.wizard.answers.launching import Outcome
+    from fluxtui.answers.launching import Outcome
 
 GONE = "the run that was under the cursor is gone: choose another one"
 REFRESH_PERIOD_S = 3.0
@@ -285,7 +290,7 @@ class RunsScreen(RunScreen):
 
     def action_clone_run(self) -> None:
         """Open the wizard, filled with the selected run's configuration."""
-        from fluxtui.wizard.answers.draft import answers_from_run
+        from fluxtui.answers.draft import answers_from_run
         from fluxtui.wizard.screen import WizardScreen
 
         run = self.selected

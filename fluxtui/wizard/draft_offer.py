@@ -8,7 +8,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 
-from fluxtui.wizard.answers.answers import Answers
+from fluxtui.answers.answers import Answers
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.steps.widgets import Drawn
 

@@ -21,12 +21,12 @@ from fluxtrain.rundir.run_dir import RunSummary, runs_root
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.actions.table import ACTIONS, Action
+from fluxtui.answers import questions
+from fluxtui.answers.answers import Answers, route
+from fluxtui.answers.launching import Outcome
+from fluxtui.answers.question import Option
 from fluxtui.app_base import AppBase
 from fluxtui.state.machine_sample import MachineSample
-from fluxtui.wizard.answers import questions
-from fluxtui.wizard.answers.answers import Answers, route
-from fluxtui.wizard.answers.launching import Outcome
-from fluxtui.wizard.answers.question import Option
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.checks.known_runs import (
     known_runs,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fluxtui.actions.key_map import joined
 from fluxtui.actions.table import KEY_TEXTS, Action
-from fluxtui.wizard.answers.answers import StepName
+from fluxtui.answers.answers import StepName
 
 Hint = tuple[tuple[str, ...], str]  # ids of actions, or keys that are Textual's own; and words
 NEXT: Hint = (("wizard_next",), "next")

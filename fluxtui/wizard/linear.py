@@ -22,9 +22,8 @@ from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.storage import free_bytes
-from fluxtui.wizard import linear_lines
-from fluxtui.wizard.answers import questions
-from fluxtui.wizard.answers.answers import (
+from fluxtui.answers import questions
+from fluxtui.answers.answers import (
     DIAL,
     METHODS,
     OFFLOADS,
@@ -33,9 +32,9 @@ from fluxtui.wizard.answers.answers import (
     StepName,
     neighbour,
 )
-from fluxtui.wizard.answers.configuring import yaml_text
-from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
-from fluxtui.wizard.answers.launching import (
+from fluxtui.answers.configuring import yaml_text
+from fluxtui.answers.draft import draft_path, forget_draft, load_draft, save_draft
+from fluxtui.answers.launching import (
     Attach,
     Outcome,
     command_text,
@@ -43,7 +42,8 @@ from fluxtui.wizard.answers.launching import (
     place_of,
     prepare,
 )
-from fluxtui.wizard.answers.question import AdapterQuestion, Field, Option, SourceQuestion
+from fluxtui.answers.question import AdapterQuestion, Field, Option, SourceQuestion
+from fluxtui.wizard import linear_lines
 from fluxtui.wizard.checks.answer_checks import Check, checked
 from fluxtui.wizard.checks.known_runs import (
     known_runs,

@@ -12,8 +12,8 @@ from fluxtrain.client.inspection import InspectionAnswer, TextPiece
 from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.units import bytes_text
-from fluxtui.wizard.answers.answers import METHODS, Answers
-from fluxtui.wizard.answers.questions import METHOD_TITLES
+from fluxtui.answers.answers import METHODS, Answers
+from fluxtui.answers.questions import METHOD_TITLES
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.inspection import inspection_rows
 from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings

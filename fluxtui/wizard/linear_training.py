@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fluxtui.wizard import linear_lines
-from fluxtui.wizard.answers.launching import run_folder_problem
-from fluxtui.wizard.answers.training import (
+from fluxtui.answers.launching import run_folder_problem
+from fluxtui.answers.training import (
     TRAINING_QUESTIONS,
     TrainingQuestion,
     changes_of,
     read_answer,
 )
+from fluxtui.wizard import linear_lines
 from fluxtui.wizard.dialogue import Dialogue, completing
 from fluxtui.wizard.pages.training import value_and_reason
 from fluxtui.wizard.pages.wizard_view import WizardView

@@ -11,10 +11,10 @@ from textual.widgets import ContentSwitcher, Input
 
 from fluxtrain.errors import EXIT_BAD_INPUT, FluxTrainError
 from fluxtrain.telemetry.storage import free_bytes
+from fluxtui.answers.answers import Answers, StepName, neighbour
+from fluxtui.answers.draft import draft_path, forget_draft, load_draft, save_draft
+from fluxtui.answers.launching import Attach, command_text, place_of, prepare
 from fluxtui.app_base import AppBase
-from fluxtui.wizard.answers.answers import Answers, StepName, neighbour
-from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
-from fluxtui.wizard.answers.launching import Attach, command_text, place_of, prepare
 from fluxtui.wizard.checks.answer_checks import checked
 from fluxtui.wizard.draft_offer import DraftOffer
 from fluxtui.wizard.engine.ranked import dial_settings

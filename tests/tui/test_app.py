@@ -10,11 +10,11 @@ import pytest
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from fluxtui.actions.palette import ALSO
 from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find
 from fluxtui.app import FluxApp, make_screen
 from fluxtui.screens.dialogs import HelpScreen
 from fluxtui.screens.log import LogScreen
+from fluxtui.screens.palette import ALSO
 from fluxtui.screens.panel_screen import PanelGrid, PanelScreen
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.runs import RunsScreen

@@ -18,12 +18,12 @@ from fluxtui.panels import PANELS
 from fluxtui.panels.cards import rows_of
 from fluxtui.panels.residency import card_tiles, tiles
 from fluxtui.screens import arrangement
+from fluxtui.screens.framed import framed
 from fluxtui.screens.plan import plan_lines
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.run import RunState
 from fluxtui.state.timeline import Timeline
 from fluxtui.state.view import View
-from fluxtui.widgets.framed import framed
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line, width_of
 from tests.tui import made_cards

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from fluxtui.screens.chrome import header_line, method_text
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import header_line, method_text
 from fluxtui.widgets.spans import Line, width_of
 
 

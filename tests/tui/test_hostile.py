@@ -19,17 +19,17 @@ from fluxtrain.telemetry.frames import Skipped, classify_line, encode_frame
 from fluxtrain.telemetry.printable import printable, printable_lines, printable_texts
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtui import csv_tables
+from fluxtui.answers.answers import Answers
 from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
+from fluxtui.screens.chrome import header_line, notice_lines, status_line
+from fluxtui.screens.framed import framed
 from fluxtui.screens.plan import plan_lines
 from fluxtui.settings import Settings, load_settings
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.themes import DEFAULT_THEME, load_themes
-from fluxtui.widgets.chrome import header_line, notice_lines, status_line
-from fluxtui.widgets.framed import framed
-from fluxtui.wizard.answers.answers import Answers
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x1b[31m[bold]evil[/\u202e\x9b5m\r\x00"
 SIZE = (120, 40)

@@ -23,6 +23,8 @@ from fluxtrain.errors import BadInput
 from fluxtrain.rundir.control import NotReachable, send_command
 from fluxtrain.rundir.run_dir import RunDir, list_runs
 from fluxtrain.telemetry.storage import read_json
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.draft import answers_from_run, load_draft
 from fluxtui.app import FluxApp
 from fluxtui.screens.picker import RunPicker
 from fluxtui.screens.runs import RunsScreen
@@ -31,8 +33,6 @@ from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.draft import answers_from_run, load_draft
 from fluxtui.wizard.checks.answer_checks import check_start
 from fluxtui.wizard.checks.model_facts import _licence
 from fluxtui.wizard.engine.asked import Question

@@ -19,13 +19,13 @@ from fluxtui.app import FluxApp
 from fluxtui.csv_tables import csv_of
 from fluxtui.panels.lanes import KINDS, PANEL
 from fluxtui.plots.lane_bars import Kind, bar, cells_of, ruler
+from fluxtui.screens.framed import framed
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.timeline import Timeline, chosen
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.themes import ROLES
-from fluxtui.widgets.framed import framed
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line, width_of
 

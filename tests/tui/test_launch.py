@@ -20,9 +20,9 @@ from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import Done, EvaluationFinished, Failed, Hello, StepFinished
 from fluxtrain.telemetry.typed import typed
 from fluxtui import launch
+from fluxtui.answers.answers import Answers
 from fluxtui.command_line import answers_of, make_parser
 from fluxtui.headless import event_line, follow_lines
-from fluxtui.wizard.answers.answers import Answers
 
 HELLO = Hello(
     run_id="r", run_dir="r", pid=1, pid_start_s=0.0, version="0", model="demo", method="full",

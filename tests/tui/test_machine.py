@@ -12,12 +12,12 @@ import pytest
 
 from fluxtui.panels import PANELS
 from fluxtui.panels.machine import machine_line
+from fluxtui.screens.framed import framed
 from fluxtui.sources.gpu import GpuReader, processes_of, throttling
 from fluxtui.sources.machine_sampler import MachineSampler, watch
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
-from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import width_of
 
 GIB = 1 << 30

@@ -15,10 +15,10 @@ from fluxtrain.telemetry.frames import decode_line
 from fluxtrain.units import duration_text, loss_text, number_text, power_text
 from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
+from fluxtui.screens.chrome import status_line
+from fluxtui.screens.run_rows import run_row
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import status_line
-from fluxtui.widgets.run_rows import run_row
 from fluxtui.widgets.spans import Line
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -18,12 +18,12 @@ from fluxtui.panels.memory import heading as memory_heading
 from fluxtui.panels.panel import gain_text, share_text, whole_share, whole_text
 from fluxtui.panels.progress import clock_text, eta
 from fluxtui.plots.bars import gauge
+from fluxtui.screens.chrome import header_line
+from fluxtui.screens.framed import framed
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import header_line
-from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import Line
 
 NAN, INFINITE = float("nan"), float("inf")

@@ -19,15 +19,15 @@ from fluxtui.panels.memory import parts_of
 from fluxtui.panels.panel import share_text, whole_text
 from fluxtui.panels.progress import eta, slow_step_s
 from fluxtui.panels.residency import tiles
+from fluxtui.screens.chrome import header_line, notice_lines, status_line
 from fluxtui.screens.dialogs import help_lines
+from fluxtui.screens.framed import framed
 from fluxtui.screens.plan import plan_lines
+from fluxtui.screens.run_rows import run_detail
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link, status_of
 from fluxtui.state.view import ChartSettings, View
-from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import footer_line
-from fluxtui.widgets.framed import framed
-from fluxtui.widgets.run_rows import run_detail
 from fluxtui.widgets.spans import Line, width_of
 
 STATES = ("waiting", "running", "stale", "failed", "finished")

@@ -14,15 +14,15 @@ import pytest
 
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
-from fluxtui.actions.resuming import cannot_resume
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.launching import prepare
 from fluxtui.screens.dialogs import DeleteDialog, ResumeDialog
+from fluxtui.screens.run_actions import cannot_resume
+from fluxtui.screens.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run
 from fluxtui.state.view import View
-from fluxtui.widgets.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.widgets.spans import width_of
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.launching import prepare
 
 SIZE = (120, 40)
 

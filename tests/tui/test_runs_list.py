@@ -12,13 +12,13 @@ import pytest
 
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.rundir.states import STATES, state_of_exit, state_word
-from fluxtui.actions.resuming import way_on
 from fluxtui.screens.dialogs import ResumeDialog
+from fluxtui.screens.run_actions import way_on
+from fluxtui.screens.run_rows import STATE_ROLES, columns, run_row
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.run_list import RunOrder
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link, status_of
-from fluxtui.widgets.run_rows import STATE_ROLES, columns, run_row
 
 SIZE = (120, 40)
 

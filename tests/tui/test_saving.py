@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from fluxtui.actions.saving import free_path
 from fluxtui.actions.table import find
 from fluxtui.csv_tables import csv_of, rows_held
 from fluxtui.panels import PANELS
+from fluxtui.screens.framed import framed
+from fluxtui.screens.run_actions import free_path
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.themes import PLAIN, load_themes
-from fluxtui.widgets.framed import framed
 from fluxtui.widgets.picture import svg_of
 
 SIZE = (120, 40)
@@ -134,7 +134,7 @@ async def test_a_folder_that_cannot_be_written_is_told(
     def refuse(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fluxtui.actions.saving.Path.write_text", refuse)
+    monkeypatch.setattr("fluxtui.screens.run_actions.Path.write_text", refuse)
     app = app_pilot.app_on(run, made)
     async with app.run_test(size=SIZE) as pilot:
         await app_pilot.drawn(pilot)

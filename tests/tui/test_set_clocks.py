@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
 from fluxtui.panels.progress import eta
+from fluxtui.screens.chrome import link_notes
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import link_notes
 
 BOOT = "a-boot"
 MONOTONIC_S = 5000.0  # of the trainer's first event

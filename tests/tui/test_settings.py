@@ -15,13 +15,13 @@ from textual.pilot import Pilot
 
 from fluxtui import settings
 from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS
+from fluxtui.answers.answers import Answers
 from fluxtui.app import FluxApp
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.settings import SettingsScreen
 from fluxtui.settings import CHOICES, Settings, load_settings, save_settings, settings_path
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
-from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.screen import WizardScreen
 
 

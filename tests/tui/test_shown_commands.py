@@ -13,9 +13,9 @@ import pytest
 
 from fluxtrain.config.schema import RunConfig, config_of, demo_config, validate
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtui.wizard.answers.answers import Answers, with_data, with_model
-from fluxtui.wizard.answers.configuring import answers_from_config, configuration
-from fluxtui.wizard.answers.launching import command_text
+from fluxtui.answers.answers import Answers, with_data, with_model
+from fluxtui.answers.configuring import answers_from_config, configuration
+from fluxtui.answers.launching import command_text
 from fluxtui.wizard.pages import drawing
 
 ODD = 'it\'s; a "$HOME" `x` & (b), {c: d} # [e] — ü'

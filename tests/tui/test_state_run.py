@@ -14,11 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
+from fluxtui.screens.chrome import badge
 from fluxtui.state.freshness import LIMITS_S, fresh, limit_s
 from fluxtui.state.run import _FOLDS, LOG_LIMIT, RunState
 from fluxtui.state.status import ENDED, Link, status_of
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import badge
 
 
 def test_every_kind_of_event_has_a_fold() -> None:

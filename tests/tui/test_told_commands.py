@@ -13,13 +13,13 @@ import pytest
 from fluxtrain.telemetry.events import Done
 from fluxtui import launch
 from fluxtui.actions.table import find
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.launching import command_text
+from fluxtui.screens.chrome import COMMAND_ROWS, NOTICE_ROWS, notice_lines
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import COMMAND_ROWS, NOTICE_ROWS, notice_lines
 from fluxtui.widgets.spans import width_of
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.launching import command_text
 
 
 @pytest.fixture

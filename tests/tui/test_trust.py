@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.configuring import configuration
+from fluxtui.answers.draft import answers_from_run
+from fluxtui.answers.launching import prepare
 from fluxtui.screens.dialogs import ResumeDialog
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.trust import TRUST, trusts_code
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.configuring import configuration
-from fluxtui.wizard.answers.draft import answers_from_run
-from fluxtui.wizard.answers.launching import prepare
 
 SIZE = (120, 40)
 MODEL = "someone/odd-model"

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from fluxtrain.telemetry import events as ev
 from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
+from fluxtui.screens.chrome import notice_lines
 from fluxtui.screens.dialogs import StopDialog
+from fluxtui.screens.framed import framed
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.settings import load_settings, save_settings
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import ChartSettings, View
-from fluxtui.widgets.chrome import notice_lines
-from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import Line
 
 OWN = {

@@ -11,8 +11,8 @@ from fluxtrain.client.inspection import TextPiece
 from fluxtrain.rundir.run_dir import RunSummary
 from fluxtui.panels.log import rows
 from fluxtui.panels.moves import short_name
+from fluxtui.screens.run_rows import run_row
 from fluxtui.state.run import LogLine
-from fluxtui.widgets.run_rows import run_row
 from fluxtui.widgets.spans import cut, cut_in_front, width_of, wrapped
 from fluxtui.wizard.pages import drawing
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fluxtui.actions.table import ACTIONS
+from fluxtui.answers.answers import STEPS, Answers
 from fluxtui.panels import PANELS
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.state.view import View
-from fluxtui.wizard.answers.answers import STEPS, Answers
 from fluxtui.wizard.pages.hardware import hardware_page
 from fluxtui.wizard.pages.wizard_view import WizardView
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fluxtrain.config.schema import demo_config, load_config, validate
 from fluxtrain.config.schema import settings as all_settings
-from fluxtui.wizard.answers.answers import (
+from fluxtui.answers.answers import (
     OFFLOADS,
     STEPS,
     Answers,
@@ -22,15 +22,15 @@ from fluxtui.wizard.answers.answers import (
     with_data,
     with_model,
 )
-from fluxtui.wizard.answers.configuring import (
+from fluxtui.answers.configuring import (
     answers_from_config,
     chosen_settings,
     configuration,
     set_arguments,
     yaml_text,
 )
-from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
-from fluxtui.wizard.answers.launching import (
+from fluxtui.answers.draft import draft_path, forget_draft, load_draft, save_draft
+from fluxtui.answers.launching import (
     command_text,
     engine_arguments,
     prepare,

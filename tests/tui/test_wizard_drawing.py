@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.client.inspection import TextPiece
-from fluxtui.wizard.answers.answers import STEPS, StepName
+from fluxtui.answers.answers import STEPS, StepName
 from fluxtui.wizard.engine.machine import machine_lines
 from fluxtui.wizard.pages import drawing
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from fluxtrain.client.asking import EngineRefused
-from fluxtui.wizard.answers.answers import Answers
+from fluxtui.answers.answers import Answers
 from fluxtui.wizard.engine.ranked import dial_settings, with_settings_of_the_dial
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]

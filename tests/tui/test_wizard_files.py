@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.configuring import answers_from_config, configuration
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.configuring import answers_from_config, configuration
 from fluxtui.wizard.checks.answer_checks import check_data, check_model
 from fluxtui.wizard.checks.data_facts import read_data_file
 from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder
@@ -238,7 +238,7 @@ def test_the_demo_shows_documents_of_the_kind_it_learns() -> None:
 
 def test_looking_at_files_loads_neither_torch_nor_textual() -> None:
     code = (
-        "import sys, fluxtui.wizard.checks.answer_checks, fluxtui.wizard.answers.launching\n"
+        "import sys, fluxtui.wizard.checks.answer_checks, fluxtui.answers.launching\n"
         "import fluxtui.launch\n"
         "heavy = {'torch', 'transformers', 'textual', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)\n"

@@ -17,12 +17,12 @@ import pytest
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.launch import start_trainer
+from fluxtui.answers import launching
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.draft import save_draft
 from fluxtui.app import FluxApp
 from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.themes import load_themes
-from fluxtui.wizard.answers import launching
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.draft import save_draft
 from fluxtui.wizard.screen import WizardScreen
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]

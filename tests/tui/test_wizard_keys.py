@@ -10,12 +10,12 @@ import pytest
 
 from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import ACTIONS, PAGES
+from fluxtui.answers.answers import STEPS, Answers
+from fluxtui.answers.launching import Launch
+from fluxtui.answers.questions import ADAPTER_QUESTIONS
 from fluxtui.app import FluxApp
 from fluxtui.screens.dialogs import HelpScreen, help_lines
 from fluxtui.settings import load_settings
-from fluxtui.wizard.answers.answers import STEPS, Answers
-from fluxtui.wizard.answers.launching import Launch
-from fluxtui.wizard.answers.questions import ADAPTER_QUESTIONS
 from fluxtui.wizard.keys import HINTS, key_hints
 from fluxtui.wizard.screen import WizardScreen
 

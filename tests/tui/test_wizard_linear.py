@@ -17,9 +17,9 @@ import pytest
 from fluxtrain.config.schema import demo_config, load_config
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtui import launch
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.draft import load_draft, save_draft
-from fluxtui.wizard.answers.launching import Attach, Launch
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.draft import load_draft, save_draft
+from fluxtui.answers.launching import Attach, Launch
 from fluxtui.wizard.linear import GREETING, LinearWizard
 
 PATIENCE_S = 120.0

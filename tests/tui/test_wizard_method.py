@@ -13,14 +13,14 @@ import pytest
 
 from fluxtrain.config.schema import demo_config, validate
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
-from fluxtui.wizard.answers.answers import METHODS, Answers
-from fluxtui.wizard.answers.configuring import (
+from fluxtui.answers.answers import METHODS, Answers
+from fluxtui.answers.configuring import (
     answers_from_config,
     configuration,
     set_arguments,
 )
-from fluxtui.wizard.answers.draft import load_draft, save_draft
-from fluxtui.wizard.answers.questions import GIVES_UP
+from fluxtui.answers.draft import load_draft, save_draft
+from fluxtui.answers.questions import GIVES_UP
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.pages.wizard_view import WizardView

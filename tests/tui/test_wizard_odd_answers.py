@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from fluxtui.answers.answers import Answers, is_hub_id
+from fluxtui.answers.draft import draft_path
 from fluxtui.home import expanded, home_folder
 from fluxtui.settings import settings_path
-from fluxtui.wizard.answers.answers import Answers, is_hub_id
-from fluxtui.wizard.answers.draft import draft_path
 from fluxtui.wizard.checks.answer_checks import checked
 from fluxtui.wizard.linear import LinearWizard
 from fluxtui.wizard.steps.paths import complete_path

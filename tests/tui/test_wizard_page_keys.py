@@ -13,7 +13,7 @@ from textual.content import Content
 from fluxtrain.client.inspection import InspectionAnswer
 from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import ACTIONS
-from fluxtui.wizard.answers.answers import DATA_FORMATS, Answers
+from fluxtui.answers.answers import DATA_FORMATS, Answers
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.pages.data import data_page

@@ -18,8 +18,8 @@ from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.errors import EXIT_BUG, EXIT_DOES_NOT_FIT
 from fluxtrain.telemetry.events import CardLeftOut, CardPlan
+from fluxtui.answers.answers import Answers
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
-from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.inspection import histogram, histogram_lines

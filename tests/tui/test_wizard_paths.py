@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
-from fluxtui.wizard.answers.answers import Answers
+from fluxtui.answers.answers import Answers
 from fluxtui.wizard.dialogue import completing
 from fluxtui.wizard.steps.paths import completions, stem_of
 

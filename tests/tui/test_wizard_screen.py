@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
-from fluxtui.wizard.answers.answers import STEPS, Answers
-from fluxtui.wizard.answers.draft import load_draft, save_draft
+from fluxtui.answers.answers import STEPS, Answers
+from fluxtui.answers.draft import load_draft, save_draft
 from fluxtui.wizard.draft_offer import DraftOffer
 from fluxtui.wizard.steps.paths import complete_path
 from fluxtui.wizard.steps.strategy_step import StrategyStep

@@ -12,9 +12,9 @@ import pytest
 from textual.widgets import Input
 
 from fluxtrain.rundir.run_dir import RunDir, list_runs
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.draft import load_draft, save_draft
-from fluxtui.wizard.answers.launching import Attach
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.draft import load_draft, save_draft
+from fluxtui.answers.launching import Attach
 from fluxtui.wizard.checks.known_runs import (
     recent_models,
     run_option,

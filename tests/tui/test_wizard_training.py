@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from fluxtrain.config.schema import RunConfig, demo_config, load_config, settings
 from fluxtrain.errors import BadInput
-from fluxtui.command_line import answers_of, make_parser
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.configuring import answers_from_config, yaml_text
-from fluxtui.wizard.answers.draft import load_draft, save_draft
-from fluxtui.wizard.answers.launching import prepare
-from fluxtui.wizard.answers.training import (
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.configuring import answers_from_config, yaml_text
+from fluxtui.answers.draft import load_draft, save_draft
+from fluxtui.answers.launching import prepare
+from fluxtui.answers.training import (
     TRAINING_QUESTIONS,
     acceptable_training,
     answer_text,
@@ -27,6 +26,7 @@ from fluxtui.wizard.answers.training import (
     read_answer,
     turned,
 )
+from fluxtui.command_line import answers_of, make_parser
 from fluxtui.wizard.pages.training import training_page, value_and_reason
 from fluxtui.wizard.pages.wizard_view import WizardView
 

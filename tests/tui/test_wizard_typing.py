@@ -10,7 +10,7 @@ from typing import Any
 from textual.events import Key
 from textual.widgets import Input
 
-from fluxtui.wizard.answers.answers import Answers
+from fluxtui.answers.answers import Answers
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import Answered
 from fluxtui.wizard.steps.widgets import ChoiceList

@@ -20,15 +20,15 @@ from fluxtui.panels.bus import totals_line
 from fluxtui.panels.log import rows
 from fluxtui.screens import arrangement
 from fluxtui.screens.charts import Dashboard, LossScreen, MemoryScreen, TransferScreen
+from fluxtui.screens.chrome import header_line, notice_lines, status_line
 from fluxtui.screens.plan import plan_lines
+from fluxtui.screens.run_rows import columns, run_detail, run_row
 from fluxtui.screens.settings import key_lines
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.run import LogLine, RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import footer_line, shown_actions
-from fluxtui.widgets.run_rows import columns, run_detail, run_row
 from fluxtui.widgets.spans import Line, width_of
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.pages import drawing

@@ -17,8 +17,8 @@ from textual.pilot import Pilot
 
 from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.launching import Launch
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.launching import Launch
 from fluxtui.wizard.screen import WizardScreen
 
 # Stands in for the engine's answers; what it was asked is kept beside it. The real engine is

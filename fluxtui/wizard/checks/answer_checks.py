@@ -14,8 +14,7 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtui.home import expanded
-from fluxtui.wizard.answers.answers import (
+from fluxtui.answers.answers import (
     HUB_DATA,
     HUB_SCHEME,
     Answers,
@@ -23,7 +22,8 @@ from fluxtui.wizard.answers.answers import (
     hub_id_problem,
     is_hub_id,
 )
-from fluxtui.wizard.answers.configuring import answers_from_file, configuration
+from fluxtui.answers.configuring import answers_from_file, configuration
+from fluxtui.home import expanded
 from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data, read_data_file
 from fluxtui.wizard.checks.known_runs import RESUMABLE, run_rows
 from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder

@@ -8,9 +8,9 @@ from pathlib import Path
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import UNKNOWN, duration_text, loss_text
+from fluxtui.answers.answers import DEMO
+from fluxtui.answers.question import Option
 from fluxtui.home import expanded
-from fluxtui.wizard.answers.answers import DEMO
-from fluxtui.wizard.answers.question import Option
 
 RESUMABLE = ("stopped", "dead", "failed")
 MODELS = 4

@@ -18,9 +18,9 @@ from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtui.wizard.answers.answers import METHODS, Answers, Method
-from fluxtui.wizard.answers.configuring import ADAPTERS, chosen_settings, yaml_text
-from fluxtui.wizard.answers.launching import engine_arguments
+from fluxtui.answers.answers import METHODS, Answers, Method
+from fluxtui.answers.configuring import ADAPTERS, chosen_settings, yaml_text
+from fluxtui.answers.launching import engine_arguments
 from fluxtui.wizard.engine.asked import Asked, Question
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from fluxtrain.client.asking import ask_engine
 from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.errors import BadInput
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.configuring import AGGRESSIVENESS, yaml_text
-from fluxtui.wizard.answers.launching import engine_arguments
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.configuring import AGGRESSIVENESS, yaml_text
+from fluxtui.answers.launching import engine_arguments
 from fluxtui.wizard.engine.plan_preview import unranked_because
 
 

@@ -14,8 +14,8 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.content import Content
 
 from fluxtrain.units import bytes_text
+from fluxtui.answers.answers import STEPS, StepName
 from fluxtui.widgets.spans import Line, cut_in_front, wrapped
-from fluxtui.wizard.answers.answers import STEPS, StepName
 from fluxtui.wizard.checks.data_facts import Sample
 
 MUTED = "dim"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from textual.content import Content
 
 from fluxtrain.units import bytes_text
+from fluxtui.answers.launching import command_text
+from fluxtui.answers.training import question_of
 from fluxtui.home import expanded
 from fluxtui.sources.trust import question_of_trust, trusts_code
-from fluxtui.wizard.answers.launching import command_text
-from fluxtui.wizard.answers.training import question_of
 from fluxtui.wizard.checks.known_runs import run_rows
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.preview import time_line, yaml_block

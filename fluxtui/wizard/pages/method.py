@@ -7,14 +7,14 @@ from textual.content import Content
 from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
 from fluxtrain.units import UNKNOWN, bytes_text, count_text, duration_text
-from fluxtui.widgets.spans import cut
-from fluxtui.wizard.answers.answers import METHODS, Method
-from fluxtui.wizard.answers.questions import (
+from fluxtui.answers.answers import METHODS, Method
+from fluxtui.answers.questions import (
     GIVES_UP,
     METHOD_TITLES,
     adapter_answer,
     adapter_questions,
 )
+from fluxtui.widgets.spans import cut
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.plan_preview import fit, model_line
 from fluxtui.wizard.pages import drawing

@@ -10,8 +10,8 @@ from textual.content import Content
 from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.units import bytes_text, duration_text
-from fluxtui.wizard.answers.configuring import yaml_text
-from fluxtui.wizard.answers.launching import command_text
+from fluxtui.answers.configuring import yaml_text
+from fluxtui.answers.launching import command_text
 from fluxtui.wizard.engine import plan_preview
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused

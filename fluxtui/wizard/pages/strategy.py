@@ -9,7 +9,7 @@ from textual.content import Content
 from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
-from fluxtui.wizard.answers.answers import DIAL
+from fluxtui.answers.answers import DIAL
 from fluxtui.wizard.engine.plan_preview import (
     unranked_because,
 )

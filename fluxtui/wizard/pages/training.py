@@ -7,13 +7,13 @@ from typing import Any
 from textual.content import Content
 
 from fluxtrain.client.plan import PlanAnswer
-from fluxtui.widgets.spans import cut
-from fluxtui.wizard.answers.training import (
+from fluxtui.answers.training import (
     TRAINING_QUESTIONS,
     TrainingQuestion,
     answer_text,
     question_of,
 )
+from fluxtui.widgets.spans import cut
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.wizard_view import WizardView
 

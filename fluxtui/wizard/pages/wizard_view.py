@@ -14,11 +14,11 @@ from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.rundir.run_dir import RunSummary
 from fluxtui.actions.key_map import joined
 from fluxtui.actions.table import find
+from fluxtui.answers.answers import Answers, Method
 from fluxtui.panels.machine import machine_line
 from fluxtui.state.machine_sample import MachineSample
 from fluxtui.state.view import View as RunView
 from fluxtui.widgets.spans import Line
-from fluxtui.wizard.answers.answers import Answers, Method
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.machine import machine_lines

@@ -8,8 +8,8 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.wizard.answers.answers import METHODS
-from fluxtui.wizard.answers.questions import ADAPTER_QUESTIONS, adapter_questions
+from fluxtui.answers.answers import METHODS
+from fluxtui.answers.questions import ADAPTER_QUESTIONS, adapter_questions
 from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.steps.asking_step import AskingStep
 from fluxtui.wizard.steps.step import Wished

@@ -12,9 +12,9 @@ from textual.content import Content
 from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
+from fluxtui.answers.answers import DATA_FORMATS, Answers
+from fluxtui.answers.question import Field, Option, SourceQuestion
 from fluxtui.widgets.entry import Entry
-from fluxtui.wizard.answers.answers import DATA_FORMATS, Answers
-from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.step import DrawPage, Step

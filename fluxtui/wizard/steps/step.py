@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.message import Message
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.wizard.answers.answers import StepName
+from fluxtui.answers.answers import StepName
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.widgets import Drawn
 

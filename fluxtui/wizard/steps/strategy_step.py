@@ -9,7 +9,7 @@ from textual.binding import BindingType
 from textual.content import Content
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.wizard.answers.answers import DIAL, OFFLOADS, Dial
+from fluxtui.answers.answers import DIAL, OFFLOADS, Dial
 from fluxtui.wizard.engine.ranked import dial_settings
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.strategy import strategy_page

@@ -11,8 +11,8 @@ from textual.content import Content
 from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.wizard.answers.launching import run_folder_problem
-from fluxtui.wizard.answers.training import (
+from fluxtui.answers.launching import run_folder_problem
+from fluxtui.answers.training import (
     TRAINING_QUESTIONS,
     TrainingQuestion,
     Value,

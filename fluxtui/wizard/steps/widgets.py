@@ -17,8 +17,8 @@ from textual.widget import Widget
 
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtui.actions.key_map import own_bindings
+from fluxtui.answers.question import Option
 from fluxtui.widgets.spans import cut, cut_in_front
-from fluxtui.wizard.answers.question import Option
 from fluxtui.wizard.pages.drawing import MUTED
 
 Draw = Callable[[int], Content]

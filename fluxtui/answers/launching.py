@@ -12,17 +12,17 @@ from fluxtrain.rundir.launch import TrainerProcess, start_trainer
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.storage import storage_error, write_bytes
 from fluxtrain.telemetry.typed import typed_line
-from fluxtui.home import expanded
-from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME
-from fluxtui.sources.trust import TRUST, trusts_code
-from fluxtui.wizard.answers.answers import Answers
-from fluxtui.wizard.answers.configuring import (
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.configuring import (
     as_arguments,
     assignments,
     flat_configuration,
     set_arguments,
     yaml_text,
 )
+from fluxtui.home import expanded
+from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME
+from fluxtui.sources.trust import TRUST, trusts_code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

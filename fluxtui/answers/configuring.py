@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fluxtui.answers.answers import DEMO, DIAL, Answers, data_answer, model_answer
+from fluxtui.answers.training import TRAINING_QUESTIONS, settled
 from fluxtui.home import expanded
-from fluxtui.wizard.answers.answers import DEMO, DIAL, Answers, data_answer, model_answer
-from fluxtui.wizard.answers.training import TRAINING_QUESTIONS, settled
 
 SETTINGS: dict[str, str] = {
     "data_format": "data.format",

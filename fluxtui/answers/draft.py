@@ -12,8 +12,7 @@ from typing import Any, get_args
 
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.storage import read_json
-from fluxtui.home import home_folder
-from fluxtui.wizard.answers.answers import (
+from fluxtui.answers.answers import (
     BASES,
     DATA_FORMATS,
     DIAL,
@@ -27,8 +26,9 @@ from fluxtui.wizard.answers.answers import (
     StartSource,
     route,
 )
-from fluxtui.wizard.answers.configuring import answers_from_config
-from fluxtui.wizard.answers.training import TRAINING_QUESTIONS, acceptable_training
+from fluxtui.answers.configuring import answers_from_config
+from fluxtui.answers.training import TRAINING_QUESTIONS, acceptable_training
+from fluxtui.home import home_folder
 
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "start": get_args(StartSource),

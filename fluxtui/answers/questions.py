@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxtui.wizard.answers.answers import BASES, METHODS, VARIANTS, Answers, Method
-from fluxtui.wizard.answers.question import AdapterQuestion, Field, Option, SourceQuestion
+from fluxtui.answers.answers import BASES, METHODS, VARIANTS, Answers, Method
+from fluxtui.answers.question import AdapterQuestion, Field, Option, SourceQuestion
 
 START = SourceQuestion(
     step="start",

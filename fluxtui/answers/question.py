@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from fluxtui.wizard.answers.answers import StepName
+from fluxtui.answers.answers import StepName
 
 
 @dataclasses.dataclass(frozen=True)
