@@ -67,17 +67,3 @@ def test_of_all_gpus_those_are_taken_that_the_model_fits_on_and_others_do_not_fi
     assert taken(8, 8, 8, full=1, all_of_them=False) == [0, 2]
     with pytest.raises(DoesNotFit, match="card 1"):
         taken(8, nothing, 8)
-
-
-def test_one_process_of_a_launcher_says_that_it_computes_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = llama(2)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    wrapped(model, None)
-    assert "WORLD_SIZE is 2: this process computes on cpu alone" in caplog.text
-    fluxtrain.unwrap(model)
-    caplog.clear()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    wrapped(model, None)
-    assert "WORLD_SIZE" not in caplog.text

@@ -99,13 +99,11 @@ def test_a_card_that_is_not_there_is_left_to_the_plan_to_refuse(
     assert there.current == 0
 
 
-def test_a_process_of_a_launcher_and_a_run_on_the_cpu_keep_their_card(
+def test_a_run_on_the_cpu_keeps_its_card(
     monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
 ) -> None:
     there = Cards(monkeypatch)
     placing.choose_device(load_config(run_config(parallel__cards=[1], placement__device="cpu")))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    placing.choose_device(load_config(run_config(parallel__cards=[1], placement__device="cuda")))
     assert there.current == 0
 
 

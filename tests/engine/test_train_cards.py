@@ -188,15 +188,6 @@ def test_what_is_asked_of_cards_without_effect_is_told(
     assert undealt_choice(alone, facts) == ()  # it updates on that one
 
 
-def test_one_process_of_several_has_one_card(
-    monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
-) -> None:
-    fake_cuda(monkeypatch, (card(0), card(1)))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    found = planning.cards_of(load_config(run_config()), read_machine(), "cuda", None)
-    assert [one.index for one in found.cards] == [0]
-
-
 def test_rates_of_a_probe_are_used_where_it_measured_all_cards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

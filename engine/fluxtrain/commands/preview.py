@@ -21,6 +21,7 @@ from fluxtrain.data.reading.corpus import Corpus
 from fluxtrain.data.reading.request import ReadRequest, read_request
 from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
+from fluxtrain.guards.refusals import refuse_several_processes
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe.probe import Report, probe
 from fluxtrain.methods.method import method_of, usual_rate
@@ -82,6 +83,7 @@ def preview(
     Raises:
         BadInput, DoesNotFit: as the run would.
     """
+    refuse_several_processes()
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
     capacity = _capacity(config, elsewhere, device.value)

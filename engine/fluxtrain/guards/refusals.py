@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from torch import nn
+import os
 
-from fluxtrain.errors import BadInput, UnsupportedModel
+from torch import distributed, nn
+
+from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 
 
 def refuse_other_objects(model: object) -> None:
     """Raise BadInput for what is no model."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
+
+
+def refuse_several_processes() -> None:
+    """Raise MisusedModel in one of several processes: nothing adds their gradients up."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    count = int(launched) if launched.isdecimal() else 1
+    if distributed.is_available() and distributed.is_initialized():
+        count = max(count, distributed.get_world_size())
+    if count > 1:
+        raise MisusedModel(
+            f"this is one of {count} processes (WORLD_SIZE, or a torch.distributed group), and "
+            "nothing adds up the gradients of several: each would train a model of its own. Start "
+            "one process, without torchrun, accelerate launch and DistributedDataParallel: it uses "
+            "all cards"
+        )
 
 
 def refuse_unsupported(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from fluxtrain.adamw.hyper import Hyper
 from fluxtrain.errors import MisusedModel
 from fluxtrain.gradients.views import round_stored
+from fluxtrain.guards.refusals import refuse_several_processes
 from fluxtrain.guards.writes import check_writes
 from fluxtrain.memory.group import Group
 from fluxtrain.optimizer.optimizer_state import (
@@ -192,6 +193,7 @@ def refuse_broken_step(contexts: list[Context]) -> None:
 
 def prepare(optimizer: Optimizer, entries: Entries) -> None:
     """Check and import the optimizer's state and the weights before the first update of a step."""
+    refuse_several_processes()  # a group may have been joined after `wrap`
     make_plain(optimizer, but={index for _, _, index in entries})
     check_state(optimizer, entries)
     _claim(optimizer, entries)
@@ -304,6 +306,7 @@ def _unscale_factor(optimizer: Optimizer) -> float:
 
 def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
     """Let another optimizer work on the host tensors; the next forward notices its writes."""
+    refuse_several_processes()
     make_plain(optimizer)
     for context in _contexts(entries):
         context.flush()

@@ -21,7 +21,6 @@ from fluxtrain.plan.cards.rates import CardsRates, cards_rates_from, times_as_lo
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import BF16_UPDATE_BYTES
 from fluxtrain.rundir.run_dir import runs_root
-from fluxtrain.wrapping.target import in_process_group
 
 _TIMED_BYTES = 64 << 20  # of a copy between two cards
 _TIMES = 5
@@ -33,13 +32,13 @@ def first_of(config: RunConfig) -> int:
     """Return torch's number of the card where a run measures before it is planned: the first of a
     list, where embedding and head will be; else torch's first."""
     asked = config.parallel.cards
-    return asked[0] if isinstance(asked, tuple) and not in_process_group() else 0
+    return asked[0] if isinstance(asked, tuple) else 0
 
 
 def make_first_current(config: RunConfig, device: str) -> None:
     """Make the first card of a list torch's current one: what is asked of "the GPU" from now on,
     measurements before the plan and free memory, is asked of it."""
-    if device != "cuda" or not isinstance(config.parallel.cards, tuple) or in_process_group():
+    if device != "cuda" or not isinstance(config.parallel.cards, tuple):
         return
     if (index := first_of(config)) < torch.cuda.device_count():  # else the plan refuses it in words
         torch.cuda.set_device(index)
@@ -62,7 +61,7 @@ def cards_of(
     needs_bf16 = config.model.dtype in ("auto", "bfloat16")
     needs_bf16 &= torch.cuda.get_device_capability(here) >= BF16_CAPABILITY
     seen = _named(of_one_generation(cards_seen(machine), needs_bf16=needs_bf16), config)
-    if in_process_group() or len(seen) < 2:
+    if len(seen) < 2:
         return CardsCapacity(
             cards=(_capacity(here, "", limit_bytes),), host_available_bytes=available
         )

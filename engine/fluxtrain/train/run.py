@@ -25,6 +25,7 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import Interrupted
+from fluxtrain.guards.refusals import refuse_several_processes
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes
@@ -72,6 +73,7 @@ def train(
         FluxTrainError: with the exit code; the run directory holds the record of it.
     """
     made = kind or Run
+    refuse_several_processes()  # before any of them makes a run
     fix_threads()
     machine = read_machine()
     limit = machine.memory_total_bytes

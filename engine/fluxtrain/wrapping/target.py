@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,8 +51,7 @@ def compute_devices(
     device: str | torch.device | None, cards: int | Sequence[int] | None
 ) -> list[torch.device]:
     """Return the devices of so many cards, or of those numbers; the CPU may be there several times.
-    None: every GPU, of which the plan takes those that help; only the one that is named, or one in
-    each process of a group.
+    None: every GPU, of which the plan takes those that help; only the one that is named.
 
     Raises BadInput as `compute_device`, and for a card that is not there or is named twice.
     """
@@ -61,8 +59,6 @@ def compute_devices(
     _refuse_odd(cards)
     index: int | None = first.index  # torch types it as never None
     if cards == 1 or (cards is None and (first.type == "cpu" or index is not None)):
-        return [first]
-    if cards is None and in_process_group():
         return [first]
     there = torch.cuda.device_count()
     asked = there if cards is None else cards
@@ -101,22 +97,6 @@ def _refuse_odd(cards: Any) -> None:
                          and len(set(numbers)) == len(numbers)):  # fmt: skip
         return
     raise BadInput(f"cards is {cards!r}: use how many, from 1, or a list with each number once")
-
-
-def in_process_group() -> bool:
-    """Tell whether this is one process of several that a launcher started, each with its card."""
-    return int(os.environ.get("WORLD_SIZE") or 1) > 1
-
-
-def told_of_launcher(devices: Sequence[torch.device]) -> str:
-    """Say what a process that a launcher started does; empty without a launcher."""
-    if not in_process_group() or len(devices) > 1:
-        return ""
-    return (
-        f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this process computes on {devices[0]} alone, "
-        "and nothing adds gradients of several processes up. One process, started without a "
-        "launcher, uses all cards"
-    )
 
 
 def cards_capacity(

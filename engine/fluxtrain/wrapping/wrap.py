@@ -20,7 +20,11 @@ from fluxtrain.edges.chunked_head import choose_vocab_chunks
 from fluxtrain.edges.embedding import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
-from fluxtrain.guards.refusals import refuse_other_objects, refuse_unsupported
+from fluxtrain.guards.refusals import (
+    refuse_other_objects,
+    refuse_several_processes,
+    refuse_unsupported,
+)
 from fluxtrain.guards.wrap_advice import advice
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.packed import Kept, all_dense_weights
@@ -49,7 +53,7 @@ from fluxtrain.wrapping.module_patches import (
     replace_forward,
 )
 from fluxtrain.wrapping.slots import make_slots, put_units_on_cards
-from fluxtrain.wrapping.target import compute_devices, devices_of, placed, told_of_launcher
+from fluxtrain.wrapping.target import compute_devices, devices_of, placed
 from fluxtrain.wrapping.unit_forward import UnitForward
 
 # Opens, for the groups before their weights move, where packed weights are kept.
@@ -95,8 +99,9 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     optimizer_in_backward: plan less memory for gradients, as every step will update in backward
         (`Engine.begin_step_in_backward`, before the backward pass).
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
-    Raises UnsupportedModel, BadInput or DoesNotFit. What does not work: weights' gradients by
-    `autograd.grad`, second derivatives, `torch.func`, a block's own random generator.
+    Raises UnsupportedModel, BadInput or DoesNotFit; MisusedModel in one of several processes.
+    What does not work: weights' gradients by `autograd.grad`, second derivatives, `torch.func`, a
+    block's own random generator.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
@@ -124,6 +129,7 @@ auto_wrap = wrap  # the same under another name
 def _take_over(model: nn.Module) -> None:
     """Refuse what cannot be wrapped; let layers that bitsandbytes has quantised be packed ones."""
     refuse_other_objects(model)
+    refuse_several_processes()
     take_over_quantised(model)
     refuse_unsupported(model)
 
@@ -180,8 +186,9 @@ def _put_engine(
         _furnish(engine, model, parts, groups, borrowed)
     engine.adapters = adapters_of(model)
     engine.again = partial(_again, devices, asked, states, frozen, overlap=overlap)
-    told += [told_of_launcher(devices), "" if drops else advice(groups.values())]
-    for text in filter(None, told):
+    if not drops and (advised := advice(groups.values())):
+        told.append(advised)
+    for text in told:
         engine.say(text)
     install_adoption()
 

@@ -1,0 +1,114 @@
+"""One of several processes would train a model of its own: it is refused, wherever it is seen."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+
+import fluxtrain
+from fluxtrain.errors import MisusedModel
+from fluxtrain.wrapping.engine import engine_of
+from tests.engine import forked
+from tests.on_cards import batch, llama
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+WORDS = "one of 2 processes"
+
+
+def join(rank: int, processes: int, meeting: Path) -> None:
+    """Become one process of a group, as torchrun's children do."""
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=processes,
+        timeout=datetime.timedelta(seconds=120),
+    )
+
+
+def step(model: nn.Module, *, in_backward: bool = False) -> None:
+    """Train one step on rows of this process."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss = model(**batch()).loss
+    if in_backward:
+        engine_of(model).begin_step_in_backward(optimizer)
+    loss.backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def joined_after_wrap(rank: int, folder: Path) -> None:
+    models = [fluxtrain.wrap(llama(2), device="cpu") for _ in range(3)]
+    join(rank, 2, folder / "meeting")
+    before = weights(models[0])
+    with pytest.raises(MisusedModel, match=WORDS):
+        fluxtrain.wrap(llama(2), device="cpu")
+    with pytest.raises(MisusedModel, match=WORDS):
+        step(DistributedDataParallel(models[0]))
+    with pytest.raises(MisusedModel, match=WORDS):
+        step(models[1], in_backward=True)
+    arguments = TrainingArguments(
+        output_dir=str(folder / f"out{rank}"), max_steps=2, use_cpu=True, report_to=[]
+    )
+    with pytest.raises(MisusedModel, match=WORDS):
+        rows = [{name: rows[0] for name, rows in batch().items()}] * 4
+        Trainer(models[2], arguments, train_dataset=rows).train()
+    for model in models:
+        assert all(map(torch.equal, before, weights(model)))
+    distributed.destroy_process_group()
+
+
+def test_a_group_that_is_joined_after_wrap_is_refused_before_a_weight_changes(
+    tmp_path: Path,
+) -> None:
+    with forked.running(joined_after_wrap, 1, tmp_path) as other:
+        assert forked.exit_code(joined_after_wrap, 0, tmp_path) == 0
+        other.join(forked.LIMIT_S)
+        assert other.exitcode == 0
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a group has one of its own
+    join(0, 1, tmp_path / "meeting")
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_one_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = fluxtrain.wrap(llama(2), device="cpu")
+    before = weights(model)
+    step(DistributedDataParallel(model))
+    assert not any(map(torch.equal, before, weights(model)))
+
+
+def test_wrap_under_a_launcher_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MisusedModel, match=r"one of 2 processes.*without torchrun"):
+        fluxtrain.wrap(llama(2), device="cpu")
+
+
+def test_a_run_under_a_launcher_ends_with_2_and_leaves_nothing(
+    fluxtrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for command in ("train", "plan"):
+        answer = fluxtrain(command, "--demo")
+        assert answer.returncode == 2, answer.stderr
+        assert WORDS in answer.stderr and answer.stderr.count("\n") == 1
+    assert not list(tmp_path.rglob("*.json"))
