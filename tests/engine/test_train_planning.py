@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import SETTINGS, setting_name
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.trace.step_clock import PHASES, StepClock
+from fluxtrain.train.inputs import load_inputs
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]
@@ -86,6 +88,52 @@ def test_the_plan_of_a_run_is_what_was_shown_before(run_config: MakeConfig, tmp_
     assert hello.parameters == shown.model.parameters
     assert hello.blocks == shown.model.blocks
     assert hello.dtype == shown.model.dtype
+
+
+def short_texts(path: Path, count: int) -> Path:
+    """Texts of which two do not fit into a row of 32 tokens, or just so."""
+    texts = [
+        {"text": f"{number}: " + "a line of words " * (1 + number % 3)} for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["held_out", "held_out_path"])
+def test_the_plan_counts_rows_and_steps_by_the_packing_of_the_run(
+    run_config: MakeConfig, tmp_path: Path, apart: bool
+) -> None:
+    data = {"data__path": str(short_texts(tmp_path / "short.jsonl", 100))}
+    data |= {"data__held_out_path": str(short_texts(tmp_path / "held.jsonl", 9))} if apart else {}
+    settings = {"data__sequence_length": 32, "data__held_out": 0.1, "train__epochs": 2} | data
+    shown = preview(
+        config := load_config(run_config(train__batch_rows=20, train__steps=None, **settings))
+    )
+    train(config, locate(None, tmp_path / "run", config))
+    events = read_events(tmp_path / "run" / "events.ndjson")
+    hello = [e for e in events if isinstance(e, ev.Hello)][-1]
+    assert not shown.rows_estimated
+    assert shown.steps == hello.total_steps
+    text = load_config(run_config(train__batch_rows=shown.estimated_rows + 1, **settings))
+    with pytest.raises(BadInput) as planned:
+        preview(text)
+    with pytest.raises(BadInput) as run:
+        train(text, locate(None, tmp_path / "refused", text))
+    assert str(planned.value) == str(run.value)
+
+
+def test_rows_of_data_that_was_looked_at_in_part_are_told_as_an_estimate(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    data = {"data__path": str(short_texts(tmp_path / "short.jsonl", 3000)), "data__held_out": 0}
+    settings = {"data__sequence_length": 32, "train__batch_rows": 10, "train__steps": None}
+    config = load_config(run_config(**data, **settings))
+    plan, run = preview(config), load_inputs(config)
+    assert plan.rows_estimated
+    assert plan.estimated_rows == pytest.approx(len(run.data.trained), rel=0.03)
+    steps = next(choice for choice in plan.choices if choice.name == "train.steps")
+    assert "about" in steps.because
+    assert f"about {plan.steps:,} steps" in table(plan)
 
 
 def test_the_plan_reads_no_weights(run_config: MakeConfig, tmp_path: Path) -> None:

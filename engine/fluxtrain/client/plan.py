@@ -137,7 +137,8 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
     host_limit_bytes: int | None
     disk_bytes: int  # kept checkpoints, one that is being written, and the model at the end
     checkpoint_bytes: int
-    estimated_rows: int
+    estimated_rows: int  # of an epoch
+    rows_estimated: bool = True  # False: all of the data was counted, by the packing of the run
     steps: int
     machine: str
     predicted: PlannedTime | None
@@ -157,6 +158,12 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
             (self.host_bytes, self.host_limit_bytes),
         )
         return all(limit is None or used <= limit for used, limit in peaks)
+
+    @property
+    def steps_text(self) -> str:
+        """The steps of the run, with "about" where they follow from an estimate of the rows."""
+        by_rows = self.rows_estimated and self.config["train"]["steps"] is None
+        return "about " * by_rows + ("1 step" if self.steps == 1 else f"{self.steps:,} steps")
 
     @property
     def changed(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from fluxtrain.client.machine import Machine
 from fluxtrain.client.plan import PlanAnswer, PlannedMethod, PlannedModel
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, settings
+from fluxtrain.data.batches import refuse_larger_step
 from fluxtrain.data.demo import VOCABULARY
 from fluxtrain.data.prepare import check_sequence_length, corpora
-from fluxtrain.data.reading.corpus import Corpus
 from fluxtrain.data.reading.request import ReadRequest, read_request
 from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
@@ -28,6 +28,7 @@ from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.text_task import counted, read_as
 from fluxtrain.models.copies import Copied, copied_by_loading
 from fluxtrain.models.demo_model import demo_config as demo_shape
+from fluxtrain.models.isolation import takes_positions
 from fluxtrain.models.loading import refuse_missing_folder, unloadable
 from fluxtrain.models.model_files import (
     ModelFiles,
@@ -94,7 +95,7 @@ def preview(
     if elsewhere is None:
         constants = _known(config, facts, machine, device.value, per_s)
     facts = constants.applied(facts)
-    rows, read = _rows_and_form(config)
+    rows, read = _rows_and_form(config, first, packs=takes_positions(model))
     placement = decide(
         config, facts, machine, device.value,
         batch_rows=None if config.train.batch_rows == "auto" else config.train.batch_rows,
@@ -110,6 +111,7 @@ def preview(
         config.train,
         steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
         usual_rate=usual_rate(config),
+        estimated=_is_estimate(first),
     )
     snapshot = snapshot_of(config, facts, placement, where.host_available_bytes)
     answer = _answer(
@@ -131,10 +133,33 @@ def preview(
     return snapshot.counted_in(answer)
 
 
-def _rows_and_form(config: RunConfig) -> tuple[int, tuple[ChoiceMade, ...]]:
-    """Estimate the rows of the data, and say as what they are read."""
-    corpus = None if config.data.path == DEMO else corpora(_request(config))[0]
-    return _rows_within(config, corpus), (read_as(corpus),) if corpus else ()
+def _rows_and_form(
+    config: RunConfig, first: FirstSamples | None, *, packs: bool
+) -> tuple[int, tuple[ChoiceMade, ...]]:
+    """Count or estimate the rows of an epoch, and say as what the data is read.
+
+    Raises BadInput for a step of more rows, as the run does.
+    """
+    data, batch = config.data, config.train.batch_rows
+    corpus = None if data.path == DEMO else corpora(_request(config))[0]
+    if first is not None:
+        rows = first.rows(data, packs=packs)
+    else:
+        held_out = 0.0 if data.held_out_path is not None else data.held_out
+        counted = DEMO_TOKENS if corpus is None else estimated_tokens(corpus)
+        rows = max(1, round(counted * (1 - held_out) / data.row_tokens))
+    refuse_larger_step(
+        1 if batch == "auto" else batch,
+        config.train.accumulation,
+        rows,
+        data.row_tokens,
+        estimated=_is_estimate(first),
+    )
+    return rows, (read_as(corpus),) if corpus else ()
+
+
+def _is_estimate(first: FirstSamples | None) -> bool:
+    return first is None or not first.is_all
 
 
 def _told_model(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) -> PlannedModel:
@@ -192,6 +217,7 @@ def _answer(
         disk_bytes=forecast.disk_bytes,
         checkpoint_bytes=forecast.checkpoint_bytes,
         estimated_rows=estimated_rows,
+        rows_estimated=_is_estimate(first),
         steps=steps,
         machine=machine,
         predicted=forecast.time(steps),
@@ -236,21 +262,6 @@ def _known(
     )
 
 
-def _rows_within(config: RunConfig, corpus: Corpus | None) -> int:
-    """Estimate the rows of an epoch; a batch is refused only from twice as many on."""
-    held_out = 0.0 if config.data.held_out_path is not None else config.data.held_out
-    counted = DEMO_TOKENS if corpus is None else estimated_tokens(corpus)
-    tokens = counted * (1 - held_out)
-    rows = max(1, round(tokens / config.data.row_tokens))
-    batch, parts = config.train.batch_rows, config.train.accumulation
-    if (1 if batch == "auto" else batch) * parts > 2 * rows:
-        raise BadInput(
-            f"train.batch_rows = {batch} times train.accumulation = {parts} is more than the "
-            f"data's about {rows} rows: lower it, or add data"
-        )
-    return rows
-
-
 def table(plan: PlanAnswer) -> str:
     """Format the plan for people: what it needs, every choice with its reason, every setting."""
     model = plan.model
@@ -260,7 +271,7 @@ def table(plan: PlanAnswer) -> str:
         f"{model.dtype}; {plan.machine}",
         plan.method.line(model.parameters),
         f"device memory {_of(plan.device_bytes, plan.device_budget_bytes)}, "
-        f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps} steps",
+        f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps_text}",
         *card_lines(plan.cards, plan.left_out, model.blocks),
         *plan_lines(plan),
         *plan.notes,

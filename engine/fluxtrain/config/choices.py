@@ -23,10 +23,17 @@ class Schedule:
 
 
 def choose_schedule(
-    settings: TrainSettings, *, steps_per_epoch: int, usual_rate: tuple[float, str]
+    settings: TrainSettings,
+    *,
+    steps_per_epoch: int,
+    usual_rate: tuple[float, str],
+    estimated: bool = False,
 ) -> Schedule:
-    """Resolve steps, warm-up and learning rate; `usual_rate` is taken for auto, with its reason."""
-    total, total_because = _steps(settings, steps_per_epoch)
+    """Resolve steps, warm-up and learning rate; `usual_rate` is taken for auto, with its reason.
+
+    `estimated`: not all of the data was counted for `steps_per_epoch`.
+    """
+    total, total_because = _steps(settings, steps_per_epoch, "about " * estimated)
     choices = [ChoiceMade(name="train.steps", value=str(total), because=total_because)]
     rate = settings.learning_rate
     if rate == "auto":
@@ -46,9 +53,9 @@ def choose_schedule(
     )
 
 
-def _steps(settings: TrainSettings, steps_per_epoch: int) -> tuple[int, str]:
+def _steps(settings: TrainSettings, steps_per_epoch: int, about: str) -> tuple[int, str]:
     if settings.steps is not None:
         epochs = settings.steps / steps_per_epoch
-        return settings.steps, f"as set; {epochs:.2g} epochs of {steps_per_epoch} steps"
+        return settings.steps, f"as set; {epochs:.2g} epochs of {about}{steps_per_epoch} steps"
     total = max(1, math.ceil(settings.epochs * steps_per_epoch))
-    return total, f"{settings.epochs:g} epochs of {steps_per_epoch} steps"
+    return total, f"{settings.epochs:g} epochs of {about}{steps_per_epoch} steps"

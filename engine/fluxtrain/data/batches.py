@@ -52,6 +52,28 @@ class Batch:
         return arguments
 
 
+def refuse_larger_step(
+    batch_rows: int, accumulation: int, rows: int, row_tokens: int, *, estimated: bool = False
+) -> None:
+    """Raise BadInput for a step of more than all `rows` of the data, or of none.
+
+    `estimated`: there may be as many again.
+    """
+    if batch_rows < 1 or accumulation < 1:
+        raise BadInput(
+            f"train.batch_rows is {batch_rows} and train.accumulation {accumulation}: "
+            "both must be 1 or more"
+        )
+    if batch_rows * accumulation > rows * (1 + estimated):
+        sizes = {"train.batch_rows": batch_rows, "train.accumulation": accumulation}
+        lower = ", ".join(name for name, size in sizes.items() if size > 1)
+        raise BadInput(
+            f"a step takes {batch_rows} x {accumulation} = {batch_rows * accumulation} rows "
+            f"and the data has {'about ' * estimated}{rows} of {row_tokens} tokens: lower "
+            f"{lower}{', ' if lower else ''}data.sequence_length or data.held_out, or add data"
+        )
+
+
 class BatchSource:
     """Endless batches of a split: a batch may span two epochs, and no row is dropped.
 
@@ -64,19 +86,7 @@ class BatchSource:
     def __init__(
         self, rows: PackedRows, batch_rows: int, accumulation: int = 1, seed: int = 0
     ) -> None:
-        if batch_rows < 1 or accumulation < 1:
-            raise BadInput(
-                f"train.batch_rows is {batch_rows} and train.accumulation {accumulation}: "
-                "both must be 1 or more"
-            )
-        if batch_rows * accumulation > len(rows):
-            sizes = {"train.batch_rows": batch_rows, "train.accumulation": accumulation}
-            lower = ", ".join(name for name, size in sizes.items() if size > 1)
-            raise BadInput(
-                f"a step takes {batch_rows} x {accumulation} = {batch_rows * accumulation} rows "
-                f"and the data has {len(rows)} of {rows.sequence_length} tokens: lower "
-                f"{lower}{', ' if lower else ''}data.sequence_length or data.held_out, or add data"
-            )
+        refuse_larger_step(batch_rows, accumulation, len(rows), rows.sequence_length)
         self.rows = rows
         self.batch_rows = batch_rows
         self.accumulation = accumulation

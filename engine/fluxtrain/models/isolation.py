@@ -23,6 +23,11 @@ _POSITIONS = (0, 1, 0, 1)
 _TOLERATED_SHARE = 1e-5
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Return whether `model` can be told where packed documents begin."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 @torch.no_grad()
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
     """Run 8 tokens through `model` and see whether a document's logits depend on its neighbour's.
@@ -30,7 +35,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     The model is on the CPU and not wrapped; its training mode stays. Only its first blocks run, as
     many as show every kind of block: the whole of a large model would be read from the disk.
     """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if not takes_positions(model):
         return False
     was_training = model.training
     model.train(False)

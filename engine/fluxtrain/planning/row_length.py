@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.encoding.notes import Notes
@@ -17,7 +18,7 @@ from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.reading.sampling import first_rows
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.data.sequence_length import RowLength, choose_row_length
-from fluxtrain.data.splitting import whole
+from fluxtrain.data.splitting import split, whole
 from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.models.demo_model import SEQUENCE_LENGTH
 from fluxtrain.models.loading import ModelSource, load_tokenizer
@@ -32,6 +33,7 @@ class FirstSamples:
     share: float
     notes: Notes
     positions: int | None  # of the model
+    is_all: bool = False  # these are the samples of an epoch, each as often and in the same order
 
     def row_length(self) -> RowLength:
         """Choose the length of rows."""
@@ -43,6 +45,15 @@ class FirstSamples:
     def fit(self, row_tokens: int) -> Fit:
         """Count what does not fit into rows of a length."""
         return pack_rows(self.tokens, whole(self.tokens), row_tokens, pack=False).fit
+
+    def rows(self, data: DataSettings, *, packs: bool) -> int:
+        """Count the rows of an epoch by the split and the packing of the run; where these are not
+        all samples, estimate them."""
+        held_out = 0.0 if data.held_out_path is not None else data.held_out
+        split_off = held_out if self.is_all else 0.0
+        spans = split(self.tokens, split_off, data.row_tokens, data.seed).trained
+        rows = pack_rows(self.tokens, spans, data.row_tokens, packs).rows
+        return rows if self.is_all else max(1, round(rows * (1 - held_out) / self.share))
 
     def told(self, row_tokens: int) -> list[str]:
         """Return what a person should know of them, a sentence each."""
@@ -85,7 +96,13 @@ def samples_of(
     encoder = Encoder(tokenizer, corpus.max_bad_rows)
     tokens = in_memory(encoder.samples(rows))
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
-    return FirstSamples(tokens=tokens, share=share, notes=encoder.notes, positions=positions)
+    return FirstSamples(
+        tokens=tokens,
+        share=share,
+        is_all=share == 1.0 and all(part.weight == 1.0 for part in corpus.parts),
+        notes=encoder.notes,
+        positions=positions,
+    )
 
 
 def with_row_length(
