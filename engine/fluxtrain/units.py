@@ -105,6 +105,30 @@ def duration_text(seconds: float | None) -> str:
     return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
 
 
+# How far the time that a block's timing or nothing but rates of the machine tells may be off.
+_RANGES = {"disturbed": (0.2, 1.5), "assumed": (0.5, 10.0)}
+
+
+def predicted_text(seconds: float | None, timing: str) -> str:
+    """A predicted duration in the digits that it deserves: "about 17 s" where a block was timed
+    (`timing` is `measured`), "8 s to 3 min" beside other programs (`disturbed`) or without a timing
+    (`assumed`)."""
+    if seconds is None or timing not in _RANGES:
+        return UNKNOWN if seconds is None else f"about {rough_text(seconds, 2)}"
+    low, high = (rough_text(seconds * factor, 1) for factor in _RANGES[timing])
+    return f"{low} to {high}"
+
+
+def rough_text(seconds: float | None, digits: int) -> str:
+    """A duration in one unit and so many digits: 20 ms, 9.4 s, 2.8 min."""
+    if seconds is None or not math.isfinite(seconds) or seconds < 0:
+        return UNKNOWN
+    units = (("ms", 1e-3, 1.0), ("s", 1.0, 90.0), ("min", 60.0, 5400.0), ("h", 3600.0, 129600.0))
+    name, size = next(((name, size) for name, size, end in units if seconds < end), ("d", 86400.0))
+    value = float(f"{seconds / size:.{digits}g}")
+    return f"{value:,.0f} {name}" if value >= 10 else f"{value:g} {name}"
+
+
 def _three_digits(value: float) -> str:
     magnitude = abs(value)
     if magnitude >= 99.95:

@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 
 from fluxtrain.telemetry.events import Planned
-from fluxtrain.units import UNKNOWN, bytes_text, duration_text
+from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rough_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.panels.advice import rows as advice_rows
 from fluxtui.panels.card_colours import role_of
@@ -215,11 +215,11 @@ def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
     head: Line = (*_name(""), *((name, "dim") for name in names))
     lines: list[Line] = [dropped_to_fit([head, ((so_far, "dim"),)], max(width, width_of(head)), "")]
     lines += [
-        _compared(label, wanted[name], found[name], text_of)
-        for name, label, text_of in (
-            ("device_peak_bytes", "device peak", bytes_text),
-            ("host_peak_bytes", "host peak", bytes_text),
-            ("step_s", "median step", duration_text),
+        _compared(label, wanted[name], found[name], *texts)
+        for name, label, *texts in (
+            ("device_peak_bytes", "device peak", bytes_text, bytes_text),
+            ("host_peak_bytes", "host peak", bytes_text, bytes_text),
+            ("step_s", "median step", _predicted_step_text, duration_text),
         )
     ]
     since = state.changes.last_step
@@ -239,16 +239,21 @@ def _steady_step_s(state: RunState) -> float | None:
     return median(steps) if steps else None
 
 
+def _predicted_step_text(seconds: float | None) -> str:
+    return rough_text(seconds, 2)
+
+
 def _compared(
     name: str,
     wanted: float | None,
     found: float | None,
-    text_of: Callable[[float | None], str],
+    wanted_text: Callable[[float | None], str],
+    found_text: Callable[[float | None], str],
 ) -> Line:
     error = f"{(wanted / found - 1) * 100:+.1f}%" if wanted and found else UNKNOWN
     return (
         *_name(name),
-        (f"{text_of(wanted):>12}", "text"),
-        (f"{text_of(found):>12}", "strong"),
+        (f"{wanted_text(wanted):>12}", "text"),
+        (f"{found_text(found):>12}", "strong"),
         (f"{error:>9}", "dim"),
     )

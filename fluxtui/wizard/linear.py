@@ -231,7 +231,7 @@ class LinearWizard(TrainingDialogue):
         if not self.view.answers.dial_settings:
             self._know(cards=plan.plans)
         cards = self.view.cards
-        self._tell([linear_lines.card_line(card, plan.device) for card in cards])
+        self._tell([linear_lines.card_line(card, plan) for card in cards])
         if cards:
             self._say("Which strategy, from fast to fit?")
             names = [stop for stop in DIAL if stop == "auto" or stop in {c.name for c in cards}]

@@ -99,11 +99,9 @@ def fit_lines(view: WizardView) -> list[str]:
     return [f"{title} {fit(plan)}", *uses, numbers_line(plan)]
 
 
-def card_line(card: PlanOption, device: str) -> str:
+def card_line(card: PlanOption, plan: PlanAnswer) -> str:
     """A ranked plan in one line."""
-    return f"{card.name}: " + ", ".join(
-        f"{name} {value}" for name, value in card_facts(card, device)
-    )
+    return f"{card.name}: " + ", ".join(f"{name} {value}" for name, value in card_facts(card, plan))
 
 
 def choice_lines(plan: PlanAnswer) -> list[str]:

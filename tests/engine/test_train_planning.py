@@ -136,6 +136,31 @@ def test_rows_of_data_that_was_looked_at_in_part_are_told_as_an_estimate(
     assert f"about {plan.steps:,} steps" in table(plan)
 
 
+def test_predicted_times_follow_a_run_that_took_far_longer(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = load_config(run_config(train__batch_rows=2, train__steps=2))
+    assert preview(config).timing == "assumed"
+    assert " to " in table(preview(config)).split(" a step")[0].rsplit("; ", 1)[1]
+    monkeypatch.setattr("fluxtrain.train.run.steady_step_s", lambda steps: 100.0)
+    train(config, locate(None, tmp_path / "slow", config))
+    slow = preview(config)
+    assert slow.timing == "measured"
+    assert slow.predicted is not None
+    assert slow.predicted.step_s == pytest.approx(100.0, rel=0.5)
+    assert "follow the last run" in slow.predicted_because
+    train(config, locate(None, tmp_path / "slow2", config))
+    again = preview(config).predicted
+    assert again is not None
+    assert again.step_s == pytest.approx(100.0, rel=0.5), "a run as predicted corrects nothing"
+    monkeypatch.setattr("fluxtrain.train.run.steady_step_s", lambda steps: 0.5)
+    train(config, locate(None, tmp_path / "fast", config))
+    fast = preview(config).predicted
+    assert fast is not None
+    assert fast.step_s == pytest.approx(0.5, rel=0.5)
+
+
 def test_the_plan_reads_no_weights(run_config: MakeConfig, tmp_path: Path) -> None:
     path = run_config()
     weights = tmp_path / "llama-float32" / "model.safetensors"

@@ -217,7 +217,7 @@ def test_a_rate_that_was_not_measured_says_why_and_shows_no_number(
 
 def test_the_cards_show_speed_memory_time_and_what_binds(known: WizardView) -> None:
     shown = strategy_page(known, 92).plain
-    for text in ("fast", "2.00 k", "1.00 MiB", "1m 40s", "processor", "balanced", "fit"):
+    for text in ("fast", "2.00 k", "1.00 MiB", "about 1.7 min", "processor", "balanced", "fit"):
         assert text in shown
     narrow = strategy_page(known, 56).plain
     assert "balanced  1.00 k tokens/s" in narrow, "under each other where there is no room"
@@ -260,13 +260,16 @@ def test_where_the_dial_has_no_effect_the_reason_is_not_that_of_the_time(
 
 
 def test_the_preview_has_margins_and_the_time_as_an_interval_once_it_was_tried(
-    known: WizardView,
+    known: WizardView, wizard_pilot: ModuleType
 ) -> None:
     shown = preview_page(known, 92).plain
     assert "1.00 TiB left" in shown
     assert "200 steps take 1m 30s to 2m 00s, by the speed of the dry run" in shown
     untried = preview_page(dataclasses.replace(known, trial=Asked()), 92).plain
-    assert "about 1m 40s, predicted" in untried
+    assert "about 1.7 min, predicted" in untried
+    unknown = Asked(value=wizard_pilot.planned(timing="assumed"))
+    page = preview_page(dataclasses.replace(known, trial=Asked(), plan=unknown), 92).plain
+    assert "time: 50 s to 20 min, as nothing of this model was timed" in page
     assert "not tried yet" in untried
 
 

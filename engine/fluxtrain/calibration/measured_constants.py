@@ -1,11 +1,13 @@
 """Keep the measured constants of a plan: rates of the machine, and the times of one block.
 
 They are kept beside the probe's rates and for as long, in one file for each machine and model
-shape. They are never taken from an earlier training.
+shape. They are never taken from an earlier training; but where its steps took far more or less than
+predicted, predicted times are multiplied by what they took of it (docs/decisions/0019).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from fluxtrain.calibration.small_model import NotCalibrated
 from fluxtrain.client.machine import Machine
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.cache import cache_file, is_fresh
-from fluxtrain.hardware.others import beside_text, is_calm_after
+from fluxtrain.hardware.others import BUSY_SHARE, beside_text, is_calm_after
 from fluxtrain.hardware.probe.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
 from fluxtrain.hardware.probe.bandwidth import bus_rates, host_copy_rate, sample_bytes
 from fluxtrain.hardware.probe.probe import known_rates, sustained_threads
@@ -37,6 +39,7 @@ from fluxtrain.telemetry.storage import write_json
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # with more, this copy would be the memory peak of a small run
+FAR_OFF = 1.5  # times: a prediction that a run missed by more is corrected
 RATE_LIMIT_S = 0.8  # for each rate of the native optimizer
 _log = logging.getLogger(__name__)
 FORMAT = 17  # of the file; files of other formats are ignored
@@ -50,6 +53,8 @@ class Constants:
     calibration: Calibration | None = None
     source: str  # in words: what was measured, and when
     is_new: bool = False  # measured by this process
+    run_times: float = 1.0  # what steps of the last run took, of what this calibration predicts
+    place: Path | None = None  # the file of the calibration
 
     @property
     def still_to_come_bytes(self) -> int:
@@ -60,6 +65,23 @@ class Constants:
     def rates(self, *, has_gpu: bool) -> Rates | str:
         """Return the rates for the cost model, or say what is missing."""
         return rates_from(self.per_s, has_gpu=has_gpu, calibration=self.calibration)
+
+    @property
+    def timing(self) -> str:
+        """Return what predicted times rest on, for `predicted_text`."""
+        if self.calibration is None:
+            return "assumed"
+        disturbed = (self.calibration.others_share or 0.0) >= BUSY_SHARE and self.run_times == 1.0
+        return "disturbed" if disturbed else "measured"
+
+    def note_run(self, times: float) -> None:
+        """Keep that steps of a run took so many times what was predicted for it; nothing where that
+        was about right."""
+        kept = None if self.place is None else _read(self.place)
+        if self.place is None or kept is None or 1 / FAR_OFF < times < FAR_OFF:
+            return
+        with contextlib.suppress(OSError, FluxTrainError):  # as `_write`
+            write_json(self.place, msgspec.structs.replace(kept, run_times=self.run_times * times))
 
     def applied(self, facts: ModelFacts) -> ModelFacts:
         """Return `facts` with the measured bytes of activations, if they were measured."""
@@ -79,6 +101,7 @@ class _Kept(msgspec.Struct, frozen=True):
     format: int
     per_s: dict[str, float]
     calibration: Calibration
+    run_times: float = 1.0
 
 
 def known_constants(
@@ -102,8 +125,8 @@ def known_constants(
         _place(facts, machine, device, batch_rows, mixed=one, in_backward=in_backward)
         for one in wanted
     )
-    kept = (_read(place) for place in places)
-    found = next((one for one in kept if one is not None), None)
+    kept = ((place, one) for place in places if (one := _read(place)) is not None)
+    place, found = next(kept, (None, None))
     probed = _probed() if per_s is None else per_s
     if found is None:
         return Constants(
@@ -114,7 +137,9 @@ def known_constants(
     return Constants(
         per_s=_either(found.per_s, probed),
         calibration=found.calibration,
-        source=_source(found.calibration),
+        source=_source(found.calibration) + _corrected(found.run_times),
+        run_times=found.run_times,
+        place=place,
     )
 
 
@@ -171,6 +196,7 @@ def measure_constants(
         calibration=timed,
         source=_source(timed),
         is_new=True,
+        place=place,
     )
     return _warned(found)
 
@@ -227,6 +253,12 @@ def _should_time_again(timed: Calibration, machine: Machine) -> bool:
 def _source(timed: Calibration) -> str:
     missed = "" if timed.steps_not_timed is None else f"; {timed.steps_not_timed.text}"
     return f"one block, timed {_when(timed)}{missed}"
+
+
+def _corrected(run_times: float) -> str:
+    if run_times == 1.0:
+        return ""
+    return f"; times follow the last run, whose steps took {run_times:.2g} times what that predicts"
 
 
 def _when(timed: Calibration) -> str:

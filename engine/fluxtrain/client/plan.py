@@ -143,6 +143,7 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
     machine: str
     predicted: PlannedTime | None
     predicted_because: str
+    timing: str = "measured"  # a block was timed; or disturbed, assumed: see `predicted_text`
     plans: tuple[PlanOption, ...]
     choices: tuple[ChoiceMade, ...]
     settings: tuple[Setting, ...]
@@ -162,7 +163,7 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
     @property
     def steps_text(self) -> str:
         """The steps of the run, with "about" where they follow from an estimate of the rows."""
-        by_rows = self.rows_estimated and self.config["train"]["steps"] is None
+        by_rows = self.rows_estimated and self.config["train"].get("steps") is None
         return "about " * by_rows + ("1 step" if self.steps == 1 else f"{self.steps:,} steps")
 
     @property

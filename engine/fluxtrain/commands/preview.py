@@ -222,6 +222,7 @@ def _answer(
         machine=machine,
         predicted=forecast.time(steps),
         predicted_because=forecast.because,
+        timing=forecast.constants.timing,
         plans=forecast.options(steps),
         choices=choices,
         settings=tuple(settings(config)),

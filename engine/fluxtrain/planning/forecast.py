@@ -23,7 +23,7 @@ from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
 from fluxtrain.planning.placing import request_of
 from fluxtrain.telemetry.events import CardLeftOut, CardPlan
-from fluxtrain.units import GIB, bytes_text, count_text, duration_text
+from fluxtrain.units import GIB, bytes_text, count_text, predicted_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,25 @@ class Forecast:
         placement = self.placement
         step_s = placement.step_s
         if step_s is None:
-            return _time(found, steps)
-        return PlannedTime(
+            return self._as_run(_time(found, steps))
+        planned = PlannedTime(
             step_s=step_s,
             tokens_per_s=found.tokens_per_s * found.step_s / step_s,
             eta_s=step_s * steps,
             binds=placement.binds,
             parts_s=dict(placement.busy_s),
+        )
+        return self._as_run(planned)
+
+    def _as_run(self, time: PlannedTime) -> PlannedTime:
+        """Correct a time by what steps of the last run took, where that was far from predicted."""
+        times = self.constants.run_times
+        return PlannedTime(
+            step_s=time.step_s * times,
+            tokens_per_s=time.tokens_per_s / times,
+            eta_s=time.eta_s * times,
+            binds=time.binds,
+            parts_s={name: seconds * times for name, seconds in time.parts_s.items()},
         )
 
     @property
@@ -105,7 +117,7 @@ class Forecast:
             layout=planned_layout(self.facts, layout),
             device_bytes=need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
             host_bytes=need.host_bytes + self.placement.process_bytes + saving,
-            predicted=_time(plan.chosen.cost, steps),
+            predicted=self._as_run(_time(plan.chosen.cost, steps)),
             settings=settings,
         )
 
@@ -181,7 +193,10 @@ def plan_lines(plan: PlanAnswer) -> list[str]:
     disk = f"disk for checkpoints and the model {bytes_text(plan.disk_bytes)}"
     if plan.predicted is None:
         return [f"{disk}; time is not predicted: {plan.predicted_because}"]
-    lines = [f"{disk}; {_time_text(plan.predicted)}", f"time from {plan.predicted_because}"]
+    lines = [
+        f"{disk}; {_time_text(plan.predicted, plan.timing)}",
+        f"time from {plan.predicted_because}",
+    ]
     if not plan.plans:
         return lines
     lines += ["", f"plans by their memory, each with {plan.layout.batch_rows} rows a step"]
@@ -190,7 +205,7 @@ def plan_lines(plan: PlanAnswer) -> list[str]:
         where = f"{layout.offload}, {layout.device_groups}+{layout.resident_blocks} on device"
         lines.append(
             f"  {one.name:<9} device {bytes_text(one.device_bytes):>9}  "
-            f"host {bytes_text(one.host_bytes):>9}  {_time_text(one.predicted)}; "
+            f"host {bytes_text(one.host_bytes):>9}  {_time_text(one.predicted, plan.timing)}; "
             f"{where}, chunk {layout.chunk_rows}"
         )
     return lines
@@ -210,8 +225,9 @@ def _time(found: Cost, steps: int) -> PlannedTime:
     )
 
 
-def _time_text(time: PlannedTime) -> str:
+def _time_text(time: PlannedTime, timing: str) -> str:
+    rate = f"{count_text(round(time.tokens_per_s))} tokens/s, " * (timing == "measured")
     return (
-        f"{duration_text(time.step_s)} a step, {count_text(round(time.tokens_per_s))} tokens/s, "
-        f"{duration_text(time.eta_s)} in all, bound by {time.binds}"
+        f"{predicted_text(time.step_s, timing)} a step, {rate}"
+        f"{predicted_text(time.eta_s, timing)} in all, bound by {time.binds}"
     )

@@ -37,6 +37,7 @@ from fluxtrain.units import (
     loss_text,
     number_text,
     power_text,
+    predicted_text,
     speed_text,
 )
 
@@ -126,9 +127,10 @@ def _planned(event: Event) -> str:
         f"{bytes_text(event.device_bytes)}, host memory {bytes_text(event.host_bytes)}"
     ]
     if event.step_s is not None:
+        rate = f"{count_text(event.tokens_per_s)} tokens/s, " * (event.timing == "measured")
         lines.append(
-            f"  predicted: {duration_text(event.step_s)} a step, "
-            f"{count_text(event.tokens_per_s)} tokens/s, {duration_text(event.eta_s)} in all, "
+            f"  predicted: {predicted_text(event.step_s, event.timing)} a step, {rate}"
+            f"{predicted_text(event.eta_s, event.timing)} in all, "
             f"bound by {event.binds}; from {event.constants}"
         )
     lines += [f"  {c.name} = {c.value}: {c.because}" for c in event.choices]

@@ -125,6 +125,7 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     placement: tuple[PlacedAlike, ...] = ()  # the whole table, equal rows together
     binds: str = ""  # the resource that takes the most of a step, in words
     constants: str = ""  # source of the rates that the time is computed from
+    timing: str = "measured"  # or disturbed, assumed: the digits that times deserve (`units`)
     samples: SampleFit | None = None  # of all the data that is trained on
     cards: tuple[CardPlan, ...] = ()  # where several compute; the other numbers are of all together
     left_out: tuple[CardLeftOut, ...] = ()  # cards of the machine that do not compute

@@ -316,6 +316,9 @@ class Run:
             {**peaks, "step_s": steady_step_s(steps_s)},
         )
         session.announcer.emit(PlanChecked(rows=rows))
+        median_s = rows[-1].measured
+        if changes.promise is None and self._planned.step_s and median_s:
+            self._plan.constants.note_run(median_s / self._planned.step_s)
         session.measured = {
             "predicted_device_peak_bytes": plan.device_bytes,
             "measured_device_peak_bytes": session.gauges.memory().device_peak_bytes,

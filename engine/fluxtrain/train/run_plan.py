@@ -85,6 +85,7 @@ class RunPlan:
             disk_bytes=forecast.disk_bytes,
             binds=time.binds if time else "",
             constants=forecast.because,
+            timing=self.constants.timing,
             samples=self.samples,
             cards=placement.told_cards,
             left_out=placement.left_out,

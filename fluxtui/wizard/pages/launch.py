@@ -64,7 +64,7 @@ def launch_rows(view: WizardView) -> list[tuple[str, str]]:
 def summary_rows(view: WizardView) -> list[tuple[str, str]]:
     """The answers in words."""
     answers, plan = view.answers, view.plan.value
-    steps = answers.steps if plan is None else plan.steps
+    steps = f"{answers.steps or 'auto'} steps" if plan is None else plan.steps_text
     rate, _ = value_and_reason(view, question_of("learning_rate"))
     offload: str = answers.offload
     if plan is not None and plan.layout.offload != offload:
@@ -75,7 +75,7 @@ def summary_rows(view: WizardView) -> list[tuple[str, str]]:
         ("method", answers.method),
         ("strategy", answers.dial),
         ("offload", offload),
-        ("training", f"{'auto' if steps is None else f'{steps:,}'} steps, rate {rate}"),
+        ("training", f"{steps}, rate {rate}"),
     ]
 
 

@@ -6,7 +6,7 @@ from textual.content import Content
 
 from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
-from fluxtrain.units import UNKNOWN, bytes_text, count_text, duration_text
+from fluxtrain.units import UNKNOWN, bytes_text, count_text, predicted_text
 from fluxtui.answers.answers import METHODS, Method
 from fluxtui.answers.questions import (
     GIVES_UP,
@@ -60,7 +60,8 @@ def numbers_line(plan: PlanAnswer) -> str:
     if told is None:
         return f"time is not predicted: {plan.predicted_because}"
     return (
-        f"{duration_text(told.step_s)} a step, {count_text(told.tokens_per_s)} tokens/s, "
+        f"{predicted_text(told.step_s, plan.timing)} a step, "
+        f"{count_text(told.tokens_per_s)} tokens/s, "
         f"bound by {told.binds}"
     )
 
@@ -73,7 +74,7 @@ def method_facts(plan: PlanAnswer | None) -> list[tuple[str, str]]:
     return [
         ("GPU" if plan.device == "cuda" else "buffers", bytes_text(plan.device_bytes)),
         ("host", bytes_text(plan.host_bytes)),
-        ("a step", duration_text(plan.predicted.step_s if plan.predicted else None)),
+        ("a step", predicted_text(plan.predicted.step_s if plan.predicted else None, plan.timing)),
         ("trains", count_text(plan.method.trained_parameters)),
         ("checkpoint", bytes_text(plan.checkpoint_bytes)),
     ]

@@ -9,7 +9,7 @@ from textual.content import Content
 
 from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.client.plan import PlanAnswer
-from fluxtrain.units import bytes_text, duration_text
+from fluxtrain.units import bytes_text, predicted_text
 from fluxtui.answers.configuring import yaml_text
 from fluxtui.answers.launching import command_text
 from fluxtui.wizard.engine import plan_preview
@@ -19,6 +19,11 @@ from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.words import counted
 
 MOST_CARDS = 4  # with a bar each
+HOW_TIMED = {
+    "measured": "predicted",
+    "disturbed": "as a block was timed while other programs computed",
+    "assumed": "as nothing of this model was timed here yet",
+}
 
 
 def preview_page(view: WizardView, width: int) -> Content:
@@ -87,7 +92,8 @@ def time_line(view: WizardView) -> str:
     if plan is None or plan.predicted is None:
         why = plan.predicted_because if plan else "there is no plan yet"
         return f"time: not predicted: {why}"
-    return f"time: about {duration_text(plan.predicted.eta_s)}, predicted; a dry run tells how far"
+    told = predicted_text(plan.predicted.eta_s, plan.timing)
+    return f"time: {told}, {HOW_TIMED[plan.timing]}; a dry run measures it"
 
 
 def disk_line(plan: PlanAnswer) -> str:

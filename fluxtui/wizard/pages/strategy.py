@@ -8,7 +8,7 @@ from textual.content import Content
 
 from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.telemetry.events import ChoiceMade
-from fluxtrain.units import bytes_text, count_text, duration_text
+from fluxtrain.units import bytes_text, count_text, predicted_text
 from fluxtui.answers.answers import DIAL
 from fluxtui.wizard.engine.plan_preview import (
     unranked_because,
@@ -82,15 +82,16 @@ def cards(view: WizardView, width: int) -> Content:
     return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
 
 
-def card_facts(card: PlanOption, device: str) -> list[tuple[str, str]]:
+def card_facts(card: PlanOption, plan: PlanAnswer | None) -> list[tuple[str, str]]:
     """What a card says: name and value."""
     told = card.predicted
+    timing = plan.timing if plan else "measured"
     return [
         ("tokens/s", count_text(told.tokens_per_s)),
-        ("step", duration_text(told.step_s)),
-        ("VRAM" if device == "cuda" else "buffers", bytes_text(card.device_bytes)),
+        ("step", predicted_text(told.step_s, timing)),
+        ("VRAM" if plan and plan.device == "cuda" else "buffers", bytes_text(card.device_bytes)),
         ("RAM", bytes_text(card.host_bytes)),
-        ("run", duration_text(told.eta_s)),
+        ("run", predicted_text(told.eta_s, timing)),
         ("bound by", told.binds.removeprefix("the ")),
     ]
 
@@ -158,11 +159,10 @@ def _card(view: WizardView, card: PlanOption, width: int) -> list[Content]:
     corners = "╔═╗║╚╝" if chosen else "┌─┐│└┘"
     style = "bold $accent" if chosen else drawing.MUTED
     inner = width - 4
-    device = view.plan.value.device if view.plan.value else ""
     title = f"{corners[1]} {'▸ ' if chosen else ''}{card.name} "
     lines = [Content.styled(f"{corners[0]}{title.ljust(width - 2, corners[1])}{corners[2]}", style)]
     side = Content.styled(corners[3], style)
-    for name, value in card_facts(card, device):
+    for name, value in card_facts(card, view.plan.value):
         room = inner - 9
         lines.append(
             Content.assemble(
@@ -177,7 +177,7 @@ def _card_row(view: WizardView, card: PlanOption, width: int) -> Content:
     told = card.predicted
     text = (
         f"{count_text(told.tokens_per_s)} tokens/s, {bytes_text(card.device_bytes)}, "
-        f"{duration_text(told.eta_s)}"
+        f"{predicted_text(told.eta_s, view.plan.value.timing if view.plan.value else 'measured')}"
     )
     mark = "▸ " if chosen else "  "
     return Content.assemble(

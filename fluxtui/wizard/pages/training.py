@@ -62,7 +62,7 @@ def value_and_reason(view: WizardView, question: TrainingQuestion) -> tuple[str,
             f"set here{effect}; the default is {question.default}: {question.reason}"
         )
     if question.field == "steps" and plan is not None and not _of_the_run(plan, question):
-        return answer_text(question, None), f"{plan.steps:,} by the epochs: {question.reason}"
+        return answer_text(question, None), f"{plan.steps_text} by the epochs: {question.reason}"
     own = _of_the_run(plan, question)
     if question.clears and getattr(answers, question.clears) is not None:
         other = question_of(question.clears).name
