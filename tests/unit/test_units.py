@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.units import GIB, KIB, MIB, TIB, bytes_text, count_text, duration_text, rate_text
+from fluxtrain.units import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    UNKNOWN,
+    bytes_text,
+    count_text,
+    duration_text,
+    predicted_text,
+    rate_text,
+)
 
 WRITERS = (bytes_text, rate_text, count_text, duration_text)
 SCALES = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
@@ -67,3 +78,12 @@ def test_the_documented_examples_hold() -> None:
 
 def test_a_negative_duration_is_unknown() -> None:
     assert duration_text(-1) == "-"
+
+
+def test_a_predicted_duration_has_the_digits_that_it_deserves() -> None:
+    assert predicted_text(17.04, "measured") == "about 17 s"
+    assert predicted_text(170.0, "measured") == "about 2.8 min"
+    assert predicted_text(17.04, "assumed") == "9 s to 3 min"
+    assert predicted_text(0.283, "disturbed") == "60 ms to 400 ms"
+    assert predicted_text(3e6, "measured") == "about 35 d"
+    assert predicted_text(None, "assumed") == UNKNOWN
