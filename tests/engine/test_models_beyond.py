@@ -65,19 +65,6 @@ def test_a_block_that_predicts_further_tokens_is_left_out_on_purpose() -> None:
     assert further_blocks(model, [*predicts, "layers.3.bias"]) == ["layers.3.bias"]
 
 
-def test_a_tensor_that_is_not_of_the_model_is_told(model_folder: Folder) -> None:
-    folder = model_folder("llama")
-    assert "left out" not in load_model(ModelSource(path=str(folder))).precision.because
-    _save(folder, **{"value_head.weight": torch.zeros(3)})
-    because = load_model(ModelSource(path=str(folder))).precision.because
-    assert because.endswith("; value_head.weight of the files is not of this model: left out")
-    _save(folder, **{"value_head.bias": torch.zeros(1)})
-    because = load_model(ModelSource(path=str(folder))).precision.because
-    assert because.endswith(
-        "value_head.bias and 1 more of the files are not of this model: left out"
-    )
-
-
 def test_a_weight_stored_as_an_integer_is_refused(model_folder: Folder) -> None:
     folder = model_folder("llama")
     _save(folder, **{"lm_head.weight": torch.ones(320, 32, dtype=torch.int8)})

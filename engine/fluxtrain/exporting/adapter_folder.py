@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from torch import Tensor
 
 from fluxtrain.exporting.adapter_config import CONFIG
 from fluxtrain.exporting.source import WEIGHTS, AdapterSource
+from fluxtrain.models.saving.beside import OF_TOKENIZERS, copy_beside, files_beside
 
-_CARRIED = (
-    "tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges",
-    "spiece", "sentencepiece", "tekken", "generation_config",
-)  # fmt: skip
+_CARRIED = (*OF_TOKENIZERS, "generation_config")
 
 
 def adapter_bytes(source: AdapterSource, dtype: torch.dtype | None) -> int:
@@ -57,7 +54,11 @@ def _tensors(
 
 
 def _copy_tokenizer(folder: Path, to: Path) -> int:
-    paths = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name.startswith(_CARRIED)]
+    paths = [
+        path
+        for path in files_beside(folder)
+        if path.relative_to(folder).as_posix().startswith(_CARRIED)
+    ]
     for path in paths:
-        shutil.copyfile(path, to / path.name)
+        copy_beside(path, folder, to)
     return len(paths)

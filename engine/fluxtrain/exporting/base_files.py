@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from fluxtrain.errors import BadInput
 from fluxtrain.models.model_files import ModelFiles, StoredTensor, safetensors_header
+from fluxtrain.models.saving.carried import parameter_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ def base_files(files: ModelFiles, empty: PreTrainedModel) -> BaseFiles:
     for path in files.weights:
         header = safetensors_header(path)
         shards |= dict.fromkeys(sorted(header, key=lambda n: header[n]["data_offsets"]), path)
-    parameters, converted = _parameters(shards, empty)
+    parameters, converted = parameter_names(shards, empty)
     return BaseFiles(
         files=files,
         shards=shards,
@@ -71,26 +69,6 @@ def base_files(files: ModelFiles, empty: PreTrainedModel) -> BaseFiles:
         converted=frozenset(converted),
         tied=_tied(empty),
     )
-
-
-def _parameters(
-    names: Mapping[str, Path], empty: PreTrainedModel
-) -> tuple[dict[str, str], set[str]]:
-    """Rename as transformers does while it loads (core_model_loading.py, 5.x)."""
-    transforms = get_model_conversion_mapping(empty)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    known: dict[str, Any] = empty.state_dict()
-    prefix = empty.base_model_prefix
-    found, converted = {}, set()
-    for name in names:
-        renamed, source = rename_source_key(name, renamings, converters, prefix, known)
-        if renamed not in known and name in known:
-            renamed, source = rename_source_key(name, [], [], prefix, known)
-        found[name] = renamed
-        if source is not None:
-            converted.add(renamed)
-    return found, converted
 
 
 def _tied(empty: PreTrainedModel) -> tuple[tuple[str, ...], ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +17,18 @@ from fluxtrain.exporting.attached import Attached
 from fluxtrain.exporting.base_files import BaseFiles
 from fluxtrain.exporting.shards import Planned, planned_shards, write_model
 from fluxtrain.exporting.trained_base import TrainedBase
-from fluxtrain.models.saving.beside import spell_tokenizer
+from fluxtrain.models.saving.beside import (
+    TEMPLATE,
+    TEMPLATES,
+    copy_beside,
+    files_beside,
+    spell_tokenizer,
+    untied,
+)
 from fluxtrain.models.saving.spelling import model_in_both
 
 SHARD_BYTES = 4_000_000_000
-_OF_TRAINING = ("chat_template.jinja", "generation_config.json")  # better than the base's
+_OF_TRAINING = (TEMPLATE, "generation_config.json")  # better than the base's
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx",
     ".index.json",
@@ -108,7 +114,8 @@ class Merge:
         write_model(folder, planned_shards(found, self.shard_bytes), make)
         carry_over(self.base.files.folder, self.adapter, folder)
         spell_tokenizer(folder)
-        _write_config(folder, self.base.files.config, self.stated_dtype, bool(self._untied))
+        is_untied = bool(self._untied) or self._stored_apart
+        _write_config(folder, self.base.files.config, self.stated_dtype, is_untied)
 
     def _dtype_of(self, stored: str) -> torch.dtype:
         """Return what a tensor stored in a dtype is written in. Under `None` those stored as most
@@ -139,6 +146,16 @@ class Merge:
                 extra |= {name: twin for name in names if name not in stored}
         return extra
 
+    @property
+    def _stored_apart(self) -> bool:
+        """Do the files hold several tensors that differ for parameters that should be one?"""
+        for tied in self.base.tied:
+            names = [name for name, own in self.base.parameters.items() if own in tied]
+            stored = [self.base.tensor(name) for name in names]
+            if not all(torch.equal(stored[0], other) for other in stored[1:]):
+                return True
+        return False
+
     def _stay_equal(self, names: tuple[str, ...]) -> bool:
         if any(name not in self._changed for name in names):
             return False
@@ -161,30 +178,27 @@ def _converted(weight: Tensor, tensor: Planned) -> Tensor:
 def carry_over(base: Path, adapter: Path, folder: Path) -> None:
     """Copy into `folder` what a base's folder holds beside weights; and of the adapter's folder the
     chat template, the generation settings (the ends that were learnt), and what the base lacks."""
-    for path in sorted(base.iterdir()):
-        if path.is_file() and _is_carried(path.name):
-            shutil.copyfile(path, folder / path.name)
-    for path in sorted(adapter.iterdir()):
-        lacking = not (folder / path.name).exists() or path.name in _OF_TRAINING
-        if path.is_file() and lacking and _is_carried(path.name):
-            shutil.copyfile(path, folder / path.name)
+    chosen = (adapter / TEMPLATE).exists()  # with it, the adapter has all templates
+    for path in files_beside(base):
+        if _is_carried(path.name) and not (chosen and path.parent.name == TEMPLATES):
+            copy_beside(path, base, folder)
+    for path in files_beside(adapter):
+        lacking = not (folder / path.relative_to(adapter)).exists() or path.name in _OF_TRAINING
+        if lacking and _is_carried(path.name):
+            copy_beside(path, adapter, folder)
 
 
 def _is_carried(name: str) -> bool:
     return not (name.startswith(".") or name.endswith(_WEIGHT_SUFFIXES) or name in _OF_THE_ADAPTER)
 
 
-def _write_config(folder: Path, config: Mapping[str, Any], dtype: str, untied: bool) -> None:
+def _write_config(folder: Path, config: Mapping[str, Any], dtype: str, is_untied: bool) -> None:
     """Write config.json of the base, with the dtype that was written, and untied where it is."""
-    made = dict(config)
+    made = untied(config) if is_untied else dict(config)
     for part in [made, *(value for value in made.values() if isinstance(value, dict))]:
         for key in ("dtype", "torch_dtype"):
             if key in part:
                 part[key] = dtype
-        if untied and part.get("tie_word_embeddings"):
-            part["tie_word_embeddings"] = False
-    if untied:
-        made["tie_word_embeddings"] = False
     made = model_in_both(made, {}, dtype)
     text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fluxtrain.errors import BadInput, NoSpace, system_error
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.models.saving.beside import Beside, write_model_files
+from fluxtrain.models.saving.carried import add_tensors
 from fluxtrain.unfinished.folders import MARK, finish, unfinished_folder
 from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
 from fluxtrain.units import bytes_text
@@ -38,17 +39,21 @@ def save_model(
 ) -> int:
     """Write weights (safetensors), configuration, generation settings and tokenizer to `folder`.
 
-    beside: the files of the folder that the model is from, which are carried over.
+    beside: the files and further tensors of the folder that the model is from: carried over.
     Returns the bytes written. Wait for pending updates before the call. A folder of that name from
     an earlier save is replaced once the new one is complete. Raises NoSpace if the disk fills up
     and BadInput if the place cannot be written; both leave the earlier folder.
     """
 
+    carried = beside or Beside()
+    tensors = [*_distinct(model), *carried.tensors.values()]
+
     def write(made: Path) -> None:
         _save_pretrained(model, made, max_shard_size=SHARD_BYTES)
-        write_model_files(made, model, tokenizer, beside or Beside())
+        add_tensors(made, carried.tensors, SHARD_BYTES)
+        write_model_files(made, model, tokenizer, carried)
 
-    return save_folder(write, sum(tensor.nbytes for tensor in _distinct(model)), folder)
+    return save_folder(write, sum(tensor.nbytes for tensor in tensors), folder)
 
 
 def try_saving_model(

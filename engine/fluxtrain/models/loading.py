@@ -37,11 +37,11 @@ from fluxtrain.models.precision import (
     Precision,
     choose_dtype,
     demo_dtype,
-    with_left_out,
     with_odd_tensors,
 )
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.models.saving.beside import Beside, read_beside
+from fluxtrain.models.saving.beside import TEMPLATES, Beside, read_beside
+from fluxtrain.models.saving.carried import tensors_beside
 from fluxtrain.plain_files import refuse_foreign
 
 DEMO = "demo"
@@ -77,6 +77,7 @@ class LoadedModel:
     weight_files: tuple[Path, ...] = ()  # none of fresh weights
     base_key: str = ""  # of its weight files (`model_files.base_key`); empty for fresh weights
     beside: Beside = field(default_factory=Beside)  # what its folder holds beside weights
+    lost: tuple[str, ...] = ()  # tensors of its files that a saved model will not have
 
 
 def load_model(
@@ -110,15 +111,18 @@ def load_model(
     if fits is not None:
         fits(empty, copied)
     tokenizer = tokenizer_of_folder(folder, source.trust_remote_code)
-    model, left_out = _weights(files, chosen, source.trust_remote_code)
-    choice = with_left_out(choice, left_out)
+    model, unexpected = _weights(files, chosen, source.trust_remote_code)
+    tensors, lost = tensors_beside(files, model)
+    is_untied = _is_tied(empty) and not _is_tied(model)
+    beside = read_beside(folder, tokenizer)
     check_finite(model, str(folder), packed_elements)
     loaded = _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
     return replace(
         loaded,
         weight_files=files.weights,
         base_key=base_key(files.weights),
-        beside=read_beside(folder, tokenizer),
+        beside=replace(beside, tensors=tensors, untied=is_untied),
+        lost=tuple(dict.fromkeys((*unexpected, *lost))) if not tensors else (),
     )
 
 
@@ -161,6 +165,12 @@ def check_finite(model: nn.Module, name: str, packed_elements: int | None = None
                 f"of {tensor.numel():,}: the checkpoint is damaged or its training diverged; "
                 "use an earlier one"
             )
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Are embedding and head one matrix?"""
+    matrices = [module.weight for module in _edges(model) if hasattr(module, "weight")]
+    return len(matrices) == 2 and matrices[0] is matrices[1]
 
 
 def _edges(model: nn.Module) -> list[nn.Module]:
@@ -213,6 +223,9 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
     try:
         folder = snapshot_download(
             source.path, revision=source.revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+        )
+        snapshot_download(
+            source.path, revision=source.revision, allow_patterns=[f"{TEMPLATES}/*.jinja"]
         )
         if with_weights and not any(Path(folder).glob("*.safetensors")):
             snapshot_download(

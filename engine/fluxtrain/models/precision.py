@@ -51,17 +51,6 @@ def with_odd_tensors(choice: Precision, odd_dtypes: Sequence[str]) -> Precision:
     return Precision(choice.dtype, f"{choice.because}; {told}")
 
 
-def with_left_out(choice: Precision, names: Sequence[str]) -> Precision:
-    """Add to the reason the tensors of the files that the model does not use."""
-    if not names:
-        return choice
-    told = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
-    verb = "is" if len(names) == 1 else "are"
-    return Precision(
-        choice.dtype, f"{choice.because}; {told} of the files {verb} not of this model: left out"
-    )
-
-
 def demo_dtype(wished: str) -> Precision:
     """Choose the dtype of the demo's fresh weights."""
     if wished != "auto":

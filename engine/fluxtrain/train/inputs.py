@@ -82,6 +82,27 @@ def load_inputs(
     return Inputs(loaded=loaded, task=method.task(config, loaded, tell, waits))
 
 
+def told_of_folder(loaded: LoadedModel, whole: bool) -> list[str]:
+    """Return what a person should know of a model's folder that training or saving changes."""
+    told = []
+    if loaded.beside.untied:
+        told.append(
+            f"config.json of {loaded.name} says embedding and head are one matrix "
+            "(tie_word_embeddings), and its files hold two that differ: they are used as two"
+            f"{', and saved with tie_word_embeddings = false' if whole else ''}; if they should "
+            "be one, remove the head from the files"
+        )
+    if whole and loaded.lost:
+        more = f" and {len(loaded.lost) - 1:,} more" if len(loaded.lost) > 1 else ""
+        told.append(
+            f"the saved model will lack {loaded.lost[0]}{more} of the files of {loaded.name}: "
+            f"{type(loaded.model).__name__}, which is trained, does not use them; copy them from "
+            "the original where they are needed, or train adapters (method.name=lora) and merge "
+            "them, which keeps all"
+        )
+    return told
+
+
 def ready_inputs(
     config: RunConfig,
     session: Session,
@@ -98,7 +119,8 @@ def ready_inputs(
     loaded, task = inputs.loaded, inputs.task
     whole = config.method.name == "full"  # the model itself is saved, not an adapter beside it
     stopping = stop_at(loaded.model, loaded.tokenizer, task.ends, whole)
-    for line in (*task.notes("trained"), *([stopping] if stopping else [])):
+    lines = [*task.notes("trained"), *told_of_folder(loaded, whole)]
+    for line in (*lines, *([stopping] if stopping else [])):
         session.announcer.warn(line)
     method_of(config).try_saving(inputs.loaded, session.run_dir.path)
     method_of(config).prepare(inputs.loaded.model, config)

@@ -9,11 +9,13 @@ the model, as their folder may be gone when the training ends.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.models.model_files import TOKENIZER_FILES
@@ -22,23 +24,26 @@ from fluxtrain.models.saving.spelling import model_in_both, tokenizer_in_both
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+TEMPLATES = "additional_chat_templates"  # a folder: further templates of a tokenizer by their names
 LARGEST_BYTES = 128 << 20  # of a file that is carried; tokenizers have some ten million
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".py")
 _NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _LEFT_OUT = (".index.json", "adapter_config.json", "trainer_state.json")
-_OF_TOKENIZERS = (
+OF_TOKENIZERS = (
     "tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges",
-    "spiece", "sentencepiece", "tekken",
+    "spiece", "sentencepiece", "tekken", TEMPLATES,
 )  # fmt: skip
 _SETTINGS = ("eos_token_id", "pad_token_id")  # that training may set
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The files of a model's folder beside its weights, by their names."""
+    """What a model's folder holds beside the weights of its text model, by names."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)  # none of a fresh model
     template: Any = None  # the tokenizer's, as it was loaded
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # carried; mapped from their files
+    untied: bool = False  # config.json says embedding and head are one, and the files hold two
 
     def json(self, name: str) -> dict[str, Any] | None:
         """Read a file; None where it is missing or no JSON object."""
@@ -57,11 +62,24 @@ class Beside:
 def read_beside(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Beside:
     """Read what is carried over of a model's folder, whose tokenizer was just loaded."""
     files = {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and _is_carried(path)
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in files_beside(folder)
+        if _is_carried(path)
     }
     return Beside(files, getattr(tokenizer, "chat_template", None))
+
+
+def files_beside(folder: Path) -> list[Path]:
+    """List the files of a model's folder, with the templates in their own folder."""
+    found = [*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]
+    return sorted(path for path in found if path.is_file())
+
+
+def copy_beside(path: Path, folder: Path, to: Path) -> None:
+    """Copy a file of `folder` to the same place in `to`."""
+    made = to / path.relative_to(folder)
+    made.parent.mkdir(exist_ok=True)
+    shutil.copyfile(path, made)
 
 
 def write_model_files(
@@ -69,7 +87,7 @@ def write_model_files(
 ) -> None:
     """Write configuration, generation settings and tokenizer of a whole model."""
     for name, content in beside.files.items():
-        if not name.startswith(_OF_TOKENIZERS) and name not in (CONFIG, GENERATION):
+        if not name.startswith(OF_TOKENIZERS) and name not in (CONFIG, GENERATION):
             (folder / name).write_bytes(content)
     _write_json(folder / CONFIG, _config_of(model, beside))
     write_adapter_files(folder, model, tokenizer, beside)
@@ -104,24 +122,38 @@ def generation_settings(model: PreTrainedModel, beside: Beside) -> dict[str, Any
 
 
 def _config_of(model: PreTrainedModel, beside: Beside) -> dict[str, Any]:
-    """Return the folder's own configuration; that of the model where they are of other kinds, as
-    for the text part of a larger model."""
+    """Return the folder's own configuration; that of the model where it is the text model of a
+    larger one whose other weights are not carried."""
     known: dict[str, Any] = model.config.to_dict()
+    kind = known.get("model_type")
     with quiet_transformers():
         own: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
     source = beside.json(CONFIG)
-    if source is None or source.get("model_type") != known.get("model_type"):
+    if source is None or (source.get("model_type") != kind and not beside.tensors):
         source = own
+    is_whole = source.get("model_type") == kind
+    if not is_whole:
+        parts = {key: part for key, part in source.items() if isinstance(part, Mapping)}
+        known = {key: known for key, part in parts.items() if part.get("model_type") == kind}
     made = model_in_both(source, known, str(model.dtype).removeprefix("torch."))
-    if "auto_map" not in source:
+    if is_whole and "auto_map" not in source:
         made["architectures"] = [type(model).__name__]
-    return made
+    return untied(made) if beside.untied else made
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that says embedding and head are two matrices, in all of its parts."""
+    key = "tie_word_embeddings"
+    parts = {name: part for name, part in config.items() if isinstance(part, Mapping)}
+    tied = {name: {**part, key: False} for name, part in parts.items() if part.get(key)}
+    return {**config, **tied, key: False}
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, beside: Beside) -> None:
     if beside.has_tokenizer:
         for name, content in beside.files.items():
-            if name.startswith(_OF_TOKENIZERS):
+            if name.startswith(OF_TOKENIZERS):
+                (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
     else:
         tokenizer.save_pretrained(folder)
@@ -131,6 +163,7 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, beside: B
     if chosen is not None:
         (folder / TEMPLATE).write_text(chosen, encoding="utf-8")
         (folder / OLD_TEMPLATE).unlink(missing_ok=True)
+        shutil.rmtree(folder / TEMPLATES, ignore_errors=True)
 
 
 def spell_tokenizer(folder: Path, template: str | None = None) -> None:
