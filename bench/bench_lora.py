@@ -30,7 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.methods.adapters import attach_adapters, linear_names
+from fluxtrain.methods.adapters import attach_adapters
+from fluxtrain.methods.targets import find_targets
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.plan.states import PACKED_FORMATS
 
@@ -228,7 +229,7 @@ def resident(config: LlamaConfig, options: argparse.Namespace) -> tuple[Any, dic
     from peft import LoraConfig, get_peft_model
 
     model: Any = empty(config)
-    targets = linear_names(model)
+    targets = find_targets(model, "auto").names
     generator = torch.Generator("cuda").manual_seed(0)
 
     def drawn(shape: torch.Size) -> torch.Tensor:

@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.config.schema import MethodSettings, ModelSettings
-from fluxtrain.methods.adapters import attach_adapters, linear_names
+from fluxtrain.methods.adapters import attach_adapters
+from fluxtrain.methods.targets import find_targets
 from fluxtrain.wrapping.engine import engine_of
 
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -120,7 +121,7 @@ def resident(model: LlamaForCausalLM, method: str, options: argparse.Namespace) 
     """The usual loop, with everything on the device."""
     if method == "full":
         return MastersLoop(model.to(options.device), RATES[method])
-    targets = linear_names(model)
+    targets = find_targets(model, "auto").names
     if method == "qlora":
         pack_with_bitsandbytes(model)
     model.to(options.device)

@@ -21,23 +21,24 @@ from fluxtrain.train.inputs import told_of_folder
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]
-TEXT: dict[str, Any] = dict(
-    vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
-)  # fmt: skip
+TEXT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}  # fmt: skip
 
 
 def with_pictures() -> PreTrainedModel:
     """A model of text and pictures, as Qwen3.5 is published."""
     linear = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
-    heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
-    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[1, 1, 0])
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
     layers = ["linear_attention", "full_attention"]
-    text = dict(layer_types=layers, head_dim=8, rope_parameters=rope) | linear | heads
-    vision = dict(
-        hidden_size=16, intermediate_size=16, depth=1, num_heads=2, patch_size=14,
-        out_hidden_size=32, deepstack_visual_indexes=[],
-    )  # fmt: skip
+    text = {"layer_types": layers, "head_dim": 8, "rope_parameters": rope} | linear | heads
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 14,
+        "out_hidden_size": 32, "deepstack_visual_indexes": [],
+    }  # fmt: skip
     return Qwen3_5ForConditionalGeneration(
         Qwen3_5Config(text_config=TEXT | text, vision_config=vision)  # type: ignore[arg-type]
     )
@@ -45,10 +46,12 @@ def with_pictures() -> PreTrainedModel:
 
 def with_further_layer() -> PreTrainedModel:
     """A model whose files hold a layer for the next token but one, as DeepSeek-V3's do."""
-    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
-    heads = dict(qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, num_key_value_heads=4)
-    ranks = dict(q_lora_rank=8, kv_lora_rank=8, moe_intermediate_size=8, first_k_dense_replace=1)
-    shape = AutoConfig.for_model("deepseek_v3", **TEXT | experts | heads | ranks)
+    more = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "moe_intermediate_size": 8, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    shape = AutoConfig.for_model("deepseek_v3", **TEXT | more)
     return AutoModelForCausalLM.from_config(shape)  # type: ignore[no-any-return]
 
 

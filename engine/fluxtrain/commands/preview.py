@@ -89,7 +89,7 @@ def preview(
     machine, per_s = _measured(elsewhere, report)
     capacity = _capacity(config, elsewhere, device.value)
     config, first, chosen = _first_samples(config, elsewhere)
-    model, dtype, copied = _empty_model(config, elsewhere, device.value)
+    model, (dtype, *targets), copied = _empty_model(config, elsewhere, device.value)
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:
@@ -125,7 +125,7 @@ def preview(
         first=first,
         steps=schedule.total_steps,
         choices=(
-            device, dtype, *read, *chosen, *placement.choices,
+            device, dtype, *read, *chosen, *targets, *placement.choices,
             *page_locks_planned(facts, placement, device.value, per_s), *schedule.choices,
             snapshot.choice(config.train.checkpoint_every),
         ),
@@ -324,7 +324,7 @@ def _capacity(config: RunConfig, elsewhere: PlannedMachine | None, device: str) 
 
 def _empty_model(
     config: RunConfig, elsewhere: PlannedMachine | None, device: str
-) -> tuple[PreTrainedModel, ChoiceMade, Copied]:
+) -> tuple[PreTrainedModel, tuple[ChoiceMade, ...], Copied]:
     """Make the model without weights, in the dtype that it would be trained in; return with it
     which of its tensors loading would copy."""
     wished, files = config.model.dtype, None
@@ -349,8 +349,9 @@ def _empty_model(
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
     check_sequence_length(config.data.row_tokens, positions)
     copied = copied_by_loading(model, files, stored)
-    method_of(config).prepare(model, config)
-    return model, dtype_choice(with_odd_tensors(dtype, copied.odd_dtypes)), copied
+    targets = method_of(config).prepare(model, config)
+    chosen = dtype_choice(with_odd_tensors(dtype, copied.odd_dtypes))
+    return model, (chosen, *targets), copied
 
 
 def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles | None]:

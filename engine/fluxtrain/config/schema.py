@@ -91,7 +91,7 @@ class MethodSettings(Section):
     targets: Auto | Annotated[list[str], Field(min_length=1), Several] = Field(
         default="auto",
         description="names of the layers that get adapters, such as [q_proj, v_proj]; auto is all "
-        "linear layers but the head and gates of one value",
+        "linear layers that text passes through but the head, routers and gates of one value",
     )
     variant: Literal["lora", "rslora", "dora"] = Field(
         default="lora",

@@ -6,7 +6,6 @@ that they stand beside, with exact fp32 masters in the optimizer. Their files ar
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from peft import LoraConfig
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.errors import BadInput
+from fluxtrain.methods.targets import Targets, find_targets, refuse_uncomputed
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import LoadedModel
@@ -28,25 +27,24 @@ from fluxtrain.plan.states import StorageFormat
 ADAPTER = "default"  # peft's name of the only adapter
 _PREFIX = "base_model.model."  # of the names in peft's files
 _WEIGHTS = "adapter_model.safetensors"
-_LINEAR = (nn.Linear, Conv1D)  # what peft's LoRA stands beside; Conv1D is GPT-2's linear layer
 
 
 def attach_adapters(
     model: PreTrainedModel, settings: MethodSettings, source: ModelSettings
-) -> None:
+) -> Targets:
     """Put an adapter beside each target layer of `model`, in place, and freeze all other weights.
 
-    Raises BadInput where no layer has a name of `settings.targets`, or the rank is larger than a
-    layer.
+    Returns the layers. Raises BadInput where a name of `settings.targets` is no layer's, an adapter
+    there cannot be computed, or the rank is larger than a layer.
     """
-    targets = linear_names(model) if settings.targets == "auto" else list(settings.targets)
-    _check_targets(model, targets)
-    _check_rank(model, targets, settings.rank)
+    targets = find_targets(model, settings.targets)
+    _check_rank(model, targets.layers, settings.rank)
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=2 * settings.rank if settings.alpha == "auto" else settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=targets,
+        target_modules=targets.names,
         use_rslora=settings.variant == "rslora",
         use_dora=settings.variant == "dora",
         task_type="CAUSAL_LM",
@@ -58,27 +56,9 @@ def attach_adapters(
     local = Path(source.path).expanduser()
     config.base_model_name_or_path = str(local.absolute()) if local.is_dir() else source.path
     config.revision = source.revision
-
-
-def linear_names(model: PreTrainedModel) -> list[str]:
-    """List the last names of all linear layers but the head, in the model's order.
-
-    Gates of one value, as shared experts have them, are no targets: their changes have rank 1.
-
-    Raises BadInput where there is none.
-    """
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    found = dict.fromkeys(
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, _LINEAR) and module is not head and min(module.weight.shape) > 1
-    )
-    if not found:
-        raise BadInput(
-            f"{type(model).__name__} has no linear layers beside its head, which adapters could "
-            "stand beside: name the layers in method.targets, or use method.name=full"
-        )
-    return list(found)
+    if not is_empty:
+        refuse_uncomputed(model)
+    return targets
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -114,26 +94,10 @@ def save_adapter(loaded: LoadedModel, storage: StorageFormat, folder: Path) -> i
     return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)
 
 
-def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
-    """Raise BadInput with the nearest names for a target that no layer has."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
-    for target in targets:
-        if any(name == target or name.endswith(f".{target}") for name in layers):
-            continue
-        known = sorted({name.rpartition(".")[2] for name in layers})
-        near = difflib.get_close_matches(target, known, n=3, cutoff=0.4) or known[:8]
-        raise BadInput(
-            f"method.targets: no linear layer of {type(model).__name__} is called {target!r}: use "
-            f"{', '.join(near)}, or auto for all of them"
-        )
-
-
-def _check_rank(model: nn.Module, targets: Iterable[str], rank: int) -> None:
+def _check_rank(model: nn.Module, layers: Iterable[str], rank: int) -> None:
     """Raise BadInput for a rank above that of the layers themselves."""
-    for name, module in model.named_modules():
-        if not isinstance(module, _LINEAR) or name.rpartition(".")[2] not in targets:
-            continue
-        sizes: tuple[int, ...] = tuple(module.weight.shape)
+    for name in layers:
+        sizes: tuple[int, ...] = tuple(model.get_parameter(f"{name}.weight").shape)
         least = min(sizes)
         if rank > least:
             raise BadInput(

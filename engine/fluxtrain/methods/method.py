@@ -21,6 +21,7 @@ from fluxtrain.models.saving.beside import write_adapter_files
 from fluxtrain.models.saving.trial import try_saving
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.states import StorageFormat
+from fluxtrain.telemetry.events import ChoiceMade
 
 DEMO = "demo"
 FRESH_RATE = 3e-3
@@ -31,9 +32,10 @@ class Method(Protocol):
 
     usual_rate: float  # peak learning rate for a model with trained weights
 
-    def prepare(self, model: PreTrainedModel, config: RunConfig) -> None:
+    def prepare(self, model: PreTrainedModel, config: RunConfig) -> tuple[ChoiceMade, ...]:
         """Add the modules of the method to `model`, and set `requires_grad` of every parameter.
 
+        Returns what was chosen.
         Called before `model` is measured, planned and wrapped. For a plan it is called with a model
         on the meta device, so it must not read weights; the plan counts its facts afterwards.
         """
@@ -76,8 +78,9 @@ class FullFineTuning:
 
     usual_rate = 2e-5
 
-    def prepare(self, model: PreTrainedModel, config: RunConfig) -> None:
+    def prepare(self, model: PreTrainedModel, config: RunConfig) -> tuple[ChoiceMade, ...]:
         """Leave the model as it was loaded: every parameter is trained."""
+        return ()
 
     def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
         """Keep what the model itself has frozen in its dtype."""
@@ -112,11 +115,13 @@ class LoraFineTuning:
 
     usual_rate = 2e-4
 
-    def prepare(self, model: PreTrainedModel, config: RunConfig) -> None:
+    def prepare(self, model: PreTrainedModel, config: RunConfig) -> tuple[ChoiceMade, ...]:
         """Put adapters beside the linear layers, and freeze everything else."""
         from fluxtrain.methods.adapters import attach_adapters
 
-        attach_adapters(model, config.method, config.model)
+        targets = attach_adapters(model, config.method, config.model)
+        count = f"{len(targets.layers):,} layers"
+        return (ChoiceMade(name="method.targets", value=count, because=targets.because),)
 
     def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
         """Keep frozen weights in their dtype."""

@@ -123,8 +123,8 @@ def ready_inputs(
     for line in (*lines, *([stopping] if stopping else [])):
         session.announcer.warn(line)
     method_of(config).try_saving(inputs.loaded, session.run_dir.path)
-    method_of(config).prepare(inputs.loaded.model, config)
-    return replace(inputs, choices=chosen)
+    targets = method_of(config).prepare(inputs.loaded.model, config)
+    return replace(inputs, choices=(*chosen, *targets))
 
 
 def opened_once_more(opens: Callable[[], Opened], warn: Callable[[str], None]) -> Opened:
