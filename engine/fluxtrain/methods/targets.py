@@ -48,7 +48,16 @@ def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> Targets
     adapter.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LINEAR)}
-    whys = {name: _why_not(model, name, module) for name, module in layers.items()}
+    taken = {last: _taken_for_experts(model, last) for last in {_last(name) for name in layers}}
+    text = {id(module) for module in _text_model(model).modules()} | {id(_head(model))}
+    whys = {
+        name: "peft takes its name for the experts'"
+        if taken[_last(name)]
+        else "text does not pass through it"
+        if id(layer) not in text
+        else _why_not(model, name, layer)
+        for name, layer in layers.items()
+    }
     if isinstance(wanted, str):
         whys = {name: why or _why_not_asked(model, name) for name, why in whys.items()}
         chosen = [name for name, why in whys.items() if not why]
@@ -92,12 +101,8 @@ def _why_not(model: PreTrainedModel, name: str, layer: nn.Module) -> str:
     own = next(kind for kind in LINEAR if isinstance(layer, kind))
     if type(layer).forward is not own.forward:
         return f"it is a {type(layer).__name__}, which computes more than a linear layer"
-    if not (_in_text(model, layer) or layer is _head(model)):
-        return "text does not pass through it"
     if _last(name) in _read_past(type(parent)):
         return f"{type(parent).__name__} reads its weight past the layer"
-    if _taken_for_experts(model, _last(name)):
-        return "peft takes its name for the experts'"
     return ""
 
 
@@ -111,11 +116,10 @@ def _why_not_asked(model: PreTrainedModel, name: str) -> str:
     return "a router" if _is_router(model, name) else ""
 
 
-def _in_text(model: PreTrainedModel, layer: nn.Module) -> bool:
-    """Is a layer of the text model, and not of the part that sees pictures or hears?"""
-    decoder: Any = model.get_decoder()
-    inside = model if decoder is None else decoder
-    return any(module is layer for module in inside.modules())
+def _text_model(model: PreTrainedModel) -> nn.Module:
+    """Return the text model, without the parts that see pictures or hear."""
+    decoder: nn.Module | None = model.get_decoder()  # type: ignore[no-untyped-call]
+    return model if decoder is None else decoder
 
 
 def _head(model: PreTrainedModel) -> nn.Module | None:
@@ -124,7 +128,7 @@ def _head(model: PreTrainedModel) -> nn.Module | None:
 
 
 @cache
-def _read_past(kind: type[nn.Module]) -> frozenset[str]:
+def _read_past(kind: type[Any]) -> frozenset[str]:
     """Return the layers whose weight a class hands to a kernel (state space models do): what stands
     beside such a layer is not computed."""
     found: set[str] = set()
@@ -186,7 +190,8 @@ def _because(model: nn.Module, chosen: Iterable[str], whys: dict[str, str]) -> s
 
 def _for_peft(model: nn.Module, chosen: Sequence[str]) -> list[str]:
     """Return last names where all modules of that name are chosen, else full names."""
-    others = {_last(name) for name, _ in model.named_modules() if name not in set(chosen)}
+    given = set(chosen)
+    others = {_last(name) for name, _ in model.named_modules() if name not in given}
     return list(dict.fromkeys(n if _last(n) in others else _last(n) for n in chosen))
 
 
@@ -201,11 +206,13 @@ def refuse_uncomputed(model: PreTrainedModel) -> None:
     model.train(False)
     try:
         with first_blocks(model), torch.no_grad():
-            adapted = [n for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+            adapted: dict[str, Any] = {
+                n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)
+            }
             hooks = [
                 branch.register_forward_hook(lambda *_, name=name: called.add(name))
-                for name in adapted
-                for branch in model.get_submodule(name).lora_A.values()
+                for name, layer in adapted.items()
+                for branch in layer.lora_A.values()
             ]
             try:
                 model(input_ids=ids, use_cache=False)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, BatchSource, fullest_batch, in_order, typical_batch
@@ -13,6 +16,7 @@ from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import DEMO, read_request
+from fluxtrain.data.rendering.named import NAMED
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundTask, Part, Prompt, Task
@@ -20,6 +24,9 @@ from fluxtrain.models.loading import LoadedModel
 from fluxtrain.telemetry.events import ChoiceMade, SampleFit
 
 PROMPT_CHARACTERS = 60
+_LOOKED_AT_ROWS = 64  # of the data, for the tokens of its chat template
+_COMPARED_ROWS = 1024  # of an embedding, for the usual size of a row
+_SMALLEST_NORM = 0.01  # of a trained row beside the usual one
 
 Tell = Callable[[str], None]
 Waits = Callable[[Callable[[], PreparedData]], PreparedData]
@@ -146,3 +153,55 @@ def _prompt(path: object, data: PreparedData) -> Prompt:
         return Prompt(text=str(words), talks=True)
     words = first.text.strip()[:PROMPT_CHARACTERS]
     return Prompt(text=words.rpartition(" ")[0] or words, talks=False)
+
+
+def told_of_untrained_tokens(loaded: LoadedModel, data: PackedRows) -> list[str]:
+    """Say which special tokens of the first rows cannot be learnt beside frozen weights, as their
+    rows in embedding or head were never trained.
+
+    A row counts as never trained if it is nearly zero beside the others, or the same as that of
+    another added token.
+    """
+    tokenizer: Any = loaded.tokenizer
+    added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+    used: set[int] = set()
+    for number in range(min(_LOOKED_AT_ROWS, len(data))):
+        rows = data[number]
+        used |= set(rows.input_ids[rows.document_ids >= 0].tolist())
+    model: Any = loaded.model
+    modules = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    untrained: set[int] = set()
+    where: list[str] = []
+    for name, module in modules.items():
+        if module is not None:
+            idle = _untrained_rows(module.weight, list(added))
+            idle.discard(getattr(module, "padding_idx", None))  # zeros on purpose
+            where += [name] if idle & used else []
+            untrained |= idle
+    names = [added[token] for token in sorted(untrained & used)]
+    if not names:
+        return []
+    never = {added[token] for token in untrained}
+    others = [
+        name
+        for name, one in NAMED.items()
+        if (end := one.end or tokenizer.eos_token) in tokenizer.get_vocab()
+        and not any(token == end or token in one.template for token in never)
+    ]
+    chosen = f"set data.chat_template to {' or '.join(others)}, " if others else ""
+    return [
+        f"{', '.join(names)}: {len(names)} special tokens of the data have rows in the "
+        f"{' and the '.join(where)} that were never trained (zeros, or the same as other added "
+        "tokens), and adapters leave these frozen: the model cannot learn to tell them apart or "
+        f"to end with them; {chosen}start from a chat model, or use method.name=full"
+    ]
+
+
+def _untrained_rows(weight: torch.Tensor, tokens: list[int]) -> set[int]:
+    """Return those of `tokens` whose rows are nearly zero or equal to another's of `tokens`."""
+    known = [token for token in tokens if token < len(weight)]
+    usual = weight[:: max(1, len(weight) // _COMPARED_ROWS)].float().norm(dim=1).median()
+    rows = weight[known].float()
+    _, same, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    idle = (rows.norm(dim=1) <= _SMALLEST_NORM * usual) | (counts[same] > 1)
+    return {token for token, is_idle in zip(known, idle.tolist(), strict=True) if is_idle}

@@ -22,7 +22,7 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.methods.method import method_of
 from fluxtrain.methods.objective import Task
-from fluxtrain.methods.text_task import Tell, Waits
+from fluxtrain.methods.text_task import Tell, TextTask, Waits, told_of_untrained_tokens
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.generation import stop_at
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
@@ -120,6 +120,8 @@ def ready_inputs(
     whole = config.method.name == "full"  # the model itself is saved, not an adapter beside it
     stopping = stop_at(loaded.model, loaded.tokenizer, task.ends, whole)
     lines = [*task.notes("trained"), *told_of_folder(loaded, whole)]
+    if not whole and isinstance(task, TextTask):
+        lines += told_of_untrained_tokens(loaded, task.data.trained)
     for line in (*lines, *([stopping] if stopping else [])):
         session.announcer.warn(line)
     method_of(config).try_saving(inputs.loaded, session.run_dir.path)
