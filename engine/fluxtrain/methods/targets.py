@@ -48,16 +48,15 @@ def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> Targets
     adapter.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LINEAR)}
-    taken = {last: _taken_for_experts(model, last) for last in {_last(name) for name in layers}}
-    text = {id(module) for module in _text_model(model).modules()} | {id(_head(model))}
-    whys = {
-        name: "peft takes its name for the experts'"
-        if taken[_last(name)]
-        else "text does not pass through it"
-        if id(layer) not in text
-        else _why_not(model, name, layer)
-        for name, layer in layers.items()
-    }
+    taken = {last for last in {_last(name) for name in layers} if _taken_for_experts(model, last)}
+    in_text = {id(module) for module in _text_model(model).modules()} | {id(_head(model))}
+
+    def why_not(name: str, layer: nn.Module) -> str:
+        if _last(name) in taken:
+            return "peft takes its name for the experts'"
+        return _why_not(model, name, layer) if id(layer) in in_text else "text does not reach it"
+
+    whys = {name: why_not(name, layer) for name, layer in layers.items()}
     if isinstance(wanted, str):
         whys = {name: why or _why_not_asked(model, name) for name, why in whys.items()}
         chosen = [name for name, why in whys.items() if not why]
@@ -97,12 +96,12 @@ def _named(model: nn.Module, wanted: Sequence[str], whys: dict[str, str]) -> lis
 
 def _why_not(model: PreTrainedModel, name: str, layer: nn.Module) -> str:
     """Say why a layer cannot have an adapter that is trained; "" where it can."""
-    parent = model.get_submodule(name.rpartition(".")[0])
+    parent: Any = type(model.get_submodule(name.rpartition(".")[0]))
     own = next(kind for kind in LINEAR if isinstance(layer, kind))
     if type(layer).forward is not own.forward:
         return f"it is a {type(layer).__name__}, which computes more than a linear layer"
-    if _last(name) in _read_past(type(parent)):
-        return f"{type(parent).__name__} reads its weight past the layer"
+    if _last(name) in _read_past(parent):
+        return f"{parent.__name__} reads its weight past the layer"
     return ""
 
 
