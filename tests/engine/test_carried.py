@@ -91,6 +91,10 @@ def test_tensors_beside_the_text_model_are_saved_under_their_names(
     else:
         model = loaded(folder)
         assert not told_of_folder(model, whole=True)
+        has_parts = model.beside.json("config.json")["model_type"] == "qwen3_5"  # type: ignore[index]
+        assert ["export --merge" in line for line in told_of_folder(model, whole=False)] == (
+            [True] if has_parts else []
+        )
         with torch.no_grad():
             model.model.get_output_embeddings().weight.add_(1)
         made = saved(model, tmp_path / "made")

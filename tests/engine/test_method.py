@@ -30,10 +30,11 @@ SAVED = "head.safetensors"
 class HeadAlone(FullFineTuning):
     """Trains the output layer, and saves that alone."""
 
-    def prepare(self, model: Any, settings: MethodSettings) -> None:
+    def prepare(self, model: Any, settings: MethodSettings) -> tuple[()]:
         self.before = {name: p.detach().clone() for name, p in model.named_parameters()}
         model.requires_grad_(False)
         model.lm_head.requires_grad_(True)
+        return ()
 
     def saved_bytes(self, facts: ModelFacts) -> int:
         return sum(group.trained for group in facts.groups) * 4

@@ -27,6 +27,7 @@ from fluxtrain.models.copies import Copied
 from fluxtrain.models.generation import stop_at
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
+from fluxtrain.models.saving.beside import CONFIG
 from fluxtrain.plan import states
 from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.placing import RanOutLoading, card_capability
@@ -99,6 +100,13 @@ def told_of_folder(loaded: LoadedModel, whole: bool) -> list[str]:
             f"{type(loaded.model).__name__}, which is trained, does not use them; copy them from "
             "the original where they are needed, or train adapters (method.name=lora) and merge "
             "them, which keeps all"
+        )
+    kind = loaded.beside.json(CONFIG) or {}
+    if not whole and kind.get("model_type") not in (None, loaded.config.model_type):
+        told.append(
+            f"the adapter is of {type(loaded.model).__name__}, the text model of {loaded.name} "
+            f"({kind['model_type']}): programs that load the whole model know its layers by other "
+            "names, so use `fluxtrain export --merge` for these"
         )
     return told
 
