@@ -83,6 +83,20 @@ def load_inputs(
     return Inputs(loaded=loaded, task=method.task(config, loaded, tell, waits))
 
 
+def told_of(inputs: Inputs, whole: bool) -> list[str]:
+    """Return what a person should know before training, a sentence each.
+
+    Makes generation stop at the ends that are trained on. `whole`: the model itself is saved at the
+    end, not an adapter.
+    """
+    loaded, task = inputs.loaded, inputs.task
+    told = [*task.notes("trained"), *told_of_folder(loaded, whole)]
+    if not whole and isinstance(task, TextTask):
+        told += told_of_untrained_tokens(loaded, task.data.trained)
+    stopping = stop_at(loaded.model, loaded.tokenizer, task.ends, whole)
+    return [*told, stopping] if stopping else told
+
+
 def told_of_folder(loaded: LoadedModel, whole: bool) -> list[str]:
     """Return what a person should know of a model's folder that training or saving changes."""
     told = []
@@ -124,13 +138,7 @@ def ready_inputs(
     fits = partial(refuse_before_loading, config, machine, device.value, disk)
     tell, waits = partial(session.announcer.phase, "loading"), session.disk.until_written
     inputs = load_inputs(config, fits, card_capability(device.value), tell, waits)
-    loaded, task = inputs.loaded, inputs.task
-    whole = config.method.name == "full"  # the model itself is saved, not an adapter beside it
-    stopping = stop_at(loaded.model, loaded.tokenizer, task.ends, whole)
-    lines = [*task.notes("trained"), *told_of_folder(loaded, whole)]
-    if not whole and isinstance(task, TextTask):
-        lines += told_of_untrained_tokens(loaded, task.data.trained)
-    for line in (*lines, *([stopping] if stopping else [])):
+    for line in told_of(inputs, whole=config.method.name == "full"):
         session.announcer.warn(line)
     method_of(config).try_saving(inputs.loaded, session.run_dir.path)
     targets = method_of(config).prepare(inputs.loaded.model, config)
