@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fluxtrain
-from fluxtrain.edges.head import LazyLogits
 from fluxtrain.errors import MisusedModel
+from fluxtrain.head.lazy_logits import LazyLogits
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.head_models import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.edges.head import LazyLogits
+from fluxtrain.head.lazy_logits import LazyLogits
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import engine_of
 from fluxtrain.wrapping.grouping import facts_of

@@ -14,7 +14,7 @@ from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
 from fluxtrain.adamw.reference import Rounding
 from fluxtrain.adamw.step import step_
 from fluxtrain.device.current_gpu import launching_on
-from fluxtrain.edges import chunk_loss, vocab_chunk_loss
+from fluxtrain.head import token_loss
 
 TENSORS_ON = 1
 ONE = torch.tensor(1.0)
@@ -50,8 +50,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     kernels = {
         triton_adamw: ["_adamw"],
         triton_low_bit: ["_adamw8", "_adamw16"],
-        chunk_loss: ["_row"],
-        vocab_chunk_loss: ["_collect", "_slope"],
+        token_loss: ["_row"],
     }
     for module, names in kernels.items():
         monkeypatch.setattr(module, "triton", object())
@@ -81,39 +80,13 @@ def update_with_bf16() -> None:
 
 
 def loss_of_a_chunk() -> None:
-    head = chunk_loss.HeadLoss(
-        weight=torch.ones(5, 3), bias=None, target=torch.zeros(2, dtype=torch.int64), scale=ONE,
-        dtype=torch.float32, wants_slope=True,
-    )  # fmt: skip
-    chunk_loss.FusedChunks(head, None).slope(torch.ones(2, 3), slice(0, 2), torch.zeros(2))
+    words = token_loss.VocabRange(weight=torch.ones(5, 3), bias=None)
+    sums = token_loss.SoftmaxSums.of(torch.zeros(2, dtype=torch.int64))
+    logits = token_loss.FusedLogits(torch.float32, 5, None, 2)
+    logits.compute(torch.ones(2, 3), words, sums, collect=True, scale=ONE)
 
 
-def chunked() -> tuple[
-    vocab_chunk_loss.FusedVocabChunks,
-    torch.Tensor,
-    vocab_chunk_loss.VocabChunk,
-    vocab_chunk_loss.Tokens,
-]:
-    chunks = vocab_chunk_loss.FusedVocabChunks(torch.float32, torch.device("cpu"), 5, None, 2)
-    words = vocab_chunk_loss.VocabChunk(weight=torch.ones(5, 3), bias=None, first=0)
-    tokens = vocab_chunk_loss.Tokens.of(torch.zeros(2, dtype=torch.int64))
-    return chunks, torch.ones(2, 3), words, tokens
-
-
-def sums_of_a_vocab_chunk() -> None:
-    chunks, hidden, words, tokens = chunked()
-    chunks.collect(hidden, words, tokens)
-
-
-def slope_of_a_vocab_chunk() -> None:
-    chunks, hidden, words, tokens = chunked()
-    chunks.slope(hidden, words, tokens, ONE)
-
-
-LAUNCHES = (
-    update, update_with_8_bits, update_with_bf16, loss_of_a_chunk,
-    sums_of_a_vocab_chunk, slope_of_a_vocab_chunk,
-)  # fmt: skip
+LAUNCHES = (update, update_with_8_bits, update_with_bf16, loss_of_a_chunk)
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)

@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.block import block
-from fluxtrain.edges import head
+from fluxtrain.head import loss as head_loss
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.pinned_pool import PinnedBuffer
 from fluxtrain.memory.unit import Unit
@@ -126,7 +126,7 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         live.enters(f"after {does}")
 
     monkeypatch.setattr(ActivationOffload, "_host_memory", on_host)
-    for module in (block, head):
+    for module in (block, head_loss):
         monkeypatch.setattr(module, "bound", watched)
     wrap_with(model, device="cpu", offload="weights", activations="host", chunk_rows=CHUNK)
     engine = engine_of(model)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.edges.head import LazyLogits
 from fluxtrain.errors import Diverged, MisusedModel
+from fluxtrain.head.lazy_logits import LazyLogits
 from fluxtrain.wrapping.engine import engine_of
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.edges.vocab_chunk_loss import (
-    FusedVocabChunks,
-    PlainVocabChunks,
-    Tokens,
-    VocabChunk,
-    vocab_chunks_of,
+from fluxtrain.head.token_loss import (
+    FusedLogits,
+    PlainLogits,
+    SoftmaxSums,
+    VocabRange,
+    logits_of,
+    spans,
 )
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
@@ -46,41 +47,40 @@ def small_vocab_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passes(
-    how: PlainVocabChunks | FusedVocabChunks,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    words: int,
+    how: PlainLogits | FusedLogits, hidden: Tensor, weight: Tensor, bias: Tensor | None, words: int
 ) -> tuple[Tensor, Tensor]:
-    """Losses (N,) and slopes (N, V) by vocabulary chunks of `words` rows, as `how` computes."""
+    """Losses (N,) and slopes (N, V) by vocabulary chunks of `words` rows, as `how` computes; in one
+    walk where one chunk holds all of the vocabulary, else in two."""
     target = torch.randint(0, len(weight), (TOKENS,), device="cuda")
     target[::5] = -1
-    tokens, scale = Tokens.of(target), torch.tensor(1 / 29, device="cuda")
+    sums, scale = SoftmaxSums.of(target), torch.tensor(1 / 29, device="cuda")
     chunks = [
-        VocabChunk(
+        VocabRange(
             weight=weight[first : first + words],
             bias=None if bias is None else bias[first : first + words],
             first=first,
         )
         for first in range(0, len(weight), words)
     ]
-    rows = [slice(at, min(TOKENS, at + how.tokens)) for at in range(0, TOKENS, how.tokens)]
-    for each in chunks:
-        for part in rows:
-            how.collect(hidden[part], each, tokens.cut(part))
     slopes = torch.empty(TOKENS, len(weight), device="cuda")
+    for each in chunks if len(chunks) > 1 else ():
+        for part in spans(TOKENS, how.tokens):
+            how.compute(hidden[part], each, sums.cut(part), collect=True, scale=None)
     for each in reversed(chunks):
-        for part in rows:
-            found = how.slope(hidden[part], each, tokens.cut(part), scale)
-            slopes[part, each.first : each.first + len(each.weight)] = found.float()
-    return torch.where(target >= 0, tokens.log_sums - tokens.chosen, 0.0), slopes
+        for part in spans(TOKENS, how.tokens):
+            found = how.compute(
+                hidden[part], each, sums.cut(part), collect=len(chunks) == 1, scale=scale
+            )
+            assert found is not None
+            slopes[part, each.columns] = found.float()
+    return sums.losses(), slopes
 
 
 @pytest.mark.parametrize("words", [7, 8192, 9001, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [None, 10])
-def test_the_fused_vocab_chunks_equal_the_plain_ones(
+def test_the_fused_loss_and_its_slope_equal_the_plain_ones(
     words: int, dtype: torch.dtype, bias: bool, tokens: int | None
 ) -> None:
     every = 20 if words == 7 else 20_000 if words < 20_000 else words
@@ -88,10 +88,10 @@ def test_the_fused_vocab_chunks_equal_the_plain_ones(
     weight = torch.randn(every, WIDTH, device="cuda", dtype=dtype)
     offset = torch.randn(every, device="cuda", dtype=dtype) if bias else None
     hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=dtype)
-    fused = vocab_chunks_of(dtype, hidden, torch.float32, min(words, every), tokens)
-    assert isinstance(fused, FusedVocabChunks)
+    fused = logits_of(hidden, dtype, torch.float32, min(words, every), tokens)
+    assert isinstance(fused, FusedLogits)
     found = []
-    for how in (fused, PlainVocabChunks(torch.float32, words, tokens)):
+    for how in (fused, PlainLogits(torch.float32, words, tokens)):
         torch.manual_seed(1)
         found.append(passes(how, hidden, weight, offset, words))
     (losses, slopes), (plain_losses, plain_slopes) = found
@@ -99,6 +99,27 @@ def test_the_fused_vocab_chunks_equal_the_plain_ones(
     assert bool((losses[::5] == 0).all()) and bool((slopes[::5] == 0).all())
     step = 1e-4 if dtype == torch.float32 else 2**-7  # one place of bf16
     torch.testing.assert_close(slopes, plain_slopes, rtol=step, atol=1e-7)
+
+
+@pytest.mark.parametrize("words", [3, 8193, 151_936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_walk_over_the_whole_vocabulary_has_the_bits_of_two(
+    words: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(words)
+    hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=dtype)
+    every = VocabRange(weight=torch.randn(words, WIDTH, device="cuda", dtype=dtype), bias=None)
+    target = torch.randint(0, words, (TOKENS,), device="cuda")
+    target[::5] = -1
+    scale, how = torch.tensor(1 / 29, device="cuda"), FusedLogits(dtype, words, None, TOKENS)
+    once, twice = SoftmaxSums.of(target), SoftmaxSums.of(target)
+    slope = how.compute(hidden, every, once, collect=True, scale=scale)
+    assert slope is not None
+    slope = slope.clone()
+    how.compute(hidden, every, twice, collect=True, scale=None)
+    again = how.compute(hidden, every, twice, collect=False, scale=scale)
+    assert again is not None and torch.equal(again, slope)
+    assert torch.equal(once.losses(), twice.losses())
 
 
 def build(dtype: torch.dtype, *, tied: bool = False) -> nn.Module:

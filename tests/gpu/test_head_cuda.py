@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.edges.chunk_loss import FusedChunks, HeadLoss, PlainChunks, add_product_, chunks_of
+from fluxtrain.head.token_loss import FusedLogits, VocabRange, WholeLoss, add_product_
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,68 +15,50 @@ pytestmark = [
 ]
 
 
-def head(words: int, dtype: torch.dtype, *, bias: bool = False, tokens: int = 37) -> HeadLoss:
-    torch.manual_seed(words)
-    target = torch.randint(0, words, (tokens,), device="cuda")
+def loss_of(weight: torch.Tensor) -> WholeLoss:
+    torch.manual_seed(len(weight))
+    target = torch.randint(0, len(weight), (37,), device="cuda")
     target[::5] = -1
-    return HeadLoss(
-        weight=torch.randn(words, 64, device="cuda", dtype=dtype),
-        bias=torch.randn(words, device="cuda", dtype=dtype) if bias else None,
+    return WholeLoss(
+        words=VocabRange(weight=weight, bias=None),
         target=target,
         scale=torch.tensor(1 / 29, device="cuda"),
         dtype=torch.float32,
-        wants_slope=True,
     )
 
 
-def all_chunks(
-    chunks: PlainChunks | FusedChunks, hidden: torch.Tensor
+def by_chunks(
+    loss: WholeLoss, hidden: torch.Tensor, tokens: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     losses = torch.full((len(hidden),), torch.nan, device="cuda")
-    slopes = []
-    for start in range(0, len(hidden), chunks.tokens):
-        rows = slice(start, start + chunks.tokens)
-        slope = chunks.slope(hidden[rows], rows, losses[rows])
+    logits, slopes = loss.logits(hidden, tokens), []
+    assert isinstance(logits, FusedLogits)
+    for start in range(0, len(hidden), logits.tokens):
+        rows = slice(start, start + logits.tokens)
+        slope = loss.compute(logits, hidden[rows], rows, losses[rows])
         assert slope is not None
         slopes.append(slope.float().clone())
     return losses, torch.cat(slopes)
 
 
-@pytest.mark.parametrize("words", [3, 8192, 8193, 20_000, 151_936])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_fused_loss_and_its_slope_equal_the_plain_ones(
-    words: int, dtype: torch.dtype, bias: bool
-) -> None:
-    made = head(words, dtype, bias=bias)
-    hidden = torch.randn(37, 64, device="cuda", dtype=dtype)
-    assert isinstance(chunks_of(made, None), FusedChunks)
-    losses, slopes = all_chunks(FusedChunks(made, None), hidden)
-    plain_losses, plain_slopes = all_chunks(PlainChunks(made, None), hidden)
-    torch.testing.assert_close(losses, plain_losses, rtol=2e-5, atol=2e-5)
-    assert bool((losses[::5] == 0).all()) and bool((slopes[::5] == 0).all())
-    step = 2**-8 if dtype == torch.bfloat16 else 1e-4  # one rounding of bf16
-    torch.testing.assert_close(slopes, plain_slopes, rtol=step, atol=1e-7)
-
-
 def test_chunks_of_any_size_give_the_same_bits() -> None:
-    made = head(20_000, torch.bfloat16)
+    weight = torch.randn(20_000, 64, device="cuda", dtype=torch.bfloat16)
     hidden = torch.randn(37, 64, device="cuda", dtype=torch.bfloat16)
-    logits = hidden @ made.weight.t()  # products of other sizes may round otherwise
-    eye = replace(made, weight=torch.eye(20_000, device="cuda", dtype=torch.bfloat16))
-    whole = all_chunks(FusedChunks(eye, 37), logits)
+    logits = hidden @ weight.t()  # products of other sizes may round otherwise
+    loss = loss_of(torch.eye(20_000, device="cuda", dtype=torch.bfloat16))
+    whole = by_chunks(loss, logits, 37)
     for tokens in (1, 5, 36):
-        cut = all_chunks(FusedChunks(eye, tokens), logits)
+        cut = by_chunks(loss, logits, tokens)
         assert torch.equal(cut[0], whole[0])
         assert torch.equal(cut[1], whole[1])
 
 
 def test_logits_that_are_not_finite_give_a_loss_that_is_not() -> None:
-    made = head(9000, torch.bfloat16)
+    weight = torch.randn(9000, 64, device="cuda", dtype=torch.bfloat16)
     hidden = torch.randn(37, 64, device="cuda", dtype=torch.bfloat16)
     for bad in (torch.nan, torch.inf):
-        made.weight[17] = bad
-        losses, _ = all_chunks(FusedChunks(made, None), hidden)
+        weight[17] = bad
+        losses, _ = by_chunks(loss_of(weight), hidden, None)
         assert not bool(torch.isfinite(losses).all())
 
 

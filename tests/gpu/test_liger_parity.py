@@ -31,7 +31,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 import fluxtrain
-from fluxtrain.edges.chunk_loss import FusedChunks
+from fluxtrain.head.token_loss import FusedLogits
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
@@ -196,12 +196,12 @@ def test_the_fused_loss_of_a_head_follows_torchs_cross_entropy_in_fp32(
     dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = []
-    slope = FusedChunks.slope
+    compute = FusedLogits.compute
 
-    def noted(self: FusedChunks, *given: Any) -> Tensor | None:
+    def noted(self: FusedLogits, *given: Any, **how: Any) -> Tensor | None:
         chunks.append(self.tokens)
-        return slope(self, *given)
+        return compute(self, *given, **how)
 
-    monkeypatch.setattr(FusedChunks, "slope", noted)
+    monkeypatch.setattr(FusedLogits, "compute", noted)
     heads_agree(dtype, bias=bias, device="cuda")
     assert chunks  # by the kernel

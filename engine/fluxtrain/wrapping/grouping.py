@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fluxtrain.device.arena import aligned
-from fluxtrain.edges.embedding import is_plain_embedding
+from fluxtrain.embedding.lookup import is_plain_embedding
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts

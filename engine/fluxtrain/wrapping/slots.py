@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxtrain.edges.embedding import passes_in_parts
+from fluxtrain.embedding.lookup import passes_in_parts
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.unit import Unit

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.block.block import run_with_gradients, run_without_gradients
-from fluxtrain.edges.chunked_head import vocab_chunked_logits
-from fluxtrain.edges.embedding import look_up
-from fluxtrain.edges.head import LazyLogits
+from fluxtrain.embedding.lookup import look_up
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.guards.arguments import to_device, write_back
 from fluxtrain.handover.receiving import give_back, hand_over, receive
+from fluxtrain.head.lazy_logits import LazyLogits
+from fluxtrain.head.vocab_chunks import vocab_chunked_logits
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import begin_forward

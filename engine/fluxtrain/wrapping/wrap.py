@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.device.device import open_device
 from fluxtrain.device.heap import trim_heap
-from fluxtrain.edges import outside_head
-from fluxtrain.edges.chunked_head import choose_vocab_chunks
-from fluxtrain.edges.embedding import choose_rows
+from fluxtrain.embedding.lookup import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
 from fluxtrain.guards.refusals import (
@@ -26,6 +24,8 @@ from fluxtrain.guards.refusals import (
     refuse_unsupported,
 )
 from fluxtrain.guards.wrap_advice import advice
+from fluxtrain.head import device_head
+from fluxtrain.head.vocab_chunks import choose_vocab_chunks
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.packed import Kept, all_dense_weights
 from fluxtrain.memory.unit import Unit
@@ -386,8 +386,8 @@ def _before_model(
     if adapters_of(model) != engine.adapters:
         engine.again(model)
         engine = engine_of(model)
-    if kwargs.get(outside_head.FLAG):
-        outside_head.serve(model, engine)
+    if kwargs.get(device_head.FLAG):
+        device_head.serve(model, engine)
     for unit in engine.units:
         if getattr(unit.module, "gradient_checkpointing", False):
             unit.module.gradient_checkpointing = False
@@ -404,4 +404,4 @@ def _after_model(model: nn.Module, *_: object) -> None:
     engine = model.__dict__.get("_fluxtrain_engine")
     if engine is not None:
         engine.host_ids.forget()
-        outside_head.end(model, engine)
+        device_head.end(model, engine)

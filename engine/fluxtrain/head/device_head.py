@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fluxtrain.edges.chunked_head import copy_whole
 from fluxtrain.handover.on_card import backward_on_card, forward_on_card
+from fluxtrain.head.vocab_chunks import copy_whole
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import (

@@ -16,12 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fluxtrain.edges.chunk_loss import add_product_
-from fluxtrain.edges.head_call import HeadCall
-from fluxtrain.edges.steps import pull_back
-from fluxtrain.edges.vocab_chunk_loss import Tokens, VocabChunk, vocab_chunks_of
 from fluxtrain.errors import MisusedModel
 from fluxtrain.handover.on_card import backward_on_card, forward_on_card
+from fluxtrain.head.call import HeadCall
+from fluxtrain.head.steps import pull_back
+from fluxtrain.head.token_loss import (
+    FusedLogits,
+    HeadGradients,
+    PlainLogits,
+    SoftmaxSums,
+    VocabRange,
+    add_product_,
+    logits_of,
+    scaled,
+    spans,
+)
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
 from fluxtrain.memory.vocab_chunks import ChunkedWeights
@@ -29,8 +38,7 @@ from fluxtrain.plan.heads import vocab_chunk_rows
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import begin_backward, end_backward, end_forward, record
 
-_SCALED_ROWS = 4096
-Slope = Callable[[Tensor, VocabChunk, slice], Tensor]  # hidden (n, H), chunk, tokens -> (n, w)
+Slope = Callable[[Tensor, VocabRange, slice], Tensor]  # hidden (n, H), chunk, tokens -> (n, w)
 
 
 def choose_vocab_chunks(context: Context) -> None:
@@ -66,10 +74,10 @@ def _comes_apart(unit: Unit) -> bool:
     return tied and not others and not unit.group.members
 
 
-def vocab_chunked_cross_entropy(call: HeadCall, hidden: Tensor) -> Tensor:
-    """Cross entropy (0-d fp32) of `hidden @ weight.T + bias` for hidden (N, H)."""
+def vocab_chunked_loss(call: HeadCall, hidden: Tensor) -> Tensor:
+    """Compute the cross entropy (0-d fp32) of a head in vocabulary chunks for hidden (N, H)."""
     anchor = call.context.anchor
-    loss: Tensor = _VocabChunkedCrossEntropy.apply(call, anchor, hidden)  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabChunkedLoss.apply(call, anchor, hidden)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -103,24 +111,24 @@ def copy_whole(context: Context, unit: Unit, why: str) -> None:
     context.say(f"{unit.name} is copied to the device whole, not in vocabulary chunks: {why}")
 
 
-class _VocabChunkedCrossEntropy(torch.autograd.Function):
+class _VocabChunkedLoss(torch.autograd.Function):
     @staticmethod
     @forward_on_card
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         context = record(ctx, call)
         target, count, wrong = call.targets()
-        tokens = Tokens.of(target)
+        sums = SoftmaxSums.of(target)
         chunks = _vocab_chunks(call.unit)
         with _computing(context, call.unit, "head"):
-            loss_of = _loss_of(call, hidden)
+            logits = _logits_of(call, hidden)
             for chunk in _each(chunks, range(chunks.count)):
-                for rows in _spans(len(hidden), loss_of.tokens):
-                    loss_of.collect(hidden[rows].detach(), chunk, tokens.cut(rows))
+                for rows in spans(len(hidden), logits.tokens):
+                    some, known = hidden[rows].detach(), sums.cut(rows)
+                    logits.compute(some, chunk, known, collect=True, scale=None)
         end_forward(context, call.unit)
         ctx.save_for_backward(hidden)
-        ctx.tokens, ctx.count = tokens, count
-        losses = torch.where(target >= 0, tokens.log_sums - tokens.chosen, 0.0)
-        loss: Tensor = (losses.sum() / count).masked_fill(wrong, torch.nan)
+        ctx.sums, ctx.count = sums, count
+        loss: Tensor = (sums.losses().sum() / count).masked_fill(wrong, torch.nan)
         return loss
 
     @staticmethod
@@ -133,14 +141,16 @@ class _VocabChunkedCrossEntropy(torch.autograd.Function):
         slope_scale = call.slope_scale(ctx.count, _vocab_chunks(call.unit).members[0].segment.dtype)
         if call.kept_scale is not None:
             scale = scale * call.kept_scale
-        loss_of = _loss_of(call, hidden)
+        logits = _logits_of(call, hidden)
 
-        def slope(inner: Tensor, chunk: VocabChunk, rows: slice) -> Tensor:
-            found: Tensor = loss_of.slope(inner, chunk, ctx.tokens.cut(rows), slope_scale)
+        def slope(inner: Tensor, chunk: VocabRange, rows: slice) -> Tensor:
+            known = ctx.sums.cut(rows)
+            found = logits.compute(inner, chunk, known, collect=False, scale=slope_scale)
+            assert found is not None
             return found
 
         wanted = ctx.needs_input_grad[2]
-        return None, None, _backward(call, hidden, wanted, scale, loss_of.tokens, slope)
+        return None, None, _backward(call, hidden, wanted, scale, logits.tokens, slope)
 
 
 class _VocabChunkedLogits(torch.autograd.Function):
@@ -181,7 +191,7 @@ def vocab_chunked_logits_backward(
     slopes = gradient.reshape(-1, gradient.shape[-1])
     flat = hidden.reshape(-1, hidden.shape[-1])
 
-    def slope(inner: Tensor, chunk: VocabChunk, rows: slice) -> Tensor:
+    def slope(inner: Tensor, chunk: VocabRange, rows: slice) -> Tensor:
         found = slopes[rows, chunk.columns]
         if call.steps:
             product = nn.functional.linear(inner, chunk.weight, chunk.bias).to(call.dtype)
@@ -215,28 +225,28 @@ def _backward(
     chunk; return that of hidden (N, H) where it is wanted. `most`: tokens at a time."""
     context, unit, chunks = call.context, call.unit, _vocab_chunks(call.unit)
     for_weight, for_bias = call.trained()
-    sums: Tensor | None = None
+    for_all: Tensor | None = None  # (N, H)
     if for_hidden:
-        sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        for_all = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     zeros = context.card_of(unit).gradients.zeros_for_chunk
     with _computing(context, unit, "backward"):
         for chunk in _each(chunks, reversed(range(chunks.count))):
-            total = zeros(chunk.weight.shape) if for_weight else None
-            bias_total = torch.zeros(len(chunk.weight), device=hidden.device) if for_bias else None
-            for rows in _spans(len(hidden), most):
+            own = HeadGradients()
+            if for_weight:
+                own.weight = zeros(chunk.weight.shape)
+            if for_bias:
+                own.bias = torch.zeros(len(chunk.weight), device=hidden.device)
+            for rows in spans(len(hidden), most):
                 inner = hidden[rows].detach()
                 slope = slope_of(inner, chunk, rows)  # (n, w)
-                if sums is not None:
-                    add_product_(sums[rows], slope, chunk.weight)
+                if for_all is not None:
+                    add_product_(for_all[rows], slope, chunk.weight)
+                own.add(slope, inner)
+            for member, total in zip(chunks.members, (own.weight, own.bias), strict=False):
                 if total is not None:
-                    add_product_(total, slope.t(), inner)
-                if bias_total is not None:
-                    bias_total += slope.sum(0, dtype=torch.float32)
-            for member, found in zip(chunks.members, (total, bias_total), strict=False):
-                if found is not None:
-                    _add(context, chunks, member, chunk.first, found.mul_(scale))
+                    _add(context, chunks, member, chunk.first, total.mul_(scale))
     end_backward(context, unit)
-    return None if sums is None else _scaled(sums, scale, hidden.dtype)
+    return None if for_all is None else scaled(for_all, scale, hidden.dtype)
 
 
 def _add(
@@ -250,29 +260,19 @@ def _add(
     )
 
 
-def _scaled(sums: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply sums (N, H) fp32 by the scale, in place, and return them in `dtype`."""
-    if dtype == torch.float32:
-        return sums.mul_(scale)
-    found = torch.empty_like(sums, dtype=dtype)
-    for to, part in zip(found.split(_SCALED_ROWS), sums.split(_SCALED_ROWS), strict=True):
-        to.copy_(part.mul_(scale))
-    return found
-
-
 def _vocab_chunks(unit: Unit) -> ChunkedWeights:
     assert unit.vocab_chunks is not None, "the head is whole"
     return unit.vocab_chunks
 
 
-def _each(chunks: ChunkedWeights, order: Iterable[int]) -> Iterator[VocabChunk]:
+def _each(chunks: ChunkedWeights, order: Iterable[int]) -> Iterator[VocabRange]:
     """Yield the chunks in this order while the next one is copied; each is valid until the next."""
     indices = list(order)
     for index, following in zip(indices, [*indices[1:], -1], strict=True):
         weight, *biases = chunks.take(index)
         try:
             chunks.prefetch(following)
-            yield VocabChunk(
+            yield VocabRange(
                 weight=weight,
                 bias=biases[0] if biases else None,
                 first=chunks.span(index).start,
@@ -281,15 +281,10 @@ def _each(chunks: ChunkedWeights, order: Iterable[int]) -> Iterator[VocabChunk]:
             chunks.release(index)
 
 
-def _loss_of(call: HeadCall, hidden: Tensor) -> Any:
+def _logits_of(call: HeadCall, hidden: Tensor) -> PlainLogits | FusedLogits:
     chunks = _vocab_chunks(call.unit)
     weights, most = chunks.members[0].segment.dtype, call.context.head_tokens
-    return vocab_chunks_of(weights, hidden, call.dtype, chunks.rows, most, call.steps)
-
-
-def _spans(count: int, most: int) -> list[slice]:
-    """Cut `count` tokens into ranges of `most`."""
-    return [slice(start, min(count, start + most)) for start in range(0, count, most)]
+    return logits_of(hidden, weights, call.dtype, chunks.rows, most, call.steps)
 
 
 @contextmanager

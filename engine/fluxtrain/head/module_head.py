@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.edges.head_call import HeadCall
-from fluxtrain.edges.steps import after
+from fluxtrain.head.call import HeadCall
+from fluxtrain.head.steps import after
 from fluxtrain.plan.heads import LOGITS_CHUNK_BYTES
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward
 
@@ -66,10 +66,7 @@ def module_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) ->
             found = list(torch.autograd.grad(logits, of, gradient, allow_unused=True))
     for_hidden = found.pop(0) if wanted else None
     _add(sums, trained, found)
-    for group, member in unit.members:
-        total = sums.pop(id(member.parameter), None)
-        if total is not None:
-            context.gradients_of(group).add(group, member, total)
+    call.add(sums)
     end_backward(context, unit)
     return for_hidden
 

@@ -1,8 +1,12 @@
-"""The last linear layer and the loss, computed in chunks of tokens.
+"""The output of the last linear layer, not computed until code reads it.
 
 The head's output is a `LazyLogits`: slicing, reshaping and casting are applied to the hidden
 states instead, `cross_entropy` runs fused (logits of one chunk of tokens exist at a time; 32k
 tokens of a vocabulary of 152k in fp32 would be 20 GB), and any other use computes the logits.
+
+An autograd function outside the engine (a fused loss, a module's backward hook, reentrant
+checkpointing) gets `LazyLogits` below torch's Python calls: it reads values that are computed for
+it, its gradient arrives at the lazy logits, and from there it is passed on to the head.
 """
 
 from __future__ import annotations
@@ -14,21 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fluxtrain.edges.chunk_loss import HeadLoss, TokenSums, loss_of_tokens
-from fluxtrain.edges.chunked_head import vocab_chunked_cross_entropy
-from fluxtrain.edges.head_call import NO_TARGETS, HeadCall, outside
-from fluxtrain.edges.head_in_order import loss_in_order
-from fluxtrain.edges.module_head import loss_of_module
-from fluxtrain.edges.shared_head import is_shared, loss_on_all_cards
-from fluxtrain.edges.steps import Step, Steps, after, cast, step_of
-from fluxtrain.edges.uncomputed import Computed, with_gradient
 from fluxtrain.errors import MisusedModel
 from fluxtrain.handover.on_card import backward_on_card, forward_on_card
+from fluxtrain.head.call import NO_TARGETS, HeadCall, outside
+from fluxtrain.head.loss import logits_backward, loss_of_head
+from fluxtrain.head.steps import Step, Steps, after, cast, step_of
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
-from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
+from fluxtrain.runtime.passes import record
 
-_SCALED_ROWS = 4096
+Computed = list[tuple[Tensor, int]]  # real logits that were read, and their versions then
 
 
 class Head(Protocol):
@@ -87,7 +86,7 @@ class LazyLogits(Tensor):
         lazy: Any = make()
         if differentiable:
             call = HeadCall(head.context, head.unit, NO_TARGETS, 0, "sum", product, steps)
-            lazy = with_gradient(call, hidden, make, seen)
+            lazy = _Uncomputed.apply(call, call.context.anchor, hidden, make, seen)  # type: ignore[no-untyped-call]
         lazy.hidden, lazy.head, lazy.version, lazy._real = hidden, head, version, None
         lazy.product, lazy.steps = product, steps
         lazy.differentiable, lazy._computed = differentiable, seen
@@ -285,102 +284,55 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
     context = lazy.head.context
     target = target.to(lazy.device)
     call = HeadCall(context, unit, target, ignore_index, reduction, lazy.product, lazy.steps)
-    if unit.in_vocab_chunks:
-        return vocab_chunked_cross_entropy(call, lazy.hidden)
-    return _ChunkedCrossEntropy.apply(call, context.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
+    return loss_of_head(call, lazy.hidden)
 
 
 def _refused(lazy: LazyLogits, target: Tensor, ignore_index: int) -> bool:
     """True for targets that torch refuses, with its reason. Values on a GPU are not read here: a
-    target outside the vocabulary makes the loss NaN (`_forward_chunks`)."""
+    target outside the vocabulary makes the loss NaN (`loss_of_head`)."""
     if target.dtype != torch.int64 or target.shape != lazy.shape[:1]:
         return True
     wrong = outside(target, ignore_index, lazy.shape[-1])
     return target.device.type == "cpu" and bool(wrong.any())
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy of `hidden @ weight.T + bias`; gradients are computed in the forward pass."""
+class _Uncomputed(torch.autograd.Function):
+    """Connects the lazy logits (..., V) that `make` returns to hidden (..., H) in torch's graph.
+    `seen`: the real logits that code outside the engine read."""
 
     @staticmethod
     @forward_on_card
-    def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
-        context, unit = record(ctx, call), call.unit
-        for_hidden = call.differentiate and hidden.requires_grad
-        with bound(context, unit, "head"):
-            if unit.is_linear_head:
-                loss = _forward_chunks(call, hidden, for_hidden, *call.trained())
-            else:
-                loss = loss_of_module(call, hidden, for_hidden)
-        end_forward(context, unit)
-        return loss
+    def forward(
+        ctx: Any,
+        call: HeadCall,
+        anchor: Tensor,
+        hidden: Tensor,
+        make: Callable[[], Tensor],
+        seen: Computed,
+    ) -> Tensor:
+        record(ctx, call)
+        ctx.seen = seen
+        ctx.save_for_backward(hidden)
+        return make()
 
     @staticmethod
     @once_differentiable
     @backward_on_card
-    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None, None, None]:
         call: HeadCall = ctx.call
-        context, unit = begin_backward(ctx), call.unit
-        if call.spent:
-            raise MisusedModel(
-                "a second backward pass over the same loss: its gradients at the head were "
-                "computed in the forward pass and are spent, retain_graph=True does not keep them. "
-                "Compute the loss again, or add the losses up before one backward()"
-            )
-        call.spent = True
-        if call.kept_scale is not None:
-            scale = scale * call.kept_scale
-        for group, member in unit.members:
-            total = call.sums.pop(id(member.parameter), None)
-            if total is not None and member.parameter.requires_grad:
-                context.gradients_of(group).add(group, member, total.mul_(scale), may_keep=True)
-        total = None  # only the group's sum may hold it: gigabytes for a large vocabulary
-        gradient, call.hidden_gradient = call.hidden_gradient, None
-        end_backward(context, unit)
-        return None, None, None if gradient is None else _scale(gradient, scale)
+        (hidden,) = ctx.saved_tensors
+        _refuse_other_gradients(call, ctx.seen)
+        found = logits_backward(ctx, hidden, gradient, ctx.needs_input_grad[2])
+        return None, None, found, None, None
 
 
-def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Scale a gradient in place, in fp32 some rows at a time: 1/n rounded to bf16 first is off by
-    up to 0.4 %."""
-    if gradient.dtype == torch.float32:
-        return gradient.mul_(scale)
-    for part in gradient.split(_SCALED_ROWS):
-        part.copy_(part.float().mul_(scale))
-    return gradient
-
-
-def _forward_chunks(
-    call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight: bool, for_bias: bool
-) -> Tensor:
-    """Compute the loss (scalar, fp32) and, in `call`, the gradients that are wanted."""
-    linear: Any = call.unit.module
-    weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
-    target, count, wrong = call.targets()
-    sums = TokenSums()
-    if for_hidden:
-        sums.hidden = call.hidden_gradient = torch.empty_like(hidden)
-    if for_weight:
-        sums.weight = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
-        call.sums[id(linear.weight)] = sums.weight
-    if for_bias:
-        assert bias is not None
-        sums.bias = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
-        call.sums[id(linear.bias)] = sums.bias
-    head = HeadLoss(
-        weight=weight,
-        bias=bias,
-        target=target,
-        scale=call.slope_scale(count, weight.dtype),
-        dtype=call.dtype,
-        steps=call.steps,
-        wants_slope=for_hidden or for_weight or for_bias,
-    )
-    losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    if is_shared(call.context, len(losses)):
-        in_order = call.context.plan.head_dealing == "in_order"
-        compute = loss_in_order if in_order else loss_on_all_cards
-        compute(call, head, hidden.detach(), losses, sums)
-    else:
-        loss_of_tokens(head, hidden.detach(), losses, sums, call.context.head_tokens)
-    return (losses.sum() / count).masked_fill(wrong, torch.nan)
+def _refuse_other_gradients(call: HeadCall, seen: Computed) -> None:
+    changed = any(real._version != version for real, version in seen)
+    watched = any(real.retains_grad or real._backward_hooks for real, _ in seen)
+    if changed or watched or any(m.parameter._backward_hooks for _, m in call.unit.members):
+        raise MisusedModel(
+            "outputs.logits were handed to an autograd function of its own (a fused loss, a "
+            "module's backward hook), and were written in place, or they or the head's weight have "
+            "a hook or retain_grad(), which would not see the gradient: hand it a copy, "
+            "logits = outputs.logits.clone()"
+        )

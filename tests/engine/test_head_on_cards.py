@@ -15,7 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import fluxtrain
 from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.edges import shared_head
+from fluxtrain.head import on_all_cards
 from fluxtrain.plan.cards.shares import LANDED_SLOPES, SENT_SLOPES
 from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.wrapping.engine import Engine
@@ -175,23 +175,20 @@ def test_only_the_copy_of_the_weight_stays_on_other_cards_when_blocks_run_backwa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So the plan counts the larger of the two, the rest of a head or a block's backward pass."""
-    gone: list[weakref.ref[Tensor]] = []
-    begin = shared_head._begin
+    others: list[weakref.ref[Any]] = []
+    begin = on_all_cards._OtherCard.__init__
 
-    def noted(*how: Any) -> Any:
-        share = begin(*how)
-        sums = share.sums
-        made = (share.losses, sums.hidden, sums.weight)
-        gone.extend(weakref.ref(tensor) for tensor in made if tensor is not None)
-        return share
+    def noted(self: Any, *given: Any, **how: Any) -> None:
+        begin(self, *given, **how)
+        others.extend(weakref.ref(total) for total in (self, self._sums.weight))
 
-    monkeypatch.setattr(shared_head, "_begin", noted)
+    monkeypatch.setattr(on_all_cards._OtherCard, "__init__", noted)
     model = llama(4)
     engine = shared(wrapped(model, 3))
     loss = model(**batch(0)).loss
     gc.collect()
-    assert len(gone) == 2 * 3
-    assert all(one() is None for one in gone)
+    assert len(others) == 2 * 2
+    assert all(one() is None for one in others)
     assert all(card.head_weight is not None for card in engine.cards[1:])
     loss.backward()
     fluxtrain.unwrap(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fluxtrain.edges.steps import Steps
+from fluxtrain.head.steps import Steps
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import UnitCall
@@ -39,9 +39,8 @@ class HeadCall(UnitCall):
         self.differentiate = torch.is_grad_enabled()
         self.sums: dict[int, Tensor] = {}  # fp32 gradients, by the id of a trained parameter
         self.hidden_gradient: Tensor | None = None  # (N, H)
-        self.kept_scale: Tensor | None = (
-            None  # in fp16: a factor still to be applied to the gradients
-        )
+        # in fp16: a factor still to be applied to the gradients
+        self.kept_scale: Tensor | None = None
         self.spent = False  # the gradients were used
 
     def trained(self) -> tuple[bool, bool]:
@@ -51,6 +50,13 @@ class HeadCall(UnitCall):
         return self.differentiate and id(linear.weight) in trained, (
             self.differentiate and id(linear.bias) in trained
         )
+
+    def add(self, gradients: dict[int, Tensor]) -> None:
+        """Give the engine gradients, by the id of their parameter."""
+        for group, member in self.unit.members:
+            found = gradients.pop(id(member.parameter), None)
+            if found is not None:
+                self.context.gradients_of(group).add(group, member, found)
 
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the targets (N,) with -1 where a token does not count, how many count (1 where the

@@ -1,1 +1,0 @@
-"""The model's edges: an embedding looked up by rows, and the head with its loss."""
