@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fluxtrain.device.among import streams
+from fluxtrain.device import multi_gpu_streams
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.request import Order, ParallelRequest
@@ -62,7 +62,7 @@ def told_of_cards(plan: Placement) -> dict[str, Any]:
 def copy_through_host(number: int) -> None:
     """Let no card of this process copy to another directly, as where peers cannot reach."""
     pairs = itertools.permutations(range(number), 2)
-    streams._peers.update(dict.fromkeys(pairs, False))
+    multi_gpu_streams._peers.update(dict.fromkeys(pairs, False))
 
 
 def measured_also(

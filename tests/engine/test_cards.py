@@ -12,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.device.among import streams
-from fluxtrain.handover.handed import Handed
+from fluxtrain.cards.transfer import SeenOnFirstCard
+from fluxtrain.device import multi_gpu_streams
 from fluxtrain.plan import states
 from fluxtrain.plan.cards import residency
 from fluxtrain.plan.request import PlacementRequest
-from fluxtrain.runtime.cards.pieces import note_pieces, pieces_of
+from fluxtrain.runtime.arrivals import arrivals_of, note_arrivals
 from fluxtrain.wrapping.engine import engine_of
 from tests.on_cards import (
     LENGTH,
@@ -81,17 +81,17 @@ def test_blocks_are_dealt_in_turn_and_every_card_copies_its_own() -> None:
 def test_chunks_of_a_block_begin_before_those_of_the_one_before_have_all_ended(
     gradients: bool,
 ) -> None:
-    """The next block's first chunk needs the first piece of its input alone."""
+    """The next block's first chunk needs the first rows of its input alone."""
     model = llama(4)
     engine = wrapped(model, 2)
     seen: list[tuple[int, tuple[tuple[int, int], ...]]] = []
     for number, layer in enumerate(model.model.layers):
 
         def noted(module: nn.Module, args: Any, out: Any, number: int = number) -> None:
-            plain = out.plain if isinstance(out, Handed) else out
-            pieces = pieces_of(plain)
-            assert pieces is not None
-            seen.append((number, pieces.spans))
+            plain = out.plain if isinstance(out, SeenOnFirstCard) else out
+            arrivals = arrivals_of(plain)
+            assert arrivals is not None
+            seen.append((number, arrivals.spans))
 
         layer.register_forward_hook(noted)
     with torch.set_grad_enabled(gradients):
@@ -141,7 +141,7 @@ def test_a_block_waits_for_code_outside_where_an_argument_is_new() -> None:
     assert card.joins_for([mask], 1) == "last"
     mask.add_(1)
     assert card.joins_for([mask], 1) == "now", "it was written to since"
-    arrived = note_pieces(torch.ones(2), [(0, 2)], [None])
+    arrived = note_arrivals(torch.ones(2), [(0, 2)], [None])
     assert card.joins_for([arrived, mask], 1) == "last"
 
 
@@ -359,4 +359,4 @@ def test_one_card_tells_of_no_cards() -> None:
 
 
 def test_the_plan_counts_as_many_lanes_as_a_card_has() -> None:
-    assert streams.LANES == residency.LANES
+    assert multi_gpu_streams.LANES == residency.LANES

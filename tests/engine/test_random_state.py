@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.device.among import streams
+from fluxtrain.device import multi_gpu_streams
 from fluxtrain.hardware.probe.bandwidth import matmul_rate
 from fluxtrain.wrapping.engine import engine_of
 from tests.on_cards import batch, llama
@@ -48,8 +48,8 @@ def test_the_check_of_copies_between_gpus_draws_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     here = torch.device("cpu")
-    assert undisturbed(lambda: streams._copies_arrive(here, here))
-    assert streams._copies_arrive(here, here)
+    assert undisturbed(lambda: multi_gpu_streams._copies_arrive(here, here))
+    assert multi_gpu_streams._copies_arrive(here, here)
 
 
 def test_the_probe_of_products_draws_nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.device.among import streams
+from fluxtrain.device import multi_gpu_streams
 from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.step_cutter import StepCutter
 from tests.between_blocks import BETWEEN, Model, assert_close, drawn, gradients
@@ -39,14 +39,14 @@ PLACES: list[dict[str, Any]] = [
 def test_weights_and_states_are_those_of_one_gpu(
     how: dict[str, Any], peer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_peers", {} if peer else {(0, 1): False, (1, 0): False})
-    monkeypatch.setattr(streams, "_PART_BYTES", 512)  # each chunk goes through the host in parts
+    monkeypatch.setattr(multi_gpu_streams, "_peers", {} if peer else {(0, 1): False, (1, 0): False})
+    monkeypatch.setattr(multi_gpu_streams, "_PART_BYTES", 512)  # through the host in parts
     model = llama(6)
     other = copy.deepcopy(model)
     one = trained(model, None, device="cuda", steps=20, **how)
     two = trained(other, 2, device="cuda", steps=20, **how)
     assert_same(one, two)
-    assert streams._peers[0, 1] is peer
+    assert multi_gpu_streams._peers[0, 1] is peer
 
 
 @pytest.mark.parametrize("dealing", [(0, 0, 1, 0, 0, 1), (1, 1, 1, 0, 1, 1)], ids=str)
@@ -79,7 +79,7 @@ def test_a_head_in_order_on_all_gpus_has_the_bits_of_one(
     """Wide enough that slopes are under way while others are computed, in more chunks of tokens
     than there are buffers."""
     pairs = itertools.permutations(range(cards), 2)
-    monkeypatch.setattr(streams, "_peers", {} if peer else dict.fromkeys(pairs, False))
+    monkeypatch.setattr(multi_gpu_streams, "_peers", {} if peer else dict.fromkeys(pairs, False))
     model = wide(4, vocabulary=24_000)
     model.lm_head.weight.requires_grad_(not frozen)
     other = copy.deepcopy(model)

@@ -21,7 +21,8 @@ from fluxtrain.block.chunking import chunks, spans, writes
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.rng import RandomState
 from fluxtrain.block.room import give_back, halve_chunk
-from fluxtrain.device.among.streams import Joins
+from fluxtrain.cards.on_card import backward_on_card, forward_on_card
+from fluxtrain.device.multi_gpu_streams import Joins
 from fluxtrain.guards.argument_writes import Untouched
 from fluxtrain.guards.arguments import (
     Tree,
@@ -37,10 +38,9 @@ from fluxtrain.guards.arguments import (
 )
 from fluxtrain.guards.leaks import BoundWeights
 from fluxtrain.guards.output_alias import chunk_outputs
-from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.module_buffers import put_back
 from fluxtrain.memory.unit import Unit
-from fluxtrain.runtime.cards.pieces import Arriving, wait_for_all
+from fluxtrain.runtime.arrivals import ArgumentArrivals, wait_for_all
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import HeldInputs
 from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
@@ -154,7 +154,7 @@ def _by_chunks(
     device, split = context.card_of(unit).device, splits(tensors, rows)
     merging = Merging(device, rows, hands_over=len(context.cards) > 1)
     inputs: list[list[Tensor]] = []
-    arriving = Arriving(device, tensors, split)
+    arriving = ArgumentArrivals(device, tensors, split)
     outs: list[tuple[Tree, list[Tensor]]] = []
     for first, stop in spans(rows, context.chunk_rows):
         arriving.wait_for(first, stop)

@@ -26,7 +26,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.module_buffers import Copies, as_before, put_back
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
-from fluxtrain.runtime.cards.pieces import Arriving, wait_for_rows
+from fluxtrain.runtime.arrivals import ArgumentArrivals, wait_for_rows
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import UnitCall
 
@@ -81,7 +81,7 @@ class Call(UnitCall):
         self._find_ends()
         differentiable: list[bool] = []
         starts: list[int] = []
-        arriving = Arriving(self._card.device, tensors, self.given.cut)
+        arriving = ArgumentArrivals(self._card.device, tensors, self.given.cut)
         for chunk in self.chunks:
             arriving.wait_for(*chunk.span)
             chunk.random = RandomState.now(self._first, host=host)
@@ -111,7 +111,7 @@ class Call(UnitCall):
         self.chunks = [Chunk(span) for span in found]
 
     def _await_gradients(self, chunk: Chunk, gradients: Sequence[Tensor | None]) -> None:
-        """Let the computation wait for a chunk's rows of gradients that arrive in pieces."""
+        """Let the computation wait for the rows of a chunk that arrive from other cards."""
         if len(self.context.cards) == 1:
             return
         device, is_whole = self._card.device, len(self.chunks) == 1

@@ -15,7 +15,7 @@ from fluxtrain.guards.arguments import Tree, argument_name, slice_rows
 from fluxtrain.guards.shared_memory import version_counter, version_of
 from fluxtrain.memory.activation_offload import ActivationOffload, OffloadedActivation
 from fluxtrain.memory.unit import Unit
-from fluxtrain.runtime.cards.pieces import wait_for_all
+from fluxtrain.runtime.arrivals import wait_for_all
 
 _KNOWN_KINDS = 256  # a bound: a dict with new keys in each call is a new kind each time
 

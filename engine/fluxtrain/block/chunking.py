@@ -29,7 +29,7 @@ from fluxtrain.guards.arguments import (
 )
 from fluxtrain.guards.shared_memory import overlap, same_elements
 from fluxtrain.memory.unit import Unit
-from fluxtrain.runtime.cards.pieces import wait_for_all
+from fluxtrain.runtime.arrivals import wait_for_all
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import bound
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device.device import Device
-from fluxtrain.runtime.cards.pieces import note_pieces
+from fluxtrain.runtime.arrivals import note_arrivals
 
 
 class Merging:
@@ -51,7 +51,7 @@ class Merging:
         """Return the whole tensor; None where no chunk has brought rows."""
         if place in self._whole:
             spans, points = zip(*self._pieces[place], strict=True)
-            return note_pieces(self._whole.pop(place), spans, points)
+            return note_arrivals(self._whole.pop(place), spans, points)
         parts = self._parts.pop(place, [])
         if not parts:
             return None

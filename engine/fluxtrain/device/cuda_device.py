@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device import page_locks
-from fluxtrain.device.among.streams import LANES, Among, Joins
 from fluxtrain.device.current_gpu import CurrentStream
+from fluxtrain.device.multi_gpu_streams import LANES, Joins, MultiGpuStreams
 from fluxtrain.device.recorder import CudaClock, Instant, Recorder
 from fluxtrain.device.staging import Staging, Wait
 from fluxtrain.device.stalls import Stalls
@@ -126,7 +126,9 @@ class CudaDevice:
         self._up = torch.cuda.Stream(self.torch_device)
         self._behind = torch.cuda.Stream(self.torch_device)  # uploads that follow other transfers
         self._down = torch.cuda.Stream(self.torch_device)
-        self._among = Among(self.torch_device, self._current) if one_of_several else None
+        self._several = (
+            MultiGpuStreams(self.torch_device, self._current) if one_of_several else None
+        )
         self.lanes = LANES if one_of_several else 1
         self._staging = (Staging(), Staging())  # now: the system may refuse page locks later
         self._reading: tuple[Staging, torch.cuda.Stream] | None = None  # of checkpoints
@@ -228,10 +230,10 @@ class CudaDevice:
         return event
 
     def computing(self, *, joins: Joins = "now", lane: int = 0) -> AbstractContextManager[None]:
-        return _HERE if self._among is None else self._among.computing(joins=joins, lane=lane)
+        return _HERE if self._several is None else self._several.computing(joins=joins, lane=lane)
 
     def used_here(self, tensor: Tensor) -> None:
-        if self._among is not None and tensor.device == self.torch_device:
+        if self._several is not None and tensor.device == self.torch_device:
             tensor.record_stream(self._current())
 
     def wait_for(self, point: Any) -> None:
@@ -245,20 +247,20 @@ class CudaDevice:
         self._current().wait_event(point)
 
     def landing(self, like: Tensor) -> Tensor:
-        assert self._among is not None
-        return self._among.landing(like)
+        assert self._several is not None
+        return self._several.landing(like)
 
     def hand_out(self, made: Tensor) -> None:
-        if self._among is not None and made.device == self.torch_device:
-            self._among.hand_out(made)
+        if self._several is not None and made.device == self.torch_device:
+            self._several.hand_out(made)
 
     def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
-        assert self._among is not None
-        return self._among.land(to, source, after, sender._among)
+        assert self._several is not None
+        return self._several.land(to, source, after, sender._several)
 
     def keep_pace(self) -> None:
-        if self._among is not None:
-            self._among.keep_pace(self.mark())
+        if self._several is not None:
+            self._several.keep_pace(self.mark())
 
     def tidy(self) -> None:
         return None  # torch's allocator of device memory reuses what is free

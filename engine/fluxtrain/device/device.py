@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fluxtrain.device.among.streams import Joins
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.device.cuda_device import CudaDevice
+from fluxtrain.device.multi_gpu_streams import Joins
 from fluxtrain.device.recorder import Recorder
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fluxtrain.cards.on_card import backward_on_card, forward_on_card
 from fluxtrain.device.page_locks import host_empty
 from fluxtrain.gradients.row_sum import RowSum
-from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import Places, RowBuffers, UploadedRows
 from fluxtrain.memory.unit import Unit

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fluxtrain.handover.on_card import backward_on_card, forward_on_card
+from fluxtrain.cards.on_card import backward_on_card, forward_on_card
 from fluxtrain.head.vocab_chunks import copy_whole
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fluxtrain.cards.on_card import backward_on_card, forward_on_card
 from fluxtrain.errors import MisusedModel
-from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.head.call import NO_TARGETS, HeadCall, outside
 from fluxtrain.head.loss import logits_backward, loss_of_head
 from fluxtrain.head.steps import Step, Steps, after, cast, step_of

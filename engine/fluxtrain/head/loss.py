@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fluxtrain.cards.on_card import backward_on_card, forward_on_card
 from fluxtrain.errors import MisusedModel
-from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.head.call import HeadCall
 from fluxtrain.head.module_head import loss_of_module, module_backward
 from fluxtrain.head.on_all_cards import is_dealt, loss_on_all_cards

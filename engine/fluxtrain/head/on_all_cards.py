@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxtrain.handover.carried import sent
+from fluxtrain.cards.transfer import send_values
 from fluxtrain.head.call import HeadCall
 from fluxtrain.head.steps import Step
 from fluxtrain.head.token_loss import (
@@ -31,8 +31,8 @@ from fluxtrain.head.token_loss import (
     spans,
 )
 from fluxtrain.plan.cards.shares import LANDED_SLOPES, SENT_SLOPES, cards_of_chunks
-from fluxtrain.runtime.cards.card import Card
-from fluxtrain.runtime.cards.pieces import note_pieces, wait_for_all
+from fluxtrain.runtime.arrivals import note_arrivals, wait_for_all
+from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.context import Context
 
 _ADDED_BYTES = 32 << 20  # of a sum that is added at a time
@@ -67,7 +67,7 @@ def loss_on_all_cards(
     landing = _LandedSlopes(first, gradients)
     # what is sent later would wait for the sums of the chunks before
     away = [
-        sent(hidden[chunk], first, cards[number]) if number else None
+        send_values(hidden[chunk], first, cards[number]) if number else None
         for chunk, number in zip(chunks, dealt, strict=True)
     ]
     begun = first.device.mark()
@@ -233,7 +233,7 @@ def _loss_on(card: Card, first: Card, loss: WholeLoss, version: int) -> WholeLos
     """Return the same on another card, where its tensors are on their way."""
 
     def there(value: Any) -> Any:
-        return sent(value, first, card) if isinstance(value, Tensor) else value
+        return send_values(value, first, card) if isinstance(value, Tensor) else value
 
     words = VocabRange(
         weight=_weight_on(card, first, loss.words.weight, version), bias=there(loss.words.bias)
@@ -261,7 +261,7 @@ def _weight_on(card: Card, first: Card, weight: Tensor, version: int) -> Tensor:
     after = [first.device.mark(), card.device.mark()]
     point = card.device.land(buffer, weight, after, first.device)
     card.counts.landed_bytes += weight.nbytes
-    card.head_weight = version, note_pieces(buffer, [(0, len(buffer))], [point])
+    card.head_weight = version, note_arrivals(buffer, [(0, len(buffer))], [point])
     return buffer
 
 

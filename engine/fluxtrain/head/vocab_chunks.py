@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fluxtrain.cards.on_card import backward_on_card, forward_on_card
 from fluxtrain.errors import MisusedModel
-from fluxtrain.handover.on_card import backward_on_card, forward_on_card
 from fluxtrain.head.call import HeadCall
 from fluxtrain.head.steps import pull_back
 from fluxtrain.head.token_loss import (

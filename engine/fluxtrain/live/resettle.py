@@ -18,7 +18,7 @@ from fluxtrain.memory.window import Slot
 from fluxtrain.optimizer.optimizer_state import renew_state
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.group_placement import check_groups, refuse_unused
-from fluxtrain.runtime.cards.card import Card
+from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.context import Context
 from fluxtrain.wrapping.slots import slots_for
 

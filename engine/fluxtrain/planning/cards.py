@@ -13,7 +13,7 @@ import torch
 
 from fluxtrain.client.machine import TOGETHER, Card, Machine
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.device.among.streams import reaches
+from fluxtrain.device.multi_gpu_streams import reaches
 from fluxtrain.hardware.cards.seen import BF16_CAPABILITY, cards_seen, of_one_generation
 from fluxtrain.hardware.probe.probe import known_rates
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity

@@ -22,7 +22,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.runtime.cards.card import Card
+from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.counters import Counters
 from fluxtrain.runtime.graphs import Graphs
 from fluxtrain.runtime.host_ids import HostIds

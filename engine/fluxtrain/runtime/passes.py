@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fluxtrain.device.among.streams import Joins
+from fluxtrain.device.multi_gpu_streams import Joins
 from fluxtrain.errors import MisusedModel
 from fluxtrain.guards.writes import check_writes
 from fluxtrain.memory.group import Group

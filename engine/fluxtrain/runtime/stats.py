@@ -12,10 +12,9 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowBuffers
 from fluxtrain.plan.group_placement import Tier
 from fluxtrain.runtime.block_runs import Sizes, runs_of
-from fluxtrain.runtime.cards.card import Card
-from fluxtrain.runtime.cards.counts import held_by_torch
+from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.context import Context
-from fluxtrain.runtime.counters import frozen_bytes_of, packed_bytes_of
+from fluxtrain.runtime.counters import frozen_bytes_of, held_by_torch, packed_bytes_of
 from fluxtrain.telemetry.events import BlockRun, CardMemory
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.block.block import run_with_gradients, run_without_gradients
+from fluxtrain.cards.transfer import as_seen_on_first_card, receive, write_back_arguments
 from fluxtrain.embedding.lookup import look_up
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.guards.arguments import to_device, write_back
-from fluxtrain.handover.receiving import give_back, hand_over, receive
 from fluxtrain.head.lazy_logits import LazyLogits
 from fluxtrain.head.vocab_chunks import vocab_chunked_logits
 from fluxtrain.memory.unit import Unit
@@ -66,10 +66,10 @@ class UnitForward:
         try:
             out = self._run_here(context, args, kwargs, computes_logits=computes_logits)
         finally:
-            give_back(context, moved)  # also what a block wrote before it failed
+            write_back_arguments(context, moved)  # also what a block wrote before it failed
         if unit is context.last_block:
             context.updates.begin_moments()
-        return hand_over(context, unit, out)
+        return as_seen_on_first_card(context, unit, out)
 
     def _run_here(
         self,

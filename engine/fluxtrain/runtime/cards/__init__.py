@@ -1,1 +1,1 @@
-"""One device of several: what belongs to it, and what it copies ahead."""
+"""The copies of weights ahead of the computation."""

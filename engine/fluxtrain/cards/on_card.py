@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from fluxtrain.runtime.cards.card import Card
-from fluxtrain.runtime.cards.pieces import pieces_of, wait_for_all
+from fluxtrain.runtime.arrivals import arrivals_of, wait_for_all
+from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.passes import UnitCall
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,8 +34,8 @@ def forward_on_card(forward: F) -> F:
 def backward_on_card(backward: F) -> F:
     """Run `backward(ctx, *gradients)`, whose `ctx.call` is known, on the card of the call's unit.
 
-    It waits for code outside of blocks only where that may have made a gradient: those of the next
-    block say piece by piece when they are there.
+    It waits for code outside of blocks only where that may have made a gradient: of gradients that
+    the next block made it is noted when their rows are there.
     """
 
     @wraps(backward)
@@ -45,7 +45,7 @@ def backward_on_card(backward: F) -> F:
             return backward(ctx, *gradients)
         call = ctx.call
         card = context.card_of(call.unit)
-        outside = any(one is not None and pieces_of(one) is None for one in gradients)
+        outside = any(one is not None and arrivals_of(one) is None for one in gradients)
         with card.computing(joins="now" if outside else "no", lane=call.unit.lane):
             _await(card, call, gradients)
             found = backward(ctx, *gradients)

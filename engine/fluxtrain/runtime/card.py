@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from fluxtrain.device.among.streams import Joins
 from fluxtrain.device.device import Device
+from fluxtrain.device.multi_gpu_streams import Joins
 from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.guards.shared_memory import version_of
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
+from fluxtrain.runtime.arrivals import arrivals_of
 from fluxtrain.runtime.cards.ahead import CopiesAhead
-from fluxtrain.runtime.cards.pieces import pieces_of
-from fluxtrain.runtime.cards.shared_arguments import SharedArguments
 from fluxtrain.runtime.counters import Counters
+
+_MOST_SHARED = 64  # copies of arguments kept at a time
 
 
 class Card:
@@ -59,7 +60,7 @@ class Card:
         """Say what a forward on a lane must wait for: what code outside has queued until now, or,
         where its arguments are those of the blocks before or say when they are there, until it was
         waited for the last time."""
-        mine = [t for t in tensors if t.device == self.torch_device and pieces_of(t) is None]
+        mine = [t for t in tensors if t.device == self.torch_device and arrivals_of(t) is None]
         if lane and all(self._is_joined(tensor) for tensor in mine):
             return "last"
         self._joined = {id(t): (weakref.ref(t), version_of(t)) for t in mine}
@@ -73,3 +74,29 @@ class Card:
     def torch_device(self) -> torch.device:
         """The device as torch names it."""
         return self.device.torch_device
+
+
+class SharedArguments:
+    """Copies of arguments that many blocks of a card get (rotary tables, masks): one for each
+    tensor, as long as it lives and is not written to."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # by id
+
+    def copy_of(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """Return the card's copy of the tensor, which `make` makes on first use. Writes
+        to tensors of inference mode are not counted: those are copied each time."""
+        if tensor.is_inference():
+            return make()
+        known = self._copies.get(id(tensor))
+        version = version_of(tensor)
+        if known is not None and known[0]() is tensor and known[1] == version:
+            return known[2]
+        self._forget_dead()
+        made = make()
+        self._copies[id(tensor)] = weakref.ref(tensor), version, made
+        return made
+
+    def _forget_dead(self) -> None:
+        alive = {key: kept for key, kept in self._copies.items() if kept[0]() is not None}
+        self._copies = dict(list(alive.items())[-_MOST_SHARED:])

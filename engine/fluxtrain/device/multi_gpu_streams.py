@@ -29,7 +29,7 @@ _MOST_PARTS = 8
 _peers: dict[tuple[int, int], bool] = {}  # whether copies between two GPUs arrive as they left
 
 
-class Among:
+class MultiGpuStreams:
     """The streams of one GPU that computes together with others."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Among:
             made.record_stream(stream)
 
     def land(
-        self, to: Tensor, source: Tensor, after: Sequence[torch.cuda.Event], sender: Among
+        self, to: Tensor, source: Tensor, after: Sequence[torch.cuda.Event], sender: MultiGpuStreams
     ) -> torch.cuda.Event:
         """Copy `source` from `sender` to `to` here; return the event of its arrival."""
         source.record_stream(sender.leaving)

@@ -12,11 +12,11 @@ from torch import Tensor
 from fluxtrain.device.device import Device
 from fluxtrain.guards.shared_memory import version_of
 
-_NAME = "_fluxtrain_pieces"  # on the tensor object, which autograd hands on as it is
+_NAME = "_fluxtrain_arrivals"  # on the tensor object, which autograd hands on as it is
 
 
 @dataclass(frozen=True)
-class Pieces:
+class RowArrivals:
     """The points of a computation at which ranges of a tensor's rows are there."""
 
     spans: tuple[tuple[int, int], ...]  # [first, stop) of each range
@@ -33,44 +33,46 @@ class Pieces:
         return [point for (a, b), point in pairs if a < stop and first < b]
 
 
-def note_pieces(tensor: Tensor, spans: Sequence[tuple[int, int]], points: Iterable[Any]) -> Tensor:
+def note_arrivals(
+    tensor: Tensor, spans: Sequence[tuple[int, int]], points: Iterable[Any]
+) -> Tensor:
     """Remember when the tensor's rows are there; return it."""
-    setattr(tensor, _NAME, Pieces(tuple(spans), tuple(points), version_of(tensor)))
+    setattr(tensor, _NAME, RowArrivals(tuple(spans), tuple(points), version_of(tensor)))
     return tensor
 
 
-def pieces_of(tensor: Tensor) -> Pieces | None:
-    """Return when the tensor's rows are there; None where that is not known, or code has written
-    to it since."""
+def arrivals_of(tensor: Tensor) -> RowArrivals | None:
+    """Return when the tensor's rows are there; None where that is not known, or code has written to
+    the tensor since."""
     found = getattr(tensor, _NAME, None)
-    return found if isinstance(found, Pieces) and found.version == version_of(tensor) else None
+    return found if isinstance(found, RowArrivals) and found.version == version_of(tensor) else None
 
 
-class Arriving:
-    """The arguments of a block that computes some rows at a time. Their pieces are those of before
-    it ran: what it writes to some rows tells nothing of when the others arrive."""
+class ArgumentArrivals:
+    """Waits for the arguments of a block that computes some rows at a time. What is known of their
+    arrival is noted before it runs: what it writes to some rows tells nothing of the others."""
 
     def __init__(self, device: Device, tensors: Iterable[Tensor], cut: Iterable[bool]) -> None:
         """`cut`: which of them carry the batch's rows; the others are needed whole."""
         self._device = device
-        self._pieces = [
-            (pieces, has_rows)
+        self._known = [
+            (arrivals, has_rows)
             for tensor, has_rows in zip(tensors, cut, strict=True)
-            if (pieces := pieces_of(tensor)) is not None
+            if (arrivals := arrivals_of(tensor)) is not None
         ]
 
     def wait_for(self, first: int, stop: int) -> None:
         """Make the device's computation wait for what the rows [first, stop) need."""
-        for pieces, has_rows in self._pieces:
-            for point in pieces.within(first, stop) if has_rows else pieces.points:
+        for arrivals, has_rows in self._known:
+            for point in arrivals.within(first, stop) if has_rows else arrivals.points:
                 self._device.wait_for(point)
 
 
 def wait_for_rows(device: Device, tensor: Tensor, first: int, stop: int) -> None:
     """Make the device's computation wait for the rows [first, stop) of a tensor."""
-    pieces = pieces_of(tensor)
-    if pieces is not None:
-        for point in pieces.within(first, stop):
+    arrivals = arrivals_of(tensor)
+    if arrivals is not None:
+        for point in arrivals.within(first, stop):
             device.wait_for(point)
 
 

@@ -1,1 +1,0 @@
-"""Several GPUs of one process: streams that do not make them wait for each other."""
