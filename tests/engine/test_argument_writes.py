@@ -219,7 +219,9 @@ def test_a_write_that_began_late_names_the_argument_and_the_cure() -> None:
     mask = torch.ones(6, 8)
     wrapped(torch.randn(5, 6, 8), mask).sum().backward()
     late = True
-    with pytest.raises(MisusedModel, match=r"wrote to its argument mask.*mask = mask \+ 1"):
+    with pytest.raises(
+        MisusedModel, match=r"wrote in place to its argument mask.*mask = mask \+ 1"
+    ):
         wrapped(torch.randn(5, 6, 8), mask)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from fluxtrain.runtime.block_runs import Sizes, runs_of
+from fluxtrain.runtime.stats import BlockSizes, runs_of
 from fluxtrain.telemetry.events import BlockRun
 
-Block = tuple[str, Sizes]
+Block = tuple[str, BlockSizes]
 
 
 def told(runs: tuple[BlockRun, ...]) -> list[Block]:
     return [
         (
             run.name.replace("{}", str(run.first + i)),
-            Sizes(
+            BlockSizes(
                 weights=run.weights_bytes, gradients=run.gradients_bytes,
                 optimizer=run.optimizer_bytes, frozen=run.frozen_bytes, packed=run.packed_bytes,
             ),
@@ -24,8 +24,8 @@ def told(runs: tuple[BlockRun, ...]) -> list[Block]:
     ]  # fmt: skip
 
 
-def sized(weights: int = 1, gradients: int = 2, optimizer: int = 3, **rest: int) -> Sizes:
-    return Sizes(weights=weights, gradients=gradients, optimizer=optimizer, **rest)
+def sized(weights: int = 1, gradients: int = 2, optimizer: int = 3, **rest: int) -> BlockSizes:
+    return BlockSizes(weights=weights, gradients=gradients, optimizer=optimizer, **rest)
 
 
 PLAIN = [(f"model.layers.{i}", sized(10, 20, 30)) for i in range(36)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.guards import wrap_advice
+from fluxtrain.guards import wrap_checks
 from fluxtrain.telemetry import events as ev
 from tests.engine.adapter_folders import exported, make_adapter
 from tests.engine.test_lora_run import run
@@ -20,7 +20,7 @@ OF_A_LIBRARY = ("prepare_model_for_kbit_training", "torch.bfloat16", "wrap needs
 
 @pytest.fixture(autouse=True)
 def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrap_advice, "LEAST_PACKED", 16)
+    monkeypatch.setattr(wrap_checks, "LEAST_PACKED", 16)
 
 
 def warnings_of(config: Path, run_dir: Path, *overrides: str) -> list[str]:

@@ -226,7 +226,7 @@ def test_a_second_backward_pass_in_a_step_in_backward_is_refused() -> None:
     engine, optimizer = engine_of(model), adamw(model)
     engine.begin_step_in_backward(optimizer)
     plain(model, 0).backward()
-    with pytest.raises(MisusedModel, match=r"blocks\.7 come after its update"):
+    with pytest.raises(MisusedModel, match=r"blocks\.7 got a gradient after its update"):
         plain(model, 1).backward()
     optimizer.step()  # of the first one
     engine.flush()

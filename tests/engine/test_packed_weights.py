@@ -22,23 +22,8 @@ import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.plan import states
 from fluxtrain.plan.states import PACKED_FORMATS, PackedFormat
-from fluxtrain.quantization import reference
-from fluxtrain.quantization.layout import PackedLayout
 from fluxtrain.wrapping.engine import engine_of
-
-LAYOUTS: list[dict[str, Any]] = [
-    {"offload": "none"},
-    {"offload": "optimizer"},
-    {"offload": "weights"},
-    {"offload": "max"},
-    {"offload": "weights", "placement": fluxtrain.PlacementRequest(resident_blocks=2)},
-    {
-        "offload": "optimizer",
-        "placement": fluxtrain.PlacementRequest(blocks_without_recompute=4),
-    },
-]
-BASE = "layers."
-LEAST = 1024
+from tests.packed_models import BASE, LAYOUTS, LEAST, adapted, llama, trained, with_unpacked
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,64 +32,6 @@ def small_weights_are_packed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "LEAST_PACKED", LEAST)
         yield
-
-
-def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        use_cache=False,
-    )
-    torch.manual_seed(1)
-    return LlamaForCausalLM(config).bfloat16()
-
-
-def with_unpacked(model: nn.Module, storage: PackedFormat) -> None:
-    """Replace each large weight of a block by what its packed form unpacks to."""
-    for name, parameter in model.named_parameters():
-        if BASE in name and parameter.numel() >= LEAST:
-            layout = PackedLayout.of(storage, [parameter.shape])
-            packed = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-            reference.pack(layout, 0, parameter.data, packed)
-            out = torch.empty(layout.elements, dtype=parameter.dtype)
-            reference.unpack(layout, packed, out)
-            parameter.data = out[: parameter.numel()].view(parameter.shape).clone()
-
-
-def adapted(model: nn.Module, **settings: Any) -> Any:
-    config = LoraConfig(
-        r=8,
-        target_modules="all-linear",
-        exclude_modules=["lm_head"],
-        task_type="CAUSAL_LM",
-        **settings,
-    )
-    made = get_peft_model(cast(Any, model), config, autocast_adapter_dtype=False)
-    for name, parameter in made.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.02)
-    return made.train()
-
-
-def trained(model: nn.Module, steps: int = 3) -> list[float]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    random = torch.Generator().manual_seed(5)
-    losses = []
-    torch.manual_seed(9)
-    for _ in range(steps):
-        ids = torch.randint(0, 128, (4, 24), generator=random)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
 
 
 @pytest.fixture(scope="module")

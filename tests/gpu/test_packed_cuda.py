@@ -9,26 +9,17 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.plan import states
 from fluxtrain.plan.states import PACKED_FORMATS, PackedFormat
 from fluxtrain.quantization import reference, triton_unpack
 from fluxtrain.quantization.layout import PackedLayout
-from fluxtrain.wrapping.engine import engine_of
+from tests.packed_models import LAYOUTS, LEAST, adapted, llama, trained, with_unpacked
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(256, 512), (100, 96), (64, 72), (3, 64, 128), (1024, 333)]
-LAYOUTS: list[dict[str, Any]] = [
-    {"offload": "none"},
-    {"offload": "optimizer"},
-    {"offload": "weights"},
-    {"offload": "max"},
-    {"offload": "weights", "placement": fluxtrain.PlacementRequest(resident_blocks=2)},
-    {"offload": "optimizer", "placement": fluxtrain.PlacementRequest(blocks_without_recompute=4)},
-]
-LEAST = 1024
+ROWS = (8, 64)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,83 +49,23 @@ def test_a_gpu_unpacks_the_oracles_bits(storage: PackedFormat, dtype: torch.dtyp
         assert torch.equal(found[span].cpu(), expected[span])
 
 
-def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=256, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    return LlamaForCausalLM(config).bfloat16()
-
-
-def with_unpacked(model: nn.Module, storage: PackedFormat) -> None:
-    for name, parameter in model.named_parameters():
-        if "layers." in name and parameter.numel() >= LEAST:
-            layout = PackedLayout.of(storage, [parameter.shape])
-            packed = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-            reference.pack(layout, 0, parameter.data, packed)
-            out = torch.empty(layout.elements, dtype=parameter.dtype)
-            reference.unpack(layout, packed, out)
-            parameter.data = out[: parameter.numel()].view(parameter.shape).clone()
-
-
-def adapted(model: nn.Module) -> Any:
-    torch.manual_seed(2)
-    config = LoraConfig(
-        r=8, target_modules="all-linear", exclude_modules=["lm_head"], task_type="CAUSAL_LM"
-    )
-    made = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
-    for name, parameter in made.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.02)
-    return made.train()
-
-
-def trained(model: nn.Module, steps: int = 4) -> list[float]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    random = torch.Generator().manual_seed(5)
-    losses = []
-    for _ in range(steps):
-        ids = torch.randint(0, 256, (8, 64), generator=random)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("storage", PACKED_FORMATS)
 def test_a_packed_base_trains_like_the_weights_it_unpacks_to(storage: PackedFormat) -> None:
-    model = llama()
+    model = llama(128)
     with_unpacked(model, storage)
     dense = fluxtrain.wrap(adapted(model), device="cuda", cards=1, offload="none", chunk_rows=4)
-    expected = trained(dense)
+    expected = trained(dense, shape=ROWS)
     for layout in LAYOUTS:
         packed = fluxtrain.wrap(
-            adapted(llama()), device="cuda", chunk_rows=4, frozen=storage, **layout
+            adapted(llama(128)), device="cuda", chunk_rows=4, frozen=storage, **layout
         )
-        assert trained(packed) == expected, layout
-
-
-def test_a_resident_block_uploads_its_trained_bytes_alone() -> None:
-    model = fluxtrain.wrap(
-        adapted(llama()), device="cuda", cards=1, offload="optimizer", frozen="nf4"
-    )
-    engine = engine_of(model)
-    trained(model, steps=2)
-    before = engine.traffic().h2d_bytes
-    trained(model, steps=1)
-    adapters = sum(group.trained_bytes for group in engine.groups if group.kind == "block")
-    assert 0 < engine.traffic().h2d_bytes - before <= adapters
+        assert trained(packed, shape=ROWS) == expected, layout
 
 
 @pytest.mark.parametrize("double", [False, True])
 def test_a_model_of_bitsandbytes_computes_what_its_own_kernels_unpack(double: bool) -> None:
     bnb = pytest.importorskip("bitsandbytes")
-    dense, model = llama(), llama().cuda()
+    dense, model = llama(128), llama(128).cuda()
     for parent in list(model.model.layers.modules()):
         for name, child in list(parent.named_children()):
             if not isinstance(child, nn.Linear):
@@ -154,12 +85,13 @@ def test_a_model_of_bitsandbytes_computes_what_its_own_kernels_unpack(double: bo
         unpacked = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         dense.get_submodule(name).weight.data = unpacked.cpu()
     names = sorted({name.rpartition(".")[2] for name in layers})
-    expected = trained(
-        fluxtrain.wrap(alike(dense, names), device="cuda", cards=1, offload="none", chunk_rows=4)
+    resident = fluxtrain.wrap(
+        alike(dense, names), device="cuda", cards=1, offload="none", chunk_rows=4
     )
+    expected = trained(resident, shape=ROWS)
     for layout in LAYOUTS[1:4]:
         taken = fluxtrain.wrap(alike(model, names), device="cuda", cards=1, chunk_rows=4, **layout)
-        assert trained(taken) == expected, layout
+        assert trained(taken, shape=ROWS) == expected, layout
         fluxtrain.unwrap(taken)
         model = taken.unload()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch.autograd.graph import GradientEdge
 
 from fluxtrain.block.call_arguments import CallArguments
 from fluxtrain.block.capture import Capture
-from fluxtrain.block.chunk import Chunk
 from fluxtrain.block.chunking import chunks, chunks_agree, draws, spans
 from fluxtrain.block.merging import Merging
 from fluxtrain.block.recompute import CannotRefill, Saved, Tape, gradient_ends
@@ -33,6 +33,36 @@ from fluxtrain.runtime.passes import UnitCall
 _CHECKED_RECOMPUTES = 3
 
 
+@dataclass(eq=False)
+class Chunk:
+    """Some rows of a batch, and their graph."""
+
+    span: tuple[int, int]
+    random: RandomState | None = None  # before the forward
+    tape: Tape | None = None
+    saved: Saved | None = None  # what the graph saves; None: the graph is recorded again
+    sums: Sums | None = None  # checksums that the recomputation is compared with
+    result_starts: list[int] = field(default_factory=list)  # of its rows in each result
+    result_rows: list[int] = field(default_factory=list)
+
+    def halves(self) -> list[Chunk]:
+        """Return two chunks, to be recorded again, with half of the rows each; none where a result
+        has other rows than the batch."""
+        first, stop = self.span
+        if any(rows != stop - first for rows in self.result_rows):
+            return []
+        middle = (first + stop) // 2
+        return [
+            Chunk(
+                (a, b),
+                random=self.random,
+                result_starts=[start + a - first for start in self.result_starts],
+                result_rows=[b - a] * len(self.result_rows),
+            )
+            for a, b in ((first, middle), (middle, stop))
+        ]
+
+
 class Call(UnitCall):
     """One forward of a block: all that its backward needs besides the saved tensors."""
 
@@ -48,9 +78,8 @@ class Call(UnitCall):
     ) -> None:
         super().__init__(context, unit)
         self._card = context.card_of(unit)
-        spans, cut = _cut(
-            context, unit, tree, tensors
-        )  # may run the block: before its writes count
+        # may run the block: before its writes count
+        spans, cut = _cut(context, unit, tree, tensors)
         self.given = CallArguments(self._card.device, unit, tree, tensors, cut)
         self.outputs = CallOutputs()
         self.capture = capture

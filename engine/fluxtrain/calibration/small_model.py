@@ -72,7 +72,7 @@ def wrapped(
 
     rest: more arguments of `wrap`.
     """
-    from fluxtrain.guards.wrap_advice import without_advice
+    from fluxtrain.guards.wrap_checks import without_advice
     from fluxtrain.wrapping.engine import engine_of
 
     how: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "overlap": True, **rest}

@@ -21,7 +21,7 @@ from fluxtrain.data.prepare import check_sequence_length, corpora
 from fluxtrain.data.reading.request import ReadRequest, read_request
 from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
-from fluxtrain.guards.refusals import refuse_several_processes
+from fluxtrain.guards.wrap_checks import refuse_several_processes
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe.probe import Report, probe
 from fluxtrain.methods.method import method_of, usual_rate

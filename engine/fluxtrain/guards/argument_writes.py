@@ -130,9 +130,10 @@ class ArgumentWrites:
             self._refuse_differentiable(i)
         if i not in self._copies:
             raise MisusedModel(
-                f"{self._name} wrote to its argument {name} in place, which it did not do when it "
-                "was first called in this way: what was there is needed to compute the block "
-                f"again and is gone. Let it {new_tensor(name)} instead"
+                f"{self._name} wrote in place to its argument {name}, which it did not do in its "
+                "first call, so the value before was not kept for the backward pass, which "
+                f"computes the block again: {new_tensor(name)} in the block, or hand it a copy "
+                "(.clone())"
             )
         if any(cut) and not cut[i]:
             raise MisusedModel(

@@ -77,11 +77,10 @@ class StepInBackward:
         name = next((group.name for group in groups if group in self.updated), None)
         if name is not None:
             raise MisusedModel(
-                f"gradients of {name} come after its update: a step in backward is for one "
-                f"backward "
-                "pass, whose graph is known when it begins (no reentrant checkpoint, no autograd "
-                "function of its own over a weight before its block). Call optimizer.step() behind "
-                "each pass, or leave begin_step_in_backward out"
+                f"{name} got a gradient after its update: with begin_step_in_backward a weight is "
+                "updated once, as soon as its gradient is complete. Call optimizer.step() behind "
+                "each backward(), without reentrant checkpointing or an autograd function of your "
+                "own over a weight, or leave begin_step_in_backward out"
             )
 
     def take(self, group: Group) -> None:

@@ -287,7 +287,7 @@ def wrapped(
 ) -> tuple[nn.Module, Engine]:
     """The model as `placement` says, and its engine; `say` is told what became of the cache of
     packed weights. Raises RanOutLoading."""
-    from fluxtrain.guards.wrap_advice import wide_frozen_weights
+    from fluxtrain.guards.wrap_checks import wide_frozen_weights
     from fluxtrain.updates.loss_scale import LossScale
     from fluxtrain.wrapping.engine import engine_of
     from fluxtrain.wrapping.wrap import Keeping, wrap_placed

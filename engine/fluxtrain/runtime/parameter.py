@@ -8,20 +8,20 @@ waits for the gradient's transfer. While its block computes, the class is plain 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.guards.partial_backward import PARTIAL, refuse_weights_behind_blocks
 from fluxtrain.guards.writes import watch
 from fluxtrain.runtime import user_gradients
 from fluxtrain.runtime.context import Context, Owner
 from fluxtrain.runtime.packed_parameter import is_packed, without_values
 
 _GRAD: Any = Tensor.grad
+_PARTIAL = (torch.autograd.grad, torch.autograd.backward)  # of some inputs alone
 _GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]
 _METADATA = {
@@ -67,8 +67,8 @@ class HostParameter(nn.Parameter):
             return _gradient_access(func, args)
         if any(is_packed(value) for value in (*args, *(kwargs or {}).values())):
             return without_values(func, args, kwargs or {})
-        if func in PARTIAL:
-            refuse_weights_behind_blocks(args, kwargs or {})
+        if func in _PARTIAL:
+            _refuse_weights_behind_blocks(args, kwargs or {})
         _bring_up_to_date(*args, *(kwargs or {}).values())
         if func == _DATA_GET:
             watch(args[0]._fluxtrain.member)
@@ -261,3 +261,45 @@ def release_parameter(parameter: nn.Parameter) -> None:
 def owner_of(parameter: Any) -> Owner | None:
     """Return the owner of a wrapped parameter, None for any other object."""
     return getattr(parameter, "__dict__", {}).get("_fluxtrain")
+
+
+def _refuse_weights_behind_blocks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise MisusedModel when a call of one of `_PARTIAL` with these arguments asks for gradients
+    of wrapped weights, of a value that wrapped blocks of their model computed.
+
+    A wrapped block is one node of torch's graph, and its weights are not inputs of that node: torch
+    would say that they were not used, return None, or leave out the part through blocks."""
+    asked = kwargs.get("inputs")
+    if asked is None:
+        asked = args[1] if len(args) > 1 else ()  # of `grad`; those of `backward` are gradients
+    owners = [vars(x)["_fluxtrain"] for x in _tensors(asked) if "_fluxtrain" in vars(x)]
+    if not owners:
+        return
+    anchors = {id(owner.context.anchor_node): owner for owner in reversed(owners)}
+    owner = _first_reached(_tensors(args[0] if args else ()), anchors)
+    if owner is not None:
+        raise MisusedModel(
+            f"torch.autograd.grad and backward(inputs=...) do not reach {owner.name}: wrapped "
+            "blocks put gradients of their weights into .grad and nowhere else. Use "
+            "loss.backward(), and read .grad"
+        )
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    each = given if isinstance(given, tuple | list) else (given,)
+    return [tensor for tensor in each if isinstance(tensor, Tensor)]
+
+
+def _first_reached(outputs: list[Tensor], anchors: Mapping[int, Any]) -> Any:
+    """Return the value in `anchors` of the first node of the graph of `outputs` that is there."""
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = {id(node): node for node in nodes}  # a node's id is its own as long as it is held
+    while nodes:
+        node = nodes.pop()
+        if id(node) in anchors:
+            return anchors[id(node)]
+        for following, _ in node.next_functions:
+            if following is not None and id(following) not in seen:
+                seen[id(following)] = following
+                nodes.append(following)
+    return None

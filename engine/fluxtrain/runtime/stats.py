@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from fluxtrain.device import page_locks
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowBuffers
 from fluxtrain.plan.group_placement import Tier
-from fluxtrain.runtime.block_runs import Sizes, runs_of
 from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import frozen_bytes_of, held_by_torch, packed_bytes_of
 from fluxtrain.telemetry.events import BlockRun, CardMemory
+
+_LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ def _digit(card: int) -> str:
     return "0123456789abcdefghijklmnopqrstuvwxyz"[min(card, 35)]
 
 
-def _sizes(group: Group) -> Sizes:
-    return Sizes(
+def _sizes(group: Group) -> BlockSizes:
+    return BlockSizes(
         weights=group.weight_bytes,
         gradients=group.gradient_bytes,
         optimizer=group.state_bytes,
@@ -226,3 +229,39 @@ def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
         sum(g.gradient_bytes for g, placed in there if placed.gradients == tier),
         sum(g.state_bytes for g, placed in there if placed.state == tier),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """Bytes of one block; `weights` are trained, frozen and packed ones together."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    frozen: int = 0
+    packed: int = 0
+
+
+def runs_of(blocks: Iterable[tuple[str, BlockSizes]]) -> tuple[BlockRun, ...]:
+    """Merge neighbours such as `model.layers.0`, `model.layers.1`, ... of equal sizes into runs."""
+    runs: list[BlockRun] = []
+    for name, sizes in blocks:
+        found = _LAST_NUMBER.search(name)
+        first = int(found[1]) if found else 0
+        pattern = name if found is None else f"{name[: found.start()]}{{}}{name[found.end() :]}"
+        one = BlockRun(
+            name=pattern,
+            first=first,
+            count=1,
+            weights_bytes=sizes.weights,
+            gradients_bytes=sizes.gradients,
+            optimizer_bytes=sizes.optimizer,
+            frozen_bytes=sizes.frozen,
+            packed_bytes=sizes.packed,
+        )
+        last = runs[-1] if runs else None
+        if last is not None and one == replace(last, first=last.first + last.count, count=1):
+            runs[-1] = replace(last, count=last.count + 1)
+        else:
+            runs.append(one)
+    return tuple(runs)

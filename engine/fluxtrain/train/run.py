@@ -25,7 +25,7 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import Interrupted
-from fluxtrain.guards.refusals import refuse_several_processes
+from fluxtrain.guards.wrap_checks import refuse_several_processes
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.setup import live_changes

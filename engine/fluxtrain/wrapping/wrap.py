@@ -18,12 +18,12 @@ from fluxtrain.device.heap import trim_heap
 from fluxtrain.embedding.lookup import choose_rows
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
-from fluxtrain.guards.refusals import (
+from fluxtrain.guards.wrap_checks import (
+    advice,
     refuse_other_objects,
     refuse_several_processes,
     refuse_unsupported,
 )
-from fluxtrain.guards.wrap_advice import advice
 from fluxtrain.head import device_head
 from fluxtrain.head.vocab_chunks import choose_vocab_chunks
 from fluxtrain.memory.group import Group

@@ -18,7 +18,7 @@ from fluxtrain.exporting.asked_tensors import refuse_left_out
 from fluxtrain.exporting.check.mapped import mapped_logits
 from fluxtrain.exporting.check.rows import ComparedRows
 from fluxtrain.exporting.source import WEIGHTS, AdapterSource
-from fluxtrain.guards.wrap_advice import without_advice
+from fluxtrain.guards.wrap_checks import without_advice
 from fluxtrain.models.quiet import quiet_peft
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.wrapping.engine import engine_of
