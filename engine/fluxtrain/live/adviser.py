@@ -9,7 +9,6 @@ from statistics import fmean
 
 from fluxtrain.hardware.pressure import memory_waited_s
 from fluxtrain.live.advice import Advice, advise, redone
-from fluxtrain.live.cards.dealing import Dealing
 from fluxtrain.live.run_facts import RunFacts, StepFacts
 from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use
 from fluxtrain.plan.cost.rates import Rates
@@ -29,7 +28,6 @@ class Setup:
     clips: bool
     rates: Rates | None  # None: not measured on this machine
     lanes: Callable[[], Sequence[StepLanes]] = tuple  # of the last steps
-    dealing: Dealing | None = None  # of several cards, where their rates are known
 
 
 class Adviser:
@@ -88,13 +86,6 @@ class Adviser:
         for gone in self._given.keys() - {advice.id for advice in found}:
             self.withdraw(gone)
         for advice in found:
-            self._hold(advice)
-
-    def hold_or_withdraw(self, advice_id: str, advice: Advice | None) -> None:
-        """Tell what another adviser found on a subject, or that it found nothing any more."""
-        if advice is None:
-            self.withdraw(advice_id)
-        else:
             self._hold(advice)
 
     def withdraw(self, advice_id: str) -> None:

@@ -14,12 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
-from fluxtrain.live.advice import Advice
 from fluxtrain.live.adviser import Adviser, Setup
-from fluxtrain.live.cards.dealing import DealingAdviser
 from fluxtrain.live.cards.rungs import CardRung, card_rungs
 from fluxtrain.live.effect import STEPS, Effect
-from fluxtrain.live.run_facts import StepFacts
 from fluxtrain.live.settings import (
     BY_ANOTHER_CHUNK,
     Change,
@@ -99,10 +96,6 @@ class LiveChanges:
         self.promise: Promise | None = None  # of the settings in force; None: as planned
         self.steps_since = 0  # of the settings in force
         self._adviser = Adviser(setup, announcer)
-        self._dealing: DealingAdviser | None = None
-        if setup.dealing is not None:
-            self._dealing = DealingAdviser(setup.dealing, self._tell_dealing)
-        self._finished = False
         self._steady = SteadySteps()
         self._lock = threading.RLock()
         self._wishes: list[Wish] = []  # that wait for the end of the step
@@ -182,19 +175,8 @@ class LiveChanges:
                 return
             if self._measured is not None:
                 self._measure(step)
-            elif self._steady.worth_a_look:
-                self._look(self._steady.looked_at())
-
-    def _look(self, steps: StepFacts) -> None:
-        if not self._context.several_cards:
-            self._adviser.look(steps, self.settings, self._known_use())
-        elif self._dealing is not None:
-            self._dealing.look(steps.step_s)
-
-    def _tell_dealing(self, advice: Advice | None) -> None:
-        with self._lock:
-            if not self._finished:
-                self._adviser.hold_or_withdraw("dealing", advice)
+            elif self._steady.worth_a_look and not self._context.several_cards:
+                self._adviser.look(self._steady.looked_at(), self.settings, self._known_use())
 
     def disturbed(self) -> None:
         """Something else than steps happened: the next step tells nothing."""
@@ -234,7 +216,6 @@ class LiveChanges:
     def finish(self, step: int) -> None:
         """The run ends: tell what a change under measurement was worth so far."""
         with self._lock:
-            self._finished = True
             self._stop_measuring(step)
 
     # -- inside

@@ -13,20 +13,13 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.adviser import Setup
-from fluxtrain.live.cards.dealing import Dealing
-from fluxtrain.live.cards.redeal import DealtRun
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.resettle import resettle
 from fluxtrain.live.settings import LiveContext, LiveSettings, Use
-from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
-from fluxtrain.plan.cards.rates import CardsRates
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.choices.ranked import STOPS
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.planning.cards import first_of, rates_of_cards
-from fluxtrain.planning.placing import request_of
 from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.trace.lanes import StepLanes
@@ -56,9 +49,6 @@ def live_changes(
         clips=config.train.max_grad_norm is not None or facts.scales_its_loss,
         rates=None if isinstance(rates, str) else rates,
         lanes=lanes,
-        dealing=None
-        if isinstance(rates, str) or not has_gpu
-        else _dealing(config, context, rates, lanes),
     )
     return LiveChanges(
         setup,
@@ -68,54 +58,6 @@ def live_changes(
         use=partial(_use, engine.device.torch_device),
         promise_of=partial(promise_of, setup),
     )
-
-
-def _dealing(
-    config: RunConfig,
-    context: LiveContext,
-    rates: Rates,
-    lanes: Callable[[], Sequence[StepLanes]],
-) -> Dealing | None:
-    """Return what advice on the dealing follows from; None on one card."""
-    facts, placement = context.facts, context.placement
-    if not placement.cards or placement.step_s is None:
-        return None
-    machine = read_machine()
-    held = machine.memory_available_bytes
-    capacities = CardsCapacity(
-        cards=tuple(
-            CardCapacity(index=c.index, name=c.name, free_bytes=c.budget_bytes, gpu=c.gpu)
-            for c in placement.cards
-        ),
-        host_available_bytes=None if held is None else held + placement.need.host_bytes,
-    )
-    request = request_of(config, facts, placement.batch_rows, None)
-    asked = config.placement.aggressiveness
-    widths = {gpu.index: gpu.pcie_width for gpu in machine.gpus}
-    return Dealing(
-        run=DealtRun(
-            facts=facts,
-            capacities=capacities,
-            rates=_rates(capacities, rates, first_of(config)),
-            request=replace(request, chunk_rows=placement.layout.chunk_rows),
-            counts=tuple(card.blocks for card in placement.cards),
-            share=STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked,
-            head_dealing=placement.head_dealing,
-        ),
-        placement=placement,
-        lanes=lanes,
-        widths=tuple(None if c.gpu is None else widths.get(c.gpu) for c in placement.cards),
-    )
-
-
-def _rates(capacities: CardsCapacity, first: Rates, timed_on: int) -> CardsRates:
-    """Return the rates of cards in their order; `first` are those of torch's first one, with a
-    block that was timed on card `timed_on`."""
-    cards = capacities.cards
-    by_index = sorted(range(len(cards)), key=lambda at: cards[at].index)
-    ordered = replace(capacities, cards=tuple(cards[at] for at in by_index))
-    found = rates_of_cards(ordered, first, timed_on=timed_on)
-    return found.in_order([by_index.index(at) for at in range(len(cards))])
 
 
 def promise_of(setup: Setup, context: LiveContext, settings: LiveSettings) -> Promise:

@@ -6,7 +6,7 @@ because the others wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fluxtrain.trace.lanes import (
@@ -125,14 +125,6 @@ def skew_text(cards: Sequence[CardTime], length_s: float) -> str:
     if share < BINDS_FROM:
         return ""
     return f"card {idle.card} idle beside others {duration_text(idle.for_others_s)} ({share:.0%})"
-
-
-def computing_s(step: StepLanes, card: int, kinds: Sequence[str], names: Container[str]) -> float:
-    """Return the seconds in which a card computed something of these kinds and names, and was not
-    stalled."""
-    mine = [one for one in step.intervals if one.card == card]
-    spans = [_span(o) for o in mine if o.lane == "gpu" and o.kind in kinds and o.name in names]
-    return _length(_minus(_union(spans), _of(mine, "stall")))
 
 
 def _lanes_of(step: StepLanes, card: int) -> StepLanes:
