@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fluxtrain.live.resettle import resettle
+from fluxtrain.live.apply_placement import apply_placement
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.group_placement import table_of
@@ -20,8 +20,8 @@ def placed_anew(engine: Engine, **counts: Any) -> Placement:
 
 
 def turn_to(engine: Engine, **counts: Any) -> None:
-    """Resettle the engine there."""
-    resettle(engine, placed_anew(engine, **counts))
+    """Apply that placement."""
+    apply_placement(engine, placed_anew(engine, **counts))
 
 
 def _facts_of(engine: Engine) -> ModelFacts:

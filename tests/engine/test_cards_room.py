@@ -12,13 +12,13 @@ import torch
 
 import fluxtrain
 from fluxtrain.errors import DeviceFailed
-from fluxtrain.live.cards.rungs import card_rungs
-from fluxtrain.live.out_of_memory import gpu_of
-from fluxtrain.live.resettle import resettle
+from fluxtrain.live.apply_placement import apply_placement
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.out_of_memory import FallbackStep, fallback_steps, gpu_of
 from fluxtrain.methods.causal_lm import CausalLM
-from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.telemetry import events as ev
+from fluxtrain.wrapping.engine import Engine
 from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
 from tests.on_cards import assert_same, batch, llama, wrapped
@@ -35,102 +35,100 @@ def test_the_card_is_read_from_the_error() -> None:
     assert gpu_of(MemoryError("no room")) is None
 
 
-def down(placement: Placement, facts: Any, index: int) -> list[tuple[str, int, int]]:
-    """Give up all that a card has alone; return what each rung changed."""
+def steps_on(run: LiveRun, index: int | None, **how: bool) -> list[FallbackStep]:
+    """What one card can give up, without the chunk that all compute with."""
+    found = fallback_steps(run, run.planned, index, **how)
+    return [step for step in found if step.name != "chunk_rows"]
+
+
+def down(run: LiveRun, index: int) -> list[tuple[str, int, int]]:
+    """Give up all that a card has alone; return what each step changed."""
     told: list[tuple[str, int, int]] = []
-    while True:
-        rung = next(card_rungs(facts, placement, index), None)
-        if rung is None:
-            return told
-        others = [
-            (before, after)
-            for before, after in zip(placement.groups, rung.placement.groups, strict=True)
-            if before.card != index
-        ]
-        assert all(before == after for before, after in others), "only this card's rows change"
-        more_bytes = rung.placement.need.host_bytes - placement.need.host_bytes
-        assert more_bytes == rung.to_host_bytes, "what moves to the host is told there"
-        told.append((rung.name, rung.before, rung.after))
-        placement = rung.placement
+    while steps := steps_on(run, index):
+        step = steps[0]
+        after_it = run.left_with(step.settings)
+        for before, after in zip(run.placement.groups, after_it.placement.groups, strict=True):
+            assert before.card == index or before == after, "only this card's rows change"
+        assert step.card == index
+        told.append((step.name, step.before, step.after))
+        run = after_it
         assert len(told) < 50
+    return told
+
+
+def with_rows(engine: Engine, model: torch.nn.Module) -> LiveRun:
+    """The engine's run, with batches of 4 rows of known sizes."""
+    facts = replace(facts_of(model, "fp32", "plain"), row=ROW)
+    layout = replace(engine.plan.layout, batch_rows=4)
+    return LiveRun(facts, replace(engine.plan, layout=layout), has_gpu=True)
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_card_gives_up_activations_then_blocks_then_parts(index: int) -> None:
+def test_a_card_gives_up_activations_then_blocks_then_groups(index: int) -> None:
     model = llama(12)
     engine = wrapped(model, 2, device_groups=2, resident_blocks=3, blocks_without_recompute=2)
-    facts = facts_of(model, "fp32", "plain")
-    told = down(engine.plan, facts, index)
+    run = LiveRun(facts_of(model, "fp32", "plain"), engine.plan, has_gpu=True)
+    told = down(run, index)
     names = [name for name, _, _ in told]
-    assert names == sorted(names, key=["blocks_without_recompute", "resident_blocks",
-                                       "device_groups"].index)  # fmt: skip
-    assert set(names) == {"blocks_without_recompute", "resident_blocks", "device_groups"}
+    order = ["blocks_without_recompute", "resident_blocks", "device_groups"]
+    assert names == sorted(names, key=order.index) and set(names) == set(order)
     assert all(after < before for _, before, after in told)
-    assert all(told[-1][2] == 0 for _ in told)
-    assert (
-        list(card_rungs(facts, engine.plan, 7)) == [] == list(card_rungs(facts, engine.plan, None))
-    )
+    assert steps_on(run, 7) == [] == steps_on(run, None)
+    last = list(fallback_steps(run, run.planned, index))[-1]
+    assert (last.name, last.card) == ("chunk_rows", None), "it changes bits, on every card"
     fluxtrain.unwrap(model)
 
 
 def test_a_gpus_block_inputs_go_to_the_host_first() -> None:
     model = llama(12)
     engine = wrapped(model, 2, resident_blocks=3)
-    facts, plan = replace(facts_of(model, "fp32", "plain"), row=ROW), engine.plan
-    rung = next(card_rungs(facts, plan, 1))
-    assert (rung.name, rung.before, rung.after) == ("activations_on_device", 6, 0)
-    assert rung.to_host_bytes == 6 * plan.layout.batch_rows * ROW.block_input_bytes
-    assert rung.placement.need.host_bytes == plan.need.host_bytes + rung.to_host_bytes
-    for before, after in zip(plan.groups, rung.placement.groups, strict=True):
-        moved = before.card == 1 and before.kind == "block"
-        assert after.activations == ("inputs_on_host" if moved else "inputs_on_device")
-    assert next(card_rungs(facts, rung.placement, 1)).name == "resident_blocks"
-    for how in ({"has_gpu": False}, {"backward": False}):
-        assert next(card_rungs(facts, plan, 1, **how)).name == "resident_blocks"
+    run = with_rows(engine, model)
+    step = steps_on(run, 1)[0]
+    assert (step.name, step.before, step.after) == ("activations_on_device", 6, 0)
+    left = run.left_with(step.settings)
+    moved = left.placement.need.host_bytes - run.placement.need.host_bytes
+    assert moved >= 6 * 4 * ROW.block_input_bytes
+    for before, after in zip(engine.plan.groups, left.placement.groups, strict=True):
+        there = "inputs_on_host" if before.card == 1 else "inputs_on_device"
+        assert after.activations == there
+    assert steps_on(left, 1)[0].name == "resident_blocks"
+    assert steps_on(replace(run, has_gpu=False), 1)[0].name == "resident_blocks"
+    assert steps_on(run, 1, backward=False)[0].name == "resident_blocks"
     fluxtrain.unwrap(model)
 
 
 def test_blocks_that_all_stay_get_slots_when_some_of_them_stream() -> None:
     model = llama(12)
     engine = wrapped(model, 2, resident_blocks=12)
-    plan = engine.plan
-    cards = tuple(replace(card, slots=0) for card in plan.cards)
-    rung = next(card_rungs(facts_of(model, "fp32", "plain"), replace(plan, cards=cards), 1))
-    assert (rung.name, rung.before, rung.after) == ("resident_blocks", 6, 3)
-    assert [card.slots for card in rung.placement.cards] == [0, 2]
-    few = replace(
-        plan,
-        cards=cards,
-        groups=tuple(
-            replace(row, resident=row.resident and (row.card == 0 or at < 4))
-            for at, row in enumerate(plan.groups)
-        ),
-    )
-    assert list(card_rungs(facts_of(model, "fp32", "plain"), few, 1)) == [], (
-        "two slots would take what two blocks free"
-    )
+    cards = tuple(replace(card, slots=0) for card in engine.plan.cards)
+    plan = replace(engine.plan, cards=cards)
+    run = LiveRun(facts_of(model, "fp32", "plain"), plan, has_gpu=True)
+    step = steps_on(run, 1)[0]
+    assert (step.name, step.before, step.after) == ("resident_blocks", 6, 3)
+    assert [card.slots for card in run.placement_with(step.settings).cards] == [0, 2]
     fluxtrain.unwrap(model)
 
 
 def trained(giving_up: bool) -> dict[str, torch.Tensor]:
-    """Train on two cards; card 1 gives up a rung after each step."""
+    """Train on two cards; card 1 gives something up after each step."""
     torch.manual_seed(0)
     model = llama(16)
     how: dict[str, Any] = {"device_groups": 3, "resident_blocks": 4, "blocks_without_recompute": 3}
     engine = wrapped(model, 2, **how)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
-    facts, rungs = replace(facts_of(model, "fp32", "plain"), row=ROW), 0
+    run = with_rows(engine, model)
+    given_up = 0
     for step in range(8):
         model(**batch(step)).loss.backward()
         engine.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        rung = next(card_rungs(facts, engine.plan, 1), None)
-        assert rung is None or step or rung.name == "activations_on_device"
-        if giving_up and rung is not None:
-            resettle(engine, rung.placement)
-            rungs += 1
-    assert not giving_up or rungs >= 4
+        steps = steps_on(run, 1)
+        if giving_up and steps:
+            run = run.left_with(steps[0].settings)
+            apply_placement(engine, run.placement)
+            given_up += 1
+    assert not giving_up or given_up >= 4
     fluxtrain.sync(model)
     found = {name: value.clone() for name, value in model.state_dict().items()}
     fluxtrain.unwrap(model)

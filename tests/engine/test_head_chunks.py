@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.live import resettle as resettling
+from fluxtrain.live import apply_placement as applying
 from fluxtrain.memory.moving import prepare_move
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import Engine, engine_of
@@ -352,7 +352,7 @@ def test_no_slice_is_on_its_way_when_the_head_moves(monkeypatch: pytest.MonkeyPa
         moved.append([chunks.is_there(index) for index in (0, 1)])
         return prepare_move(*args, **options)
 
-    monkeypatch.setattr(resettling, "prepare_move", checked)
+    monkeypatch.setattr(applying, "prepare_move", checked)
     device._up.submit(lambda: time.sleep(0.2))  # type: ignore[attr-defined]
     chunks.prefetch(0)
     chunks.prefetch(1)

@@ -92,5 +92,7 @@ def test_the_engine_reads_rows_and_no_counts() -> None:
     )
     files = [path for package in packages for path in (ENGINE / package).glob("*.py")]
     assert len(files) > len(packages)
-    found = [p.name for p in (*files, ENGINE / "live/resettle.py") if counts.search(p.read_text())]
+    found = [
+        p.name for p in (*files, ENGINE / "live/apply_placement.py") if counts.search(p.read_text())
+    ]
     assert found == []

@@ -108,7 +108,7 @@ def test_while_several_cards_train_the_placement_changes_and_the_bits_stay(
     assert changes == [("device_groups", 2, 4), ("device_groups", 4, 0),
                        ("resident_blocks", 0, 2), ("blocks_without_recompute", 0, 1)]  # fmt: skip
     assert [ok for ok, _ in answers] == [True, True, True, True, False]
-    assert "blocks_without_recompute=9: 2 blocks have their weights" in answers[-1][1]
+    assert "blocks_without_recompute=9: weights of 2 blocks stay on the device" in answers[-1][1]
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, cards: tuple[Card, ...]) -> dict[int, float]:

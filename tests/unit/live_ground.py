@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fluxtrain.live.edit import MemoryInUse
+from fluxtrain.live.live_run import LiveRun
 from fluxtrain.live.run_facts import RunFacts, StepFacts
-from fluxtrain.live.settings import LiveContext, Use
 from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
@@ -26,9 +27,7 @@ def group(name: str, weight_bytes: int, *, trained: bool = True) -> GroupFacts:
     )
 
 
-def ground(
-    *, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout: Any
-) -> LiveContext:
+def ground(*, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout: Any) -> LiveRun:
     facts = ModelFacts(
         groups=(
             group("embedding", 10 * MIB),
@@ -42,13 +41,8 @@ def ground(
     )  # fmt: skip
     settings = {"offload": "weights", "batch_rows": 8, "chunk_rows": 2, **layout}
     planned, has_gpu = Layout(**settings), budget_bytes is not None
-    return LiveContext(
-        facts=facts,
-        placement=placement_of(
-            facts, planned, footprint(facts, planned, has_gpu=has_gpu), budget_bytes=budget_bytes
-        ),
-        has_gpu=has_gpu,
-    )
+    need = footprint(facts, planned, has_gpu=has_gpu)
+    return LiveRun(facts, placement_of(facts, planned, need, budget_bytes=budget_bytes), has_gpu)
 
 
 RATES = Rates(
@@ -64,9 +58,15 @@ def steps(**changes: Any) -> StepFacts:
     return replace(calm, **changes)
 
 
-def facts(of: LiveContext | None = None, **changes: Any) -> RunFacts:
+def facts(of: LiveRun | None = None, **changes: Any) -> RunFacts:
     on = of or ground()
     known = RunFacts(
-        context=on, settings=on.planned, steps=steps(), use=Use(), rates=RATES, passes=1, clips=True
+        run=on,
+        settings=on.planned,
+        steps=steps(),
+        memory=MemoryInUse(),
+        rates=RATES,
+        passes=1,
+        clips=True,
     )
     return replace(known, **changes)

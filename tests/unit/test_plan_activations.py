@@ -9,7 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.live.settings import Change, LiveSettings, steps_down
+from fluxtrain.live.edit import changed
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.out_of_memory import fallback_steps
+from fluxtrain.live.settings import Change, LiveSettings
 from fluxtrain.plan.choices.activations import left_on_device, staying_words
 from fluxtrain.plan.choices.placement import place
 from fluxtrain.plan.choices.ranked import Frontier
@@ -183,62 +186,55 @@ def test_every_stop_of_the_dial_holds_what_it_fills() -> None:
         assert all(one.size_bytes <= limit for one in dial.within(share))
 
 
+def with_chunk(run: LiveRun, now: LiveSettings, rows: int) -> LiveSettings:
+    return changed(run, now, Change(name="chunk_rows", value=rows))
+
+
+def fallbacks(run: LiveRun, backward: bool = True) -> list[tuple[str, int]]:
+    steps = fallback_steps(run, run.planned, backward=backward)
+    return [(step.name, step.after) for step in steps]
+
+
 def test_a_live_change_that_needs_their_room_gets_it() -> None:
-    planned = ground(activations="host", activations_on_device=4)
-    knobs, peak = planned.planned, planned.need(planned.planned).device_bytes
-    assert planned.layout_with(knobs) == replace(planned.layout, slots=knobs.prefetch + 1)
-    boundary = planned.layout.batch_rows * planned.facts.row.block_input_bytes  # type: ignore[union-attr]
-    assert boundary == 8 << 20
-    larger = Change(name="chunk_rows", value=3).applied_to(knobs)
-    assert planned.layout_with(larger).activations_on_device < 4
-    assert planned.need(larger).device_bytes <= max(
-        peak, planned.need(replace(larger, activations_on_device=0)).device_bytes
-    )
-    assert planned.layout_with(knobs).activations_on_device == 4  # and back again
-    smaller = Change(name="chunk_rows", value=1).applied_to(knobs)
-    assert planned.layout_with(smaller).activations_on_device == 4  # never more than planned
+    run = ground(activations="host", activations_on_device=4)
+    now, peak = run.planned, run.device_bytes(run.planned, 0)
+    larger = with_chunk(run, now, 3)
+    assert larger.value("activations_on_device") < 4
+    assert run.device_bytes(larger, 0) <= peak or not larger.value("activations_on_device")
+    assert with_chunk(run, larger, 2) == now  # and back again
+    assert with_chunk(run, now, 1).value("activations_on_device") == 4  # never more than planned
 
 
 def test_when_memory_runs_out_they_go_first_and_come_back_by_no_other_change() -> None:
-    planned = ground(activations="host", activations_on_device=4)
-    knobs = planned.planned
-    first, second, *_ = steps_down(planned, knobs)
-    assert first == Change(name="activations_on_device", value=0)
-    assert second == Change(name="chunk_rows", value=1)
-    now = first.applied_to(knobs)
-    assert planned.need(knobs).device_bytes - planned.need(now).device_bytes == 5 * (8 << 20)
-    assert steps_down(planned, now) == [second]
-    assert planned.layout_with(second.applied_to(now)).activations_on_device == 0
+    run = ground(activations="host", activations_on_device=4)
+    assert fallbacks(run)[:2] == [("activations_on_device", 0), ("chunk_rows", 1)]
+    now = next(fallback_steps(run, run.planned)).settings
+    assert run.device_bytes(run.planned, 0) - run.device_bytes(now, 0) == 5 * (8 << 20)
+    left = run.left_with(now)
+    assert fallbacks(left) == [("chunk_rows", 1)]
+    assert with_chunk(left, now, 1).value("activations_on_device") == 0
 
 
 def test_when_all_wait_on_the_device_they_go_to_the_host_first() -> None:
-    planned = ground(blocks_without_recompute=1, resident_blocks=2)
-    knobs = planned.planned
-    assert planned.held(knobs, "activations_on_device") == BLOCKS - 1
-    first, second = steps_down(planned, knobs)
-    assert first == Change(name="activations_on_device", value=0)
-    now = first.applied_to(knobs)
-    left = planned.layout_with(now)
-    assert (left.activations, left.activations_on_device) == ("host", 0)
-    freed = planned.need(knobs).device_bytes - planned.need(now).device_bytes
+    run = ground(blocks_without_recompute=1, resident_blocks=2)
+    first, second, *_ = fallback_steps(run, run.planned)
+    assert (first.name, first.before, first.after) == ("activations_on_device", BLOCKS - 1, 0)
+    assert (second.name, second.after) == ("blocks_without_recompute", 0)
+    layout = run.placement_with(first.settings).layout
+    assert (layout.activations, layout.activations_on_device) == ("host", 0)
+    freed = run.device_bytes(run.planned, 0) - run.device_bytes(first.settings, 0)
     assert freed == (BLOCKS - INPUTS_IN_FLIGHT) * (8 << 20) > 0
-    assert planned.held(now, "activations_on_device") == 0
-    assert steps_down(planned, now) == [second]
-    assert planned.layout_with(second.applied_to(now)).activations == "host"
-    assert steps_down(planned, knobs, backward=False)[0].name == "chunk_rows"
+    assert fallbacks(run.left_with(first.settings))[0] == ("blocks_without_recompute", 0)
+    assert fallbacks(run, backward=False)[0] == ("chunk_rows", 1)
 
 
 def test_they_stay_where_that_frees_nothing_and_without_a_gpu() -> None:
     few = ground(batch_rows=8, blocks_without_recompute=BLOCKS - 1, resident_blocks=BLOCKS)
-    assert steps_down(few, few.planned)[0].name == "blocks_without_recompute"
-    without = ground(budget_bytes=None)
-    assert steps_down(without, without.planned)[0].name == "chunk_rows"
-    assert without.held(without.planned, "activations_on_device") == 0
+    assert fallbacks(few)[0][0] == "blocks_without_recompute"
+    assert fallbacks(ground(budget_bytes=None))[0][0] == "chunk_rows"
 
 
 def test_nothing_is_said_of_none() -> None:
     assert staying_words(model(8), OFFLOADED) == ""
     on_device = replace(OFFLOADED, activations="device", activations_on_device=2)
     assert staying_words(model(8), on_device) == ""
-    assert LiveSettings(prefetch=1, resident_blocks=0, chunk_rows=1).activations_on_device == 0
-    assert BLOCKS == 8

@@ -16,8 +16,9 @@ from fluxtrain.live.advice import (
     advise,
     promising,
 )
+from fluxtrain.live.edit import MemoryInUse, settings_after
 from fluxtrain.live.run_facts import RunFacts
-from fluxtrain.live.settings import Change, Use, settings_after
+from fluxtrain.live.settings import Change
 from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.spread import spread_out
 from fluxtrain.units import GIB, MIB
@@ -52,11 +53,11 @@ def test_with_a_measured_bus_the_gain_is_the_time_of_the_copies_that_fall_away()
 
 def test_as_many_blocks_are_advised_as_the_room_holds() -> None:
     on = ground(budget_bytes=2 * GIB)
-    use = Use(device_peak_bytes=int(2 * GIB * 0.9) - 250 * MIB)
-    found = by_id(facts(on, steps=waiting(weights=0.5), use=use, rates=None))["resident"]
+    use = MemoryInUse(device_peak_bytes=(int(2 * GIB * 0.9) - 250 * MIB,))
+    found = by_id(facts(on, steps=waiting(weights=0.5), memory=use, rates=None))["resident"]
     assert found.change == Change(name="resident_blocks", value=2)
-    full = replace(use, device_peak_bytes=int(2 * GIB * 0.9) - 50 * MIB)
-    assert "resident" not in by_id(facts(on, steps=waiting(weights=0.5), use=full, rates=None))
+    full = replace(use, device_peak_bytes=(int(2 * GIB * 0.9) - 50 * MIB,))
+    assert "resident" not in by_id(facts(on, steps=waiting(weights=0.5), memory=full, rates=None))
 
 
 def test_copies_that_fit_beside_the_computing_are_started_sooner() -> None:
@@ -101,9 +102,9 @@ def test_spare_memory_takes_whole_parts_where_the_cost_model_says_that_this_is_f
     assert found.gain == pytest.approx(0.5)  # never more than is waited for
     told = {advice.id for advice in advise(run)}
     assert "device" in told and "resident" not in told  # the same memory is promised once
-    assert "device" not in by_id(replace(run, context=ground(budget_bytes=None)))
+    assert "device" not in by_id(replace(run, run=ground(budget_bytes=None)))
     tight = ground(budget_bytes=int(ground().need(ground().planned).device_bytes / 0.9) + 16)
-    assert "device" not in by_id(replace(run, context=tight))
+    assert "device" not in by_id(replace(run, run=tight))
 
 
 def test_a_cost_model_that_is_far_from_the_measured_step_is_not_believed() -> None:
@@ -137,8 +138,8 @@ def test_several_passes_a_step_become_fewer_with_more_rows() -> None:
 def test_more_rows_are_not_advised_where_their_boundaries_do_not_fit_the_host(
     left_bytes: int | None, offered: bool
 ) -> None:
-    use = Use(host_available_bytes=left_bytes)
-    found = by_id(facts(ground(activations="host"), steps=waiting(weights=0.4), use=use))
+    use = MemoryInUse(host_available_bytes=left_bytes)
+    found = by_id(facts(ground(activations="host"), steps=waiting(weights=0.4), memory=use))
     assert ("rows" in found) is offered
 
 
@@ -192,7 +193,7 @@ def test_every_advice_has_a_number_and_live_ones_are_accepted(
         assert LEAST_GAIN <= advice.gain <= 1
         assert advice.because and advice.how
         if advice.change is not None:
-            settings_after(run.context, run.settings, advice.change, run.use)
+            settings_after(run.run, run.settings, advice.change, run.memory)
 
 
 def test_a_gpu_that_gets_its_work_late_is_given_larger_operations() -> None:
@@ -213,10 +214,10 @@ def test_a_gpu_that_gets_its_work_late_is_given_larger_operations() -> None:
     halved = by_id(replace(run, passes=2))["queue"]
     assert halved.setting == "train.batch_rows=16 train.accumulation=1"
     assert "larger batch" not in halved.because
-    four_chunks = replace(run, context=ground(), settings=ground().planned)
+    four_chunks = replace(run, run=ground(), settings=ground().planned)
     chunked = by_id(replace(four_chunks, steps=steps(step_s=3.2, queued_s=2.0)))
     assert "queue" not in chunked and "queued late" in chunked["chunk"].because
     assert "queue" not in by_id(replace(run, steps=steps(queued_s=0.05)))
     assert "queue" not in by_id(replace(run, rates=None))
     full = ground(chunk_rows=8, budget_bytes=GIB)
-    assert "queue" not in by_id(replace(run, context=full))
+    assert "queue" not in by_id(replace(run, run=full))

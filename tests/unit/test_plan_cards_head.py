@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from fluxtrain.live.cards.changed import changed_on_cards
+from fluxtrain.live.edit import changed
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.settings import Change
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.rates import CardsRates
 from fluxtrain.plan.cards.request import Order, ParallelRequest
@@ -85,7 +87,9 @@ def test_in_order_the_first_card_has_slopes_of_others_and_these_have_no_sum(
 def test_a_change_while_it_runs_counts_the_larger_of_the_two_as_well() -> None:
     facts = replace(wide(4_000_000), groups=model(8).groups)
     before = placed(facts, "fast", UNLINKED)
-    after = changed_on_cards(facts, before, "blocks_without_recompute", 8, has_gpu=True)
+    run = LiveRun(facts, before, has_gpu=True)
+    change = Change(name="blocks_without_recompute", value=8)
+    after = run.placement_with(changed(run, run.planned, change))
     kept = sum(row.activations == "kept" and row.card == 1 for row in after.groups)
     grown = after.cards[1].device_bytes - before.cards[1].device_bytes
     assert kept == 4 and facts.row is not None

@@ -9,83 +9,94 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.settings import (
-    LIVE_SETTINGS,
-    Change,
-    LiveSettings,
-    Use,
-    parse_change,
-    settings_after,
-)
+from fluxtrain.live.edit import MemoryInUse, settings_after
+from fluxtrain.live.settings import LIVE_SETTINGS, Change, parse_change
 from fluxtrain.units import GIB, MIB
+from tests.live_settings import settings_with
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
 
 
-def test_the_knobs_of_a_plan_are_those_that_it_set() -> None:
-    known = {"prefetch": 2, "resident_blocks": 0, "chunk_rows": 2}
-    assert ground().planned == LiveSettings(activations_on_device=BLOCKS, **known)
-    assert ground(activations="host").planned == LiveSettings(**known)
+def test_the_settings_of_a_plan_are_those_that_it_set() -> None:
+    planned = ground().planned
+    values = {name: planned.value(name) for name in LIVE_SETTINGS}
+    assert values == {
+        "prefetch": 2, "resident_blocks": 0, "chunk_rows": 2, "device_groups": 0,
+        "blocks_without_recompute": 0,
+    }  # fmt: skip
+    assert planned.value("activations_on_device") == BLOCKS
+    assert ground(activations="host").planned.value("activations_on_device") == 0
     assert ground(offload="max").planned.prefetch == 1
-    assert ground(resident_blocks=BLOCKS - 1).planned.resident_blocks == BLOCKS - 1
+    assert ground(resident_blocks=BLOCKS - 1).planned.value("resident_blocks") == BLOCKS - 1
+    run = ground(resident_blocks=3)
+    assert run.placement_with(run.planned) == run.placement
 
 
 def test_each_resident_block_takes_a_block_and_each_slot_too() -> None:
     on = ground()
     now = on.planned
-    more = settings_after(on, now, Change(name="resident_blocks", value=3), Use())
-    assert on.device_growth_bytes(now, more) == 3 * BLOCK_BYTES
-    ahead = settings_after(on, now, Change(name="prefetch", value=4), Use())
-    assert on.device_growth_bytes(now, ahead) == 2 * BLOCK_BYTES
+    more = settings_after(on, now, Change(name="resident_blocks", value=3), MemoryInUse())
+    assert on.device_bytes(more, 0) - on.device_bytes(now, 0) == 3 * BLOCK_BYTES
+    ahead = settings_after(on, now, Change(name="prefetch", value=4), MemoryInUse())
+    assert on.device_bytes(ahead, 0) - on.device_bytes(now, 0) == 2 * BLOCK_BYTES
     assert on.placement_with(ahead).slots == 5
 
 
-def test_a_part_on_the_device_takes_its_states_and_gradients_there_and_frees_the_host() -> None:
+def test_a_group_on_the_device_takes_its_states_and_gradients_there_and_frees_the_host() -> None:
     on = ground(budget_bytes=16 * GIB)
     now = on.planned
-    new = settings_after(on, now, Change(name="device_groups", value=3), Use())
+    new = settings_after(on, now, Change(name="device_groups", value=3), MemoryInUse())
     parts = on.facts.groups[:3]
     there = parts[0].weight_bytes  # the embedding's weights were on the device before
     staging = 2 * parts[0].rounded_bytes  # and its gradients left through buffers of their own
     grown = sum(part.host_bytes() for part in parts) - there - staging
-    assert on.device_growth_bytes(now, new) == grown
-    assert on.need(now).host_bytes - on.need(new).host_bytes == sum(p.host_bytes() for p in parts)
-    full = LiveSettings(prefetch=2, resident_blocks=BLOCKS, chunk_rows=2, device_groups=3)
-    assert on.layout_with(full).resident_blocks == BLOCKS - 2  # those that are left at home
+    assert on.device_bytes(new, 0) - on.device_bytes(now, 0) == grown
+    assert on.host_bytes(now) - on.host_bytes(new) == sum(part.host_bytes() for part in parts)
+
+
+def test_what_other_settings_count_stays_as_far_as_it_can() -> None:
+    on = ground(budget_bytes=64 * GIB, resident_blocks=BLOCKS, blocks_without_recompute=5)
+    for groups, resident, kept in ((3, BLOCKS - 2, 5), (0, BLOCKS, 5)):
+        now = settings_with(on, device_groups=groups)
+        assert now.value("resident_blocks") == resident
+        assert now.value("blocks_without_recompute") == kept
+    fewer = settings_with(on, resident_blocks=3)
+    assert fewer.value("blocks_without_recompute") == 3
+    assert all(row.resident for row in fewer.rows if row.activations == "kept")
 
 
 def test_slots_never_outnumber_the_blocks_that_stream() -> None:
     on = ground()
     for resident in range(BLOCKS + 1):
-        settings = LiveSettings(prefetch=4, resident_blocks=resident, chunk_rows=2)
+        settings = settings_with(on, prefetch=4, resident_blocks=resident)
         assert on.placement_with(settings).slots == min(5, BLOCKS - resident)
-        assert on.streamed(settings) == BLOCKS - resident
 
 
 def test_what_exceeds_the_budget_is_refused_with_the_numbers() -> None:
     on = ground(budget_bytes=2 * GIB)
-    use = Use(device_peak_bytes=2 * GIB - 250 * MIB)
+    use = MemoryInUse(device_peak_bytes=(2 * GIB - 250 * MIB,))
     fits = Change(name="resident_blocks", value=2)
-    assert settings_after(on, on.planned, fits, use).resident_blocks == 2
+    assert settings_after(on, on.planned, fits, use).value("resident_blocks") == 2
     with pytest.raises(DoesNotFit, match=r"300 MiB more.*2.00 GiB.*measured peak.*leaves 250 MiB"):
         settings_after(on, on.planned, Change(name="resident_blocks", value=3), use)
     peak = on.need(on.planned).device_bytes
     tight = ground(budget_bytes=peak + MIB)
     with pytest.raises(DoesNotFit, match="predicted peak"):
-        settings_after(tight, tight.planned, Change(name="prefetch", value=3), Use())
+        settings_after(tight, tight.planned, Change(name="prefetch", value=3), MemoryInUse())
 
 
 def test_a_smaller_change_is_made_even_where_the_budget_is_exceeded() -> None:
     on = ground(budget_bytes=GIB, resident_blocks=4)
     less = Change(name="resident_blocks", value=1)
-    assert settings_after(on, on.planned, less, Use(device_peak_bytes=2 * GIB)).resident_blocks == 1
+    use = MemoryInUse(device_peak_bytes=(2 * GIB,))
+    assert settings_after(on, on.planned, less, use).value("resident_blocks") == 1
 
 
 def test_without_a_gpu_the_host_has_to_have_room() -> None:
     on = ground(budget_bytes=None)
     change = Change(name="resident_blocks", value=BLOCKS)
-    settings_after(on, on.planned, change, Use(host_available_bytes=GIB))
+    settings_after(on, on.planned, change, MemoryInUse(host_available_bytes=GIB))
     with pytest.raises(DoesNotFit, match="more host memory, and 100 MiB is free"):
-        settings_after(on, on.planned, change, Use(host_available_bytes=100 * MIB))
+        settings_after(on, on.planned, change, MemoryInUse(host_available_bytes=100 * MIB))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +111,7 @@ def test_without_a_gpu_the_host_has_to_have_room() -> None:
         ({"offload": "none"}, ("prefetch", 3), "none stream"),
         ({"offload": "optimizer"}, ("resident_blocks", 3), "all weights stay"),
         ({"device_groups": 5}, ("resident_blocks", 5), "4 blocks are on the host"),
-        ({}, ("device_groups", 11), "the model has 10 parts, use 0 to 10"),
+        ({}, ("device_groups", 11), "the model has 10 groups, use 0 to 10"),
         ({"offload": "none"}, ("device_groups", 2), "all weights stay"),
     ],
 )
@@ -109,7 +120,7 @@ def test_what_makes_no_sense_for_a_run_is_refused_with_the_reason(
 ) -> None:
     on = ground(**layout)
     with pytest.raises(BadInput, match=reason):
-        settings_after(on, on.planned, Change(name=change[0], value=change[1]), Use())
+        settings_after(on, on.planned, Change(name=change[0], value=change[1]), MemoryInUse())
 
 
 @pytest.mark.parametrize(
@@ -139,11 +150,11 @@ def test_an_accepted_change_never_exceeds_the_budget(
     prefetch: int, resident: int, chunk: int, change: Change, budget: int
 ) -> None:
     on = ground(budget_bytes=budget)
-    now = LiveSettings(prefetch=prefetch, resident_blocks=resident, chunk_rows=chunk)
+    now = settings_with(on, prefetch=prefetch, resident_blocks=resident, chunk_rows=chunk)
     try:
-        new = settings_after(on, now, change, Use())
+        new = settings_after(on, now, change, MemoryInUse())
     except (BadInput, DoesNotFit):
         return
-    need = on.need(new).device_bytes
-    assert need <= budget or need <= on.need(now).device_bytes
-    assert new == change.applied_to(now) != now
+    need = on.device_bytes(new, 0)
+    assert need <= budget or need <= on.device_bytes(now, 0)
+    assert new.value(change.name) == change.value

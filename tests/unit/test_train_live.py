@@ -11,8 +11,10 @@ import pytest
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.live.adviser import Setup
 from fluxtrain.live.changes import LiveChanges
+from fluxtrain.live.edit import MemoryInUse
 from fluxtrain.live.effect import STEPS
-from fluxtrain.live.settings import LiveContext, LiveSettings, Use
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.settings import LiveSettings
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.planning.prediction import Promise
 from fluxtrain.telemetry import events as ev
@@ -27,26 +29,27 @@ class Run:
         self.events: list[Any] = []
         self.turned: list[dict[str, int]] = []
         self.chunk_rows, self.step = 2, 0
-        self.use = Use()
+        self.use = MemoryInUse()
         self.refuse = False
         self.step_s: Callable[[dict[str, int]], float] = lambda now: 1.0
         self.stalls: dict[str, float] = {}
         self.live = LiveChanges(
-            replace(Setup(context=ground(), passes=1, clips=False, rates=None), **setup),
+            replace(Setup(run=ground(), passes=1, clips=False, rates=None), **setup),
             self,  # type: ignore[arg-type]
             self.turn,
             chunk_rows=lambda: self.chunk_rows,
-            use=lambda: self.use,
+            memory=lambda: self.use,
             promise_of=self.promise_of,
         )
 
-    def promise_of(self, _: LiveContext, settings: LiveSettings) -> Promise:
+    def promise_of(self, _: LiveRun, settings: LiveSettings) -> Promise:
         """The more is resident, the more memory and the less time."""
-        size = settings.resident_blocks * BLOCK_BYTES
+        resident = settings.value("resident_blocks")
+        size = resident * BLOCK_BYTES
         return Promise(
             device_bytes=GIB + size,
             host_bytes=2 * GIB - size,
-            step_s=2.0 - settings.resident_blocks,
+            step_s=2.0 - resident,
         )
 
     def emit(self, event: ev.Event) -> None:
@@ -177,14 +180,14 @@ def test_what_is_impossible_is_refused_at_once_and_changes_nothing(
 
 def test_what_has_no_room_is_refused_with_the_measured_peak_once_a_step_was_seen() -> None:
     run = Run()
-    run.use = Use(device_peak_bytes=4 * GIB - 150 * MIB)
+    run.use = MemoryInUse(device_peak_bytes=(4 * GIB - 150 * MIB,))
     run.steps(1)
     ok, message = run.ask(resident_blocks=2)
     assert not ok
     assert "measured peak" in message
     assert run.ask(resident_blocks=1)[0]
     run.steps(1)
-    assert run.live.settings.resident_blocks == 1
+    assert run.live.settings.value("resident_blocks") == 1
 
 
 def test_one_change_waits_at_a_time() -> None:
@@ -203,7 +206,7 @@ def test_running_out_while_applying_is_told_and_leaves_the_settings() -> None:
     assert (refused.name, refused.value) == ("resident_blocks", 3)
     assert "out of memory" in refused.because
     assert not run.told(ev.ChangeApplied)
-    assert run.live.settings.resident_blocks == 0
+    assert run.live.settings.value("resident_blocks") == 0
     assert not run.live.ask("undo", {})[0]
 
 
@@ -271,7 +274,7 @@ def test_advice_that_keeps_its_word_stays() -> None:
     assert (measured.verdict, measured.advice) == ("kept", "resident")
     assert measured.predicted_gain == pytest.approx(0.2)
     assert measured.measured_gain == pytest.approx(0.15)
-    assert run.live.settings.resident_blocks == BLOCKS
+    assert run.live.settings.value("resident_blocks") == BLOCKS
     assert ev.AdviceWithdrawn(id="resident") in run.events
 
 
@@ -283,7 +286,7 @@ def test_advice_that_gave_less_than_half_is_undone_and_not_said_again() -> None:
     made, undone = run.told(ev.ChangeApplied)
     assert (made.why, undone.why) == ("advice", "wrong")
     assert (undone.before, undone.after) == (BLOCKS, 0)
-    assert run.live.settings.resident_blocks == 0
+    assert run.live.settings.value("resident_blocks") == 0
     run.events.clear()
     run.steps(3 * STEPS)
     assert all(given.id != "resident" for given in run.told(ev.AdviceGiven))
@@ -310,7 +313,8 @@ def test_undo_takes_back_one_change_after_the_other() -> None:
         run.steps(1)
         last = run.told(ev.ChangeApplied)[-1]
         assert (last.name, last.after, last.why) == (name, value, "undo")
-    assert run.live.ask("undo", {}) == (False, "nothing was changed since this process started")
+    ok, message = run.live.ask("undo", {})
+    assert (ok, "nothing was changed since" in message) == (False, True)
     assert run.live.settings == ground().planned
 
 
@@ -321,15 +325,15 @@ def test_block_inputs_on_the_device_leave_it_when_its_memory_runs_out() -> None:
     assert (applied.name, applied.why, applied.same_bits) == (
         "activations_on_device", "memory", True
     )  # fmt: skip
-    assert run.live.settings.activations_on_device == 0
+    assert run.live.settings.value("activations_on_device") == 0
     assert run.live.make_room(4, lost_s=2.0) == "chunks of 1 rows instead of 2"
-    full = Run(context=ground())
-    full.use = Use(host_available_bytes=10 * MIB)
+    full = Run(run=ground())
+    full.use = MemoryInUse(host_available_bytes=10 * MIB)
     assert full.live.make_room(4, lost_s=2.0) == "chunks of 1 rows instead of 2"
 
 
 def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run() -> None:
-    run = Run(context=ground(activations="host"))
+    run = Run(run=ground(activations="host"))
     run.ask(chunk_rows=8)
     run.steps(4)
     assert run.live.make_room(4, lost_s=2.0) == "chunks of 4 rows instead of 8"
@@ -345,7 +349,7 @@ def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run()
 
 def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing() -> None:
     how = {"chunk_rows": 1, "resident_blocks": 3, "device_groups": 2, "activations": "host"}
-    run = Run(context=ground(**how))
+    run = Run(run=ground(**how))
     run.chunk_rows = 1
     said = [run.live.make_room(0, lost_s=1.0) for _ in range(5)]
     assert said == [
@@ -361,7 +365,7 @@ def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing(
 
 def test_an_evaluation_gives_up_nothing_that_only_a_backward_pass_has() -> None:
     kept = {"blocks_without_recompute": 2, "activations": "host"}
-    run = Run(context=ground(chunk_rows=2, resident_blocks=3, **kept))
+    run = Run(run=ground(chunk_rows=2, resident_blocks=3, **kept))
     run.chunk_rows = 2
     assert run.live.make_room(3, lost_s=1.0, backward=False) == "chunks of 1 rows instead of 2"
     assert run.live.make_room(3, lost_s=1.0, backward=False) == "resident_blocks 1 instead of 3"
@@ -369,8 +373,8 @@ def test_an_evaluation_gives_up_nothing_that_only_a_backward_pass_has() -> None:
 
 
 def test_parts_of_the_device_stay_when_the_host_has_no_room_for_them() -> None:
-    run = Run(context=ground(chunk_rows=1, device_groups=4))
-    run.chunk_rows, run.use = 1, Use(host_available_bytes=10 * MIB)
+    run = Run(run=ground(chunk_rows=1, device_groups=4))
+    run.chunk_rows, run.use = 1, MemoryInUse(host_available_bytes=10 * MIB)
     assert run.live.make_room(0, lost_s=1.0) is None
     assert not run.turned
 

@@ -1,4 +1,4 @@
-"""Advice: from what the last steps measured to a few changes, each with its gain. Pure.
+"""Advice: what the last steps measured leads to a few changes, each with its gain. Pure.
 
 The gain is a share of the step's time. With W, U and G the seconds a step waited for weights,
 updates and gradients, and B those of its backward passes:
@@ -16,8 +16,8 @@ updates and gradients, and B those of its backward passes:
 | memory    | the time in which the host waited for memory (pressure stall information)           |
 | redone    | the time of attempts that ran out of device memory                                 |
 
-The cost model is only believed where it is near the step that was measured. Nothing is said without
-such a number, and nothing below `LEAST_GAIN` but what keeps a step from being done twice.
+The cost model is believed only where it is near the step that was measured. No advice is given
+without a gain, nor with one below `LEAST_GAIN`, unless it keeps steps from being done twice.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fluxtrain.live.live_run import streamed
 from fluxtrain.live.run_facts import (
     RunFacts,
-    blocks_of,
     copied_bytes,
-    fits,
     has_room_for,
     modelled_step_s,
     share_of,
     step_s_with,
+    with_change,
 )
-from fluxtrain.live.settings import BY_ANOTHER_CHUNK, Change
+from fluxtrain.live.settings import LOSSES_DIFFER, Change, LiveSettings, SettingName
 from fluxtrain.trace.attribution import BINDS_FROM, QUEUED_LATE
 from fluxtrain.units import bytes_text, duration_text
 
 LEAST_GAIN = 0.02
 MOST_ADVICE = 3
 _SAME_MEMORY = ("resident", "device")
+_PER_TOKEN = "The gain is per token, and a larger batch changes the training"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One piece: a live change, or a line of the configuration for the next run."""
+    """A live change, or a line of the configuration for the next run."""
 
     id: str  # the rule
     because: str  # with the measured numbers
@@ -61,14 +62,14 @@ class Advice:
 
 
 def advise(facts: RunFacts) -> tuple[Advice, ...]:
-    """The few changes that promise the most, the best first; one for the same spare memory."""
+    """Return the few changes that promise the most, best first, one for the same free memory."""
     found = promising(facts)
     lesser = [advice for advice in found if advice.id in _SAME_MEMORY][1:]
     return tuple(advice for advice in found if advice not in lesser)[:MOST_ADVICE]
 
 
 def promising(facts: RunFacts) -> list[Advice]:
-    """All that is worth saying, the best first."""
+    """Return all advice that is worth saying, the best first."""
     found = [advice for rule in _RULES if (advice := rule(facts)) is not None]
     worth = [
         advice
@@ -82,111 +83,117 @@ def promising(facts: RunFacts) -> list[Advice]:
 
 
 def _resident(facts: RunFacts) -> Advice | None:
-    """Weights are waited for and there is room: fewer of them need to be copied."""
-    context, settings, waited_s = facts.context, facts.settings, facts.steps.stall_s("weights")
-    streamed = context.streamed(settings)
-    if not streamed or waited_s <= 0:
+    """Advise more resident blocks where weights are waited for and there is room."""
+    settings, waited_s = facts.settings, facts.steps.stall_s("weights")
+    streams, resident = streamed(settings.rows, 0), settings.value("resident_blocks")
+    if not streams or waited_s <= 0:
         return None
-    for count in range(context.host_blocks(settings), settings.resident_blocks, -1):
-        change = Change(name="resident_blocks", value=count)
-        if fits(facts, change):
-            break
-    else:
+    found = _largest(facts, "resident_blocks", resident + streams)
+    if found is None:
         return None
-    more = count - settings.resident_blocks
-    before, after = (
-        copied_bytes(facts, settings),
-        copied_bytes(facts, change.applied_to(settings)),
-    )
-    trained = blocks_of(facts).rounded_bytes > 0
+    change, after_it = found
+    before, after = copied_bytes(facts, settings), copied_bytes(facts, after_it)
+    trained = any(group.rounded_bytes for group in facts.run.facts.blocks)
     saved_s = waited_s * (before - after) / before
     if facts.rates is not None:
         saved_s = min(waited_s / (2 if trained else 1), (before - after) / facts.rates.up)
-    growth = context.device_growth_bytes(settings, change.applied_to(settings))
     return Advice(
         id="resident",
-        because=f"{share_of(facts, waited_s)} went into waiting for copies of weights, and "
-        f"{bytes_text(growth)} for {more} of {streamed} streamed blocks is free",
+        because=f"{share_of(facts, waited_s)} went into waiting for copies of weights, and the "
+        f"device has room to keep {change.value - resident} of {streams} streamed blocks "
+        f"({bytes_text(_growth_bytes(facts, after_it))})",
         gain=saved_s / facts.steps.step_s,
         change=change,
     )
 
 
 def _device(facts: RunFacts) -> Advice | None:
-    """Copies and updates are waited for and there is room: parts that need neither."""
-    context, settings, steps = facts.context, facts.settings, facts.steps
+    """Advise groups on the device, which need neither copies nor the host's updates."""
+    settings, steps = facts.settings, facts.steps
     waited_s = sum(steps.stalls_s.values())
     before = modelled_step_s(facts)
-    if before is None or not context.has_gpu or waited_s <= 0:
+    if before is None or not facts.run.has_gpu or waited_s <= 0:
         return None
-    for count in range(len(context.facts.groups), settings.device_groups, -1):
-        change = Change(name="device_groups", value=count)
-        if fits(facts, change):
-            break
-    else:
+    found = _largest(facts, "device_groups", len(settings.rows))
+    if found is None:
         return None
-    after = step_s_with(facts, change.applied_to(settings))
-    growth = context.device_growth_bytes(settings, change.applied_to(settings))
+    change, after_it = found
+    more = change.value - settings.value("device_groups")
     return Advice(
         id="device",
-        because=f"{share_of(facts, waited_s)} went into waiting for copies and updates, and "
-        f"{bytes_text(growth)} for {count - settings.device_groups} more parts with their "
-        "optimizer states is free on the device",
-        gain=min(1.0 - after / before, waited_s / steps.step_s),
+        because=f"{share_of(facts, waited_s)} went into waiting for copies and updates, and the "
+        f"device has room for {more} more groups with their optimizer states "
+        f"({bytes_text(_growth_bytes(facts, after_it))})",
+        gain=min(1.0 - step_s_with(facts, after_it) / before, waited_s / steps.step_s),
         change=change,
     )
 
 
+def _largest(facts: RunFacts, name: SettingName, most: int) -> tuple[Change, LiveSettings] | None:
+    """Return the largest value of a count that there is room for, and the settings with it; None
+    where that is no more than now."""
+    for count in range(most, facts.settings.value(name), -1):
+        change = Change(name=name, value=count)
+        if (settings := with_change(facts, change)) is not None:
+            return change, settings
+    return None
+
+
+def _growth_bytes(facts: RunFacts, settings: LiveSettings) -> int:
+    run = facts.run
+    return run.device_bytes(settings, 0) - run.device_bytes(facts.settings, 0)
+
+
 def _prefetch(facts: RunFacts) -> Advice | None:
-    """Copies would fit beside the computing and are waited for all the same: start them sooner."""
+    """Advise a deeper prefetch where weights are waited for although their copies take no longer
+    than the computing."""
     settings, waited_s = facts.settings, facts.steps.stall_s("weights")
-    streamed = facts.context.streamed(settings)
-    if facts.rates is None or streamed < 2:
+    streams = streamed(settings.rows, 0)
+    if facts.rates is None or streams < 2:
         return None
-    change = Change(name="prefetch", value=min(2 * settings.prefetch, streamed - 1))
-    if change.value <= settings.prefetch or not fits(facts, change):
+    change = Change(name="prefetch", value=min(2 * settings.prefetch, streams - 1))
+    if change.value <= settings.prefetch or with_change(facts, change) is None:
         return None
     copying_s = copied_bytes(facts, settings) / facts.rates.up
     must_wait_s = max(0.0, copying_s - facts.steps.computing_s)
     return Advice(
         id="prefetch",
-        because=f"{share_of(facts, waited_s)} went into waiting for copies of weights, which take "
-        f"{duration_text(copying_s)} beside {duration_text(facts.steps.computing_s)} of computing",
+        because=f"{share_of(facts, waited_s)} went into waiting for copies of weights; they take "
+        f"{duration_text(copying_s)} a step and can run while the device computes for "
+        f"{duration_text(facts.steps.computing_s)}, if they start earlier",
         gain=max(0.0, waited_s - must_wait_s) / 2 / facts.steps.step_s,
         change=change,
     )
 
 
 def _chunk(facts: RunFacts) -> Advice | None:
-    """A larger chunk fits: fewer launches."""
-    settings, batch = facts.settings, facts.context.layout.batch_rows
+    """Advise a larger chunk, which takes fewer launches."""
+    settings, batch = facts.settings, facts.run.batch_rows
     before = modelled_step_s(facts)
     if before is None or settings.chunk_rows >= batch:
         return None
     limit = batch if facts.failed_chunk_rows is None else facts.failed_chunk_rows - 1
-    rows = settings.chunk_rows
+    rows, found = settings.chunk_rows, settings
     while rows < batch:
         larger = min(2 * rows, batch)
-        if larger > limit or not fits(facts, Change(name="chunk_rows", value=larger)):
+        after_it = with_change(facts, Change(name="chunk_rows", value=larger))
+        if larger > limit or after_it is None:
             break
-        rows = larger
-    if rows == settings.chunk_rows:
+        rows, found = larger, after_it
+    if found is settings:
         return None
-    change = Change(name="chunk_rows", value=rows)
-    after = step_s_with(facts, change.applied_to(settings))
     chunks = -(-batch // settings.chunk_rows)
     return Advice(
         id="chunk",
         because=f"{_queued_late(facts)}{batch} rows are computed in {chunks} chunks of "
-        f"{settings.chunk_rows}, and chunks of {rows} fit; losses then differ {BY_ANOTHER_CHUNK}",
-        gain=1.0 - after / before,
-        change=change,
+        f"{settings.chunk_rows}, and chunks of {rows} fit; losses then differ {LOSSES_DIFFER}",
+        gain=1.0 - step_s_with(facts, found) / before,
+        change=Change(name="chunk_rows", value=rows),
     )
 
 
 def _queued_late(facts: RunFacts) -> str:
-    """Name the GPU that waits for its work, as the beginning of a sentence; "" where it hardly
-    does."""
+    """Begin a sentence with the GPU that waits for its work; "" where it hardly does."""
     queued_s = facts.steps.queued_s
     if queued_s < BINDS_FROM * facts.steps.step_s:
         return ""
@@ -194,53 +201,53 @@ def _queued_late(facts: RunFacts) -> str:
 
 
 def _queue(facts: RunFacts) -> Advice | None:
-    """The GPU gets its work too late, in whole batches: larger operations, not more of them."""
-    settings, layout, before = facts.settings, facts.context.layout, modelled_step_s(facts)
+    """Advise more rows a batch where the GPU gets its work too late although whole batches are
+    computed at once: as many operations, each larger."""
+    settings, run, before = facts.settings, facts.run, modelled_step_s(facts)
     late = _queued_late(facts)
-    if not late or before is None or settings.chunk_rows < layout.batch_rows:
+    if not late or before is None or settings.chunk_rows < run.batch_rows:
         return None
-    rows, halves = 2 * layout.batch_rows, facts.passes % 2 == 0
+    rows, halves = 2 * run.batch_rows, facts.passes % 2 == 0
     larger = replace(
         facts,
-        context=facts.context.planned_as(replace(layout, batch_rows=rows, chunk_rows=rows)),
+        run=run.with_batch(rows, rows),
         settings=replace(settings, chunk_rows=rows),
         passes=facts.passes // 2 if halves else facts.passes,
     )
-    if not has_room_for(facts, larger):
+    if not has_room_for(facts, larger.run, larger.settings):
         return None
     after = step_s_with(larger, larger.settings)
     setting = f"train.batch_rows={rows}"
     return Advice(
         id="queue",
         because=f"{late}{rows} rows at once are as many operations, each twice as large"
-        + ("" if halves else " (gain for each token; a larger batch is another training)"),
+        + ("" if halves else f". {_PER_TOKEN}"),
         gain=1.0 - after / (before if halves else 2 * before),
         setting=f"{setting} train.accumulation={larger.passes}" if halves else setting,
     )
 
 
 def _backward(facts: RunFacts) -> Advice | None:
-    """Without clipping nothing waits for the norm."""
+    """Advise to do without clipping, so that no update waits for the norm."""
     waited_s = facts.steps.stall_s("update")
-    if not facts.clips or facts.passes != 1 or facts.context.facts.scales_its_loss:
+    if not facts.clips or facts.passes != 1 or facts.run.facts.scales_its_loss:
         return None
     return Advice(
         id="backward",
-        because=f"{share_of(facts, waited_s)} went into waiting for AdamW on the host; without "
-        "clipping it runs beside the backward pass (gradients are then not clipped)",
+        because=f"{share_of(facts, waited_s)} went into waiting for AdamW on the host; if "
+        "gradients are not clipped, it runs during the backward pass",
         gain=min(waited_s, facts.steps.backward_s) / facts.steps.step_s,
         setting="train.max_grad_norm=null",
     )
 
 
 def _rows(facts: RunFacts) -> Advice | None:
-    """More rows a pass: each copy serves more tokens."""
-    steps, layout = facts.steps, facts.context.layout
+    """Advise more rows a backward pass: each copy then serves more tokens."""
+    steps, run, batch = facts.steps, facts.run, 2 * facts.run.batch_rows
     weights_s, all_s = steps.stall_s("weights"), sum(steps.stalls_s.values())
-    larger = facts.context.planned_as(replace(layout, batch_rows=2 * layout.batch_rows))
-    if not has_room_for(facts, replace(facts, context=larger)):
+    if not has_room_for(facts, run.with_batch(batch), facts.settings):
         return None
-    rows = f"train.batch_rows={2 * layout.batch_rows}"
+    rows = f"train.batch_rows={batch}"
     if facts.passes % 2 == 0:
         return Advice(
             id="rows",
@@ -253,52 +260,50 @@ def _rows(facts: RunFacts) -> Advice | None:
     of_two_s = 2 * computing_s + max(0.0, all_s - computing_s)
     return Advice(
         id="rows",
-        because=f"{share_of(facts, all_s)} went into waiting for copies and updates, which a step "
-        "with twice the rows pays once (gain for each token; a larger batch is another training)",
+        because=f"{share_of(facts, all_s)} went into waiting for copies and updates; a step with "
+        f"twice the rows waits for them only once. {_PER_TOKEN}",
         gain=1.0 - of_two_s / 2 / steps.step_s,
         setting=rows,
     )
 
 
 def _data(facts: RunFacts) -> Advice | None:
-    """Batches are made between the steps, on the processor."""
+    """Advise to leave a core free where steps wait for their batches."""
     return Advice(
         id="data",
-        because=f"{share_of(facts, facts.steps.data_s)} went into making batches, on one core",
+        because=f"{share_of(facts, facts.steps.data_s)} went into making batches, which takes one "
+        "core",
         gain=facts.steps.data_s / facts.steps.step_s,
-        setting="leave a core to the trainer: other programs, or OMP_NUM_THREADS, take them all",
+        setting="leave the trainer a core: end other programs, or lower OMP_NUM_THREADS",
     )
 
 
 def _memory(facts: RunFacts) -> Advice | None:
-    """The host reclaims or swaps."""
-    layout, share = facts.context.layout, facts.pressure_share
+    """Advise to free memory where the host reclaims or swaps."""
+    run, share = facts.run, facts.pressure_share
     if share is None:
         return None
-    holds_rows = not facts.context.has_gpu or layout.offloads_activations
-    less = layout.batch_rows // 2
+    holds_rows = not run.has_gpu or run.placement.layout.offloads_activations
+    less = run.batch_rows // 2
     setting = "close other programs, or add host memory"
     if holds_rows and less:
-        smaller = facts.context.planned_as(replace(layout, batch_rows=less))
-        freed = (
-            facts.context.need(facts.settings).host_bytes - smaller.need(facts.settings).host_bytes
-        )
+        freed = run.host_bytes(facts.settings) - run.with_batch(less).host_bytes(facts.settings)
         setting = (
             f"train.batch_rows={less} train.accumulation={2 * facts.passes} (frees "
             f"{bytes_text(freed)})"
         )
     return Advice(
         id="memory",
-        because=f"the host waited for memory (reclaiming, swapping) during {share:.0%} of the last "
-        f"{facts.steps.count} steps",
+        because=f"the host was short of memory (it reclaimed or swapped) during {share:.0%} of the "
+        f"last {facts.steps.count} steps",
         gain=share,
         setting=setting,
     )
 
 
 def redone(failed_chunk_rows: int, chunk_rows: int, share: float) -> Advice:
-    """Attempts with chunks of `failed_chunk_rows` ran out of device memory and were done again,
-    which took `share` of the run's time so far."""
+    """Advise a smaller chunk for the next run, after chunks of `failed_chunk_rows` ran out of
+    device memory and `share` of the run's time went into steps that were done again."""
     return Advice(
         id="redone",
         because=f"device memory ran out with chunks of {failed_chunk_rows} rows, and {share:.1%} "

@@ -1,4 +1,4 @@
-"""Looks at the steady steps of a run now and then, and says what would make it faster."""
+"""Look at the steady steps of a run now and then, and say what would make it faster."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from statistics import fmean
 
 from fluxtrain.hardware.pressure import memory_waited_s
 from fluxtrain.live.advice import Advice, advise, redone
+from fluxtrain.live.edit import MemoryInUse
+from fluxtrain.live.live_run import LiveRun
 from fluxtrain.live.run_facts import RunFacts, StepFacts
-from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use
+from fluxtrain.live.settings import Change, LiveSettings
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import AdviceGiven, AdviceWithdrawn
@@ -21,9 +23,9 @@ _SAME_GAIN = 0.05  # a prediction that moved less is the same advice
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What of a run never changes, for changes and advice."""
+    """What changes and advice need to know of a run as it begins."""
 
-    context: LiveContext
+    run: LiveRun
     passes: int  # backward passes a step
     clips: bool
     rates: Rates | None  # None: not measured on this machine
@@ -31,7 +33,7 @@ class Setup:
 
 
 class Adviser:
-    """What holds now, by id; tells what is new and what does not hold any more."""
+    """Keeps the advice that holds, by id; announces what is new and what holds no more."""
 
     def __init__(self, setup: Setup, announcer: Announcer) -> None:
         self._setup = setup
@@ -44,36 +46,38 @@ class Adviser:
         self._pressure = (time.monotonic(), memory_waited_s())
 
     def get(self, advice_id: str) -> Advice | None:
-        """Advice that holds."""
+        """Return the advice of this id, if it holds."""
         return self._given.get(advice_id)
 
     @property
     def ids(self) -> list[str]:
-        """Of advice that holds."""
+        """The ids of all advice that holds."""
         return list(self._given)
 
     def disproved(self, change: Change) -> None:
-        """It was tried and gave too little: it is not said again."""
+        """Do not advise a change again, which was tried and gave too little."""
         self._disproved.add(change)
 
     def ran_out(self, failed_rows: int, lost_s: float, chunk_rows: int) -> None:
-        """Device memory ran out with chunks of `failed_rows` after `lost_s` of a step, which is
-        done again with `chunk_rows`."""
+        """Advise a smaller chunk for the next run, after device memory ran out with chunks of
+        `failed_rows`, `lost_s` into a step that is done again with `chunk_rows`."""
         self._failed_chunk_rows = min(failed_rows, self._failed_chunk_rows or failed_rows)
         self._redone_s += lost_s
         self._hold(redone(self._failed_chunk_rows, chunk_rows, self._redone_share))
 
-    def look(self, steps: StepFacts, settings: LiveSettings, use: Use) -> None:
+    def look(
+        self, run: LiveRun, steps: StepFacts, settings: LiveSettings, memory: MemoryInUse
+    ) -> None:
         """Judge the last steady steps anew."""
         recorded = list(self._setup.lanes())[-steps.count :]
         if recorded:
             steps = replace(steps, queued_s=fmean(map(queued_s, recorded)))
         found = advise(
             RunFacts(
-                context=self._setup.context,
+                run=run,
                 settings=settings,
                 steps=steps,
-                use=use,
+                memory=memory,
                 rates=self._setup.rates,
                 passes=self._setup.passes,
                 clips=self._setup.clips,
@@ -89,12 +93,12 @@ class Adviser:
             self._hold(advice)
 
     def withdraw(self, advice_id: str) -> None:
-        """It was followed, or what it followed from has passed."""
+        """Announce that advice holds no more, because it was followed or its cause has passed."""
         if self._given.pop(advice_id, None) is not None:
             self._announcer.emit(AdviceWithdrawn(id=advice_id))
 
     def _hold(self, advice: Advice) -> None:
-        """Tell it, unless it was told and has hardly changed."""
+        """Announce advice, unless it was announced and has hardly changed."""
         if not _is_news(advice, self._given.get(advice.id)):
             return
         self._given[advice.id] = advice
@@ -115,7 +119,7 @@ class Adviser:
         return self._redone_s / max(time.monotonic() - self._started_s, self._redone_s, 1e-9)
 
     def _pressure_share(self) -> float | None:
-        """Of the time since the last look."""
+        """Return the share of the time since the last look in which the host waited for memory."""
         at_s, waited_s = self._pressure
         now = time.monotonic(), memory_waited_s()
         self._pressure = now

@@ -1,76 +1,43 @@
 """Changes of a run while it trains: asked for at any time, made between two steps, measured.
 
-The control socket's thread asks; the training loop carries out, measures and undoes. What is asked
-for is judged at once, so that the answer tells, and again when it is made. A resumed run starts
-with its configured window; its chunk is the checkpoint's, because the losses depend on it, unless
-the user sets another one for the resume.
+The control socket's thread asks; the training loop applies, measures and undoes. A request is
+judged at once, so that the answer says whether it will be made, and again when it is made. A
+resumed run starts with its configured window; its chunk is the checkpoint's, because the losses
+depend on it, unless the user sets another one for the resume.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.live.adviser import Adviser, Setup
-from fluxtrain.live.cards.rungs import CardRung, card_rungs
-from fluxtrain.live.effect import STEPS, Effect
-from fluxtrain.live.settings import (
-    BY_ANOTHER_CHUNK,
-    Change,
-    LiveContext,
-    LiveSettings,
-    Use,
-    parse_change,
+from fluxtrain.live.edit import (
+    MemoryInUse,
+    refuse_without_host_room,
     refuse_without_room,
     settings_after,
-    steps_down,
+)
+from fluxtrain.live.effect import STEPS, AppliedChange, ChangeRequest, Measurement
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.out_of_memory import FallbackStep, fallback_steps
+from fluxtrain.live.settings import (
+    LOSSES_DIFFER,
+    Change,
+    LiveSettings,
+    keeps_bits,
+    parse_change,
 )
 from fluxtrain.live.steady import SteadySteps
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
-from fluxtrain.telemetry.events import (
-    ChangeApplied,
-    ChangeMeasured,
-    ChangeRefused,
-    MeasuringChange,
-    StepFinished,
-)
+from fluxtrain.telemetry.events import ChangeApplied, ChangeRefused, StepFinished
 
-Why = Literal["asked", "advice", "undo", "wrong", "memory"]
-SAME_BITS = frozenset(
-    {
-        "prefetch",
-        "resident_blocks",
-        "device_groups",
-        "blocks_without_recompute",
-        "activations_on_device",
-    }
-)
-
-
-Turn = Callable[[Placement], None]  # raises DoesNotFit and leaves the engine as it was
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """A change that waits for the end of the step."""
-
-    change: Change
-    why: Why
-    advice: str = ""
-    predicted_gain: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """A change that was made."""
-
-    wish: Wish
-    before: int
+Apply = Callable[[Placement], None]  # raises DoesNotFit and leaves the engine as it was
 
 
 class LiveChanges:
@@ -80,188 +47,173 @@ class LiveChanges:
         self,
         setup: Setup,
         announcer: Announcer,
-        turn: Turn,
+        apply: Apply,
         *,
         chunk_rows: Callable[[], int],
-        use: Callable[[], Use],
-        promise_of: Callable[[LiveContext, LiveSettings], Promise],
+        memory: Callable[[], MemoryInUse],
+        promise_of: Callable[[LiveRun, LiveSettings], Promise],
     ) -> None:
-        self._context = setup.context
+        self._run = setup.run
         self._announcer = announcer
-        self._turn = turn
+        self._apply = apply
         self._chunk_rows = chunk_rows
-        self._use = use
+        self._memory = memory
         self._promise_of = promise_of
-        self._settings = setup.context.planned
+        self._settings = setup.run.planned
         self.promise: Promise | None = None  # of the settings in force; None: as planned
         self.steps_since = 0  # of the settings in force
         self._adviser = Adviser(setup, announcer)
         self._steady = SteadySteps()
         self._lock = threading.RLock()
-        self._wishes: list[Wish] = []  # that wait for the end of the step
+        self._requests: list[ChangeRequest] = []  # that wait for the end of the step
         self._peak_is_known = False  # a whole step was seen under the present settings
-        self._made: list[Made] = []  # the newest last; what `undo` takes back
-        self._measured: tuple[Made, Effect] | None = None
+        self._applied: list[AppliedChange] = []  # the newest last; what `undo` takes back
+        self._measurement = Measurement(announcer)
 
     @property
     def settings(self) -> LiveSettings:
-        """As they are now."""
+        """The settings in force."""
         return replace(self._settings, chunk_rows=self._chunk_rows())
 
-    # -- asked for, by the thread of the control socket
+    # -- requests, in the thread of the control socket
 
     def ask(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
         """Answer `apply` and `undo`; what is accepted is made after the step under way."""
         with self._lock:
             try:
-                if self._wishes:
-                    raise BadInput(f"{self._wishes[0].change} waits for the end of this step")
-                wish = self._undo() if command == "undo" else self._wished(arguments)
-                self._settings_after(wish)
+                if self._requests:
+                    raise BadInput(f"{self._requests[0].change} waits for the end of this step")
+                request = self._undo() if command == "undo" else self._requested(arguments)
+                self._settings_after(request)
             except FluxTrainError as error:
                 return False, str(error)
-            self._wishes.append(wish)
-            change, now = wish.change, getattr(self.settings, wish.change.name)
-        differs = "" if change.name in SAME_BITS else f"; losses then differ {BY_ANOTHER_CHUNK}"
+            self._requests.append(request)
+            change = request.change
+            now = self.settings.value(change.name)
+        differs = "" if keeps_bits(change.name) else f"; losses then differ {LOSSES_DIFFER}"
         return True, f"{change.name} goes from {now} to {change.value} after this step{differs}"
 
-    def _wished(self, arguments: Mapping[str, Any]) -> Wish:
+    def _requested(self, arguments: Mapping[str, Any]) -> ChangeRequest:
         if "advice" not in arguments:
-            return Wish(change=parse_change(arguments), why="asked")
+            return ChangeRequest(change=parse_change(arguments), why="asked")
         advice = self._adviser.get(str(arguments["advice"]))
         if advice is None or len(arguments) > 1:
             held = ", ".join(self._adviser.ids) or "none holds now"
             raise BadInput(f"there is no advice {arguments['advice']!r}: {held}")
         if advice.change is None:
             raise BadInput(f"this cannot change while a run trains; for the next run: {advice.how}")
-        if self._measured is not None:
-            made, effect = self._measured
+        if (measured := self._measurement.under_way) is not None:
             raise BadInput(
-                f"{made.wish.change} is measured ({effect.counted} of {STEPS} steps): wait, or undo"
+                f"{measured.request.change} is measured ({self._measurement.counted} of {STEPS} "
+                "steps): wait, or undo"
             )
-        return Wish(
+        return ChangeRequest(
             change=advice.change, why="advice", advice=advice.id, predicted_gain=advice.gain
         )
 
-    def _undo(self) -> Wish:
-        if not self._made:
-            raise BadInput("nothing was changed since this process started")
-        last = self._made[-1]
-        return Wish(change=Change(name=last.wish.change.name, value=last.before), why="undo")
+    def _undo(self) -> ChangeRequest:
+        if not self._applied:
+            raise BadInput(
+                "there is nothing to undo: nothing was changed since this process started, or "
+                "since device memory ran out"
+            )
+        return ChangeRequest(change=self._applied[-1].back, why="undo")
 
-    # -- carried out, by the training loop
+    # -- between two steps, in the thread of the training loop
 
     @property
     def waiting(self) -> bool:
         """Whether a change waits for the end of the step."""
-        return bool(self._wishes)
+        return bool(self._requests)
 
     def carry_out(self, step: int, still: Callable[[], None]) -> None:
-        """Make what waits, if anything does; between two steps, once `still` has waited until
-        nothing reads the engine's memory."""
+        """Make the changes that wait, once `still` has waited until nothing reads the engine's
+        memory."""
         with self._lock:
-            wishes, self._wishes = self._wishes, []
-            if wishes:
+            requests, self._requests = self._requests, []
+            if requests:
                 still()
-            for wish in wishes:
-                self._make(wish, step)
+            for request in requests:
+                self._make(request, step)
 
     def step_took(self, step: StepFinished) -> None:
-        """A step was done: measure the newest change, or look for advice."""
+        """Measure the newest change with a finished step, or look for advice."""
         with self._lock:
             self._peak_is_known = True
             self.steps_since += 1
             if not self._steady.took(step):
                 return
-            if self._measured is not None:
-                self._measure(step)
-            elif self._steady.worth_a_look and not self._context.several_cards:
-                self._adviser.look(self._steady.looked_at(), self.settings, self._known_use())
+            applied = self._measurement.under_way
+            if applied is not None:
+                if self._measurement.step_took(step.step, step.step_s) == "wrong":
+                    self._take_back(applied)
+            elif self._steady.worth_a_look and self._run.cards == 1:  # rates are those of one card
+                steps, memory = self._steady.looked_at(), self._known_memory()
+                self._adviser.look(self._run, steps, self.settings, memory)
 
     def disturbed(self) -> None:
-        """Something else than steps happened: the next step tells nothing."""
+        """Leave the next step out: something else than steps happened."""
         with self._lock:
             self._steady.disturb()
 
     def make_room(
         self, step: int, lost_s: float, gpu: int | None = None, *, backward: bool = True
     ) -> str | None:
-        """Device memory ran out in the step after `step`, `lost_s` after it began, of several GPUs
-        on `gpu`: give up what the rules say, so that it can be done again. In words what; None when
-        nothing is left."""
+        """Give something up after device memory ran out in the step after `step`, so that it can be
+        done again, and say what; None when nothing is left.
+
+        lost_s: how long after its beginning; gpu: where, as torch counts.
+        """
         with self._lock:
-            rung = self._rung_taken(gpu, backward=backward)
-            if rung is not None:
-                self._stop_measuring(step)
-                self._made = [made for made in self._made if made.wish.change.name != rung.name]
-                change = Change(name=rung.name, value=rung.after)
-                self._tell_applied(Wish(change=change, why="memory"), rung.before, step, rung.index)
-                self._steady.restart()
-                return str(rung)
-            for change in steps_down(self._context, self.settings, backward=backward):
-                before = self._context.held(self.settings, change.name)
-                if self._gave_up(change):
+            now = self.settings
+            for fallback in fallback_steps(self._run, now, gpu, backward=backward):
+                if self._falls_back(now, fallback):
                     break
             else:
                 return None
-            self._stop_measuring(step)
-            self._made = [made for made in self._made if made.wish.change.name != change.name]
-            self._tell_applied(Wish(change=change, why="memory"), before, step)
+            self._measurement.end(step)
+            self._applied.clear()  # going back could run out of memory again
+            change = Change(name=fallback.name, value=fallback.after)
+            request = ChangeRequest(change=change, why="memory")
+            self._tell_applied(request, fallback.before, step, fallback.card)
             self._steady.restart()
             if change.name == "chunk_rows":
-                self._adviser.ran_out(before, lost_s, change.value)
-                return f"chunks of {change.value} rows instead of {before}"
-            return f"{change.name} {change.value} instead of {before}"
+                self._adviser.ran_out(fallback.before, lost_s, change.value)
+            return str(fallback)
 
     def finish(self, step: int) -> None:
-        """The run ends: tell what a change under measurement was worth so far."""
+        """Tell, at the end of the run, what a change under measurement was worth so far."""
         with self._lock:
-            self._stop_measuring(step)
+            self._measurement.end(step)
 
     # -- inside
 
-    def _gave_up(self, change: Change) -> bool:
-        """Whether a rung could be taken: what leaves the device must find room on the host."""
-        now, new = self.settings, change.applied_to(self.settings)
+    def _falls_back(self, now: LiveSettings, fallback: FallbackStep) -> bool:
+        """Apply a fallback; return whether the host has room for what leaves the device."""
         try:
-            refuse_without_room(self._context, now, new, replace(self._use(), device_peak_bytes=0))
-            self._turn_to(new)
+            refuse_without_host_room(self._run, now, fallback.settings, self._memory())
+            self._put_in_force(fallback.settings)
         except DoesNotFit:
             return False
+        self._run = self._run.left_with(fallback.settings)
         return True
 
-    def _rung_taken(self, gpu: int | None, *, backward: bool) -> CardRung | None:
-        """Give up what the card that ran out has alone, where that is possible."""
-        earlier = self._context
-        if not earlier.several_cards:
-            return None
-        now = earlier.placement_with(self.settings)
-        has_gpu = earlier.has_gpu
-        for rung in card_rungs(earlier.facts, now, gpu, backward=backward, has_gpu=has_gpu):
-            room = self._use().host_available_bytes
-            if room is not None and rung.to_host_bytes > room:
-                continue
-            self._context = replace(earlier, placement=rung.placement)
-            try:
-                self._turn_to(replace(self._context.planned, chunk_rows=self._chunk_rows()))
-            except DoesNotFit:
-                self._context = earlier
-                continue
-            return rung
-        return None
-
-    def _turn_to(self, new: LiveSettings) -> None:
-        self._turn(self._context.placement_with(new))
-        context = self._context
-        before = self.promise or self._promise_of(context, context.planned)
-        self.promise, self.steps_since = self._promise_of(context, new).after(before), 0
+    def _put_in_force(self, new: LiveSettings) -> None:
+        self._apply(self._run.placement_with(new))
+        before = self.promise or self._promise_of(self._run, self._run.planned)
+        self.promise, self.steps_since = self._promise_of(self._run, new).after(before), 0
         self._settings, self._peak_is_known = new, False
 
-    def _make(self, wish: Wish, step: int) -> None:
-        change, now = wish.change, self.settings
+    def _take_back(self, applied: AppliedChange) -> None:
+        """Undo advice that was wrong, and do not give it again."""
+        self._adviser.disproved(applied.request.change)
+        if all(request.why != "undo" for request in self._requests):
+            self._requests.insert(0, ChangeRequest(change=applied.back, why="wrong"))
+
+    def _make(self, request: ChangeRequest, step: int) -> None:
+        change, now = request.change, self.settings
         try:
-            new = self._settings_after(wish)
-            self._turn_to(new)
+            self._put_in_force(self._settings_after(request))
         except (BadInput, DoesNotFit) as error:
             self._announcer.emit(
                 ChangeRefused(
@@ -269,35 +221,40 @@ class LiveChanges:
                     name=change.name,
                     value=change.value,
                     because=str(error),
-                    advice=wish.advice,
+                    advice=request.advice,
                 )
             )
             return
-        self._stop_measuring(step)
-        before = getattr(now, change.name)
-        self._tell_applied(wish, before, step)
-        self._adviser.withdraw(wish.advice)
-        if wish.why in ("undo", "wrong"):
-            self._made.pop()
+        self._measurement.end(step)
+        self._tell_applied(request, now.value(change.name), step)
+        self._adviser.withdraw(request.advice)
+        if request.why in ("undo", "wrong"):
+            self._applied.pop()
         else:
-            made = Made(wish=wish, before=before)
-            self._made.append(made)
-            effect = Effect(before_s=self._steady.seconds, predicted_gain=wish.predicted_gain)
-            self._measured = made, effect
+            applied = AppliedChange(request=request, before=now)
+            self._applied.append(applied)
+            self._measurement.begin(applied, self._steady.seconds)
         self._steady.restart()
 
-    def _settings_after(self, wish: Wish) -> LiveSettings:
-        back = wish.why in ("undo", "wrong")
-        return settings_after(
-            self._context, self.settings, wish.change, self._known_use(), back=back
-        )
+    def _settings_after(self, request: ChangeRequest) -> LiveSettings:
+        """Return the settings that a request leads to; raises where they cannot be."""
+        now, memory = self.settings, self._known_memory()
+        if request.why not in ("undo", "wrong"):
+            return settings_after(self._run, now, request.change, memory)
+        new = self._applied[-1].before
+        if request.change.name != "chunk_rows":
+            new = replace(new, chunk_rows=now.chunk_rows)
+        refuse_without_room(self._run, now, new, memory)
+        return new
 
-    def _known_use(self) -> Use:
-        use = self._use()
-        return use if self._peak_is_known else replace(use, device_peak_bytes=None)
+    def _known_memory(self) -> MemoryInUse:
+        memory = self._memory()
+        return memory if self._peak_is_known else replace(memory, device_peak_bytes=None)
 
-    def _tell_applied(self, wish: Wish, before: int, step: int, card: int | None = None) -> None:
-        change, promise = wish.change, self.promise
+    def _tell_applied(
+        self, request: ChangeRequest, before: int, step: int, card: int | None = None
+    ) -> None:
+        change, promise = request.change, self.promise
         assert promise is not None
         self._announcer.emit(
             ChangeApplied(
@@ -305,54 +262,15 @@ class LiveChanges:
                 name=change.name,
                 before=before,
                 after=change.value,
-                why=wish.why,
-                advice=wish.advice,
+                why=request.why,
+                advice=request.advice,
                 card=card,
-                predicted_gain=wish.predicted_gain,
-                same_bits=change.name in SAME_BITS,
+                predicted_gain=request.predicted_gain,
+                same_bits=keeps_bits(change.name),
                 device_bytes=promise.device_bytes,
                 host_bytes=promise.host_bytes,
                 step_s=promise.step_s,
                 tokens_per_s=promise.tokens_per_s,
                 binds=promise.binds,
-            )
-        )
-
-    def _measure(self, step: StepFinished) -> None:
-        assert self._measured is not None
-        made, effect = self._measured
-        effect = effect.after_step(step.step_s)
-        self._measured = made, effect
-        if not effect.complete:
-            name = made.wish.change.name
-            self._announcer.gauge(MeasuringChange(name=name, counted=effect.counted, wanted=STEPS))
-            return
-        self._stop_measuring(step.step)
-        if effect.verdict == "wrong":
-            self._adviser.disproved(made.wish.change)
-            if all(wish.why != "undo" for wish in self._wishes):
-                back = Change(name=made.wish.change.name, value=made.before)
-                self._wishes.insert(0, Wish(change=back, why="wrong"))
-
-    def _stop_measuring(self, step: int) -> None:
-        """Say what is known of the newest change so far; it is not measured any further."""
-        if self._measured is None:
-            return
-        (made, effect), self._measured = self._measured, None
-        change = made.wish.change
-        self._announcer.emit(
-            ChangeMeasured(
-                step=step,
-                name=change.name,
-                before=made.before,
-                after=change.value,
-                verdict=effect.verdict,
-                measured_gain=effect.gain,
-                predicted_gain=effect.predicted_gain,
-                advice=made.wish.advice,
-                before_s=effect.median_before_s,
-                after_s=effect.median_after_s,
-                steps_before=len(effect.before_s),
-                steps_after=effect.counted,
             )
         )

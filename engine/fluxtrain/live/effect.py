@@ -1,6 +1,7 @@
-"""What a change was worth: the median of steady steps before it against that of those after. Pure.
+"""What a change was worth: the median of the steady steps before it against that of those after.
 
-Steady steps are those that nothing else happened around; whoever feeds this leaves the others out.
+Steady steps are those without an evaluation, a checkpoint, a pause or another change around them;
+`SteadySteps` leaves the others out.
 """
 
 from __future__ import annotations
@@ -9,11 +10,44 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
+from fluxtrain.live.settings import Change, LiveSettings
+from fluxtrain.reporting.announce import Announcer
+from fluxtrain.telemetry.events import ChangeMeasured, MeasuringChange
+
 STEPS = 20  # on each side
 FEWEST_STEPS = 3  # that a median is taken of
 WRONG_BELOW = 0.5  # of the predicted gain
 
 Verdict = Literal["kept", "wrong", "measured", "unknown"]
+Why = Literal["asked", "advice", "undo", "wrong", "memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeRequest:
+    """A change that waits for the end of the step."""
+
+    change: Change
+    why: Why
+    advice: str = ""
+    predicted_gain: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppliedChange:
+    """A change that was made, with the settings that undo it."""
+
+    request: ChangeRequest
+    before: LiveSettings
+
+    @property
+    def value_before(self) -> int:
+        """The value of the setting before."""
+        return self.before.value(self.request.change.name)
+
+    @property
+    def back(self) -> Change:
+        """The change that undoes it."""
+        return Change(name=self.request.change.name, value=self.value_before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +56,10 @@ class Effect:
 
     before_s: tuple[float, ...]
     after_s: tuple[float, ...] = ()
-    predicted_gain: float | None = None  # of advice; None: somebody's own idea, which is only told
+    predicted_gain: float | None = None  # of advice; None: the user's own change, never "wrong"
 
     def after_step(self, step_s: float) -> Effect:
-        """With one more steady step."""
+        """Return the effect with one more steady step."""
         return replace(self, after_s=(*self.after_s, step_s))
 
     @property
@@ -35,17 +69,17 @@ class Effect:
 
     @property
     def complete(self) -> bool:
-        """Enough steps were seen."""
+        """Whether enough steps were seen."""
         return self.counted >= STEPS
 
     @property
     def median_before_s(self) -> float | None:
-        """Of the steps before; None when there are too few."""
+        """The median of the steps before; None when there are too few."""
         return _median(self.before_s)
 
     @property
     def median_after_s(self) -> float | None:
-        """Of the steps after; None when there are too few."""
+        """The median of the steps after; None when there are too few."""
         return _median(self.after_s)
 
     @property
@@ -56,7 +90,7 @@ class Effect:
 
     @property
     def verdict(self) -> Verdict:
-        """Advice that gave less than half of what it promised is wrong."""
+        """What to say of the change: advice that gave less than half of its promise is wrong."""
         gain = self.gain
         if gain is None:
             return "unknown"
@@ -67,3 +101,60 @@ class Effect:
 
 def _median(steps_s: tuple[float, ...]) -> float | None:
     return median(steps_s) if len(steps_s) >= FEWEST_STEPS else None
+
+
+class Measurement:
+    """Measures the newest change in steady steps, and tells what it was worth."""
+
+    def __init__(self, announcer: Announcer) -> None:
+        self._announcer = announcer
+        self._applied: AppliedChange | None = None
+        self._effect = Effect(before_s=())
+
+    @property
+    def under_way(self) -> AppliedChange | None:
+        """The change that is measured."""
+        return self._applied
+
+    @property
+    def counted(self) -> int:
+        """Steady steps since that change."""
+        return self._effect.counted
+
+    def begin(self, applied: AppliedChange, before_s: tuple[float, ...]) -> None:
+        """Measure a change from now on; `before_s` are steady steps before it."""
+        self._applied = applied
+        self._effect = Effect(before_s=before_s, predicted_gain=applied.request.predicted_gain)
+
+    def step_took(self, step: int, step_s: float) -> Verdict | None:
+        """Count a steady step; return the verdict once there are enough."""
+        assert self._applied is not None
+        self._effect = effect = self._effect.after_step(step_s)
+        if not effect.complete:
+            name = self._applied.request.change.name
+            self._announcer.gauge(MeasuringChange(name=name, counted=effect.counted, wanted=STEPS))
+            return None
+        self.end(step)
+        return effect.verdict
+
+    def end(self, step: int) -> None:
+        """Tell what is known of the change so far; it is not measured any further."""
+        if self._applied is None:
+            return
+        (applied, effect), self._applied = (self._applied, self._effect), None
+        self._announcer.emit(
+            ChangeMeasured(
+                step=step,
+                name=applied.request.change.name,
+                before=applied.value_before,
+                after=applied.request.change.value,
+                verdict=effect.verdict,
+                measured_gain=effect.gain,
+                predicted_gain=effect.predicted_gain,
+                advice=applied.request.advice,
+                before_s=effect.median_before_s,
+                after_s=effect.median_after_s,
+                steps_before=len(effect.before_s),
+                steps_after=effect.counted,
+            )
+        )

@@ -1,16 +1,15 @@
-"""What advice follows from: a run, its last steps, and what the cost model says of both. Pure."""
+"""Facts that advice follows from: a run, its last steps, and the planner's predictions. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.live.settings import Change, LiveContext, LiveSettings, Use, settings_after
+from fluxtrain.live.edit import MemoryInUse, settings_after
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.settings import Change, LiveSettings
 from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.cost.step import cost
-from fluxtrain.plan.facts import Groups
-from fluxtrain.plan.footprint import by_tier
 
 MODEL_OFF = 2.0  # times the measured step, either way, up to which the cost model is believed
 ROOM_SHARE = 0.9  # of the budget; the rest is for fragmentation
@@ -40,12 +39,12 @@ class StepFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What advice follows from."""
+    """A run on one card, its settings and what was measured of its last steps."""
 
-    context: LiveContext
+    run: LiveRun
     settings: LiveSettings
     steps: StepFacts
-    use: Use
+    memory: MemoryInUse
     rates: Rates | None  # None: not measured on this machine
     passes: int  # backward passes a step
     clips: bool  # a norm is waited for
@@ -55,55 +54,50 @@ class RunFacts:
     disproved: frozenset[Change] = field(default_factory=frozenset)
 
 
-def fits(facts: RunFacts, change: Change) -> bool:
-    """Whether the change is possible and leaves the reserve that automatic choices leave."""
-    context = facts.context
-    if context.budget_bytes is not None:
-        share = int(context.budget_bytes * ROOM_SHARE)
-        context = replace(context, placement=replace(context.placement, budget_bytes=share))
+def with_change(facts: RunFacts, change: Change) -> LiveSettings | None:
+    """Return the settings with a change, or None where it is impossible or leaves less of the
+    budget free than automatic choices do."""
     try:
-        settings_after(context, facts.settings, change, facts.use)
+        return settings_after(facts.run, facts.settings, change, facts.memory, share=ROOM_SHARE)
     except FluxTrainError:
-        return False
-    return True
+        return None
 
 
 def free_bytes(facts: RunFacts) -> float:
-    """Of the device's budget, less the reserve; without a GPU of the host."""
-    context, use = facts.context, facts.use
-    if context.budget_bytes is None:
-        return float("inf") if use.host_available_bytes is None else use.host_available_bytes
-    peak = use.device_peak_bytes
-    if peak is None:
-        peak = context.need(facts.settings).device_bytes
-    return context.budget_bytes * ROOM_SHARE - peak
+    """Return what is free of the device's budget, less a reserve; without a GPU of the host."""
+    budget = facts.run.placement.budget_of(0)
+    if budget is None:
+        available = facts.memory.host_available_bytes
+        return float("inf") if available is None else available
+    measured = facts.memory.device_peak_bytes
+    peak = measured[0] if measured else facts.run.device_bytes(facts.settings, 0)
+    return budget * ROOM_SHARE - peak
 
 
-def has_room_for(facts: RunFacts, other: RunFacts) -> bool:
-    """Whether what the run is would also have memory to be `other`."""
-    now, then = facts.context.need(facts.settings), other.context.need(other.settings)
-    available = facts.use.host_available_bytes
+def has_room_for(facts: RunFacts, run: LiveRun, settings: LiveSettings) -> bool:
+    """Return whether there is memory for the run with other rows in a batch."""
+    now, then = facts.run.need(facts.settings), run.need(settings)
+    available = facts.memory.host_available_bytes
     if available is not None and then.host_bytes - now.host_bytes > available:
         return False
     return then.device_bytes - now.device_bytes <= free_bytes(facts)
 
 
-def blocks_of(facts: RunFacts) -> Groups:
-    """The blocks whose weights live on the host."""
-    return by_tier(facts.context.facts, facts.context.layout_with(facts.settings))[1].blocks
-
-
 def copied_bytes(facts: RunFacts, settings: LiveSettings) -> int:
-    """Weights that go up in a step: streamed blocks twice a pass, resident ones once if trained."""
-    blocks = blocks_of(facts)
-    streamed = blocks.streamed(settings.resident_blocks)
-    once = sum(b.weight_bytes for b in blocks if b.rounded_bytes and b not in streamed)
-    return once + 2 * facts.passes * streamed.weight_bytes
+    """Return the bytes of blocks' weights that are uploaded in a step: those of a streamed block
+    twice a backward pass, those of a trained resident one once."""
+    once = twice = 0
+    for group, row in zip(facts.run.facts.groups, settings.rows, strict=True):
+        if row.kind != "block" or row.weights == "device":
+            continue
+        twice += 0 if row.resident else group.weight_bytes
+        once += group.weight_bytes if row.resident and group.rounded_bytes else 0
+    return once + 2 * facts.passes * twice
 
 
 def modelled_step_s(facts: RunFacts) -> float | None:
-    """What the cost model says of the step as it is; None where that is far from what is measured,
-    or rates are not known: its word about another step is then worth nothing."""
+    """Predict the step as it is; None where that is far from what was measured, so that a
+    prediction of another step is worth nothing, or where rates are not known."""
     if facts.rates is None:
         return None
     seconds = step_s_with(facts, facts.settings)
@@ -111,14 +105,11 @@ def modelled_step_s(facts: RunFacts) -> float | None:
 
 
 def step_s_with(facts: RunFacts, settings: LiveSettings) -> float:
-    """What the cost model says of a step with these settings; rates must be known."""
+    """Predict a step with these settings; rates must be known."""
     assert facts.rates is not None
-    clips = facts.clips or facts.passes > 1
-    context = facts.context
-    layout = context.layout_with(settings)
-    return cost(context.facts, layout, facts.rates, clips=clips, passes=facts.passes).step_s
+    return facts.run.step(settings, facts.rates, clips=facts.clips, passes=facts.passes).step_s
 
 
 def share_of(facts: RunFacts, seconds: float) -> str:
-    """Say what share of the last steps these seconds a step were."""
+    """Word the share of the last steps that these seconds a step were."""
     return f"{seconds / facts.steps.step_s:.0%} of the last {facts.steps.count} steps"

@@ -13,12 +13,13 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.adviser import Setup
+from fluxtrain.live.apply_placement import apply_placement
 from fluxtrain.live.changes import LiveChanges
-from fluxtrain.live.resettle import resettle
-from fluxtrain.live.settings import LiveContext, LiveSettings, Use
+from fluxtrain.live.edit import MemoryInUse
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.settings import LiveSettings
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
@@ -37,14 +38,13 @@ def live_changes(
     rates: Rates | str,
     lanes: Callable[[], Sequence[StepLanes]] = tuple,
 ) -> LiveChanges:
-    """What may change of a run that is placed and wrapped; `rates` as the plan has them, `lanes`
-    those of the last steps."""
+    """Return what lets a placed and wrapped run change; `rates` as the plan has them, `lanes` those
+    of the last steps."""
     has_gpu = engine.device.torch_device.type == "cuda"
     layout = replace(placement.layout, chunk_rows=engine.chunk_rows)
-    placement = replace(placement, layout=layout)
-    context = LiveContext(facts=facts, placement=placement, has_gpu=has_gpu)
+    run = LiveRun(facts, replace(placement, layout=layout), has_gpu)
     setup = Setup(
-        context=context,
+        run=run,
         passes=config.train.accumulation,
         clips=config.train.max_grad_norm is not None or facts.scales_its_loss,
         rates=None if isinstance(rates, str) else rates,
@@ -53,32 +53,30 @@ def live_changes(
     return LiveChanges(
         setup,
         announcer,
-        partial(resettle, engine),
+        partial(apply_placement, engine),
         chunk_rows=lambda: engine.chunk_rows,
-        use=partial(_use, engine.device.torch_device),
+        memory=partial(_memory, [card.device.torch_device for card in engine.cards]),
         promise_of=partial(promise_of, setup),
     )
 
 
-def promise_of(setup: Setup, context: LiveContext, settings: LiveSettings) -> Promise:
-    """Predict what the run of `context` takes with `settings`."""
-    placement = context.placement_with(settings)
+def promise_of(setup: Setup, run: LiveRun, settings: LiveSettings) -> Promise:
+    """Predict what the run takes with `settings`."""
+    placement = run.placement_with(settings)
     promise = Promise(
-        device_bytes=placement.need.shown_device_bytes(has_gpu=context.has_gpu),
+        device_bytes=placement.need.shown_device_bytes(has_gpu=run.has_gpu),
         host_bytes=placement.host_bytes,
     )
-    if setup.rates is None or context.several_cards:  # `cost` knows one
+    if setup.rates is None or run.cards > 1:  # the rates are those of one card
         return promise
-    clips = setup.clips or setup.passes > 1
-    took = cost(context.facts, placement.layout, setup.rates, clips=clips, passes=setup.passes)
+    took = run.step(settings, setup.rates, clips=setup.clips, passes=setup.passes)
     return replace(promise, step_s=took.step_s, tokens_per_s=took.tokens_per_s, binds=took.binds)
 
 
-def _use(device: torch.device) -> Use:
+def _memory(devices: Sequence[torch.device]) -> MemoryInUse:
     no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
-    return Use(
-        device_peak_bytes=(
-            torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        ),
+    on_gpus = all(device.type == "cuda" for device in devices)
+    return MemoryInUse(
+        device_peak_bytes=tuple(map(torch.cuda.max_memory_allocated, devices)) if on_gpus else None,
         host_available_bytes=read_machine(gpus=no_gpus).memory_available_bytes,
     )

@@ -13,14 +13,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.live.resettle import resettle
-from fluxtrain.live.settings import LiveContext, LiveSettings
+from fluxtrain.live.apply_placement import apply_placement
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.settings import LiveSettings
 from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.units import MIB
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
+from tests.live_settings import settings_with
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -29,7 +31,6 @@ pytestmark = [
 ]
 
 LAYERS = 6
-PLANNED = LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=2)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ class Training:
         layout = Layout(offload="weights", batch_rows=8, chunk_rows=2)
         facts = replace(facts_of(model), row=row)
         placement = placement_of(facts, layout, footprint(facts, layout, has_gpu=True))
-        self.context = LiveContext(facts=facts, placement=placement, has_gpu=True)
+        self.context = LiveRun(facts, placement, has_gpu=True)
         self.model = wrap_with(
             model.train(), device="cuda", offload="weights", chunk_rows=2, overlap=True,
             device_groups=0, resident_blocks=0,
@@ -85,7 +86,7 @@ class Training:
         return self.losses
 
     def turn(self, settings: LiveSettings) -> None:
-        resettle(self.engine, self.context.placement_with(settings))
+        apply_placement(self.engine, self.context.placement_with(settings))
 
     def weights_bytes(self) -> int:
         return self.engine.memory().device_by["weights"]
@@ -96,7 +97,7 @@ def test_losses_keep_their_bits_through_changes_of_residency_and_prefetch() -> N
     plain.steps(10)
     for prefetch, resident in ((2, 3), (4, 0), (1, 4), (2, LAYERS), (2, 0)):
         turned.steps(2)
-        turned.turn(LiveSettings(prefetch=prefetch, resident_blocks=resident, chunk_rows=2))
+        turned.turn(settings_with(turned.context, prefetch=prefetch, resident_blocks=resident))
     assert turned.losses == plain.losses
     assert turned.steps(2) == plain.steps(2)
 
@@ -106,8 +107,8 @@ def test_whole_parts_move_to_the_gpu_and_back_with_the_same_bits() -> None:
     plain.steps(10)
     for device_groups in (3, LAYERS + 3, 1, 0):
         turned.steps(2)
-        settings = LiveSettings(
-            prefetch=2, resident_blocks=0, chunk_rows=2, device_groups=device_groups
+        settings = settings_with(
+            turned.context, prefetch=2, resident_blocks=0, device_groups=device_groups
         )
         turned.turn(settings)
         need = turned.context.need(settings)
@@ -123,14 +124,14 @@ def test_memory_is_what_the_layout_says_and_comes_back() -> None:
     run.steps(2)
     torch.cuda.synchronize()
     before, allocated = run.weights_bytes(), torch.cuda.memory_allocated()
-    assert before == run.context.need(PLANNED).weights_bytes
-    more = LiveSettings(prefetch=2, resident_blocks=3, chunk_rows=2)
+    assert before == run.context.need(run.context.planned).weights_bytes
+    more = settings_with(run.context, prefetch=2, resident_blocks=3)
     run.turn(more)
     run.steps(1)
-    grown = run.context.device_growth_bytes(PLANNED, more)
+    grown = run.context.device_bytes(more, 0) - run.context.device_bytes(run.context.planned, 0)
     assert run.weights_bytes() - before == grown
     peak = run.engine.memory().device_peak_bytes
-    run.turn(PLANNED)
+    run.turn(run.context.planned)
     run.steps(2)
     torch.cuda.synchronize()
     assert run.weights_bytes() == before
@@ -160,7 +161,7 @@ def test_a_change_that_runs_out_of_device_memory_is_undone() -> None:
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     filling = _what_is_left()
     with pytest.raises(DoesNotFit):
-        run.turn(LiveSettings(prefetch=2, resident_blocks=LAYERS, chunk_rows=2))
+        run.turn(settings_with(run.context, prefetch=2, resident_blocks=LAYERS))
     torch.cuda.set_per_process_memory_fraction(1.0)
     del filling
     assert (run.weights_bytes(), run.engine.plan) == (before, plan)

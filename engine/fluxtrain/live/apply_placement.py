@@ -25,7 +25,7 @@ from fluxtrain.wrapping.slots import slots_for
 _Placed = tuple[Card, Slot]
 
 
-def resettle(context: Context, placement: Placement) -> None:
+def apply_placement(context: Context, placement: Placement) -> None:
     """Give `context` this placement; between two steps, by the thread that drives it.
 
     Groups move whose rows say other tiers than before; then blocks get the slots, activations and

@@ -13,8 +13,9 @@ from torch import nn
 
 import fluxtrain
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.resettle import resettle
-from fluxtrain.live.settings import LiveContext, LiveSettings
+from fluxtrain.live.apply_placement import apply_placement
+from fluxtrain.live.live_run import LiveRun
+from fluxtrain.live.settings import LiveSettings
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
 from fluxtrain.plan import states as state_formats
@@ -23,13 +24,13 @@ from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
+from tests.live_settings import settings_with
 from tests.wrap_with import wrap_with
 
 LAYERS = 6
-PLANNED = LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=2)
 
 
-def ground_of(model: nn.Module, states: Any, offload: Any, device_first: Any) -> LiveContext:
+def ground_of(model: nn.Module, states: Any, offload: Any, device_first: Any) -> LiveRun:
     """Facts of a model before it is wrapped, with a row's."""
     row = RowFacts(
         hidden=32, vocabulary=96, sequence_length=10, dtype_bytes=4, activation_bytes=1 << 16
@@ -37,11 +38,11 @@ def ground_of(model: nn.Module, states: Any, offload: Any, device_first: Any) ->
     facts = replace(facts_of(model, states), row=row)
     layout = Layout(offload=offload, batch_rows=4, chunk_rows=2, device_first=device_first)
     placement = placement_of(facts, layout, footprint(facts, layout, has_gpu=False))
-    return LiveContext(facts=facts, placement=placement, has_gpu=False)
+    return LiveRun(facts, placement, has_gpu=False)
 
 
-def turn(engine: Engine, ground: LiveContext, settings: LiveSettings) -> None:
-    resettle(engine, ground.placement_with(settings))
+def turn(engine: Engine, ground: LiveRun, settings: LiveSettings) -> None:
+    apply_placement(engine, ground.placement_with(settings))
 
 
 class Training:
@@ -101,8 +102,8 @@ def test_blocks_that_become_resident_leave_the_slot_that_others_will_use(
     ahead for it into a shared slot is overwritten by then."""
     plain, turned = training(), training()
     turned.steps(1)
-    settings = LiveSettings(
-        prefetch=2, resident_blocks=resident, chunk_rows=2, blocks_without_recompute=kept
+    settings = settings_with(
+        turned.context, prefetch=2, resident_blocks=resident, blocks_without_recompute=kept
     )
     turn(turned.engine, turned.context, settings)
     turned.steps(3)
@@ -115,7 +116,7 @@ def test_blocks_that_stop_being_resident_need_no_memory_for_the_slots_they_share
 ) -> None:
     plain, turned = training(), training()
     plain.steps(4)
-    everywhere = LiveSettings(prefetch=2, resident_blocks=LAYERS, chunk_rows=2)
+    everywhere = settings_with(turned.context, prefetch=2, resident_blocks=LAYERS)
     turn(turned.engine, turned.context, everywhere)
     turned.steps(2)
 
@@ -124,7 +125,9 @@ def test_blocks_that_stop_being_resident_need_no_memory_for_the_slots_they_share
 
     monkeypatch.setattr(Window, "add_slot", runs_out)
     slots = {id(slot.flat) for slot in turned.engine.cards[0].window.slots}
-    turn(turned.engine, turned.context, replace(everywhere, resident_blocks=1))
+    turn(
+        turned.engine, turned.context, settings_with(turned.context, prefetch=2, resident_blocks=1)
+    )
     left = turned.engine.cards[0].window.slots
     assert {id(slot.flat) for slot in left} < slots
     assert sum(slot.owner is None for slot in left) == turned.engine.plan.slots
@@ -140,8 +143,11 @@ def test_losses_and_weights_keep_their_bits_through_changes_of_residency_and_pre
     changes = ((2, 3, 0), (1, 3, 2), (4, 1, 5), (1, 0, 0), (2, LAYERS, LAYERS), (5, 0, 1))
     for prefetch, resident, kept in changes:
         turned.steps(2)
-        settings = LiveSettings(
-            prefetch=prefetch, resident_blocks=resident, chunk_rows=2, blocks_without_recompute=kept
+        settings = settings_with(
+            turned.context,
+            prefetch=prefetch,
+            resident_blocks=resident,
+            blocks_without_recompute=kept,
         )
         turn(turned.engine, turned.context, settings)
     assert turned.losses == plain.losses
@@ -158,9 +164,9 @@ def test_the_window_the_counters_and_the_residency_are_those_of_the_new_layout(
     run = training()
     run.steps(2)
     before = run.engine.memory().device_by["weights"]
-    assert before == run.context.need(PLANNED).weights_bytes
+    assert before == run.context.need(run.context.planned).weights_bytes
     for prefetch, resident in ((2, 2), (4, 2), (1, 0), (1, LAYERS), (2, 0)):
-        settings = LiveSettings(prefetch=prefetch, resident_blocks=resident, chunk_rows=2)
+        settings = settings_with(run.context, prefetch=prefetch, resident_blocks=resident)
         turn(run.engine, run.context, settings)
         run.steps(2)
         assert run.engine.memory().device_by["weights"] == run.context.need(settings).weights_bytes
@@ -188,7 +194,7 @@ def test_resident_blocks_are_copied_once_a_step_instead_of_twice(
         return run.engine.traffic().h2d_bytes - before
 
     streamed = moved()
-    turn(run.engine, run.context, LiveSettings(prefetch=2, resident_blocks=LAYERS, chunk_rows=2))
+    turn(run.engine, run.context, settings_with(run.context, prefetch=2, resident_blocks=LAYERS))
     run.steps(1)
     every = sum(block.weight_bytes for block in run.engine.blocks)
     assert moved() == every < streamed
@@ -203,7 +209,11 @@ def test_another_chunk_gives_what_a_run_gives_that_starts_with_it(
         (name, {key: tensor.clone() for key, tensor in tensors.items()})
         for name, tensors in run.engine.state_shards()
     ]
-    turn(run.engine, run.context, LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=4))
+    turn(
+        run.engine,
+        run.context,
+        settings_with(run.context, prefetch=2, resident_blocks=0, chunk_rows=4),
+    )
     for name, tensors in shards:
         started.engine.load_state_shard(name, tensors)
     started.engine.chunk_rows = 4
@@ -230,7 +240,11 @@ def test_running_out_of_device_memory_leaves_everything_as_it_was(
 
     monkeypatch.setattr(Window, "add_slot", scarce)
     with pytest.raises(DoesNotFit):
-        turn(run.engine, run.context, LiveSettings(prefetch=2, resident_blocks=4, chunk_rows=4))
+        turn(
+            run.engine,
+            run.context,
+            settings_with(run.context, prefetch=2, resident_blocks=4, chunk_rows=4),
+        )
     assert calls == 3
     assert run.engine.memory().device_by == before
     assert run.engine.plan is plan
@@ -265,8 +279,8 @@ def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
     planned = turned.engine.memory()
     for device_groups, resident in ((3, 0), (3, 2), (LAYERS + 3, 0), (1, 1), (0, 0)):
         turned.steps(2)
-        settings = LiveSettings(
-            prefetch=2, resident_blocks=resident, chunk_rows=2, device_groups=device_groups
+        settings = settings_with(
+            turned.context, prefetch=2, resident_blocks=resident, device_groups=device_groups
         )
         turn(turned.engine, turned.context, settings)
         used, need = turned.engine.memory().device_by, turned.context.need(settings)
@@ -287,8 +301,8 @@ def test_blocks_can_move_to_the_device_before_the_embedding_does(
     plain.steps(8)
     for device_groups, resident in ((2, 0), (2, 2), (LAYERS + 1, 0), (0, 0)):
         turned.steps(2)
-        settings = LiveSettings(
-            prefetch=2, resident_blocks=resident, chunk_rows=2, device_groups=device_groups
+        settings = settings_with(
+            turned.context, prefetch=2, resident_blocks=resident, device_groups=device_groups
         )
         turn(turned.engine, turned.context, settings)
         used, need = turned.engine.memory().device_by, turned.context.need(settings)
@@ -317,7 +331,7 @@ def test_a_moved_state_is_the_optimizers_and_survives_its_export(
 ) -> None:
     plain, turned = training(), training()
     turned.steps(2)
-    settings = LiveSettings(prefetch=2, resident_blocks=0, chunk_rows=2, device_groups=4)
+    settings = settings_with(turned.context, prefetch=2, resident_blocks=0, device_groups=4)
     turn(turned.engine, turned.context, settings)
     turned.optimizer.load_state_dict(turned.optimizer.state_dict())
     assert turned.steps(2) == plain.steps(4)
@@ -341,7 +355,7 @@ def test_no_room_for_a_part_leaves_every_part_where_it_was(
         return real(self, *args, **options)
 
     monkeypatch.setattr(Group, "allocate", scarce)
-    settings = LiveSettings(prefetch=1, resident_blocks=1, chunk_rows=2, device_groups=3)
+    settings = settings_with(run.context, prefetch=1, resident_blocks=1, device_groups=3)
     with pytest.raises(DoesNotFit, match="find no room"):
         turn(run.engine, run.context, settings)
     assert run.engine.memory().device_by == before
@@ -360,10 +374,10 @@ def test_any_sequence_of_changes_keeps_the_bits(
     plain, turned = (training(family=family, offload=offload) for _ in range(2))
     parts = len(turned.engine.groups)
     for _ in range(8):
-        settings = LiveSettings(
+        settings = settings_with(
+            turned.context,
             prefetch=dice.randint(1, LAYERS),
             resident_blocks=dice.randint(0, LAYERS),
-            chunk_rows=2,
             device_groups=dice.choice([0, 0, dice.randint(0, parts)]),
         )
         turn(turned.engine, turned.context, settings)

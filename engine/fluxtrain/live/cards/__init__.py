@@ -1,1 +1,0 @@
-"""Changes and advice of a run whose blocks are on several cards."""
