@@ -33,8 +33,8 @@ ASKED = {
 }  # fmt: skip
 # What these measure is the current card's by their docstrings, or any card's.
 OF_THE_CURRENT = {
-    "hardware/probe/bandwidth.py", "hardware/probe/pinning.py", "optimizer/third_party.py",
-    "exporting/check/gate.py",
+    "hardware/probe/bandwidth.py", "hardware/probe/pin_rate.py", "hardware/page_locking.py",
+    "optimizer/third_party.py", "exporting/check/gate.py",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.hardware.probe import pinning
+from fluxtrain.hardware.probe import pin_rate as pinning
 from fluxtrain.hardware.probe.bandwidth import (
     BUS_RATES,
     COPY_BYTES,
@@ -20,7 +20,7 @@ from fluxtrain.hardware.probe.bandwidth import (
     matmul_rate,
     sample_bytes,
 )
-from fluxtrain.hardware.probe.pinning import LEAST_BYTES, pin_rate
+from fluxtrain.hardware.probe.pin_rate import LEAST_BYTES, pin_rate
 from fluxtrain.units import GIB, MIB
 
 

@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import fluxtrain
 from fluxtrain.calibration.calibrate import calibrate
 from fluxtrain.data.batches import Batch
-from fluxtrain.hardware.others import BUSY_SHARE, LOOK_S, others_share, read_use
+from fluxtrain.hardware.probe.others import BUSY_SHARE, LOOK_S, others_share, read_use
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import Calibration

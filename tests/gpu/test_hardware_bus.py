@@ -12,7 +12,7 @@ from fluxtrain.commands.doctor.self_test import check_streaming
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe.bandwidth import BUS_RATES, bus_rates, matmul_rate
-from fluxtrain.hardware.probe.pinning import pin_rate
+from fluxtrain.hardware.probe.pin_rate import pin_rate
 from fluxtrain.hardware.probe.probe import PROBE_LIMIT_S, probe
 from fluxtrain.hardware.probe.table import probe_text
 from fluxtrain.units import MIB

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import DeviceFailed
-from fluxtrain.hardware.cards.failed import device_failure
+from fluxtrain.hardware.failed_card import device_failure
 from fluxtrain.reporting.failures import as_told
 
 

@@ -11,15 +11,15 @@ from msgspec.structs import replace
 from fluxtrain.client.machine import TOGETHER, Card, Rate
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor.several_cards import several_cards_findings
-from fluxtrain.hardware.cards import peers
-from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG, peer_names
-from fluxtrain.hardware.cards.rates import (
+from fluxtrain.hardware.disk import read_disk
+from fluxtrain.hardware.probe import peers
+from fluxtrain.hardware.probe import probe as probing
+from fluxtrain.hardware.probe.card_rates import (
     further_card_names,
 )
-from fluxtrain.hardware.cards.seen import cards_seen
-from fluxtrain.hardware.cards.table import card_lines, card_rows
-from fluxtrain.hardware.disk import read_disk
-from fluxtrain.hardware.probe import probe as probing
+from fluxtrain.hardware.probe.peers import NO_ACCESS, WRONG, peer_names
+from fluxtrain.hardware.probe.table import card_lines, card_rows
+from fluxtrain.hardware.seen_cards import cards_seen
 from tests.unit.fake_cards import Cuda, gpu, machine
 
 

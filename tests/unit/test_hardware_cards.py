@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from fluxtrain.client.machine import TOGETHER, GpuProcess, Rate
-from fluxtrain.hardware.cards import rates
-from fluxtrain.hardware.cards.copies import TorchCopies
-from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG, peer_names, peer_rates
-from fluxtrain.hardware.cards.rates import (
+from fluxtrain.hardware.probe import card_rates as rates
+from fluxtrain.hardware.probe.card_rates import (
     further_card_names,
     further_card_rates,
     rates_together,
 )
-from fluxtrain.hardware.cards.seen import cards_seen, of_one_generation
+from fluxtrain.hardware.probe.copies import TorchCopies
+from fluxtrain.hardware.probe.peers import NO_ACCESS, WRONG, peer_names, peer_rates
+from fluxtrain.hardware.seen_cards import cards_seen, of_one_generation
 from fluxtrain.units import GIB, MIB
 from tests.unit.fake_cards import Cuda, gpu, machine
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fluxtrain.hardware import others
-from fluxtrain.hardware.others import (
+from fluxtrain.hardware.probe import others
+from fluxtrain.hardware.probe.others import (
     BUSY_SHARE,
     Use,
     beside_text,

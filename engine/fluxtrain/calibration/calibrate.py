@@ -43,7 +43,7 @@ from fluxtrain.calibration.small_model import (
 )
 from fluxtrain.calibration.timed_steps import CHUNKS, Kind, StepTimes, time_steps
 from fluxtrain.errors import Diverged, UnsupportedModel
-from fluxtrain.hardware.others import others_share, read_use
+from fluxtrain.hardware.probe.others import others_share, read_use
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import (
     Calibration,

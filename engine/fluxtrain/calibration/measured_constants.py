@@ -22,10 +22,10 @@ from fluxtrain.calibration.calibrate import calibrate
 from fluxtrain.calibration.small_model import NotCalibrated
 from fluxtrain.client.machine import Machine
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.hardware.cache import cache_file, is_fresh
-from fluxtrain.hardware.others import BUSY_SHARE, beside_text, is_calm_after
 from fluxtrain.hardware.probe.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
 from fluxtrain.hardware.probe.bandwidth import bus_rates, host_copy_rate, sample_bytes
+from fluxtrain.hardware.probe.cache import cache_file, is_fresh
+from fluxtrain.hardware.probe.others import BUSY_SHARE, beside_text, is_calm_after
 from fluxtrain.hardware.probe.probe import known_rates, sustained_threads
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.choices.ranked import GPU_CHUNK_TOKENS

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fluxtrain.calibration.block_timing import CPU_LIMIT_S, STEPS, BlockTimes
-from fluxtrain.hardware.others import BUSY_SHARE, others_share, read_use
+from fluxtrain.hardware.probe.others import BUSY_SHARE, others_share, read_use
 from fluxtrain.methods.objective import BoundBatch
 
 if TYPE_CHECKING:

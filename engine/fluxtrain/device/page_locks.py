@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fluxtrain.hardware.probe.pinning import forget_cuda_error, lock_limit_text
+from fluxtrain.hardware.page_locking import forget_cuda_error, lock_limit_text
 from fluxtrain.units import bytes_text
 
 _LOG = logging.getLogger("fluxtrain")

@@ -14,8 +14,8 @@ import torch
 from fluxtrain.client.machine import TOGETHER, Card, Machine
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.device.multi_gpu_streams import reaches
-from fluxtrain.hardware.cards.seen import BF16_CAPABILITY, cards_seen, of_one_generation
 from fluxtrain.hardware.probe.probe import known_rates
+from fluxtrain.hardware.seen_cards import BF16_CAPABILITY, cards_seen, of_one_generation
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.rates import CardsRates, cards_rates_from, times_as_long
 from fluxtrain.plan.cost.rates import Rates

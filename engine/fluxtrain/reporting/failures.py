@@ -15,7 +15,7 @@ from fluxtrain.errors import (
     brief,
     system_error,
 )
-from fluxtrain.hardware.cards.failed import device_failure
+from fluxtrain.hardware.failed_card import device_failure
 from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
 
 _UNUSABLE = frozenset(

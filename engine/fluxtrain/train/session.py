@@ -26,7 +26,7 @@ from fluxtrain.errors import (
     Interrupted,
     ReadFailed,
 )
-from fluxtrain.hardware.cards.failed import device_failure
+from fluxtrain.hardware.failed_card import device_failure
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.console import JsonConsole, PlainConsole, to_standard_output
 from fluxtrain.reporting.disk_wait import DiskWait

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.hardware.cards.seen import is_full
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.seen_cards import is_full
 from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fluxtrain.client.doctor import Finding
 from fluxtrain.client.machine import Gpu
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.hardware.probe.pinning import SAMPLE_BYTES
+from fluxtrain.hardware.probe.pin_rate import SAMPLE_BYTES
 from fluxtrain.hardware.probe.table import link_text
 from fluxtrain.units import bytes_text, duration_text, rate_text
 

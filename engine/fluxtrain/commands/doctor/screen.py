@@ -7,8 +7,7 @@ import textwrap
 from fluxtrain.client.doctor import DoctorAnswer
 from fluxtrain.client.machine import Gpu, Machine, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.hardware.cards.table import card_lines
-from fluxtrain.hardware.probe.table import age_text, link_text, no_gpu_reason
+from fluxtrain.hardware.probe.table import age_text, card_lines, link_text, no_gpu_reason
 from fluxtrain.units import UNKNOWN, bytes_text, rate_text
 
 COLUMNS = 80

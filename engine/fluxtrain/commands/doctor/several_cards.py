@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fluxtrain.client.doctor import Finding
 from fluxtrain.client.machine import card_rate_name
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.hardware.cards.peers import WRONG
+from fluxtrain.hardware.probe.peers import WRONG
 from fluxtrain.units import rate_text
 
 ALIKE = 0.8  # of the fastest card's bus: a slower one is in another slot

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from fluxtrain.hardware.probe.pinning import page_locked
+from fluxtrain.hardware.page_locking import page_locked
 from fluxtrain.units import MIB
 
 if TYPE_CHECKING:

@@ -21,18 +21,8 @@ from msgspec.structs import replace
 from fluxtrain.client.machine import TOGETHER, Disk, Machine, Rate
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.hardware.cache import cache_file, is_fresh
-from fluxtrain.hardware.cards.peers import NO_ACCESS, WRONG, peer_names, peer_rates
-from fluxtrain.hardware.cards.rates import (
-    current,
-    further_card_names,
-    further_card_rates,
-    rates_together,
-)
-from fluxtrain.hardware.cards.seen import cards_seen
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.others import is_calm_after, others_share, read_use
 from fluxtrain.hardware.probe.adamw_rate import adamw_rate
 from fluxtrain.hardware.probe.bandwidth import (
     BUS_RATES,
@@ -41,10 +31,20 @@ from fluxtrain.hardware.probe.bandwidth import (
     matmul_rate,
     sample_bytes,
 )
+from fluxtrain.hardware.probe.cache import cache_file, is_fresh
+from fluxtrain.hardware.probe.card_rates import (
+    current,
+    further_card_names,
+    further_card_rates,
+    rates_together,
+)
 from fluxtrain.hardware.probe.disk_rate import disk_rates
-from fluxtrain.hardware.probe.pinning import pin_rate
+from fluxtrain.hardware.probe.others import is_calm_after, others_share, read_use
+from fluxtrain.hardware.probe.peers import NO_ACCESS, WRONG, peer_names, peer_rates
+from fluxtrain.hardware.probe.pin_rate import pin_rate
 from fluxtrain.hardware.probe.rate import failed
 from fluxtrain.hardware.probe.table import no_gpu_reason
+from fluxtrain.hardware.seen_cards import cards_seen
 from fluxtrain.telemetry.storage import write_json
 from fluxtrain.units import GIB
 

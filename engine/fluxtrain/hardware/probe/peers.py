@@ -12,7 +12,7 @@ from itertools import permutations
 from typing import Any
 
 from fluxtrain.client.machine import Rate, peer_name
-from fluxtrain.hardware.cards.copies import Copies, TorchCopies
+from fluxtrain.hardware.probe.copies import Copies, TorchCopies
 from fluxtrain.hardware.probe.rate import best_rate, failed
 from fluxtrain.units import MIB, bytes_text
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from fluxtrain.client.machine import TOGETHER, Rate, card_rate_name
-from fluxtrain.hardware.cards.copies import Copies, TorchCopies
 from fluxtrain.hardware.probe.bandwidth import (
     COPY_BYTES,
     LEAST_COPY_BYTES,
     bus_rates,
     matmul_rate,
 )
+from fluxtrain.hardware.probe.copies import Copies, TorchCopies
 from fluxtrain.hardware.probe.rate import TOO_LITTLE, best_rate, failed
 from fluxtrain.units import bytes_text
 
