@@ -103,4 +103,4 @@ def test_what_was_measured_beside_others_is_measured_again_once_they_are_gone(
 def test_what_was_measured_beside_others_says_who_measures_again_and_when() -> None:
     text = beside_text(0.6, command="fluxtrain train")
     assert "other programs used 60% of the processors" in text
-    assert "the next `fluxtrain train` measures again by itself once they are calm" in text
+    assert "the next `fluxtrain train` measures again when they are done" in text

@@ -86,7 +86,7 @@ def test_rates_taken_beside_other_programs_say_so_and_are_taken_again_when_those
 ) -> None:
     monkeypatch.setattr(probing, "others_share", lambda _: 0.42)
     first = probe(tmp_path)
-    assert "while other programs used 42% of the processors" in age_text(first)
+    assert "other programs used 42% of the processors" in age_text(first)
     monkeypatch.setattr(probing, "is_calm_after", lambda share: False)
     assert probe(tmp_path).from_cache
     assert len(counted) == 5

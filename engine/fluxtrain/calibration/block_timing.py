@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fluxtrain.calibration.peaks import measure_host_peak_anew, recent_host_peak_bytes
-from fluxtrain.calibration.small_model import NotCalibrated
+from fluxtrain.calibration.timing import BlockMarks, Mark, repeat_steps
 from fluxtrain.device.heap import trim_heap
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import median
@@ -103,19 +103,11 @@ class BlockTimer:
         self._optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
         mine = {id(parameter) for parameter in trained}
         self._others = [p for p in small.parameters() if p.requires_grad and id(p) not in mine]
-        self._hooks = [
-            handle
-            for block in blocks
-            for handle in (
-                block.register_forward_pre_hook(self._enters, with_kwargs=True),
-                block.register_forward_hook(self._leaves),
-            )
-        ]
+        self._block_marks = BlockMarks(blocks, self._pass)
 
     def close(self) -> None:
         """Remove the hooks from the blocks."""
-        for handle in self._hooks:
-            handle.remove()
+        self._block_marks.remove()
 
     def measure(
         self, batch: BoundBatch[Any], *, chunk_rows: int | None = None, memory: bool = True
@@ -137,11 +129,7 @@ class BlockTimer:
             self._run_steps(batch, HEAT_S, LIMIT_S)
             self._run_without_recompute(batch, times)
             return times
-        started_s = time.perf_counter()
-        for _ in range(STEPS):
-            self._step(batch)
-            if time.perf_counter() - started_s > CPU_LIMIT_S:
-                break
+        repeat_steps(lambda: self._step(batch), most=STEPS, limit_s=CPU_LIMIT_S)
         return times
 
     def measure_memory(self, batch: BoundBatch[Any], times: BlockTimes) -> None:
@@ -253,20 +241,17 @@ class BlockTimer:
             self._optimizer.zero_grad()
         self._mark("updated")
 
-    def _enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._mark("enters")
-        hidden = _first_tensor((*args, *kwargs.values()), else_first=True)
-        hidden.register_hook(lambda _: self._backward_left())
-
-    def _leaves(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        self._mark("leaves")
-        if self._on_gpu:
+    def _pass(self, name: Mark) -> None:
+        """Mark where a pass of a block begins or ends, and measure what it takes."""
+        self._mark(name)
+        if name == "leaves" and self._on_gpu:
             self._times.held_bytes = torch.cuda.memory_allocated(self._device)
-        hidden = _first_tensor(out if isinstance(out, tuple) else (out,))
-        hidden.register_hook(lambda _: self._backward_enters())
+        elif name == "backward enters":
+            self._backward_enters()
+        elif name == "backward leaves":
+            self._backward_left()
 
     def _backward_enters(self) -> None:
-        self._mark("backward enters")
         if self._on_gpu:
             if self._at_the_loss:
                 self._at_the_loss = False
@@ -286,7 +271,6 @@ class BlockTimer:
         return max(0, torch.cuda.max_memory_allocated(self._device) - self._held_bytes)
 
     def _backward_left(self) -> None:
-        self._mark("backward leaves")
         if self._on_gpu:
             taken = self._taken_bytes()
             self._times.activation_bytes = max(self._times.activation_bytes, taken)
@@ -313,18 +297,3 @@ class BlockTimer:
     def _wait(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-
-
-def _first_tensor(values: tuple[Any, ...], *, else_first: bool = False) -> Tensor:
-    """Return the hidden states: the first input (or output) that a gradient reaches.
-
-    `else_first`: where a frozen embedding gives no gradient, let it reach the first input of
-    floating point, as it does in all blocks but the first.
-    """
-    for value in values:
-        if isinstance(value, Tensor) and value.requires_grad:
-            return value
-    for value in values if else_first else ():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.is_leaf:
-            return value.requires_grad_()
-    raise NotCalibrated("no gradient reaches the input of its first block")

@@ -33,7 +33,6 @@ from fluxtrain.calibration.block_timing import (
     BlockTimer,
     BlockTimes,
 )
-from fluxtrain.calibration.patience import Patience
 from fluxtrain.calibration.repeats import Repeat, streamed_steps, until_agreed
 from fluxtrain.calibration.small_model import (
     NotCalibrated,
@@ -58,14 +57,38 @@ from fluxtrain.plan.cost.updates import rate_of_update
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
+from fluxtrain.units import duration_text
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.grouping import facts_of
 
 if TYPE_CHECKING:
     from fluxtrain.wrapping.engine import Engine
 
+LIMIT_S = 20.0  # for a calibration: kernels that are tuned first take minutes
+SHARE = 0.1  # of the run, where that is longer
 SIZES = ("few", "many", "cut")  # "cut" is the many rows in chunks of the few
 _TimedSteps = tuple[dict[Kind, StepTimes], GroupFacts]
+
+
+class Patience:
+    """The time since a calibration began, against what it may take."""
+
+    def __init__(
+        self, steps: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """steps: of the run that follows; None: not known."""
+        self._steps, self._clock = steps or 0, clock
+        self._began_s = clock()
+
+    def check(self, step_s: float) -> None:
+        """Raise NotCalibrated where more than the limit has passed; a step of the small model, with
+        a part of the run's blocks and rows, takes `step_s`."""
+        passed_s = self._clock() - self._began_s
+        if passed_s > max(LIMIT_S, SHARE * self._steps * step_s):
+            raise NotCalibrated(
+                f"its timing was stopped after {duration_text(passed_s)}, because kernels were "
+                "still being compiled or tuned: the next run finds them ready"
+            )
 
 
 def calibrate(  # noqa: PLR0913 - each is a choice of its own

@@ -21,10 +21,9 @@ from fluxtrain.adamw.native_adamw import update_threads
 from fluxtrain.calibration.calibrate import calibrate
 from fluxtrain.calibration.small_model import NotCalibrated
 from fluxtrain.client.machine import Machine
-from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.probe.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
 from fluxtrain.hardware.probe.bandwidth import bus_rates, host_copy_rate, sample_bytes
-from fluxtrain.hardware.probe.cache import cache_file, is_fresh
+from fluxtrain.hardware.probe.cache import cache_file, keep, read_kept
 from fluxtrain.hardware.probe.others import BUSY_SHARE, beside_text, is_calm_after
 from fluxtrain.hardware.probe.probe import known_rates, sustained_threads
 from fluxtrain.methods.objective import BoundBatch
@@ -35,7 +34,6 @@ from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.search import CHUNK_TOKENS
 from fluxtrain.plan.states import STATE_FORMATS, StateFormat, StorageFormat
 from fluxtrain.rundir.run_dir import runs_root
-from fluxtrain.telemetry.storage import write_json
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # with more, this copy would be the memory peak of a small run
@@ -77,7 +75,7 @@ class Constants:
     def note_run(self, times: float) -> None:
         """Keep that steps of a run took so many times what was predicted for it; nothing where that
         was about right."""
-        kept = None if self.place is None else _read(self.place)
+        kept = None if self.place is None else read_kept(self.place, _Kept, FORMAT)
         if self.place is None or kept is None or 1 / FAR_OFF < times < FAR_OFF:
             return
         with contextlib.suppress(OSError, FluxTrainError):  # as `_write`
@@ -103,6 +101,11 @@ class _Kept(msgspec.Struct, frozen=True):
     calibration: Calibration
     run_times: float = 1.0
 
+    @property
+    def measured_at_s(self) -> float:
+        """When the block was timed."""
+        return self.calibration.measured_at_s
+
 
 def known_constants(
     facts: ModelFacts,
@@ -125,14 +128,16 @@ def known_constants(
         _place(facts, machine, device, batch_rows, mixed=one, in_backward=in_backward)
         for one in wanted
     )
-    kept = ((place, one) for place in places if (one := _read(place)) is not None)
+    kept = (
+        (place, one) for place in places if (one := read_kept(place, _Kept, FORMAT)) is not None
+    )
     place, found = next(kept, (None, None))
     probed = _probed() if per_s is None else per_s
     if found is None:
         return Constants(
             per_s=probed,
-            source="rates of the machine and constants of its class: no block of this model was "
-            "timed here yet, which `fluxtrain train` does",
+            source="rates of the machine and typical times of such machines: `fluxtrain train` "
+            "times a block of this model before its first step",
         )
     return Constants(
         per_s=_either(found.per_s, probed),
@@ -252,22 +257,18 @@ def _should_time_again(timed: Calibration, machine: Machine) -> bool:
 
 def _source(timed: Calibration) -> str:
     missed = "" if timed.steps_not_timed is None else f"; {timed.steps_not_timed.text}"
-    return f"one block, timed {_when(timed)}{missed}"
+    few, many = timed.rows
+    beside = beside_text(timed.others_share, command="fluxtrain train")
+    return (
+        f"one block, timed on this machine with {few} and {many} rows in "
+        f"{duration_text(timed.measuring_s)}{beside}{missed}"
+    )
 
 
 def _corrected(run_times: float) -> str:
     if run_times == 1.0:
         return ""
     return f"; times follow the last run, whose steps took {run_times:.2g} times what that predicts"
-
-
-def _when(timed: Calibration) -> str:
-    few, many = timed.rows
-    beside = beside_text(timed.others_share, command="fluxtrain train")
-    return (
-        f"with {few} and {many} rows before a training on this machine, in "
-        f"{duration_text(timed.measuring_s)}{beside}"
-    )
 
 
 def _probed() -> dict[str, float | None]:
@@ -392,22 +393,8 @@ def _card(device: str) -> tuple[str, ...]:
     return (str(torch.cuda.get_device_name(torch.cuda.current_device())),)
 
 
-def _read(place: Path) -> _Kept | None:
-    try:
-        kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    usable = kept.format == FORMAT and is_fresh(kept.calibration.measured_at_s)
-    return kept if usable else None
-
-
 def _write(place: Path, rates: Mapping[str, float], timed: Calibration) -> None:
-    """Write `timed`, and `rates` beside the rates already in the file. An error is ignored: a cache
-    that is not written only costs a new measurement the next time."""
-    before = _read(place)
+    """Write `timed`, and `rates` beside the rates already in the file."""
+    before = read_kept(place, _Kept, FORMAT)
     every = {**({} if before is None else before.per_s), **rates}
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, _Kept(FORMAT, every, timed))
-    except (OSError, FluxTrainError):
-        return
+    keep(place, _Kept(FORMAT, every, timed))

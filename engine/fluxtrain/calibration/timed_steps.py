@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.calibration.small_model import (
@@ -34,6 +34,7 @@ from fluxtrain.calibration.small_model import (
     middle_block,
     wrapped,
 )
+from fluxtrain.calibration.timing import BlockMarks, Mark, repeat_steps
 from fluxtrain.device.recorder import Note
 from fluxtrain.errors import Diverged
 from fluxtrain.methods.objective import BoundBatch
@@ -53,7 +54,7 @@ LEAST_BLOCKS, MOST_BLOCKS = 3, 12
 BYTES_A_PARAMETER = 16  # on the host: weight, masters, moments and gradient
 HOST_SHARE = 4  # the blocks take at most one part in so many of the available host memory
 WARMING = 2  # steps: the first touches weights and gradients, the second the moments
-STEPS = 4  # of one kind, at most
+LEAST_STEPS, STEPS = 2, 4  # of one kind
 CHUNKS = 4  # that the rows are cut into, if they are as many
 LIMIT_S = 0.8  # for the steps of one kind; the last may end later
 
@@ -203,9 +204,7 @@ class _StepTimer:
             [p for p in small.parameters() if p.requires_grad], 1e-6
         )
         self._seen = _Seen()
-        for block in blocks:
-            block.register_forward_pre_hook(self._enters)
-            block.register_forward_hook(self._leaves)
+        BlockMarks(blocks, self._pass, to_the_input=False)
         for _ in range(WARMING):
             self._step("whole")
 
@@ -248,12 +247,9 @@ class _StepTimer:
         self._engine.flush()
         self._seen = _Seen()
         self._recorder.notes.clear()
-        started_s = time.perf_counter()
-        for number in range(STEPS):
-            self._recorder.begin_step(number + 1)
-            self._step(kind)
-            if number and time.perf_counter() - started_s > LIMIT_S:
-                break
+        repeat_steps(
+            lambda: self._recorded_step(kind), most=STEPS, least=LEAST_STEPS, limit_s=LIMIT_S
+        )
         self._engine.flush()
         for group in self._engine.groups:
             group.wait()
@@ -261,6 +257,10 @@ class _StepTimer:
         notes = [note for note in self._recorder.notes if isinstance(note, Note)]
         self._recorder.notes.clear()
         return _by_lane(notes)
+
+    def _recorded_step(self, kind: Kind) -> None:
+        self._recorder.begin_step(len(self._seen.forwards) + 1)
+        self._step(kind)
 
     def _step(self, kind: Kind) -> None:
         self._seen.forwards.append([])
@@ -283,16 +283,11 @@ class _StepTimer:
         waits = [*lanes.get("host", []), *lanes.get("stall", [])]
         return _between(self._seen.forwards, waits), _between(self._seen.backwards, waits)
 
-    def _enters(self, *_: object) -> None:
-        self._seen.forwards[-1].append(time.perf_counter())
-
-    def _leaves(self, _: nn.Module, __: object, out: object) -> None:
-        hidden = out[0] if isinstance(out, tuple) else out
-        if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(self._backward_enters)
-
-    def _backward_enters(self, _: Tensor) -> None:
-        self._seen.backwards[-1].append(time.perf_counter())
+    def _pass(self, name: Mark) -> None:
+        if name == "enters":
+            self._seen.forwards[-1].append(time.perf_counter())
+        elif name == "backward enters":
+            self._seen.backwards[-1].append(time.perf_counter())
 
 
 def _by_lane(notes: Iterable[Note]) -> dict[str, list[tuple[float, float]]]:

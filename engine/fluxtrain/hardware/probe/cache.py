@@ -6,10 +6,13 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from fluxtrain.client.machine import Machine
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.telemetry.storage import write_json
 from fluxtrain.units import GIB
 
 MAX_AGE_S = 7 * 86_400.0
@@ -34,8 +37,35 @@ def cache_file(kind: str, machine: Machine, *more: object) -> Path:
     return Path(base) / "fluxtrain" / f"{kind}-{digest}.json"
 
 
-def is_fresh(measured_at_s: float) -> bool:
-    """Return whether a measurement of that Unix time is valid: at most a week old, and not in the
-    future (the clock was set back)."""
-    age_s = time.time() - measured_at_s
-    return -60 < age_s < MAX_AGE_S
+class Kept(Protocol):
+    """The content of such a file."""
+
+    @property
+    def format(self) -> int: ...
+
+    @property
+    def measured_at_s(self) -> float: ...
+
+
+_K = TypeVar("_K", bound=Kept)
+
+
+def read_kept(place: Path, kind: type[_K], file_format: int) -> _K | None:
+    """Read what was kept; None without a file, for another format, or if it is no longer valid: a
+    week old, or from the future because the clock was set back."""
+    try:
+        kept = msgspec.json.decode(place.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    age_s = time.time() - kept.measured_at_s
+    return kept if kept.format == file_format and -60 < age_s < MAX_AGE_S else None
+
+
+def keep(place: Path, kept: msgspec.Struct) -> str:
+    """Write the file, and return why that failed or ""; the next process then measures again."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, kept)
+    except (OSError, FluxTrainError) as error:
+        return str(error)
+    return ""

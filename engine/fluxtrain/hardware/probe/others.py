@@ -78,6 +78,6 @@ def beside_text(share: float | None, *, command: str) -> str:
     if share is None or share < BUSY_SHARE:
         return ""
     return (
-        f", while other programs used {share:.0%} of the processors, which makes this machine look "
-        f"slower: the next `{command}` measures again by itself once they are calm"
+        f"; other programs used {share:.0%} of the processors meanwhile, so this machine looks "
+        f"slower than it is: the next `{command}` measures again when they are done"
     )

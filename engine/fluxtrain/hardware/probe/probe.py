@@ -31,7 +31,7 @@ from fluxtrain.hardware.probe.bandwidth import (
     matmul_rate,
     sample_bytes,
 )
-from fluxtrain.hardware.probe.cache import cache_file, is_fresh
+from fluxtrain.hardware.probe.cache import cache_file, keep, read_kept
 from fluxtrain.hardware.probe.card_rates import (
     current,
     further_card_names,
@@ -45,7 +45,6 @@ from fluxtrain.hardware.probe.pin_rate import pin_rate
 from fluxtrain.hardware.probe.rate import failed
 from fluxtrain.hardware.probe.table import no_gpu_reason
 from fluxtrain.hardware.seen_cards import cards_seen
-from fluxtrain.telemetry.storage import write_json
 from fluxtrain.units import GIB
 
 PROBE_LIMIT_S = 20.0
@@ -88,8 +87,9 @@ def _found(
         measured = _tried_again(cached, failed_before, machine, folder, say)
     else:
         measured = _measured(machine, disk, folder, say)
-    if LATE not in measured.rates.values():
-        _keep(place, measured, say)
+    is_whole = LATE not in measured.rates.values()
+    if is_whole and (failure := keep(place, _Kept(FORMAT, measured))):
+        say(f"the rates are not kept: {failure}")
     return measured
 
 
@@ -247,27 +247,19 @@ def _measure(
     return rates
 
 
-def _cached(place: Path) -> ProbeAnswer | None:
-    try:
-        kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    usable = kept.format == FORMAT and is_fresh(kept.probe.measured_at_s)
-    return kept.probe if usable else None
-
-
 class _Kept(msgspec.Struct, frozen=True):
     format: int
     probe: ProbeAnswer
 
+    @property
+    def measured_at_s(self) -> float:
+        """When the oldest of its rates was measured."""
+        return self.probe.measured_at_s
 
-def _keep(place: Path, measured: ProbeAnswer, say: Report) -> None:
-    """Write the cache; if that fails the next call measures again."""
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, _Kept(FORMAT, measured))
-    except (OSError, FluxTrainError) as error:
-        say(f"the rates are not kept: {error}")
+
+def _cached(place: Path) -> ProbeAnswer | None:
+    kept = read_kept(place, _Kept, FORMAT)
+    return None if kept is None else kept.probe
 
 
 def _cache_path(machine: Machine, disk: Disk) -> Path:
