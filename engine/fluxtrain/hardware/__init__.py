@@ -1,1 +1,1 @@
-"""Describes the machine and measures its rates. `bandwidth` and `probe` import torch when used."""
+"""Describe the machine; `probe`, which stands above, measures its rates."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_SOME_TOTAL = re.compile(r"^some .*total=(\d+)", re.MULTILINE)
 # These drivers set the frequency by themselves and call their normal governor "powersave".
 _SELF_GOVERNING = frozenset({"intel_pstate", "amd-pstate-epp"})
 
@@ -59,6 +60,23 @@ def wished_threads(environment: Mapping[str, str] | None = None) -> int | None:
     first = (os.environ if environment is None else environment).get("OMP_NUM_THREADS", "")
     first = first.partition(",")[0].strip()
     return int(first) if first.isdigit() and int(first) else None
+
+
+def memory_waited_s(root: Path = Path("/")) -> float | None:
+    """Return the seconds since boot in which a task of this machine (or container) waited.
+
+    Reads the kernel's pressure stall information, Documentation/accounting/psi.rst: `some total=`
+    counts microseconds in which at least one task waited to reclaim, refault or swap in. None if
+    the kernel does not tell. Tests pass another file tree as `root`.
+    """
+    for name in ("sys/fs/cgroup/memory.pressure", "proc/pressure/memory"):
+        try:
+            found = _SOME_TOTAL.search((root / name).read_text())
+        except OSError:
+            continue
+        if found is not None:
+            return int(found[1]) / 1e6
+    return None
 
 
 def _power(root: Path) -> tuple[str | None, tuple[str, ...]]:

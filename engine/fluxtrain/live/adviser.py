@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from fluxtrain.hardware.pressure import memory_waited_s
+from fluxtrain.hardware.system import memory_waited_s
 from fluxtrain.live.advice import Advice, advise, redone
 from fluxtrain.live.edit import MemoryInUse
 from fluxtrain.live.live_run import LiveRun

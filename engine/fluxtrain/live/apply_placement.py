@@ -1,9 +1,8 @@
-"""Another placement or another chunk for an engine that trains, between two optimizer steps.
+"""Give a training engine another placement or another chunk, between two optimizer steps.
 
-Where weights and states live, which blocks stay on the device and how many slots the others share
-decides only what is copied when, and where the same update is computed: the results keep their
-bits. Another chunk changes the order in which the rows' gradients are summed, so results are those
-of a run that has that chunk, within rounding of this one.
+A placement decides only what is copied when, and where the same update is computed, so results keep
+their bits. Another chunk changes the order in which the rows' gradients are summed: results are
+then those of a run that has that chunk, within rounding of this one.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _Placed = tuple[Card, Slot]
 
 
 def apply_placement(context: Context, placement: Placement) -> None:
-    """Give `context` this placement; between two steps, by the thread that drives it.
+    """Give `context` this placement, between two steps and in the thread that drives it.
 
-    Groups move whose rows say other tiers than before; then blocks get the slots, activations and
-    chunk that the placement says. New memory is taken before any is given back, so that running out
-    of it leaves everything as it was. Raises DoesNotFit then. Blocks that stop being resident leave
-    their slots to streamed blocks, so this allocates no memory.
+    Groups move whose rows name other tiers than before; then blocks get the placement's slots,
+    activations and chunk. New memory is taken before any is given back: where it runs out, all
+    stays as it was, and DoesNotFit is raised. Blocks that stop being resident leave their slots to
+    streamed blocks, which takes no memory.
     """
     check_groups(placement.groups, context.groups)
     refuse_unused(placement.groups, cards=len(context.cards))
@@ -85,7 +84,7 @@ def _waiting(placement: Placement) -> int:
 
 
 def _come_to_rest(context: Context) -> None:
-    """No copy is under way, to or from memory that may be given back."""
+    """Wait until no copy is under way to or from memory that may be given back."""
     context.flush()  # copies may wait for updates
     for card in context.cards:
         card.window.drain()
@@ -97,8 +96,8 @@ def _come_to_rest(context: Context) -> None:
 
 
 def _tidy(context: Context, *, fewer_wait: bool) -> None:
-    """After the moves: free the memory of what is gone, and measure peaks anew. `fewer_wait`: of
-    inputs on the host."""
+    """Free the memory of what has moved, and measure peaks anew. `fewer_wait`: fewer groups have
+    inputs on the host than before."""
     for group in context.groups:
         if group.rows is not None and group.placement.weights == "device":
             group.rows.give_back()
@@ -159,6 +158,6 @@ def _fitting(card: Card, streamed: list[Group]) -> tuple[int, list[Slot]]:
 
 
 def _give_back(context: Context) -> None:
-    """Freed memory returns to the driver, so that what is reserved is what is used."""
+    """Return freed memory to the driver, so that what is reserved is what is used."""
     if context.device.torch_device.type == "cuda":
         torch.cuda.empty_cache()

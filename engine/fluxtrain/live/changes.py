@@ -152,7 +152,7 @@ class LiveChanges:
                 self._adviser.look(self._run, steps, self.settings, memory)
 
     def disturbed(self) -> None:
-        """Leave the next step out: something else than steps happened."""
+        """Leave the next step out of measurements, because something else happens before it."""
         with self._lock:
             self._steady.disturb()
 

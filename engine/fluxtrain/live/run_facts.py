@@ -33,7 +33,7 @@ class StepFacts:
         return max(0.0, self.forward_s + self.backward_s - sum(self.stalls_s.values()))
 
     def stall_s(self, cause: str) -> float:
-        """Seconds a step that the computation waited."""
+        """Return the seconds a step that the computation waited for this cause."""
         return self.stalls_s.get(cause, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The steps that tell how fast a run is: those that nothing else happened around."""
+"""Pick the steps that tell how fast a run is: nothing else happened around them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class SteadySteps:
         self._steps: deque[StepFinished] = deque(maxlen=STEPS)
 
     def disturb(self) -> None:
-        """Something else happened between two steps: the next one does not count."""
+        """Leave the next step out, because something else happens before it."""
         self._skip = max(self._skip, 1)
 
     def took(self, step: StepFinished) -> bool:
-        """Note a step; whether it counts."""
+        """Note a step and return whether it counts."""
         if self._skip:
             self._skip -= 1
             return False
@@ -39,23 +39,23 @@ class SteadySteps:
         return True
 
     def restart(self) -> None:
-        """Settings changed: what was seen tells nothing about what comes."""
+        """Forget all steps, because settings changed."""
         self._steps.clear()
         self._unseen = 0
         self.disturb()
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Of each."""
+        """The seconds of each step."""
         return tuple(step.step_s for step in self._steps)
 
     @property
     def worth_a_look(self) -> bool:
-        """As many as are looked at, and all of them new since the last look."""
+        """Whether there are enough steps, all of them new since the last look."""
         return self._unseen >= STEPS
 
     def looked_at(self) -> StepFacts:
-        """Their means; there must be some."""
+        """Return the means of the steps, of which there must be some."""
         self._unseen = 0
         steps = list(self._steps)
         causes = {cause for step in steps for cause in step.stalls_s}

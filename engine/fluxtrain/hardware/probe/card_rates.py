@@ -79,7 +79,7 @@ def rates_together(
 
 
 def _rate(copies: Copies, some: Sequence[tuple[Any, Any, int]], size_bytes: int) -> float:
-    """Bytes a second of all these copies at once, by the time until the last one ends."""
+    """Return the bytes a second of all these copies at once, until the last one ends."""
     cards = sorted({card for _, _, card in some})
 
     def all_at_once() -> None:

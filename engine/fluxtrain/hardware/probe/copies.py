@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class Copies(Protocol):
-    """What is measured with; tests have one without cards."""
+    """Buffers and copies that rates are measured with; tests pretend cards with another one."""
 
     def count(self) -> int:
-        """How many cards there are."""
+        """Return how many cards there are."""
 
     def can_reach(self, source: int, target: int) -> bool:
-        """Whether the driver lets a card write into the memory of another."""
+        """Return whether the driver lets a card write into the memory of another."""
 
     def on_card(self, card: int, size_bytes: int) -> Any:
-        """A buffer of zeros on a card."""
+        """Return a buffer of zeros on a card."""
 
     def on_host(self, size_bytes: int, *, locked: bool = True) -> Any:
-        """A buffer of zeros in host memory, page-locked."""
+        """Return a buffer of zeros in host memory, page-locked."""
 
     def copy(self, target: Any, source: Any, card: int) -> None:
         """Queue a copy on a stream of `card` that has nothing else to do in this direction."""
@@ -41,19 +41,19 @@ class TorchCopies:
         self._streams: dict[tuple[int, str], Any] = {}
 
     def count(self) -> int:
-        """How many cards torch can use."""
+        """Return how many cards torch can use."""
         import torch
 
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def can_reach(self, source: int, target: int) -> bool:
-        """Whether the driver lets a card write into the memory of another."""
+        """Return whether the driver lets a card write into the memory of another."""
         import torch
 
         return bool(torch.cuda.can_device_access_peer(source, target))
 
     def on_card(self, card: int, size_bytes: int) -> torch.Tensor:
-        """A buffer of zeros on a card."""
+        """Return a buffer of zeros on a card."""
         import torch
 
         zeros = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{card}")
@@ -61,7 +61,7 @@ class TorchCopies:
         return zeros
 
     def on_host(self, size_bytes: int, *, locked: bool = True) -> torch.Tensor:
-        """A buffer of zeros in host memory."""
+        """Return a buffer of zeros in host memory."""
         import torch
 
         return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=locked)

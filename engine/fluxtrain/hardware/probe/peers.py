@@ -56,7 +56,7 @@ def peer_rates(
 
 
 def _pattern(copies: Copies, size_bytes: int) -> Any:
-    """Bytes of which no two ranges are alike."""
+    """Return bytes of which no two ranges are alike."""
     import torch
 
     sent = copies.on_host(size_bytes)

@@ -216,7 +216,7 @@ def _rates(probe: ProbeAnswer, card: int) -> str:
 
 
 def _peers(probe: ProbeAnswer) -> str:
-    """All pairs: those of one kind together."""
+    """Say what passes between all pairs of cards, pairs of one kind together."""
     kinds: dict[str, list[str]] = {}
     numbers = [card.index for card in probe.cards]
     rates: dict[str, list[float]] = {}
