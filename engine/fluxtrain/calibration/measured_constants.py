@@ -7,7 +7,6 @@ predicted, predicted times are multiplied by what they took of it (docs/decision
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -78,8 +77,7 @@ class Constants:
         kept = None if self.place is None else read_kept(self.place, _Kept, FORMAT)
         if self.place is None or kept is None or 1 / FAR_OFF < times < FAR_OFF:
             return
-        with contextlib.suppress(OSError, FluxTrainError):  # as `_write`
-            write_json(self.place, msgspec.structs.replace(kept, run_times=self.run_times * times))
+        keep(self.place, msgspec.structs.replace(kept, run_times=self.run_times * times))
 
     def applied(self, facts: ModelFacts) -> ModelFacts:
         """Return `facts` with the measured bytes of activations, if they were measured."""
@@ -93,6 +91,35 @@ class Constants:
             edge_bytes=timed.edge_bytes,
         )
         return replace(facts, row=found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """What is measured: a shape of model on a machine, as a run will train it."""
+
+    facts: ModelFacts
+    machine: Machine
+    device: str
+    batch_rows: int | None
+    in_backward: bool
+
+    def place(self, *, mixed: bool) -> Path:
+        """Return the file for this machine, device, model shape, timed rows, kind of rows and, on a
+        GPU, kind of steps."""
+        row = self.facts.row
+        assert row is not None
+        groups = self.facts.groups
+        blocks = [group for group in groups if group.kind == "block"]
+        middle = blocks[len(blocks) // 2]
+        edges = [(g.weight_bytes, g.users) for g in groups if g.kind == "edge"]
+        trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32, middle.states)
+        shape = (middle.weight_bytes, middle.storage, trained, edges, self.facts.layers)
+        rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
+        timed = timed_rows(row.sequence_length, self.batch_rows, _timed_tokens(self.device))
+        kind = (mixed, self.in_backward and self.device == "cuda")
+        threads, torch_version = torch.get_num_threads(), str(torch.__version__)
+        how = (rows, timed, *kind, threads, torch_version, *_card(self.device))
+        return cache_file("block", self.machine, self.device, shape, *how)
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -123,15 +150,13 @@ def known_constants(
     constants of this class of machines. `mixed`: timed with rows of several documents; None: either
     way, those first. `in_backward`: for a run that updates in its backward pass.
     """
+    subject = _Subject(
+        facts=facts, machine=machine, device=device, batch_rows=batch_rows, in_backward=in_backward
+    )
     wanted = (True, False) if mixed is None else (mixed,)
-    places = (
-        _place(facts, machine, device, batch_rows, mixed=one, in_backward=in_backward)
-        for one in wanted
-    )
-    kept = (
-        (place, one) for place in places if (one := read_kept(place, _Kept, FORMAT)) is not None
-    )
-    place, found = next(kept, (None, None))
+    places = [subject.place(mixed=one) for one in wanted]
+    found_at = ((place, read_kept(place, _Kept, FORMAT)) for place in places)
+    place, found = next((one for one in found_at if one[1] is not None), (None, None))
     probed = _probed() if per_s is None else per_s
     if found is None:
         return Constants(
@@ -168,12 +193,12 @@ def measure_constants(
     known = known_constants(
         facts, machine, device, batch_rows, mixed=mixed, in_backward=in_backward
     )
-    place = _place(facts, machine, device, batch_rows, mixed=mixed, in_backward=in_backward)
+    subject = _Subject(
+        facts=facts, machine=machine, device=device, batch_rows=batch_rows, in_backward=in_backward
+    )
+    place = subject.place(mixed=mixed)
     if known.calibration is not None and not _should_time_again(known.calibration, machine):
-        known = _completed(
-            known, known.calibration, place, facts, machine, device, in_backward=in_backward
-        )
-        return _warned(known)
+        return _warned(_completed(known, known.calibration, place, subject))
     assert facts.row is not None
     rows = timed_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
     fewer = timed_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
@@ -193,7 +218,7 @@ def measure_constants(
         )
     except NotCalibrated as reason:
         return _warned(replace(known, source=f"{known.source} ({reason})"))
-    timed = replace(timed, **_adamw_rates(facts, machine, device, timed, in_backward=in_backward))
+    timed = replace(timed, **_adamw_rates(subject, timed))
     rates = _missing_rates(known.per_s, machine, device)
     _write(place, rates, timed)
     found = Constants(
@@ -214,19 +239,10 @@ def _warned(found: Constants) -> Constants:
     return found
 
 
-def _completed(
-    known: Constants,
-    timed: Calibration,
-    place: Path,
-    facts: ModelFacts,
-    machine: Machine,
-    device: str,
-    *,
-    in_backward: bool,
-) -> Constants:
+def _completed(known: Constants, timed: Calibration, place: Path, subject: _Subject) -> Constants:
     """Add the rates that could not be measured when the block was timed, and can be now."""
-    adamw = _adamw_rates(facts, machine, device, timed, in_backward=in_backward)
-    rates = _missing_rates(known.per_s, machine, device)
+    adamw = _adamw_rates(subject, timed)
+    rates = _missing_rates(known.per_s, subject.machine, subject.device)
     if not rates and not any(adamw.values()):
         return known
     timed = replace(timed, **adamw)
@@ -307,83 +323,58 @@ def _storage(facts: ModelFacts) -> StorageFormat:
     return next((g.storage for g in facts.groups if g.storage != "plain"), "plain")
 
 
-def _adamw_rates(
-    facts: ModelFacts, machine: Machine, device: str, timed: Calibration, *, in_backward: bool
-) -> dict[str, Any]:
+def _adamw_rates(subject: _Subject, timed: Calibration) -> dict[str, Any]:
     """Measure the native optimizer's rates that the calibration `timed` does not have yet.
 
     On a GPU's host these are also the rates of updates in two passes, where one can be hidden, or
     beside the backward pass of an `in_backward` run.
     """
-    narrow = any(group.states == "8bit" for group in facts.groups)
-    two_passes = any(group.pass_bytes for group in facts.groups)
+    groups, on_gpu, in_backward = (
+        subject.facts.groups,
+        subject.device == "cuda",
+        subject.in_backward,
+    )
+    eight_bit = any(group.states == "8bit" for group in groups)
+    two_passes = any(group.pass_bytes for group in groups)
     wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
-    if narrow:
+    if eight_bit:
         wanted["adamw_8bit_per_s"] = ("all", True, False)
-    if device == "cuda" and in_backward:
+    if on_gpu and in_backward:
         wanted["adamw_beside_per_s"] = ("all", False, True)
-    if device == "cuda" and in_backward and narrow:
+    if on_gpu and in_backward and eight_bit:
         wanted["adamw_8bit_beside_per_s"] = ("all", True, True)
-    if device == "cuda" and two_passes and not in_backward:
+    if on_gpu and two_passes and not in_backward:
         wanted["adamw_weights_per_s"] = ("weights", False, False)
         wanted["adamw_moments_per_s"] = ("moments", False, True)
     return {
-        name: _adamw_per_s(facts, machine, device, part, eight_bit=eight_bit, beside=beside)
-        for name, (part, eight_bit, beside) in wanted.items()
+        name: _adamw_per_s(subject, *how)
+        for name, how in wanted.items()
         if getattr(timed, name) is None
     }
 
 
-def _adamw_per_s(
-    facts: ModelFacts, machine: Machine, device: str, part: Part, *, eight_bit: bool, beside: bool
-) -> float | None:
+def _adamw_per_s(subject: _Subject, part: Part, eight_bit: bool, beside: bool) -> float | None:
     """Measure the native optimizer beside the copies that a training makes.
 
     It updates as many parameters as the model trains, up to a number that is beyond any cache.
     Updated weights are uploaded for the next forward pass. `beside` the backward pass gradients
     are downloaded too, and fewer threads update.
     """
-    trained = sum(group.trained for group in facts.groups)
-    known = (sustained_threads(machine), update_threads(torch.device(device)))
+    trained = sum(group.trained for group in subject.facts.groups)
+    known = (sustained_threads(subject.machine), update_threads(torch.device(subject.device)))
     threads = min((count for count in known if count is not None), default=None)
     found = adamw_rate(
-        machine.memory_available_bytes,
+        subject.machine.memory_available_bytes,
         parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
         threads=threads,
         limit_s=RATE_LIMIT_S,
         eight_bit=eight_bit,
         part=part,
         sustained=True,
-        sends=device == "cuda",
-        receives=device == "cuda" and beside,
+        sends=subject.device == "cuda",
+        receives=subject.device == "cuda" and beside,
     )
     return found.per_s
-
-
-def _place(
-    facts: ModelFacts,
-    machine: Machine,
-    device: str,
-    batch_rows: int | None,
-    *,
-    mixed: bool,
-    in_backward: bool,
-) -> Path:
-    """Return the file for this machine, device, model shape, timed rows, kind of rows and, on a
-    GPU, kind of steps."""
-    row = facts.row
-    assert row is not None
-    blocks = [group for group in facts.groups if group.kind == "block"]
-    middle = blocks[len(blocks) // 2]
-    edges = [(g.weight_bytes, g.users) for g in facts.groups if g.kind == "edge"]
-    trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32, middle.states)
-    shape = (middle.weight_bytes, middle.storage, trained, edges, facts.layers)
-    rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
-    timed = timed_rows(row.sequence_length, batch_rows, _timed_tokens(device))
-    threads = torch.get_num_threads()
-    kind = (mixed, in_backward and device == "cuda")
-    how = (rows, timed, *kind, threads, str(torch.__version__), *_card(device))
-    return cache_file("block", machine, device, shape, *how)
 
 
 def _card(device: str) -> tuple[str, ...]:
