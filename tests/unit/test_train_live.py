@@ -318,6 +318,20 @@ def test_undo_takes_back_one_change_after_the_other() -> None:
     assert run.live.settings == ground().planned
 
 
+def test_undo_brings_back_what_else_the_change_had_taken() -> None:
+    run = Run(run=ground(resident_blocks=4, blocks_without_recompute=4))
+    for change in ({"resident_blocks": 2}, {"blocks_without_recompute": 1}):
+        assert run.ask(**change)[0]
+        run.steps(1)
+    for name, value in (("blocks_without_recompute", 2), ("resident_blocks", 4)):
+        assert run.live.ask("undo", {})[0]
+        run.steps(1)
+        last = run.told(ev.ChangeApplied)[-1]
+        assert (last.name, last.after, last.why) == (name, value, "undo")
+    assert run.live.settings.value("blocks_without_recompute") == 4
+    assert not run.told(ev.ChangeRefused)
+
+
 def test_block_inputs_on_the_device_leave_it_when_its_memory_runs_out() -> None:
     run = Run()
     assert run.live.make_room(4, lost_s=2.0) == f"activations_on_device 0 instead of {BLOCKS}"

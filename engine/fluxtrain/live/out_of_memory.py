@@ -57,7 +57,9 @@ def fallback_steps(
 
 def _less_activations(run: LiveRun, now: LiveSettings, card: int) -> Iterator[FallbackStep]:
     if run.has_gpu and run.facts.row is not None:
-        yield from _with_less(run, now, card, "activations_on_device", (0,))
+        step = _step(run, now, card, "activations_on_device", 0)
+        if step.before and _frees(run, now, card, step):
+            yield step
     kept = count_of(now.on_card(card), "blocks_without_recompute")
     if kept:
         yield _step(run, now, card, "blocks_without_recompute", kept // 2)
@@ -75,20 +77,16 @@ def _less_weights(run: LiveRun, now: LiveSettings, card: int) -> Iterator[Fallba
         return
     names: tuple[SettingName, ...] = ("resident_blocks", "device_groups")
     for name in names:
-        half = count_of(now.on_card(card), name) // 2
-        # blocks that begin to stream need slots, which may take as much as half of them free
-        yield from _with_less(run, now, card, name, (half, 0))
+        before = count_of(now.on_card(card), name)
+        if before:
+            # blocks that begin to stream need slots, which may take as much as half of them free
+            steps = [_step(run, now, card, name, after) for after in (before // 2, 0)]
+            yield next((step for step in steps if _frees(run, now, card, step)), steps[0])
 
 
-def _with_less(
-    run: LiveRun, now: LiveSettings, card: int, name: SettingName, counts: tuple[int, ...]
-) -> Iterator[FallbackStep]:
-    """Yield the first of smaller counts on a card that is predicted to free memory there."""
-    for after in counts if count_of(now.on_card(card), name) else ():
-        step = _step(run, now, card, name, after)
-        if run.device_bytes(step.settings, card) < run.device_bytes(now, card):
-            yield step
-            return
+def _frees(run: LiveRun, now: LiveSettings, card: int, step: FallbackStep) -> bool:
+    """Return whether a step is predicted to free memory of the card."""
+    return run.device_bytes(step.settings, card) < run.device_bytes(now, card)
 
 
 def _step(
