@@ -97,7 +97,7 @@ class Arena:
             m_scale=m_scale,
             v_scale=v_scale,
             gradient=grad,
-            rounding=_native.Rounding(*rounding(0, 1000, 0)),
+            rounding=_native.RoundingArgs(*rounding(0, 1000, 0)),
             step=_native.AdamWStep(*coefficients(Hyper(lr=1e-4), 1000)),
         )
 

@@ -11,8 +11,8 @@ from fluxtrain.adamw import fp32, reference
 from fluxtrain.adamw.dynamic_map import BLOCK
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.adamw.kernels import step_
 from fluxtrain.adamw.reference import Rounding, States8, decode, encode, rounding
-from fluxtrain.adamw.step import step_
 from fluxtrain.adamw.torch_adamw import step_by_torch_
 
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)

@@ -18,8 +18,8 @@ from fluxtrain.adamw.dynamic_map import BLOCK
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.fp32 import quiet
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.adamw.kernels import step_
 from fluxtrain.adamw.reference import Rounding, States8, decode, encode, rounding
-from fluxtrain.adamw.step import step_
 from tests.engine.low_bit_states import (
     HYPER,
     ISAS,

@@ -17,9 +17,8 @@ from fluxtrain import _native
 from fluxtrain.adamw import reference
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
-from fluxtrain.adamw.native_adamw import accumulate_, sum_squares
+from fluxtrain.adamw.kernels import Part, accumulate_, step_, sum_squares
 from fluxtrain.adamw.reference import decode, encode
-from fluxtrain.adamw.step import Part, step_
 from fluxtrain.adamw.torch_adamw import step_by_torch_
 from tests.engine.low_bit_states import any_floats
 

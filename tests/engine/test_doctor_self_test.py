@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fluxtrain import _native
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.hyper import AdamWUpdate
-from fluxtrain.adamw.step import Backend
+from fluxtrain.adamw.kernels import Backend
 from fluxtrain.client.doctor import DoctorAnswer, SelfTest
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor import examine as examine_module

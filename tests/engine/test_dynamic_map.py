@@ -15,7 +15,7 @@ from fluxtrain import _native
 from fluxtrain.adamw import dynamic_map
 from fluxtrain.adamw.dynamic_map import BLOCK
 from fluxtrain.adamw.fp32 import mul_add
-from fluxtrain.adamw.native_adamw import quantise
+from fluxtrain.adamw.kernels import quantise
 from tests.engine.low_bit_states import (
     ISAS,
     SIGNS,

@@ -25,7 +25,7 @@ import torch
 from fluxtrain import _native
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.adamw.step import step_
+from fluxtrain.adamw.kernels import step_
 
 def update():
     names = ("weights", "m", "v", "gradient")

@@ -14,8 +14,8 @@ from fluxtrain.adamw import reference
 from fluxtrain.adamw.hyper import Hyper, coefficients
 from fluxtrain.errors import MisusedModel, UnsupportedModel
 from fluxtrain.plan import states as state_formats
-from fluxtrain.updates.clip import clip_scale
 from fluxtrain.updates.loss_scale import FIRST
+from fluxtrain.updates.norm import clip_scale
 from fluxtrain.wrapping.engine import engine_of
 from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.half_models import (

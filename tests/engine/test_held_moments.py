@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.updates import held_moments, updates
+from fluxtrain.updates import updates
 from tests.engine.deferred_models import GIVEN_UP_S, Hold, Training, assert_same_bits, build
 
 SEEN_S = 0.25  # in which what may begin has begun
@@ -23,7 +23,7 @@ SEEN_S = 0.25  # in which what may begin has begun
 def written(monkeypatch: pytest.MonkeyPatch) -> Hold:
     hold = Hold()
     monkeypatch.setattr(updates, "step_", hold)
-    monkeypatch.setattr(held_moments, "LONGEST_S", GIVEN_UP_S)
+    monkeypatch.setattr(updates, "LONGEST_GATE_S", GIVEN_UP_S)
     return hold
 
 
@@ -108,8 +108,8 @@ def test_a_program_that_ends_waits_for_no_pass() -> None:
     program = (
         "import time\n"
         "from tests.engine.deferred_models import Training, build\n"
-        "from fluxtrain.updates import held_moments\n"
-        "held_moments.LONGEST_S = 60.0\n"
+        "from fluxtrain.updates import updates\n"
+        "updates.LONGEST_GATE_S = 60.0\n"
         "training = Training(build(), deferred=True, cards=2)\n"
         "training.backward()\n"
         "training.step()\n"
@@ -129,7 +129,7 @@ def test_one_card_holds_nothing_back(written: Hold) -> None:
 def test_moments_that_nobody_asks_for_begin_in_the_end(
     written: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_moments, "LONGEST_S", SEEN_S)
+    monkeypatch.setattr(updates, "LONGEST_GATE_S", SEEN_S)
     after_a_step(cards=2)
     assert begins(written, GIVEN_UP_S)
 

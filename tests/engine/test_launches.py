@@ -11,8 +11,8 @@ import torch
 from fluxtrain.adamw import dynamic_map, triton_adamw, triton_low_bit
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.kernels import step_
 from fluxtrain.adamw.reference import Rounding
-from fluxtrain.adamw.step import step_
 from fluxtrain.device.current_gpu import launching_on
 from fluxtrain.head import token_loss
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.adamw import reference
 from fluxtrain.adamw.hyper import Hyper, coefficients
-from fluxtrain.updates.clip import clip_scale
+from fluxtrain.updates.norm import clip_scale
 from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 

@@ -13,7 +13,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.methods.parameter_groups import parameter_groups
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.states import StateFormat
-from fluxtrain.updates.ranges import ranges
+from fluxtrain.updates.updates import ranges
 
 DECAYED, NOT = Hyper(lr=1e-2, weight_decay=0.1), Hyper(lr=1e-2, weight_decay=0.0)
 MATRIX, VECTOR = (5, 8), (40,)

@@ -18,7 +18,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.group_placement import GroupPlacement
-from fluxtrain.updates.clip import clip_scale
+from fluxtrain.updates.norm import clip_scale
 from fluxtrain.wrapping.engine import engine_of
 from fluxtrain.wrapping.grouping import facts_of
 from tests.wrap_with import wrap_with

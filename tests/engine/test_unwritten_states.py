@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.adamw.flat import Flat
-from fluxtrain.updates import ranges, updates
+from fluxtrain.updates import updates
 from tests.engine.pages import made_bytes
 
 
@@ -41,8 +41,7 @@ def test_the_first_update_reads_pages_of_its_own(
 
         monkeypatch.setattr(owner, name, after_a_look)
 
-    for module in (updates, ranges):
-        watched(module, "step_")
+    watched(updates, "step_")
     layers = nn.Sequential(*(Layer() for _ in range(3)))
     model = fluxtrain.wrap(layers, offload=offload, deferred_moments=deferred)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.adamw import native_adamw
-from fluxtrain.adamw.native_adamw import update_threads
+from fluxtrain.adamw import kernels
+from fluxtrain.adamw.kernels import update_threads
 from fluxtrain.updates import updates
 from fluxtrain.wrapping.engine import engine_of
 
@@ -19,7 +19,7 @@ def test_of_eight_cores_one_is_left(
     cores: int, used: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-    monkeypatch.setattr(native_adamw, "quota_cores", lambda: None)
+    monkeypatch.setattr(kernels, "quota_cores", lambda: None)
     assert update_threads(torch.device("cuda")) == used
     assert update_threads(torch.device("cpu")) is None
 
@@ -31,7 +31,7 @@ def test_no_more_threads_update_than_a_cpu_quota_keeps_running(
     quota: int, alone: int | None, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    monkeypatch.setattr(native_adamw, "quota_cores", lambda: quota)
+    monkeypatch.setattr(kernels, "quota_cores", lambda: quota)
     assert update_threads(torch.device("cpu")) == alone
     assert update_threads(torch.device("cuda")) == beside
 

@@ -10,8 +10,8 @@ import torch
 
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.kernels import backend_for, step_
 from fluxtrain.adamw.reference import decode, encode
-from fluxtrain.adamw.step import backend_for, step_
 
 pytestmark = pytest.mark.gpu
 

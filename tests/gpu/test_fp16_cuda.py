@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.kernels import step_
 from fluxtrain.adamw.reference import rounding
-from fluxtrain.adamw.step import step_
 from fluxtrain.memory.group import Group
 from fluxtrain.updates.loss_scale import FIRST, LossScale
 from fluxtrain.wrapping.engine import Engine, engine_of

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.fp32 import quiet
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.kernels import backend_for, step_
 from fluxtrain.adamw.reference import encode, rounding
-from fluxtrain.adamw.step import backend_for, step_
 from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 

@@ -5,12 +5,15 @@ Nothing is loaded at import: the library is found and checked when the first ker
 
 from __future__ import annotations
 
-from fluxtrain._native.adamw_args import (
+from fluxtrain._native.args import (
     AdamWArgs,
     AdamWStep,
+    DenseFormat,
     GradientFormat,
+    PackedFormat,
+    PackingArgs,
     Pass,
-    Rounding,
+    RoundingArgs,
     StateFormat,
     WeightFormat,
 )
@@ -28,7 +31,6 @@ from fluxtrain._native.library import (
     set_isa,
     unpack,
 )
-from fluxtrain._native.packing_args import DenseFormat, PackedFormat, PackingArgs
 
 __all__ = [
     "ISA_NAMES",
@@ -40,7 +42,7 @@ __all__ = [
     "PackedFormat",
     "PackingArgs",
     "Pass",
-    "Rounding",
+    "RoundingArgs",
     "StateFormat",
     "WeightFormat",
     "adamw",

@@ -11,8 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fluxtrain._native.adamw_args import STATUS_TEXT, AdamWArgs
-from fluxtrain._native.packing_args import PackingArgs
+from fluxtrain._native.args import STATUS_TEXT, AdamWArgs, PackingArgs
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"

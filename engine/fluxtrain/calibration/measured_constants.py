@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from fluxtrain.adamw.native_adamw import update_threads
+from fluxtrain.adamw.kernels import update_threads
 from fluxtrain.calibration.calibrate import calibrate
 from fluxtrain.calibration.small_model import NotCalibrated
 from fluxtrain.client.machine import Machine

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fluxtrain.adamw.native_adamw import quantise
+from fluxtrain.adamw.kernels import quantise
 from fluxtrain.errors import MisusedModel
 from fluxtrain.guards.writes import check_writes, fingerprint
 from fluxtrain.memory.segment import MASTERS, Member

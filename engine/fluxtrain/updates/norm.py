@@ -1,9 +1,11 @@
-"""The global gradient norm, computed on the device and read without stopping the device."""
+"""The global gradient norm, computed on the device and read without stopping the device, and
+clipping by it as torch.nn.utils.clip_grad_norm_ defines it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from ctypes import c_float
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from torch import Tensor
 from fluxtrain.device.device import Device
 from fluxtrain.device.page_locks import host_empty
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.updates.clip import clip_scale, clip_scale_on_device
+
+_EPS = c_float(1e-6).value
 
 
 class GradNorm:
@@ -45,14 +48,14 @@ class GradNorm:
             if self._parts is not None
             else torch.zeros((), device=device.torch_device)
         )
-        told = torch.stack([total, *(loss.detach().float() for loss in losses)])
+        sent = torch.stack([total, *(loss.detach().float() for loss in losses)])
         if loss_scale is not None:
-            told = torch.cat([told[:1] / loss_scale, told[1:], loss_scale.reshape(1)])
-        self._on_device = told  # norm, losses, loss scale; fp32
+            sent = torch.cat([sent[:1] / loss_scale, sent[1:], loss_scale.reshape(1)])
+        self._on_device = sent  # norm, losses, loss scale; fp32
         self._on_device_scale: Tensor | None = None
         self._read_scale: float | None = None  # kept, because each group's job asks
-        self._host = host_empty(told.shape, torch.float32, pin=device.pins)
-        self._transfer: Transfer = device.download(self._host, told)
+        self._host = host_empty(sent.shape, torch.float32, pin=device.pins)
+        self._transfer: Transfer = device.download(self._host, sent)
 
     def value(self) -> float:
         """Return the norm; waits until the backward pass has finished."""
@@ -125,3 +128,22 @@ class GradNorm:
                 ratio = torch.where(self.all_finite(), ratio, torch.nan)
             self._on_device_scale = ratio
         return self._on_device_scale
+
+
+def clip_scale(norm: float, max_norm: float | None) -> float:
+    """Return the factor of gradients of global `norm`: max_norm / (norm + 1e-6), at most 1.
+
+    In fp32 with torch's roundings (it multiplies max_norm by a reciprocal), so that clipping gives
+    torch's bits. NaN stays NaN; max_norm None never clips.
+    """
+    if max_norm is None:
+        return 1.0
+    reciprocal = c_float(1.0 / c_float(c_float(norm).value + _EPS).value).value
+    scale = c_float(reciprocal * c_float(max_norm).value).value
+    return 1.0 if scale > 1.0 else scale
+
+
+def clip_scale_on_device(norm: Tensor, max_norm: float) -> Tensor:
+    """Compute `clip_scale` of an fp32 scalar on its device, with the same roundings. Dividing
+    `max_norm` by the norm would round once instead of twice: equal for powers of two alone."""
+    return torch.clamp(torch.reciprocal(norm + _EPS) * max_norm, max=1.0)

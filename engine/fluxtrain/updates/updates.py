@@ -13,29 +13,47 @@ that group's first job; other readers and writers of the group on the host wait 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.adamw.hyper import Hyper
-from fluxtrain.adamw.native_adamw import update_threads, zero_
-from fluxtrain.adamw.step import Part, step_
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.kernels import Part, step_, update_threads, zero_
+from fluxtrain.adamw.reference import rounding
 from fluxtrain.device.device import Device
 from fluxtrain.device.recorder import Recorder
 from fluxtrain.device.worker import Job, Worker
 from fluxtrain.errors import Diverged
 from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.segment import Member
-from fluxtrain.updates.held_moments import HeldMoments, Hold
+from fluxtrain.memory.segment import Member, Segment
+from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.updates.norm import GradNorm
-from fluxtrain.updates.ranges import Range, flat_of, ranges, step_on_device
-from fluxtrain.updates.refused_steps import RefusedSteps
+
+LONGEST_GATE_S = 2.0  # a program that runs no further pass goes on, and ends, after it
+_closed_gates: weakref.WeakSet[MomentsGate] = weakref.WeakSet()
+
+
+def open_all_gates() -> None:
+    """Let all moments begin, before the program ends."""
+    for gate in list(_closed_gates):
+        gate.open()
+
+
+# `atexit` comes after the interpreter has waited for the threads of pools. What is registered here
+# comes before, because it is registered after the pools' own, which `device.worker` imports.
+_before_threads_end = getattr(threading, "_register_atexit", None)
+if _before_threads_end is not None:
+    _before_threads_end(open_all_gates)
 
 
 class Updates:
@@ -64,16 +82,16 @@ class Updates:
         self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self.defers_moments = defers_moments  # in steps that `submit` takes
-        self._holds_moments = holds_moments
-        self._moments_held = Hold()
-        self._hold = _CopyHold()
+        self._copiess_moments = holds_moments
+        self._gate = MomentsGate()
+        self._copies = _CopyWaits()
         self.first_to_arrive: Group | None = None  # its gradients come before
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
         """Queue one step of all groups of `work`, in the order of the forward pass."""
         late: dict[Group, _Step] = {}
         self.begin_moments()
-        self._moments_held = Hold(begun=not self._holds_moments)
+        self._gate = MomentsGate(opened=not self._copiess_moments)
         try:
             for group, hypers in work.items():
                 step = self._queue(group, hypers, norm, defers=self.defers_moments)
@@ -83,11 +101,11 @@ class Updates:
             order = [group for group in reversed(work) if group in late]
             for group in sorted(order, key=lambda group: group is not self.first_to_arrive):
                 job = self._worker.submit(late[group].update_moments)
-                group.moments = HeldMoments(job, self._moments_held)
+                group.moments = HeldMoments(job, self._gate)
 
     def begin_moments(self) -> None:
         """Let deferred moments begin: the forward pass is queued, or what comes after it."""
-        self._moments_held.end()
+        self._gate.open()
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
         """Queue one step of the group's members, weights and moments at once, during backward."""
@@ -107,7 +125,7 @@ class Updates:
         self._refused.take_back()
         copied, group.saving = group.saving, None  # this update waits for it
         if group.placement.state == "device":
-            self._hold.wait_for(copied)
+            self._copies.wait_for(copied)
         unwritten = group.ensure_state()
         work = ranges(group, hypers)
         group.weights_changed(frozen=False)
@@ -129,9 +147,9 @@ class Updates:
             norm=norm,
             earlier=[job for job in (group.pending, group.moments) if job is not None],
             copied=copied,
-            hold=self._hold,
-            moments_held=self._moments_held,
-            defers=defers and any(flat_of(part).has_two_passes for part in work),
+            copies=self._copies,
+            gate=self._gate,
+            defers=defers and any(part.flat().has_two_passes for part in work),
             threads=self._threads,
             unwritten=unwritten,
         )
@@ -142,7 +160,7 @@ class Updates:
     @property
     def held_s(self) -> float:
         """Seconds that updates waited for the copies of checkpoints, ever."""
-        return self._hold.seconds
+        return self._copies.seconds
 
     def wait(self) -> None:
         """Block until all updates are done; raises the first error, once. After an interrupt
@@ -169,7 +187,7 @@ class Updates:
         self._worker.close()
 
 
-class _CopyHold:
+class _CopyWaits:
     """Waits for the copies of checkpoints, and counts the seconds."""
 
     def __init__(self) -> None:
@@ -195,8 +213,8 @@ class _Step:
     norm: GradNorm | None
     earlier: list[Job]  # of the group's previous step, on the same thread, so done before
     copied: Future[None] | None  # for a checkpoint
-    hold: _CopyHold
-    moments_held: Hold
+    copies: _CopyWaits
+    gate: MomentsGate
     defers: bool  # whether a second job writes the moments
     threads: int | None  # None: all
     unwritten: list[Tensor]  # states that no step has written yet
@@ -209,7 +227,7 @@ class _Step:
         try:
             for job in self.earlier:
                 job.result()
-            self.hold.wait_for(self.copied)
+            self.copies.wait_for(self.copied)
             if self.arrival is not None:
                 self.arrival.wait()
             if self.norm is not None and self.norm.overflowed():
@@ -225,7 +243,7 @@ class _Step:
             raise
         with self.recorder.working("cpu", "update", self.name):
             for part in self.work:
-                flat = flat_of(part)
+                flat = part.flat()
                 what: Part = "weights" if self.defers and flat.has_two_passes else "update"
                 step_(flat, part.update(clip), part=what, threads=self.threads)
         self.clip = clip
@@ -234,10 +252,10 @@ class _Step:
         """Update the moments; do nothing if `update` skipped the step or failed."""
         if self.clip is None:
             return
-        self.moments_held.wait()
+        self.gate.wait()
         with self.recorder.working("cpu", "moments", self.name):
             for part in self.work:
-                flat = flat_of(part)
+                flat = part.flat()
                 if flat.has_two_passes:
                     step_(flat, part.update(self.clip), part="moments", threads=self.threads)
 
@@ -245,11 +263,138 @@ class _Step:
 def _clip(norm: GradNorm | None) -> float:
     scale = 1.0 if norm is None else norm.scale()
     if norm is not None and math.isnan(scale):
-        told = f"the gradient norm is {norm.value()}"
+        found = f"the gradient norm is {norm.value()}"
         if not norm.losses_are_finite():
-            told = f"the loss is {norm.losses()[0] if len(norm.losses()) == 1 else norm.losses()}"
+            found = f"the loss is {norm.losses()[0] if len(norm.losses()) == 1 else norm.losses()}"
         raise Diverged(
-            f"{told}: the weights were left as they were before this step. Lower the learning "
+            f"{found}: the weights were left as they were before this step. Lower the learning "
             "rate, or look for bad values in the data"
         )
     return scale
+
+
+@dataclass(frozen=True)
+class Range:
+    """Neighbouring members of one segment that take the same step."""
+
+    segment: Segment
+    gradient: Tensor  # the segment's, kept here because zero_grad may come before the update runs
+    start: int  # elements
+    stop: int
+    hyper: Hyper
+    step: int
+    scale: float  # recorded by the caller (clip_grad_norm_, a manual mul_)
+
+    def update(self, factor: float = 1.0, clip: Tensor | None = None) -> AdamWUpdate:
+        """Return the step, with gradients also multiplied by `factor` and `clip`."""
+        return AdamWUpdate(hyper=self.hyper, step=self.step, scale=self.scale * factor, clip=clip)
+
+    def flat(self) -> Flat:
+        """Return the range's slices of its segment's tensors."""
+        s, cut = self.segment, slice(self.start, self.stop)
+        blocks = slice(self.start // STATE_BLOCK, -(-self.stop // STATE_BLOCK))
+        assert s.weights is not None and s.m is not None and s.v is not None
+        return Flat(
+            weights=s.weights[cut],
+            lo=s.lo[cut] if s.lo is not None else None,
+            m=s.m[cut],
+            v=s.v[cut],
+            m_scale=s.m_scale[blocks] if s.m_scale is not None else None,
+            v_scale=s.v_scale[blocks] if s.v_scale is not None else None,
+            gradient=self.gradient[cut],
+            master=s.master[cut] if s.master is not None else None,
+            rounding=rounding(s.seed, self.step, self.start),
+        )
+
+
+def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
+    """Cut the group's members (index -> hyperparameters) into the fewest ranges that take the same
+    step. A segment stores matrices first and vectors last, so two ranges suffice when only the
+    matrices have weight decay."""
+    found: list[Range] = []
+    for segment in group.trained:
+        how: tuple[Hyper, int, float] | None = None  # of the range that the member before ended
+        start = stop = 0
+        for member in segment.by_offset:
+            hyper = hypers.get(member.index)
+            mine = None if hyper is None else (hyper, member.step, member.gradient_scale)
+            if mine != how:
+                if how is not None:
+                    found.append(Range(segment, segment.gradient, start, stop, *how))
+                how, start = mine, member.offset
+            stop = member.offset + member.count
+        if how is not None:
+            found.append(Range(segment, segment.gradient, start, stop, *how))
+    return found
+
+
+def step_on_device(work: Sequence[Range], norm: GradNorm | None) -> None:
+    """Queue the step on the compute stream; nothing is read back."""
+    if not work:
+        return
+    weights = work[0].segment.weights
+    assert weights is not None
+    one = torch.ones((), device=weights.device)
+    clip = one if norm is None else norm.device_scale().to(weights.device)  # of another card
+    for part in work:
+        step_(part.flat(), part.update(clip=clip))
+
+
+class MomentsGate:
+    """Holds the moments of one step back until it is opened."""
+
+    def __init__(self, *, opened: bool = True) -> None:
+        self._opened = threading.Event()
+        if opened:
+            self._opened.set()
+        else:
+            _closed_gates.add(self)
+
+    def open(self) -> None:
+        """Let the moments begin."""
+        self._opened.set()
+
+    def wait(self) -> None:
+        """Block until the moments may begin, `LONGEST_GATE_S` at most."""
+        self._opened.wait(LONGEST_GATE_S)
+        self._opened.set()  # the other groups of this step wait no longer
+
+
+class HeldMoments:
+    """The moments of one group; waiting for them opens the gate of all groups."""
+
+    def __init__(self, job: Job, gate: MomentsGate) -> None:
+        self._job, self._gate = job, gate
+
+    def result(self) -> None:
+        """Wait until they are updated; raise what made that fail."""
+        self._gate.open()
+        self._job.result()
+
+    def done(self) -> bool:
+        """Return whether they are updated, or the update failed."""
+        return self._job.done()
+
+
+class RefusedSteps:
+    """Counted steps that the device may have skipped."""
+
+    def __init__(self) -> None:
+        self._counted: list[tuple[GradNorm, Sequence[Member]]] = []
+
+    def note(self, norm: GradNorm | None, stepped: Sequence[Member]) -> None:
+        """Note a step by `norm` that was queued on the device and counted up `stepped`."""
+        if norm is not None and norm.guards:
+            self._counted.append((norm, stepped))
+
+    def take_back(self, *, wait: bool = False) -> None:
+        """Take back the counts of skipped steps whose norms are known; wait: of all steps.
+        `LossScale.take_back_skipped` does it for steps that overflowed."""
+        unknown: list[tuple[GradNorm, Sequence[Member]]] = []
+        for norm, stepped in self._counted:
+            if not (wait or norm.is_known()):
+                unknown.append((norm, stepped))
+            elif norm.refuses():
+                for member in stepped:
+                    member.step -= 1
+        self._counted = unknown

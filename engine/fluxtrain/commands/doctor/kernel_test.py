@@ -14,9 +14,8 @@ from fluxtrain import _native
 from fluxtrain.adamw.dynamic_map import BLOCK
 from fluxtrain.adamw.flat import Flat
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.adamw.native_adamw import accumulate_, sum_squares
+from fluxtrain.adamw.kernels import Backend, accumulate_, step_, sum_squares
 from fluxtrain.adamw.reference import encode, rounding
-from fluxtrain.adamw.step import Backend, step_
 from fluxtrain.commands.doctor.same import Mismatch, same_bits
 from fluxtrain.plan.states import PACKED_FORMATS, STATE_FORMATS, StateFormat
 from fluxtrain.quantization import reference

@@ -1,4 +1,4 @@
-"""The arguments of `flux_adamw`; native/include/flux_native.h says what they mean."""
+"""The arguments of the kernels; native/include/flux_native.h says what they mean."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AdamWStep(ctypes.Structure):
     )
 
 
-class Rounding(ctypes.Structure):
+class RoundingArgs(ctypes.Structure):
     """The source of the random numbers of a range (struct flux_rounding)."""
 
     _fields_ = (("first_element", c_uint32), ("first_key", c_uint32), ("second_key", c_uint32))
@@ -87,9 +87,49 @@ class AdamWArgs(ctypes.Structure):
         ("m_scale", c_void_p),
         ("v_scale", c_void_p),
         ("gradient", c_void_p),
-        ("rounding", Rounding),
+        ("rounding", RoundingArgs),
         ("step", AdamWStep),
     )
 
     def __init__(self, **fields: object) -> None:
         super().__init__(size=ctypes.sizeof(AdamWArgs), **fields)
+
+
+class PackedFormat(IntEnum):
+    """The format of packed weights (enum flux_packed_format)."""
+
+    NF4 = 0
+    NF4_DOUBLE = 1
+    INT8 = 2
+
+
+class DenseFormat(IntEnum):
+    """The format of dense weights (enum flux_dense_format)."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+
+
+class PackingArgs(ctypes.Structure):
+    """One call of `flux_pack` or `flux_unpack` (struct flux_packing_args); arrays are addresses."""
+
+    _fields_ = (
+        ("size", c_uint32),
+        ("format", c_uint32),
+        ("dense_format", c_uint32),
+        ("threads", c_int32),
+        ("n", c_size_t),
+        ("padded", c_size_t),
+        ("columns", c_size_t),
+        ("dense", c_void_p),
+        ("codes", c_void_p),
+        ("absmax", c_void_p),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+        ("map", c_void_p),
+        ("not_finite", c_size_t),
+    )
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(size=ctypes.sizeof(PackingArgs), **fields)
