@@ -25,7 +25,7 @@ def test_the_block_where_it_began_and_the_last_checkpoint_are_named(
     run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     where: str, layer: int, depth: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("fluxtrain.gradients.buffers.ring_depth", lambda _: depth)
+    monkeypatch.setattr("fluxtrain.gradients.host_gradients.ring_depth", lambda _: depth)
     compute, forward, step = TrainingLoop._compute, LlamaMLP.forward, 0
 
     def computed(loop: Any, clock: Any) -> Any:

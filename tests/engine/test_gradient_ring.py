@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.errors import DoesNotFit, MisusedModel
-from fluxtrain.gradients.buffers import GradientRing
+from fluxtrain.gradients.host_gradients import GradientRing
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
 from fluxtrain.plan.facts import Capacity

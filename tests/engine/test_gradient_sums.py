@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.gradients.gradients import Gradients
-from fluxtrain.gradients.views import stored
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.group_placement import GroupPlacement
 
@@ -55,7 +54,7 @@ def test_chunks_are_summed_in_fp32_and_rounded_once(device: Any) -> None:
     total = torch.zeros(33, 7)
     for part in parts:
         total += part.float()
-    assert torch.equal(stored(g.members[0]), total.bfloat16())
+    assert torch.equal(g.members[0].gradient, total.bfloat16())
     assert sent == [g.segments[0].size_bytes]
     arrival = gradients.host.arrivals[g]
     assert arrival.norms is not None
@@ -74,14 +73,14 @@ def test_backward_passes_add_up_in_fp32_at_home(device: Any) -> None:
         gradients.finish(g)
     gradients.host.wait(g)
     exact = torch.stack(parts).double().sum(0)
-    found = stored(g.members[0])
+    found = g.members[0].gradient
     assert found.dtype == torch.float32
     assert float((found.double() - exact).norm() / exact.norm()) < 1e-5
     gradients.host.forget(g)
     gradients.add(g, g.members[0], parts[0])
     gradients.finish(g)
     gradients.host.wait(g)
-    assert torch.equal(stored(g.members[0]), parts[0])  # a new step starts from nothing
+    assert torch.equal(g.members[0].gradient, parts[0])  # a new step starts from nothing
 
 
 def test_members_without_a_gradient_and_padding_are_zero(device: Any) -> None:
@@ -109,7 +108,7 @@ def test_many_groups_in_flight_do_not_overwrite_each_other(device: Any) -> None:
         gradients.finish(g)
     for i, g in enumerate(groups):
         gradients.host.wait(g)
-        assert bool((stored(g.members[0]) == i + 1).all())
+        assert bool((g.members[0].gradient == i + 1).all())
 
 
 def test_shared_groups_keep_a_sum_of_their_own_while_others_come_and_go(device: Any) -> None:
@@ -124,7 +123,7 @@ def test_shared_groups_keep_a_sum_of_their_own_while_others_come_and_go(device: 
     gradients.finish(shared)
     for g, value in ((shared, 2.0), (other, 7.0)):
         gradients.host.wait(g)
-        assert bool((stored(g.members[0]) == value).all())
+        assert bool((g.members[0].gradient == value).all())
     gradients.add(shared, shared.members[0], torch.ones(16))
     gradients.discard()
     assert not gradients.is_open(shared)
@@ -142,7 +141,7 @@ def test_each_dtype_of_a_block_keeps_its_own(device: Any) -> None:
         gradients.add(g, member, exact)
     gradients.finish(g)
     gradients.host.wait(g)
-    found = [stored(m) for m in g.members]
+    found = [m.gradient for m in g.members]
     assert [f.dtype for f in found] == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert torch.equal(found[1], exact) and torch.equal(found[0], torch.ones(4).bfloat16())
 
@@ -162,12 +161,12 @@ def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> N
                     gradients.add(*one)
         gradients.finish(g)
         gradients.host.wait(g)
-        sums.append([stored(m).clone() for m in g.members])
-        assert not bool(stored(g.members[3]).any())
+        sums.append([m.gradient.clone() for m in g.members])
+        assert not bool(g.members[3].gradient.any())
         norms = gradients.host.arrivals[g].norms
         assert norms is not None
         for norm, member in zip(norms, g.members, strict=False):
-            assert torch.equal(norm, torch.linalg.vector_norm(stored(member)))
+            assert torch.equal(norm, torch.linalg.vector_norm(member.gradient))
     for one, other in zip(*sums, strict=True):
         assert torch.equal(one, other)
 
@@ -182,7 +181,7 @@ def test_sums_of_groups_of_different_sizes_do_not_mix(device: Any) -> None:
             gradients.finish(g)
         for i, g in enumerate(groups):
             gradients.host.wait(g)
-            assert all(bool((stored(m) == 10 * step + i).all()) for m in g.members)
+            assert all(bool((m.gradient == 10 * step + i).all()) for m in g.members)
             gradients.host.forget(g)
 
 
@@ -208,7 +207,7 @@ def test_gradients_of_several_dtypes_that_come_together_are_each_read_as_what_th
     gradients.add_all((g, m, value) for m, value in zip(g.members, values, strict=True))
     gradients.finish(g)
     gradients.host.wait(g)
-    assert [float(stored(m)[0]) for m in g.members] == [1.5, 2.5, 3.5]
+    assert [float(m.gradient[0]) for m in g.members] == [1.5, 2.5, 3.5]
 
 
 def test_a_block_may_finish_while_another_thread_asks_for_the_bytes(

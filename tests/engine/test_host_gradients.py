@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.gradients.host_gradients import Arrival
-from fluxtrain.gradients.views import stored
 from fluxtrain.memory.group import Group
 from fluxtrain.plan import heads
 from fluxtrain.plan.group_placement import GroupPlacement
@@ -75,7 +74,7 @@ def one_pass(gradients: Gradients, g: Group, seed: int, members: Any = None) -> 
 
 def of(gradients: Gradients, g: Group) -> list[Tensor]:
     gradients.host.wait(g)
-    return [stored(m).clone() for m in g.members]
+    return [m.gradient.clone() for m in g.members]
 
 
 def norms(gradients: Gradients, g: Group) -> list[float]:

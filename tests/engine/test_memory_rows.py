@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.gradients.row_sum import RowTransfer, Scatter
-from fluxtrain.gradients.views import norm_by_rows
+from fluxtrain.gradients.row_sum import RowTransfer, Scatter, norm_by_rows
 from fluxtrain.memory.rows import Gather, Places, RowBuffers
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.gradients.buffers import GradientStaging
+from fluxtrain.gradients.host_gradients import GradientStaging
 from fluxtrain.wrapping import wrap as wrapping
 from fluxtrain.wrapping.engine import engine_of
 from tests.on_cards import batch, llama, wrapped

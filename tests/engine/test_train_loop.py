@@ -203,7 +203,7 @@ def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
         return real(self, max_norm, losses)
 
     monkeypatch.setattr(Engine, "clip_grad_norm", clip)
-    monkeypatch.setattr("fluxtrain.gradients.buffers.ring_depth", lambda _: depth)
+    monkeypatch.setattr("fluxtrain.gradients.host_gradients.ring_depth", lambda _: depth)
     rates = ["train.learning_rate=1e15", "train.warmup_steps=0"] if what == "loss" else []
     rates.append(f"train.max_grad_norm={limit}")
     with pytest.raises(Diverged) as caught:

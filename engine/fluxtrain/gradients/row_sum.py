@@ -15,7 +15,6 @@ from fluxtrain.device.device import Device
 from fluxtrain.device.page_locks import host_empty
 from fluxtrain.device.recorder import Instant
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.gradients.views import norm_by_rows
 from fluxtrain.memory.rows import Places
 
 _INDEX = torch.int64
@@ -148,3 +147,18 @@ class RowTransfer:
 
     def wait_compute(self, cause: str) -> None:
         self._transfer.wait_compute(cause)
+
+
+def norm_by_rows(
+    values: Tensor, places: Tensor | None = None, table_rows: int | None = None
+) -> Tensor:
+    """Return the 2-norm (1,) in fp32 of (U, H), from the norm of each row.
+
+    `places` (U,) are the rows' positions in an embedding of `table_rows` rows whose other rows are
+    zero; the result has the bits of the norm over all of it.
+    """
+    norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float32)
+    if places is not None and table_rows is not None:
+        norms = torch.zeros(table_rows, device=norms.device).index_copy_(0, places, norms)
+    whole: Tensor = torch.linalg.vector_norm(norms)
+    return whole.view(1)

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.gradients.buffers import cut
-from fluxtrain.gradients.host_gradients import Arrival, HostGradients
+from fluxtrain.gradients.host_gradients import Arrival, HostGradients, cut, widen_stored
 from fluxtrain.gradients.row_sum import RowSum, RowTransfer
-from fluxtrain.gradients.views import stored, widen_stored
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 
@@ -69,7 +67,7 @@ class VocabChunkSum:
         largest chunk has `rows`."""
         self._given.setdefault(member.index, set()).add(first)
         if self._on_host:
-            to = stored(member)[first : first + len(values)]
+            to = member.gradient[first : first + len(values)]
             (to.add_ if member.has_gradient else to.copy_)(values.to("cpu"))
             return
         group, staging, segment = self.group, self._host.staging, member.segment
@@ -77,7 +75,7 @@ class VocabChunkSum:
             self._add_earlier(member, first, values, rows)
         if self._again:
             group.take_wide_memory(segment)
-        to = stored(member)[first : first + len(values)]
+        to = member.gradient[first : first + len(values)]
         self._host.scatter.forget(segment.gradient)
         size_bytes = rows * to[:1].nbytes
         transfer, staged = staging.download(group, to, values, size_bytes)
@@ -129,7 +127,7 @@ class VocabChunkSum:
         """Download the kept rows, rounded, over what was downloaded with the chunks."""
         kept = self._kept
         assert kept is not None
-        to, rows = stored(self.group.members[0]), kept.places.rows
+        to, rows = self.group.members[0].gradient, kept.places.rows
         rounded = kept.values.to(to.dtype)
         transfer = self._host.download_rows(self.group, rounded, partial(to.index_copy_, 0, rows))
         ((index, chunks),) = self._norms.items()
@@ -146,7 +144,7 @@ class VocabChunkSum:
             for member in left if segment.gradient is not before else ():
                 if member.has_gradient:
                     self._host.wait(self.group)
-                    stored(member).copy_(member.slice(before))
+                    member.gradient.copy_(member.slice(before))
 
     def _arrival(self) -> Arrival:
         """Return what was sent; the norms are the same however the rows were cut."""

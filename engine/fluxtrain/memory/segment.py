@@ -46,6 +46,12 @@ class Member:
         """Return this member's range of a flat tensor of its segment, in its own shape."""
         return flat[self.offset : self.offset + self.count].view(self.shape)
 
+    @property
+    def gradient(self) -> Tensor:
+        """The member's gradient as stored in its group's memory (its scale not applied), in its
+        shape."""
+        return self.slice(self.segment.gradient)
+
     def states(self) -> dict[str, Tensor]:
         """Return views of this member's optimizer state by name: `lo` or `master`, `m`, `v` in its
         shape, and the scales of 8-bit moments (blocks,); empty before the first step."""

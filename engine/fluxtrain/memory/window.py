@@ -3,14 +3,16 @@
 Some groups have a slot to themselves (resident); the others share the rest. A slot keeps its
 content until it is needed for another group, so the last blocks of the forward pass are still
 there when the backward pass starts. Packed weights are copied as they are, and unpacked into the
-scratch when their block computes.
+scratch when their block computes. `CopiesAhead` learns the order in which units run and prefetches
+the next ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +24,8 @@ from fluxtrain.device.transfer import Transfer
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.packed import unpack_group
+from fluxtrain.memory.unit import Unit
+from fluxtrain.plan.cost.prefetch import LOOKS_AHEAD
 from fluxtrain.units import bytes_text
 
 Report = Callable[[Group, str, Transfer, int], None]  # group, cause, the copy, bytes
@@ -295,3 +299,52 @@ class Window:
         with contextlib.suppress(Exception):  # `take` raises it
             before.wait_host()
         self.device.stalls.add_host("update", time.perf_counter() - started_s)
+
+
+class CopiesAhead:
+    """Prefetches weights in the order in which units ran last, forward and backward."""
+
+    def __init__(self, window: Window, groups: Sequence[Group], card: int = 0) -> None:
+        """`groups` are those of the whole model, of which `card` copies its own."""
+        self._window, self._groups, self._card = window, groups, card
+        self._following: dict[tuple[str, Unit | None], Unit] = {}
+        self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
+        self._lock = threading.RLock()
+
+    def reach(self, direction: str, unit: Unit, slots: int) -> None:
+        """Note that a unit is about to compute, after the last one, and prefetch the next units."""
+        with self._lock:
+            self._following[direction, self._last[direction]] = unit
+            self._last[direction] = unit
+            self._copy(direction, unit, slots)
+
+    def begin_next_step(self, slots: int) -> None:
+        """Prefetch the first units of the next forward, each as soon as it is updated."""
+        with self._lock:
+            self._copy("forward", None, slots)
+
+    def end_pass(self) -> None:
+        """Treat the next unit as the first of its pass."""
+        self._last = {"forward": None, "backward": None}
+
+    def _copy(self, direction: str, unit: Unit | None, slots: int) -> None:
+        mine = (group.placement for group in self._groups if group.placement.card == self._card)
+        if all(placement.weights == "device" for placement in mine):
+            return
+        near = set(unit.groups) if unit is not None else set()
+        seen: list[Unit] = [] if unit is None else [unit]
+        wanted = max(1, slots - 1)
+        while wanted and len(seen) <= LOOKS_AHEAD:
+            unit = self._following.get((direction, unit))
+            if unit is None or unit in seen:
+                break
+            seen.append(unit)
+            if unit.in_vocab_chunks and unit.vocab_chunks is not None and direction == "forward":
+                unit.vocab_chunks.prefetch(0)
+                unit.vocab_chunks.prefetch(1)
+            copied = [group for group in unit.copied if group.placement.weights != "device"]
+            near.update(copied)
+            started = [self._window.prefetch(group, near) for group in copied]
+            if not all(started):
+                break
+            wanted -= self._window.is_shared_by(copied)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from fluxtrain.adamw.hyper import Hyper
 from fluxtrain.errors import MisusedModel
-from fluxtrain.gradients.views import round_stored
+from fluxtrain.gradients.host_gradients import round_stored
 from fluxtrain.guards.wrap_checks import refuse_several_processes
 from fluxtrain.guards.writes import check_writes
 from fluxtrain.memory.group import Group

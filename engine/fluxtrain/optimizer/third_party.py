@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.gradients.views import round_stored, stored
+from fluxtrain.gradients.host_gradients import round_stored
 from fluxtrain.guards.writes import check_writes
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
@@ -154,6 +154,6 @@ class ThirdPartyOptimizer:
 
 def _scaled(member: Member, scale: float) -> Tensor:
     """Multiply the stored gradient in place by `scale` and by the factor recorded for it."""
-    gradient = stored(member)
+    gradient = member.gradient
     factor, member.gradient_scale = member.gradient_scale * scale, 1.0
     return gradient if factor == 1.0 else gradient.mul_(factor)

@@ -16,9 +16,8 @@ from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.guards.shared_memory import version_of
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.window import Window
+from fluxtrain.memory.window import CopiesAhead, Window
 from fluxtrain.runtime.arrivals import arrivals_of
-from fluxtrain.runtime.cards.ahead import CopiesAhead
 from fluxtrain.runtime.counters import Counters
 
 _MOST_SHARED = 64  # copies of arguments kept at a time

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.gradients.views import norms_of, stored
+from fluxtrain.gradients.gradients import norms_of
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.runtime.context import Context
@@ -27,7 +27,7 @@ def stored_gradient(context: Context, group: Group, member: Member) -> Tensor:
             "group is updated as its gradients arrive, and their memory serves the next group. "
             "optimizer.step() ends the step"
         )
-    return stored(member)
+    return member.gradient
 
 
 def resolve(context: Context, group: Group, member: Member) -> None:
@@ -36,7 +36,7 @@ def resolve(context: Context, group: Group, member: Member) -> None:
     context.gradients_of(group).host.take_rows(group)
     group.wait()  # an update under way reads it
     if member.gradient_scale != 1.0 and member.has_gradient:
-        stored(member).mul_(member.gradient_scale)
+        member.gradient.mul_(member.gradient_scale)
     member.gradient_scale = 1.0
     arrival = context.gradients_of(group).host.arrivals.get(group)
     if arrival is not None:
@@ -62,7 +62,7 @@ def replace(context: Context, group: Group, member: Member, value: Tensor | None
     context.gradients_of(group).host.keep_memory(group)
     resolve(context, group, member)
     with torch.no_grad():
-        stored(member).copy_(value)
+        member.gradient.copy_(value)
     member.has_gradient = True
 
 
