@@ -16,7 +16,7 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.live.apply_placement import apply_placement
 from fluxtrain.live.live_run import LiveRun
 from fluxtrain.live.settings import LiveSettings
-from fluxtrain.memory.group import Group
+from fluxtrain.memory.group_memory import GroupMemory
 from fluxtrain.memory.window import Window
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.choices.placement import placement_of
@@ -345,16 +345,16 @@ def test_no_room_for_a_part_leaves_every_part_where_it_was(
     plain.steps(4)
     run.steps(2)
     before = run.engine.memory().device_by
-    real, calls = Group.allocate, 0
+    real, calls = GroupMemory.allocate, 0
 
-    def scarce(self: Group, *args: Any, **options: Any) -> Any:
+    def scarce(self: GroupMemory, *args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, *args, **options)
 
-    monkeypatch.setattr(Group, "allocate", scarce)
+    monkeypatch.setattr(GroupMemory, "allocate", scarce)
     settings = settings_with(run.context, prefetch=1, resident_blocks=1, device_groups=3)
     with pytest.raises(DoesNotFit, match="find no room"):
         turn(run.engine, run.context, settings)

@@ -121,7 +121,7 @@ def test_the_next_forward_waits_for_the_weights_alone_and_its_backward_for_the_m
     training.step()
     training.optimizer.zero_grad()
     loss = training.forward()
-    assert not held.free.is_set() and training.engine.groups[-1].under_way
+    assert not held.free.is_set() and training.engine.groups[-1].jobs.under_way
     held.assert_waits(loss.backward)
     training.step()
     assert both[0].losses == training.losses

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import fluxtrain
 from fluxtrain.errors import Diverged
-from fluxtrain.memory.group import Group
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.deferred_models import HOLD_S, MAX_NORM, Hold, Training, assert_same_bits, build
 from tests.engine.placing_anew import turn_to
@@ -120,7 +119,7 @@ def test_whoever_touches_a_group_at_home_waits_for_its_moments(
     training.backward()
     held.hold()
     training.step()
-    assert any(group.under_way for group in training.engine.groups)
+    assert any(group.jobs.under_way for group in training.engine.groups)
     held.assert_waits(lambda: action(training))
 
 
@@ -169,7 +168,7 @@ def test_stepping_and_forgetting_gradients_waits_for_nothing(held: Hold) -> None
     gradient.mul_(0.5)  # recorded
     training.optimizer.zero_grad()
     assert not held.free.is_set()
-    assert all(group.under_way for group in training.engine.groups)
+    assert all(group.jobs.under_way for group in training.engine.groups)
 
 
 def test_two_optimizers_over_one_block_step_one_after_the_other(held: Hold) -> None:
@@ -266,19 +265,16 @@ def test_groups_that_were_queued_before_one_could_not_be_get_their_moments(
     expected.steps(1)
     training = Training(build(), deferred=True)
     training.backward()
-    ensure_state = Group.ensure_state
 
-    def fails(self: Group) -> list[Tensor]:
-        if self is training.engine.groups[2]:
-            raise MemoryError("states find no room")
-        return ensure_state(self)
+    def fails() -> list[Tensor]:
+        raise MemoryError("states find no room")
 
-    monkeypatch.setattr(Group, "ensure_state", fails)
+    monkeypatch.setattr(training.engine.groups[2].memory, "ensure_state", fails)
     with pytest.raises(MemoryError):
         training.step()
     training.engine.flush()
     for got, wanted in zip(training.engine.groups[:2], expected.engine.groups[:2], strict=True):
-        wanted.wait()
+        wanted.jobs.wait()
         for mine, theirs in zip(got.trained, wanted.trained, strict=True):
             for name, flat in mine.states().items():
                 assert torch.equal(flat, theirs.states()[name]), name

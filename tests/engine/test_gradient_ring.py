@@ -46,7 +46,7 @@ def step(model: nn.Module, optimizer: torch.optim.AdamW, seed: int, *, in_backwa
 
 
 def held(engine: Engine) -> list[Group]:
-    return [g for g in engine.groups if g.kind == "block" and g.holds_gradient_memory]
+    return [g for g in engine.groups if g.kind == "block" and g.memory.holds_gradients]
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
@@ -128,15 +128,15 @@ def test_the_oldest_buffer_is_lent_on_once_its_update_is_done() -> None:
     for i in range(5):
         group = Group(f"block{i}", "block")
         group.add(nn.Parameter(torch.zeros(8)), "w")
-        group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
+        group.place(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
         groups.append(group)
     ring = GradientRing()
     waited: list[str] = []
     for group in groups:
-        group.wait = lambda name=group.name: waited.append(name)  # type: ignore[method-assign,misc]
+        group.jobs.wait = lambda name=group.name: waited.append(name)  # type: ignore[method-assign,misc]
         ring.lend(group)
     assert waited == ["block0", "block1"]
-    assert [g.holds_gradient_memory for g in groups] == [False, False, True, True, True]
+    assert [g.memory.holds_gradients for g in groups] == [False, False, True, True, True]
     ring.lend(groups[2])  # its own again; now block3 is the oldest
     ring.lend(groups[0])
     assert waited == ["block0", "block1", "block3"]
@@ -157,7 +157,7 @@ def test_freed_gradients_leave_no_memory_and_are_taken_again(*, in_backward: boo
             before = engine.memory().host_arena_bytes
             engine.free_gradients()
             assert not any(group.has_gradient for group in engine.groups)
-            assert not any(group.holds_gradient_memory for group in engine.groups)
+            assert not any(group.memory.holds_gradients for group in engine.groups)
             assert engine.memory().host_arena_bytes < before
         losses.append(step(model, optimizer, 2, in_backward=in_backward))
         engine.flush()

@@ -33,7 +33,7 @@ def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Grou
     made.users = 1
     for i, shape in enumerate(shapes):
         made.add(nn.Parameter(torch.zeros(shape, dtype=dtype)), f"p{i}")
-    made.settle(GroupPlacement.on("host"), CPU, pin=False)
+    made.place(GroupPlacement.on("host"), CPU, pin=False)
     return made
 
 
@@ -135,7 +135,7 @@ def test_each_dtype_of_a_block_keeps_its_own(device: Any) -> None:
     g.users = 1
     for i, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
         g.add(nn.Parameter(torch.zeros(4, dtype=dtype)), f"p{i}")
-    g.settle(GroupPlacement.on("host"), CPU, pin=False)
+    g.place(GroupPlacement.on("host"), CPU, pin=False)
     exact = torch.full((4,), 1.0 + 2.0**-20)
     for member in g.members:
         gradients.add(g, member, exact)

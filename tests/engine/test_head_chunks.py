@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.live import apply_placement as applying
-from fluxtrain.memory.moving import prepare_move
+from fluxtrain.memory.group import prepare_move
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.placing_anew import turn_to

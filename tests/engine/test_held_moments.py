@@ -33,7 +33,7 @@ def after_a_step(**how: Any) -> Training:
     training.step()
     training.optimizer.zero_grad()
     for group in training.engine.groups:
-        group.wait_for_weights()
+        group.jobs.wait_for_weights()
     return training
 
 

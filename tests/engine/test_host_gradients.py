@@ -54,7 +54,7 @@ def group(dtype: torch.dtype, *, kind: Any = "block", shapes: Any = SHAPES) -> G
     made.users = 1
     for i, shape in enumerate(shapes):
         made.add(nn.Parameter(torch.zeros(shape, dtype=dtype)), f"p{i}")
-    made.settle(GroupPlacement.on("host"), CPU, pin=False)
+    made.place(GroupPlacement.on("host"), CPU, pin=False)
     return made
 
 

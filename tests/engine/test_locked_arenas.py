@@ -101,7 +101,8 @@ def test_weights_stay_locked_while_they_are_copied_though_their_model_is_gone(
     slot = engine.cards[0].window.holds(group)
     assert slot is not None and slot.transfer is not None and not slot.transfer.done()
     early = unlocked_early(locks, monkeypatch, slot.transfer.done)
-    address = group._arenas[0].address
+    assert group.memory.flat_weights is not None
+    address = group.memory.flat_weights.data_ptr()
     assert address in locks._sizes
     del model, engine, group, slot
     gc.collect()

@@ -26,8 +26,7 @@ from fluxtrain.device import page_locks
 from fluxtrain.device.arena import ALIGNMENT_BYTES, HostArena, aligned
 from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.memory.group import Group
-from fluxtrain.memory.moving import prepare_move
+from fluxtrain.memory.group import Group, prepare_move
 from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.pages import made_bytes, made_bytes_at, mapped
 
@@ -140,8 +139,8 @@ def in_fork(work: Callable[[], None]) -> int:
 def test_a_fork_gets_weights_and_neither_states_nor_gradients() -> None:
     """Every step writes these: with a child that shares them it would copy them all."""
     group = settled((torch.bfloat16, (64, 64), True))
-    group.ensure_state()
-    group.ensure_gradient()
+    group.memory.ensure_state()
+    group.memory.ensure_gradient()
     (segment,) = group.segments
     held = {"weights": segment.weights, "m": segment.m, "gradient": segment.rounded}
     wiped = {name: "wf" in mapped(memory)[1] for name, memory in held.items() if memory is not None}
@@ -176,7 +175,7 @@ def settled(*specs: tuple[torch.dtype, tuple[int, ...], bool]) -> Group:
     for i, (dtype, shape, trained) in enumerate(specs):
         values = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
         group.add(nn.Parameter(values, requires_grad=trained), f"p{i}")
-    group.settle(GroupPlacement.on("host"), CPU, pin=False)
+    group.place(GroupPlacement.on("host"), CPU, pin=False)
     return group
 
 
@@ -197,30 +196,31 @@ def test_a_group_lays_its_members_out_without_overlap_and_keeps_their_values(spe
     group = settled(*specs)
     spans = []
     for member, (dtype, shape, trained) in zip(group.members, specs, strict=True):
-        home = group.home_views[member.index]
+        home = group.memory.views[member.index]
         expected = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
         assert torch.equal(home, expected) and home.dtype == dtype
         assert member.parameter.data_ptr() == home.data_ptr()
-        assert home.data_ptr() % ALIGNMENT_BYTES == group.flat_weights.data_ptr() % ALIGNMENT_BYTES
+        start = group.memory.flat_weights.data_ptr()
+        assert home.data_ptr() % ALIGNMENT_BYTES == start % ALIGNMENT_BYTES
         assert home.untyped_storage().nbytes() == home.nbytes
         assert member.trained == trained
-        spans.append((home.data_ptr() - group.flat_weights.data_ptr(), home.nbytes))
+        spans.append((home.data_ptr() - group.memory.flat_weights.data_ptr(), home.nbytes))
     spans.sort()
     assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
     assert spans[-1][0] + spans[-1][1] <= group.weight_bytes
-    there = group.device_views(group.flat_weights.clone())
-    assert all(torch.equal(t, h) for t, h in zip(there, group.home_views, strict=True))
+    there = group.device_views(group.memory.flat_weights.clone())
+    assert all(torch.equal(t, h) for t, h in zip(there, group.memory.views, strict=True))
 
 
 def test_a_trained_bf16_parameter_costs_twelve_bytes_and_its_gradient_two() -> None:
     n = 1 << 16
     group = settled((torch.bfloat16, (n,), True))
     assert (group.weight_bytes, group.state_bytes, group.gradient_bytes) == (2 * n, 0, 0)
-    group.ensure_state()
-    group.ensure_gradient()
+    group.memory.ensure_state()
+    group.memory.ensure_gradient()
     assert (group.state_bytes, group.gradient_bytes) == (10 * n, 2 * n)
     frozen = settled((torch.bfloat16, (n,), False))
-    frozen.ensure_state()
+    frozen.memory.ensure_state()
     assert (frozen.weight_bytes, frozen.state_bytes) == (2 * n, 0)
 
 

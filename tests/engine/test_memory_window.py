@@ -81,7 +81,7 @@ class LazyDevice:
 def group(value: int, elements: int = SIZE) -> Group:
     made = Group(f"block {value}", "block")
     made.add(nn.Parameter(torch.full((elements,), float(value))), "weight")
-    made.settle(GroupPlacement.on("host"), CPU, pin=False)
+    made.place(GroupPlacement.on("host"), CPU, pin=False)
     return made
 
 
@@ -113,7 +113,7 @@ def test_what_is_taken_holds_its_current_weights_until_it_is_released(
         g = groups[i]
         if action == "take" and i not in held and len(held) < slots:
             views = made.take(g)
-            held[i] = views[0], float(g.home_views[0][0])
+            held[i] = views[0], float(g.memory.views[0][0])
         elif action == "release" and i in held:
             made.release(g)
             del held[i]
@@ -121,7 +121,7 @@ def test_what_is_taken_holds_its_current_weights_until_it_is_released(
             made.prefetch(g)
         elif action == "write" and i not in held:
             made.drain()  # the engine's updates run between copies
-            g.home_views[0].add_(10.0)
+            g.memory.views[0].add_(10.0)
             made.forget(g)
         for view, value in held.values():
             assert bool((view == value).all())
@@ -186,7 +186,7 @@ def test_a_resident_group_is_copied_again_only_after_its_weights_change() -> Non
             made.take(g)
             made.release(g)
     assert moves == [(own.name, "demand"), (other.name, "demand")]
-    own.home_views[0].fill_(5.0)
+    own.memory.views[0].fill_(5.0)
     made.forget(own)
     assert made.take(own)[0][0] == 5.0
 
@@ -203,13 +203,13 @@ def test_an_upload_waits_for_the_groups_own_update() -> None:
     device = CpuDevice()
     made, _ = window(2, device)
     g, other = group(1), group(2)
-    g.pending = Future()
+    g.jobs.pending = Future()
     made.forget(g)
     assert made.prefetch(g)
     slot = made.holds(g)
     assert slot is not None and slot.transfer is not None and not slot.transfer.done()
-    g.home_views[0].fill_(9.0)
-    g.pending.set_result(None)
+    g.memory.views[0].fill_(9.0)
+    g.jobs.pending.set_result(None)
     assert made.take(g)[0][0] == 9.0
     assert made.take(other)[0][0] == 2
     device.close()
@@ -220,10 +220,10 @@ def test_a_copy_that_waits_for_an_update_never_lands_on_weights_that_took_its_sl
     device = SlowDevice()
     made, _ = window(1, device)
     g, other = group(1), group(2)
-    g.pending = Future()
+    g.jobs.pending = Future()
     made.forget(g)
     assert made.prefetch(g)
-    timer = threading.Timer(0.05, g.pending.set_result, [None])
+    timer = threading.Timer(0.05, g.jobs.pending.set_result, [None])
     timer.start()
     weights = made.take(other)[0]
     timer.join()
@@ -237,9 +237,9 @@ def test_a_slot_whose_copy_failed_serves_another_group() -> None:
     device = SlowDevice()
     made, _ = window(1, device)
     g, other = group(1), group(2)
-    g.pending = Future()
+    g.jobs.pending = Future()
     assert made.prefetch(g)
-    timer = threading.Timer(0.05, g.pending.set_exception, [ArithmeticError("diverged")])
+    timer = threading.Timer(0.05, g.jobs.pending.set_exception, [ArithmeticError("diverged")])
     timer.start()
     assert made.take(other)[0][0] == 2
     timer.join()
@@ -251,9 +251,9 @@ def test_whoever_drains_the_window_is_not_told_of_an_update_that_failed() -> Non
     device = CpuDevice()
     made, _ = window(1, device)
     g = group(1)
-    g.pending = Future()
+    g.jobs.pending = Future()
     assert made.prefetch(g)
-    g.pending.set_exception(ArithmeticError("diverged"))
+    g.jobs.pending.set_exception(ArithmeticError("diverged"))
     made.drain()
     device.close()
 
@@ -262,8 +262,8 @@ def test_a_failed_update_reaches_whoever_takes_the_group() -> None:
     device = CpuDevice()
     made, _ = window(1, device)
     g = group(1)
-    g.pending = Future()
-    g.pending.set_exception(ArithmeticError("diverged"))
+    g.jobs.pending = Future()
+    g.jobs.pending.set_exception(ArithmeticError("diverged"))
     with pytest.raises(ArithmeticError, match="diverged"):
         made.take(g)
     device.close()

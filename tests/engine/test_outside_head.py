@@ -70,7 +70,7 @@ def test_the_weight_is_that_of_the_devices_slot(new_model: Make) -> None:
     fluxtrain.wrap(model, device="cpu", offload="weights")
     engine = engine_of(model)
     head = next(unit for unit in engine.units if unit.is_head)
-    at_home = head.group.home_views[0].data_ptr()
+    at_home = head.group.memory.views[0].data_ptr()
     gradients_of(model, fused_lm_head=True)
     weight = seen[0].weight
     slots = [slot.flat for slot in engine.cards[0].window.slots]

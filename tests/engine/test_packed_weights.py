@@ -126,9 +126,9 @@ def test_no_byte_of_the_base_is_written() -> None:
 
     def base() -> list[bytes]:
         return [
-            group.flat_weights[group.trained_bytes :].numpy().tobytes()
+            group.memory.flat_weights[group.trained_bytes :].numpy().tobytes()
             for group in engine.groups
-            if group.flat_weights is not None
+            if group.memory.flat_weights is not None
         ]
 
     before = base()

@@ -24,9 +24,9 @@ def group(shapes: list[tuple[int, ...]], states: StateFormat = "fp32") -> Group:
     for i, shape in enumerate(shapes):
         value = torch.full(shape, float(i), dtype=torch.bfloat16)
         made.add(nn.Parameter(value), f"p{i}")
-    made.settle(GroupPlacement.on("device"), torch.device("cpu"), pin=False)
-    made.ensure_state()
-    made.ensure_gradient()
+    made.place(GroupPlacement.on("device"), torch.device("cpu"), pin=False)
+    made.memory.ensure_state()
+    made.memory.ensure_gradient()
     return made
 
 
@@ -45,8 +45,8 @@ def test_a_block_of_matrices_norms_and_biases_is_two_ranges() -> None:
 def test_every_parameter_keeps_its_values_and_its_place_among_the_members() -> None:
     g = group([VECTOR, MATRIX, VECTOR])
     assert [m.name for m in g.members] == ["p0", "p1", "p2"]
-    assert g.flat_weights is not None
-    for member, view in zip(g.members, g.device_views(g.flat_weights), strict=True):
+    assert g.memory.flat_weights is not None
+    for member, view in zip(g.members, g.device_views(g.memory.flat_weights), strict=True):
         assert member.parameter.shape == view.shape
         assert torch.all(view == member.index) and torch.all(member.parameter == member.index)
 

@@ -83,7 +83,7 @@ def test_rows_wait_for_the_update_of_their_table(case: str) -> None:
     with Held(engine) as held:
         optimizer.step()
         optimizer.zero_grad()
-        assert engine.groups[0].under_way
+        assert engine.groups[0].jobs.under_way
         timer = threading.Timer(0.1, held.__exit__)
         timer.start()
         found = embed(ids)

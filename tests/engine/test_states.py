@@ -275,8 +275,8 @@ def test_8_bit_states_take_two_bytes_and_a_scale_a_parameter(
     group = Group("block", "block", "8bit")
     group.add(nn.Parameter(torch.zeros(64, 1000, dtype=torch.bfloat16)), "weight")
     group.add(nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)), "norm")
-    group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
-    group.ensure_state()
+    group.place(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
+    group.memory.ensure_state()
     n = 64_000
     assert [(s.format, s.elements) for s in group.trained] == [("8bit", n), ("fp32", 1024)]
     assert group.state_bytes == 4 * n + 2 * 4 * n // 256 + 10 * 1024
@@ -310,8 +310,8 @@ def test_blocks_of_states_never_span_two_parameters() -> None:
     group = Group("block", "block", "8bit")
     for count in (300, 100, 1000, 257):
         group.add(nn.Parameter(torch.ones(count)), f"w{count}")
-    group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
-    group.ensure_state()
+    group.place(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
+    group.memory.ensure_state()
     assert all(member.offset % 256 == 0 for member in group.members)
     scales = [member.states()["m_scale"] for member in group.members]
     assert [s.numel() for s in scales] == [2, 1, 4, 2]

@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
+from fluxtrain.memory.group_memory import refuse_tiers
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, by_tier, keepable_count, kept_count, streamed_count
 from fluxtrain.plan.group_placement import (
     GroupPlacement,
     alike,
     check_groups,
-    refuse_unused,
+    check_rows,
     table_of,
 )
 
@@ -118,9 +119,16 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
     ],
 )
 def test_what_the_engine_cannot_do_yet_is_refused(row: GroupPlacement, reason: str) -> None:
-    refuse_unused([GroupPlacement.on("host"), GroupPlacement.on("device")])
+    usual = [GroupPlacement.on("host"), GroupPlacement.on("device")]
+    check_rows(usual)
+    refuse_tiers(usual)
+
+    def check() -> None:
+        check_rows([row])
+        refuse_tiers([row])
+
     with pytest.raises(BadInput, match=reason):
-        refuse_unused([row])
+        check()
 
 
 @given(layouts)

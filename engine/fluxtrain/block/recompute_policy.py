@@ -17,7 +17,7 @@ def choose_recompute(context: Context) -> None:
     owned = {slot.owner for card in context.cards for slot in card.window.slots}
 
     def can_keep(unit: Unit) -> bool:
-        stays = all(g.placement.weights == "device" or g in owned for g in unit.groups)
+        stays = all(g.is_on("device") or g in owned for g in unit.groups)
         return stays and unit.group.kind == "block"
 
     rows = {row.name: row.activations for row in context.plan.groups}

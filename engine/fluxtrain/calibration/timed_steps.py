@@ -252,7 +252,7 @@ class _StepTimer:
         )
         self._engine.flush()
         for group in self._engine.groups:
-            group.wait()
+            group.jobs.wait()
         self._recorder.end_step()
         notes = [note for note in self._recorder.notes if isinstance(note, Note)]
         self._recorder.notes.clear()

@@ -1,7 +1,7 @@
 """Write one checkpoint on threads while training goes on, from copies made group by group.
 
 The thread `checkpoint-copy` copies the groups in the order in which the next step updates them, and
-each group's update waits for its copy (`Group.saving`), on the host or on a device; forward and
+each group's update waits for its copy (`GroupJobs.saving`), on the host or on a device; forward and
 backward only read, and wait for nothing. The thread `checkpoint` writes the copies. They hold at
 most a budget of host memory: beyond it copying waits for writing. So what is written is the state
 of one moment, bit for bit.

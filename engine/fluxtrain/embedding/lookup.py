@@ -158,9 +158,9 @@ class Lookup(UnitCall):
         """Copy the up-to-date weights of rows (U,) into (U, H); book the wait for an update as a
         stall."""
         context, group = self.context, self.unit.group
-        waits, started_s = group.pending is not None, time.perf_counter()
-        group.wait_for_weights()
-        torch.index_select(group.home_views[0], 0, rows, out=into)
+        waits, started_s = group.jobs.pending is not None, time.perf_counter()
+        group.jobs.wait_for_weights()
+        torch.index_select(group.memory.views[0], 0, rows, out=into)
         if waits:
             context.device.stalls.add_host("update", time.perf_counter() - started_s)
 

@@ -52,7 +52,7 @@ class EmbeddingSum:
         if before is not None and member.has_gradient:
             rows = before.plus(rows, host.device, member.gradient_scale)
             member.gradient_scale = 1.0
-            group.take_wide_memory(member.segment)
+            group.memory.take_wide_gradient(member.segment)
         places, table_rows = rows.places.rows, buffers.table_rows
         to, scatter = member.segment.gradient, host.scatter
 

@@ -229,7 +229,7 @@ class FlatSum:
         host.wait_for_update(group)
         self._clear_untouched()
         host.allocate(group, passing=passing)
-        stays = group.placement.gradients == "device"
+        stays = group.is_on("device", "gradients")
         host.arrivals[group] = self._store_on_device() if stays else self._download()
         for index in self._touched:
             group.members[index].has_gradient = True
@@ -270,7 +270,7 @@ class FlatSum:
             mine = [m for m in segment.members if m.index in self._touched]
             if again:
                 apply_scales(mine)
-                group.widen_gradient(segment)
+                group.memory.widen_gradient(segment)
             to = segment.gradient
             if not again and len(mine) == len(segment.members):
                 to.copy_(flat)

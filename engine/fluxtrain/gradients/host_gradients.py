@@ -98,15 +98,15 @@ class HostGradients:
     def wait_for_update(self, group: Group) -> None:
         """Wait for the update of the step before, whose moments still read the group's gradients.
         Only this thread waits: the group's backward is queued and keeps a GPU busy."""
-        waits, started_s = group.under_way, time.perf_counter()
-        group.wait()
+        waits, started_s = group.jobs.under_way, time.perf_counter()
+        group.jobs.wait()
         if waits:
             self.device.stalls.add_host("moments", time.perf_counter() - started_s)
 
     def allocate(self, group: Group, *, passing: bool) -> None:
         """Take memory for the group's gradients; passing: only until its update, which follows at
         once. Waits for an earlier group's update when all of that memory is lent."""
-        if passing and group.placement.gradients != "device":
+        if passing and not group.is_on("device", "gradients"):
             self._ring.lend(group)
         else:
             self.keep_memory(group)
@@ -114,7 +114,7 @@ class HostGradients:
     def keep_memory(self, group: Group) -> None:
         """Give the group's gradients memory of their own from now on."""
         self._ring.keep(group)
-        group.ensure_gradient()
+        group.memory.ensure_gradient()
 
     def give_ring_back(self, groups: Iterable[Group]) -> None:
         """Free the memory that gradients of updates in backward pass through, between two steps."""
@@ -205,7 +205,7 @@ class HostGradients:
         self.wait(group)
         member = group.members[0]
         apply_scales([member])
-        group.widen_gradient(member.segment)
+        group.memory.widen_gradient(member.segment)
         fresh = rows.values.to(device="cpu", dtype=torch.float32)
         member.gradient.index_add_(0, rows.places.rows, fresh)
         self.arrivals[group] = Arrival([], None, {})
@@ -216,7 +216,7 @@ class HostGradients:
         """Prefetch the host's accumulated gradient before this group's backward, as much of it as
         there are buffers for."""
         taken: Counter[int] = Counter()
-        for segment in group.trained if group.placement.gradients != "device" else ():
+        for segment in group.trained if not group.is_on("device", "gradients") else ():
             size = segment.size_bytes
             if not any(member.has_gradient for member in segment.members):
                 continue
@@ -249,7 +249,7 @@ class HostGradients:
 
     def download_sum(self, group: Group, segment: Segment, flat: Tensor) -> list[Transfer]:
         """Download the sum `flat` (elements,) fp32 as it is; it is this step's gradient."""
-        group.take_wide_memory(segment)
+        group.memory.take_wide_gradient(segment)
         transfers: list[Transfer] = []
         for first, stop in _ranges(segment, torch.float32):
             host = segment.gradient[first:stop]
@@ -311,7 +311,7 @@ def widen_stored(group: Group) -> None:
     """Convert the group's stored gradients to fp32 with their scales applied, to add to them."""
     for segment in group.trained:
         apply_scales(segment.members)
-        group.widen_gradient(segment)
+        group.memory.widen_gradient(segment)
 
 
 def round_stored(group: Group) -> None:
@@ -454,14 +454,14 @@ class GradientRing:
         borrowers = self._borrowers.setdefault(shape, deque())
         if group in borrowers:
             borrowers.remove(group)
-        elif group.holds_gradient_memory:
+        elif group.memory.holds_gradients:
             return  # from steps without updates in backward
         elif len(borrowers) < ring_depth(sum(s.size_bytes for s in group.trained)):
-            group.ensure_gradient()
+            group.memory.ensure_gradient()
         else:
             oldest = borrowers.popleft()
-            oldest.wait()
-            group.take_gradient_memory(oldest)
+            oldest.jobs.wait()
+            group.memory.take_gradients_of(oldest.memory)
         borrowers.append(group)
 
     def keep(self, group: Group) -> None:
@@ -474,10 +474,10 @@ class GradientRing:
         """Free all buffers, between two steps. Any of `groups` may have made a buffer that was lent
         on since."""
         lent = [group for borrowers in self._borrowers.values() for group in borrowers]
-        addresses = {address for group in lent for address in group.give_up_gradient_memory()}
+        addresses = {address for group in lent for address in group.memory.give_up_gradients()}
         if addresses:
             for group in groups:
-                group.drop_arenas(addresses)
+                group.memory.drop_gradient_arenas(addresses)
         self._borrowers.clear()
 
 

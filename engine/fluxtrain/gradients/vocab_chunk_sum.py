@@ -74,7 +74,7 @@ class VocabChunkSum:
         if self._again and member.has_gradient:
             self._add_earlier(member, first, values, rows)
         if self._again:
-            group.take_wide_memory(segment)
+            group.memory.take_wide_gradient(segment)
         to = member.gradient[first : first + len(values)]
         self._host.scatter.forget(segment.gradient)
         size_bytes = rows * to[:1].nbytes

@@ -33,7 +33,7 @@ class BoundWeights:
         moved = [
             member.parameter.untyped_storage()
             for group, member in unit.members
-            if group.placement.weights != "device" or member.segment.packed is not None
+            if not group.is_on("device") or member.segment.packed is not None
         ]
         self._slots = list({storage.data_ptr(): storage for storage in moved}.values())
         self._references = self._count()
@@ -75,9 +75,9 @@ def _copy_to_host(group: Group, member: Member) -> bool:
     """Copy rows that an embedding with `max_norm` shortened to the host; doing that again changes
     nothing. False where masters on the device would have to be corrected by row."""
     segment = member.segment
-    if group.placement.weights == "device":
+    if group.is_on("device"):
         return segment.lo is None and segment.master is None
-    host = group.home_views[member.index]
+    host = group.memory.views[member.index]
     with torch.no_grad():
         now = member.parameter.detach().to(host.device)
         changed = now != host

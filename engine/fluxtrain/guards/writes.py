@@ -39,7 +39,7 @@ def check_writes(group: Group) -> None:
     """Take over writes to the group's weights since the last check."""
     changed: list[Member] = []
     with torch._C.DisableTorchFunctionSubclass():
-        for member, host in zip(group.members, group.home_views, strict=True):
+        for member, host in zip(group.members, group.memory.views, strict=True):
             parameter = member.parameter
             if parameter.data_ptr() != host.data_ptr():
                 _take_over(group, member, host)
@@ -53,7 +53,7 @@ def check_writes(group: Group) -> None:
             member.write_version = parameter._version
             member.fingerprint = None
     if changed:
-        group.wait_for_weights()
+        group.jobs.wait_for_weights()
         group.weights_changed(frozen=not all(member.trained for member in changed))
         for member in changed:
             member.segment.masters_are_weights(member)
@@ -75,7 +75,7 @@ def _take_over(group: Group, member: Member, host: Tensor) -> None:
             f"and is now {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}: resize "
             "or convert before fluxtrain.wrap(model), or fluxtrain.unwrap(model) first"
         )
-    group.wait_for_weights()
+    group.jobs.wait_for_weights()
     with torch.no_grad():
         host.copy_(parameter.detach())
     parameter.data = host

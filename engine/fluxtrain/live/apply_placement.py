@@ -11,12 +11,12 @@ import torch
 
 from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.memory.group import Group
-from fluxtrain.memory.moving import moves, prepare_move
+from fluxtrain.memory.group import Group, moves, prepare_move
+from fluxtrain.memory.group_memory import refuse_tiers
 from fluxtrain.memory.window import Slot
 from fluxtrain.optimizer.optimizer_state import renew_state
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.group_placement import check_groups, refuse_unused
+from fluxtrain.plan.group_placement import check_groups, check_rows
 from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.context import Context
 from fluxtrain.wrapping.slots import slots_for
@@ -33,7 +33,8 @@ def apply_placement(context: Context, placement: Placement) -> None:
     streamed blocks, which takes no memory.
     """
     check_groups(placement.groups, context.groups)
-    refuse_unused(placement.groups, cards=len(context.cards))
+    check_rows(placement.groups, cards=len(context.cards))
+    refuse_tiers(placement.groups)
     _come_to_rest(context)
     rows = list(zip(context.groups, placement.groups, strict=True))
     moving = [(group, row) for group, row in rows if moves(group, row)]
@@ -52,7 +53,7 @@ def apply_placement(context: Context, placement: Placement) -> None:
             gone += [one for one in freed if one not in found]
             gone += _too_many(card, streamed, placement.slots_of(card.number))
         prepared = [
-            prepare_move(group, row, pin=context.device.pins and row.weights != "device")
+            prepare_move(group, row, pin=context.device.pins and not row.is_on("device"))
             for group, row in moving
         ]
     except DoesNotFit:
@@ -99,7 +100,7 @@ def _tidy(context: Context, *, fewer_wait: bool) -> None:
     """Free the memory of what has moved, and measure peaks anew. `fewer_wait`: fewer groups have
     inputs on the host than before."""
     for group in context.groups:
-        if group.rows is not None and group.placement.weights == "device":
+        if group.rows is not None and group.is_on("device"):
             group.rows.give_back()
     for unit in context.units:
         if unit.vocab_chunks is not None and not unit.in_vocab_chunks:
@@ -108,7 +109,7 @@ def _tidy(context: Context, *, fewer_wait: bool) -> None:
         if fewer_wait:
             card.activation_offload.give_back()
         mine = [g for g in context.groups if g.placement.card == card.number]
-        sent = [g for g in mine if g.placement.gradients != "device"]
+        sent = [g for g in mine if not g.is_on("device", "gradients")]
         card.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
     _give_back(context)
     for card in context.cards:

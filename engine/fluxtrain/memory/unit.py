@@ -88,9 +88,7 @@ class Unit:
     @property
     def in_vocab_chunks(self) -> bool:
         """True for a head that computes with two vocabulary chunks of its weight at a time."""
-        return (
-            self.vocab_chunks is not None and self.vocab_chunks.group.placement.weights != "device"
-        )
+        return self.vocab_chunks is not None and not self.vocab_chunks.group.is_on("device")
 
     @cached_property
     def members(self) -> list[tuple[Group, Member]]:

@@ -136,7 +136,7 @@ class ChunkedWeights:
         place.index, place.version, place.awaited = index, self.group.version, True
         transfers: list[Transfer] = []
         for view, host in self._views(place, index):
-            transfer = self._device.upload(view, host, self.group.pending, place.free)
+            transfer = self._device.upload(view, host, self.group.jobs.pending, place.free)
             self._report(self.group, cause, transfer, view.nbytes)
             transfers.append(transfer)
         place.transfers = tuple(transfers)
@@ -146,7 +146,7 @@ class ChunkedWeights:
         found: list[tuple[Tensor, Tensor]] = []
         start, span = 0, self.span(index)
         for member in self.members:
-            host = self.group.home_views[member.index][span]
+            host = self.group.memory.views[member.index][span]
             flat = place.flat[start : start + host.nbytes].view(host.dtype)
             found.append((flat.view(host.shape), host))
             start += aligned(self.rows * self._row_bytes(member))

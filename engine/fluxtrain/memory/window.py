@@ -181,11 +181,7 @@ class Window:
         `keep` are groups that are needed sooner: at the turn from forward to backward, the least
         recently used of them is the next one.
         """
-        if (
-            group.placement.weights == "device"
-            or (group.rows and group.by_rows)
-            or self.holds(group) is not None
-        ):
+        if group.is_on("device") or (group.rows and group.by_rows) or self.holds(group) is not None:
             return True
         slot = self._free_slot(group, keep)
         if slot is None:
@@ -218,11 +214,11 @@ class Window:
         ones in the scratch; None for a group without packed ones."""
         if not group.dense_bytes:
             return None
-        assert group.flat_weights is not None
-        self.scratch.fill(group, group.flat_weights)
+        assert group.memory.flat_weights is not None
+        self.scratch.fill(group, group.memory.flat_weights)
         if group not in self._at_device:
             with torch.inference_mode(False):
-                views = group.device_views(group.flat_weights, self.scratch.memory)
+                views = group.device_views(group.memory.flat_weights, self.scratch.memory)
             self._at_device[group] = views
         return self._at_device[group]
 
@@ -284,9 +280,9 @@ class Window:
         slot.frozen_version = group.frozen_version
         slot.used_at = -1
         self._where[group] = slot
-        assert group.flat_weights is not None
+        assert group.memory.flat_weights is not None
         slot.transfer = self.device.upload(
-            slot.flat[:stop], group.flat_weights[:stop], group.pending, slot.free
+            slot.flat[:stop], group.memory.flat_weights[:stop], group.jobs.pending, slot.free
         )
         self._report(group, cause, slot.transfer, stop)
 
@@ -329,7 +325,7 @@ class CopiesAhead:
 
     def _copy(self, direction: str, unit: Unit | None, slots: int) -> None:
         mine = (group.placement for group in self._groups if group.placement.card == self._card)
-        if all(placement.weights == "device" for placement in mine):
+        if all(placement.is_on("device") for placement in mine):
             return
         near = set(unit.groups) if unit is not None else set()
         seen: list[Unit] = [] if unit is None else [unit]
@@ -342,7 +338,7 @@ class CopiesAhead:
             if unit.in_vocab_chunks and unit.vocab_chunks is not None and direction == "forward":
                 unit.vocab_chunks.prefetch(0)
                 unit.vocab_chunks.prefetch(1)
-            copied = [group for group in unit.copied if group.placement.weights != "device"]
+            copied = [group for group in unit.copied if not group.is_on("device")]
             near.update(copied)
             started = [self._window.prefetch(group, near) for group in copied]
             if not all(started):

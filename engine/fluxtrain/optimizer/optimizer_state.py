@@ -159,7 +159,7 @@ def _before_export(optimizer: Optimizer) -> None:
         entry["step"] = owner.member.step  # the last step may have been skipped
         entry[AMONG] = indices
         if any(name in entry for name in MASTERS):
-            entry["weights"] = fingerprint(owner.group.home_views[owner.member.index])
+            entry["weights"] = fingerprint(owner.group.memory.views[owner.member.index])
 
 
 def _entry(member: Member) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _moments_at(member: Member) -> int:
 def _take(owner: Owner, entry: dict[str, Any]) -> None:
     member = owner.member
     owner.context.flush()
-    owner.group.ensure_state()
+    owner.group.memory.ensure_state()
     with torch.no_grad():
         _take_moments(member, entry)
         _take_master(owner, entry)
@@ -268,7 +268,7 @@ def _take_master(owner: Owner, entry: dict[str, Any]) -> None:
     name = next((name for name in MASTERS if name in views), None)
     if name is None:
         return
-    weights = owner.group.home_views[owner.member.index]
+    weights = owner.group.memory.views[owner.member.index]
     if name in entry and entry.get("weights", 0) == fingerprint(weights):
         views[name].copy_(entry[name])
     else:

@@ -51,12 +51,14 @@ def hold_for_saving(context: Context, name: str) -> Held | None:
     """Let the next update of a group wait until `Held.copied` has a result; None for a shard that
     must be copied at once, as it is no group's or in parts on the host and on a device."""
     group = next((g for g in context.groups if g.name == name), None)
-    if group is None or group.placement.state != group.placement.weights:
+    if group is None or group.placement.tier_of("state") != group.placement.tier_of("weights"):
         return None
     device = context.cards[group.placement.card].device
-    group.saving = Future()
-    on_device = group.placement.state == "device"
-    return Held(group.saving, partial(device.read, device.mark()) if on_device else Tensor.copy_)
+    group.jobs.saving = Future()
+    on_device = group.is_on("device", "state")
+    return Held(
+        group.jobs.saving, partial(device.read, device.mark()) if on_device else Tensor.copy_
+    )
 
 
 def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -109,7 +111,7 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
         _refuse_impossible_member(group, member, tensors)
     with torch.no_grad():
         for member in trained:
-            _copy(group.home_views[member.index], tensors, f"{member.name}.weight_bits", name)
+            _copy(group.memory.views[member.index], tensors, f"{member.name}.weight_bits", name)
             member.write_version = member.parameter._version
             _load_state(context, group, member, tensors)
     group.weights_changed(frozen=False)
@@ -117,7 +119,7 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
 
 def _refuse_impossible_member(group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
     """Raise Impossible for weights, masters or moments that no step leaves behind."""
-    weights = group.home_views[member.index]
+    weights = group.memory.views[member.index]
     _refuse_impossible_weights(weights, tensors, f"{member.name}.weight_bits", group.name)
     for key in ("master", *_NAMES[member.segment.format].values()):
         values = tensors.get(f"{member.name}.{key}")
@@ -151,7 +153,7 @@ def _load_state(context: Context, group: Group, member: Member, tensors: dict[st
     member.step = int(step)
     context.owners[group][member.index].stepper = None  # any optimizer may go on
     if member.step:
-        group.ensure_state()
+        group.memory.ensure_state()
     for key, view in _states(member).items():
         if member.step:
             _copy(view, tensors, f"{member.name}.{key}", group.name)
@@ -172,7 +174,7 @@ def _group_tensors(group: Group) -> dict[str, Tensor]:
     for member in group.members:
         if not member.trained:
             continue
-        tensors[f"{member.name}.weight_bits"] = group.home_views[member.index]
+        tensors[f"{member.name}.weight_bits"] = group.memory.views[member.index]
         if group.has_state:
             tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
             for key, view in _states(member).items():

@@ -101,7 +101,7 @@ class StepInBackward:
     def end(self) -> None:
         """End the step: drop gradients that updates used up, and references to parameters."""
         for group in self.updated:
-            if group.placement.gradients != "device" and self.uses_up(group):
+            if not group.is_on("device", "gradients") and self.uses_up(group):
                 self._context.gradients_of(group).host.forget(group)
         self._work.clear()
 

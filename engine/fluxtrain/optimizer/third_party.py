@@ -42,7 +42,7 @@ class ThirdPartyOptimizer:
 
         Raises MisusedModel when a part of the model does not live on the device.
         """
-        elsewhere = [group.name for group in context.groups if group.placement.state != "device"]
+        elsewhere = [group.name for group in context.groups if not group.is_on("device", "state")]
         if elsewhere:
             raise MisusedModel(
                 f"{elsewhere[0]} and {len(elsewhere) - 1} more parts live on the host, where only "
@@ -147,7 +147,7 @@ class ThirdPartyOptimizer:
         if owner is None:
             self._loose.append(parameter)
             return parameter
-        plain = nn.Parameter(owner.group.home_views[owner.member.index])
+        plain = nn.Parameter(owner.group.memory.views[owner.member.index])
         self._pairs.append((owner.group, owner.member, plain))
         return plain
 

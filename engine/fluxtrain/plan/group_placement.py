@@ -5,8 +5,8 @@ bytes live between their uses. Weights that live on the host are copied to the d
 block computes: through slots that the streamed blocks share, or (`resident`) into a slot of their
 own, where the copy stays.
 
-The disk tier has a name here and is not used yet: the planner makes no such row, and
-`refuse_unused` refuses it.
+The disk tier has a name here and is not used yet: the planner makes no such row, and the engine
+refuses one (`refuse_tiers` of memory/group_memory.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.telemetry.events import PlacedAlike
 
-Tier = Literal["device", "host", "disk"]
+Tier = Literal["device", "host", "disk"]  # where bytes live between their uses
+Kind = Literal["weights", "state", "gradients"]  # of a group's bytes
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Activations = Literal["kept", "inputs_on_device", "inputs_on_host"]
 Transfer = Literal["whole", "rows", "vocabulary_chunks"]
 
@@ -48,6 +50,16 @@ class GroupPlacement:
     def on(tier: Tier, **rest: Any) -> GroupPlacement:
         """Make a row with weights, state and gradients in one tier."""
         return GroupPlacement(weights=tier, state=tier, gradients=tier, **rest)
+
+    def tier_of(self, kind: Kind) -> Tier:
+        """Return where bytes of this kind live."""
+        tiers: dict[Kind, Tier]
+        tiers = {"weights": self.weights, "state": self.state, "gradients": self.gradients}
+        return tiers[kind]
+
+    def is_on(self, tier: Tier, kind: Kind = "weights") -> bool:
+        """Return whether bytes of this kind live on `tier`."""
+        return self.tier_of(kind) == tier
 
 
 class Named(Protocol):
@@ -99,7 +111,7 @@ def _with_activations(
     other inputs those of the last `activations_on_device` blocks, and of what follows them, stay on
     the device where the others wait on the host."""
     blocks = [at for at, row in enumerate(rows) if row.kind == "block"]
-    keeping = [at for at in blocks if rows[at].resident or rows[at].weights == "device"][:kept]
+    keeping = [at for at in blocks if rows[at].resident or rows[at].is_on("device")][:kept]
     staying = layout.activations_on_device
     others = [at for at in blocks if at not in keeping]
     first = others[-staying:][0] if staying and others else len(rows)
@@ -129,20 +141,10 @@ def check_groups(rows: Sequence[GroupPlacement], groups: Sequence[Named]) -> Non
     )
 
 
-def refuse_unused(rows: Iterable[GroupPlacement], *, cards: int = 1) -> None:
-    """Raise BadInput for a row that asks for what the engine cannot do yet, or for a card beyond
-    the `cards` there are."""
+def check_rows(rows: Iterable[GroupPlacement], *, cards: int = 1) -> None:
+    """Raise BadInput for a row with an unknown word, or for a card beyond the `cards` there are."""
     for row in rows:
         _refuse_unknown(row)
-        tiers = {"weights": row.weights, "state": row.state, "gradients": row.gradients}
-        for what, tier in tiers.items():
-            if tier == "disk":
-                raise BadInput(f"{row.name}: {what} cannot live on disk yet: use device or host")
-        if len(set(tiers.values())) > 1:
-            raise BadInput(
-                f"{row.name}: weights on {row.weights}, state on {row.state} and gradients on "
-                f"{row.gradients} cannot be apart yet: use one tier for all three"
-            )
         if not 0 <= row.card < cards:
             raise BadInput(f"{row.name}: there is no card {row.card}: use one of 0 to {cards - 1}")
         if row.card and row.kind == "edge":

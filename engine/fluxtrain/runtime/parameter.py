@@ -90,7 +90,7 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     parameter: HostParameter = args[0]
     owner = parameter._fluxtrain
     if func == _GRAD_GET:
-        if not owner.group.holds_gradient_memory:
+        if not owner.group.memory.holds_gradients:
             _end_what_is_over(owner.context)
         if owner.hidden or not owner.member.has_gradient:
             return None
@@ -200,7 +200,7 @@ def _bring_up_to_date(*arguments: Any) -> None:
     for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, HostParameter):
-                value._fluxtrain.group.wait_for_weights()
+                value._fluxtrain.group.jobs.wait_for_weights()
             elif isinstance(value, HostGradient):
                 owner = value._owner
                 user_gradients.hand_out(owner.context, owner.group, owner.member)

@@ -60,7 +60,7 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
     context.use.begin()
     try:
         for group in unit.groups:
-            is_copied = group.placement.weights != "device"
+            is_copied = not group.is_on("device")
             views = card.window.take(group) if is_copied else card.window.unpack(group)
             taken.append(group)
             for member in unit.members_of(group):
@@ -74,10 +74,10 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
     finally:
         context.use.end()
         for group in taken:
-            is_copied = group.placement.weights != "device"
+            is_copied = not group.is_on("device")
             for member in unit.members_of(group):
                 if is_copied or member.segment.packed is not None:
-                    member.parameter.data = group.home_views[member.index]
+                    member.parameter.data = group.memory.views[member.index]
                 member.write_version = member.parameter._version
                 member.parameter.__class__ = HostParameter
             if is_copied:

@@ -171,7 +171,7 @@ def sample_peak(context: Context) -> None:
 
 def _untrained_on_device(card: Card, mine: Iterable[Group]) -> tuple[int, int]:
     """Add up frozen and packed weights of groups on the card, and of those that slots hold."""
-    there = [group for group in mine if group.placement.weights == "device"]
+    there = [group for group in mine if group.is_on("device")]
     slots = list(card.window.slots)  # a copy: another thread may add one
     there += [slot.group for slot in slots if slot.group is not None]
     return sum(map(frozen_bytes_of, there)), sum(map(packed_bytes_of, there))
@@ -195,7 +195,7 @@ def _copied_bytes(context: Context, card: Card) -> int:
 
 
 def _weights_letter(context: Context, group: Group) -> str:
-    if group.placement.weights == "device":
+    if group.is_on("device"):
         return "G"
     slot = context.cards[group.placement.card].window.holds(group)
     if slot is None or slot.transfer is None:
@@ -209,7 +209,7 @@ def _gradient_letter(context: Context, group: Group) -> str:
     if not group.has_gradient:
         return "."
     arrival = context.gradients_of(group).host.arrivals.get(group)
-    if group.placement.gradients == "device":
+    if group.is_on("device", "gradients"):
         return "G"
     under_way = arrival is not None and not all(t.done() for t in arrival.transfers)
     return "<" if under_way else "C"
@@ -218,16 +218,16 @@ def _gradient_letter(context: Context, group: Group) -> str:
 def _state_letter(group: Group) -> str:
     if not group.has_state:
         return "."
-    return "G" if group.placement.state == "device" else "C"
+    return "G" if group.is_on("device", "state") else "C"
 
 
 def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
     """Add up weights, gradients and optimizer states that live in a tier, in bytes."""
-    there = [(g, g.placement) for g in groups]
+    there = list(groups)
     return (
-        sum(g.weight_bytes for g, placed in there if placed.weights == tier),
-        sum(g.gradient_bytes for g, placed in there if placed.gradients == tier),
-        sum(g.state_bytes for g, placed in there if placed.state == tier),
+        sum(group.weight_bytes for group in there if group.is_on(tier)),
+        sum(group.gradient_bytes for group in there if group.is_on(tier, "gradients")),
+        sum(group.state_bytes for group in there if group.is_on(tier, "state")),
     )
 
 

@@ -20,7 +20,7 @@ def stored_gradient(context: Context, group: Group, member: Member) -> Tensor:
     """
     if group.rows is not None:  # their downloads would be dropped with the gradient
         context.gradients_of(group).host.wait(group)
-    if not group.holds_gradient_memory:
+    if not group.memory.holds_gradients:
         raise MisusedModel(
             f"the gradient of {member.name} in {group.name} was used up: in a step in backward "
             f"each "
@@ -34,7 +34,7 @@ def resolve(context: Context, group: Group, member: Member) -> None:
     """Bring the stored gradient up to date before code reads it or writes to it."""
     context.gradients_of(group).host.wait(group)
     context.gradients_of(group).host.take_rows(group)
-    group.wait()  # an update under way reads it
+    group.jobs.wait()  # an update under way reads it
     if member.gradient_scale != 1.0 and member.has_gradient:
         member.gradient.mul_(member.gradient_scale)
     member.gradient_scale = 1.0

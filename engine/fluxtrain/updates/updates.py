@@ -7,7 +7,8 @@ is queued: one thread queues the work of all cards, several times slower while A
 
 Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
 that group's first job; other readers and writers of the group on the host wait for both jobs
-(`Group.wait`), the next backward when it has computed the group's gradients. Nothing else waits.
+(`GroupJobs.wait`), the next backward when it has computed the group's gradients. Nothing else
+waits.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Updates:
             order = [group for group in reversed(work) if group in late]
             for group in sorted(order, key=lambda group: group is not self.first_to_arrive):
                 job = self._worker.submit(late[group].update_moments)
-                group.moments = HeldMoments(job, self._gate)
+                group.jobs.moments = HeldMoments(job, self._gate)
 
     def begin_moments(self) -> None:
         """Let deferred moments begin: the forward pass is queued, or what comes after it."""
@@ -123,13 +124,13 @@ class Updates:
         """Queue the group's first job; its weights count as changed from now on. None if the
         device updates the group."""
         self._refused.take_back()
-        copied, group.saving = group.saving, None  # this update waits for it
-        if group.placement.state == "device":
+        copied, group.jobs.saving = group.jobs.saving, None  # this update waits for it
+        if group.is_on("device", "state"):
             self._copies.wait_for(copied)
-        unwritten = group.ensure_state()
+        unwritten = group.memory.ensure_state()
         work = ranges(group, hypers)
         group.weights_changed(frozen=False)
-        if group.placement.state == "device":
+        if group.is_on("device", "state"):
             recorder = self._recorder.of(group.placement.card)
             start = recorder.instant()
             for flat in unwritten:  # the processor is the device
@@ -145,7 +146,7 @@ class Updates:
             stepped=[group.members[index] for index in hypers],
             arrival=self._arrivals.get(group),
             norm=norm,
-            earlier=[job for job in (group.pending, group.moments) if job is not None],
+            earlier=[job for job in (group.jobs.pending, group.jobs.moments) if job is not None],
             copied=copied,
             copies=self._copies,
             gate=self._gate,
@@ -153,7 +154,7 @@ class Updates:
             threads=self._threads,
             unwritten=unwritten,
         )
-        group.pending = self._worker.submit(step.update)
+        group.jobs.pending = self._worker.submit(step.update)
         self._pending[group] = None
         return step
 
@@ -168,7 +169,7 @@ class Updates:
         errors: list[Exception] = []
         for group in list(self._pending):
             try:
-                group.wait()
+                group.jobs.wait()
             except Exception as error:  # noqa: BLE001  # raised below, after all jobs
                 errors.append(error)
                 group.weights_changed(frozen=False)  # an upload that waited for the job fails too

@@ -33,7 +33,7 @@ def take_magnitudes_of_packed(model: nn.Module, groups: list[Group]) -> None:
         norms = torch.linalg.norm(weights.T if layer.fan_in_fan_out else weights, dim=1)
         owner, own = members[id(magnitude)]
         with torch.no_grad():
-            owner.home_views[own.index].copy_(norms.to(magnitude.dtype))
+            owner.memory.views[own.index].copy_(norms.to(magnitude.dtype))
 
 
 def _fresh(model: nn.Module, members: _Weights) -> Iterator[tuple[Any, nn.Parameter, nn.Parameter]]:
@@ -50,7 +50,7 @@ def _fresh(model: nn.Module, members: _Weights) -> Iterator[tuple[Any, nn.Parame
             adapter: Any = module
             second = adapter.lora_B[name].weight
             group, member = members.get(id(second), (None, None))
-            values = second if group is None or member is None else group.home_views[member.index]
+            values = second if group is None or member is None else group.memory.views[member.index]
             if id(layer.weight) in members and not bool(values.any()):
                 assert isinstance(weight, nn.Parameter)
                 yield layer, weight, layer.weight

@@ -57,9 +57,9 @@ class Engine(Context):
         self.forget_gradients()
         for card in self.cards:
             card.gradients.host.give_ring_back(self.groups)
-        addresses = {at for group in self.groups for at in group.give_up_gradient_memory()}
+        addresses = {at for group in self.groups for at in group.memory.give_up_gradients()}
         for group in self.groups:
-            group.drop_arenas(addresses)
+            group.memory.drop_gradient_arenas(addresses)
 
     def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
         """Measure the global norm; the next optimizer step scales by it. None only measures.

@@ -21,7 +21,7 @@ def slots_for(
     copied = [
         (group, row)
         for group, row in zip(context.groups, rows, strict=True)
-        if row.weights != "device" and row.card == card
+        if not row.is_on("device") and row.card == card
     ]
     owners = [
         group

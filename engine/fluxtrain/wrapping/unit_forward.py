@@ -80,7 +80,7 @@ class UnitForward:
         computes_logits: bool,
     ) -> Any:
         unit, card = self.unit, context.card_of(self.unit)
-        if unit.group.rows is not None and unit.group.placement.weights != "device":
+        if unit.group.rows is not None and not unit.group.is_on("device"):
             found = look_up(context, unit, args, kwargs)
             if found is not None:
                 return found

@@ -27,13 +27,14 @@ from fluxtrain.guards.wrap_checks import (
 from fluxtrain.head import device_head
 from fluxtrain.head.vocab_chunks import choose_vocab_chunks
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.group_memory import refuse_tiers
 from fluxtrain.memory.packed import Kept, all_dense_weights
 from fluxtrain.memory.unit import Unit
 from fluxtrain.optimizer.hook import install as install_adoption
 from fluxtrain.optimizer.plain_state import let_go
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.choices.reasons import without_effect
-from fluxtrain.plan.group_placement import check_groups, refuse_unused
+from fluxtrain.plan.group_placement import check_groups, check_rows
 from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.runtime.context import Owner
@@ -172,7 +173,8 @@ def _put_engine(
     if isinstance(asked, Placement):
         placement, told = asked, list[str]()
         check_groups(placement.groups, [group for group in groups.values() if group.members])
-        refuse_unused(placement.groups, cards=len(devices))
+        check_rows(placement.groups, cards=len(devices))
+        refuse_tiers(placement.groups)
     else:
         facts = model_facts(model, parts, groups, borrowed)
         placement, devices = placed(facts, model, devices, asked, all_of_them=not chooses)
@@ -309,9 +311,9 @@ def _load_groups(
     ever exists."""
     engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):
-        pin = engine.device.pins and row.weights != "device"
+        pin = engine.device.pins and not row.is_on("device")
         device = engine.cards[row.card].torch_device
-        group.settle(row, device, pin=pin, kept=kept, drops=drops)
+        group.place(row, device, pin=pin, kept=kept, drops=drops)
         engine.owners[group] = {}
         for member in group.members:
             owner = Owner(engine, group, member)

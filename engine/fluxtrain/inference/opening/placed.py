@@ -120,7 +120,7 @@ def _blocks(placement: Placement) -> list[GroupPlacement]:
 
 def _stays(row: GroupPlacement) -> bool:
     """Are the weights on the device for good?"""
-    return row.weights == "device" or row.resident
+    return row.is_on("device") or row.resident
 
 
 def _in_words(placement: Placement, devices: Sequence[torch.device]) -> str:
