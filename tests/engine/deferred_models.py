@@ -94,7 +94,7 @@ class Hold:
         self.fails: Exception | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        if options["part"] != "moments":
+        if options.get("part") != "moments":
             step_(*arguments, **options)
             return
         assert self.free.wait(GIVEN_UP_S), "nobody let the moments go"

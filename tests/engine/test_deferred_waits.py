@@ -311,7 +311,7 @@ def test_an_interrupted_wait_is_gone_on_with_by_the_next_one(held: Hold, which: 
     training.backward()
     training.step()
     group = training.engine.groups[0]  # whose moments come last
-    setattr(group, which, InterruptedOnce(getattr(group, which)))
+    setattr(group.jobs, which, InterruptedOnce(getattr(group.jobs, which)))
     with pytest.raises(KeyboardInterrupt):
         training.engine.flush()
     saved: list[dict[str, Tensor]] = []

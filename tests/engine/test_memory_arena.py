@@ -138,7 +138,7 @@ def in_fork(work: Callable[[], None]) -> int:
 
 def test_a_fork_gets_weights_and_neither_states_nor_gradients() -> None:
     """Every step writes these: with a child that shares them it would copy them all."""
-    group = settled((torch.bfloat16, (64, 64), True))
+    group = placed((torch.bfloat16, (64, 64), True))
     group.memory.ensure_state()
     group.memory.ensure_gradient()
     (segment,) = group.segments
@@ -170,7 +170,34 @@ def test_an_arena_lives_as_long_as_its_tensors_and_no_longer() -> None:
     assert made_bytes_at(address, size) < size // 4
 
 
-def settled(*specs: tuple[torch.dtype, tuple[int, ...], bool]) -> Group:
+def test_a_groups_memory_can_be_given_from_outside() -> None:
+    """Here a file in memory, which another mapping of it reads, also after the group's updates."""
+    memory = os.memfd_create("weights")
+
+    def maps(size_bytes: int) -> mmap.mmap:
+        start = os.fstat(memory).st_size
+        os.ftruncate(memory, start + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        return mmap.mmap(memory, size_bytes, flags=mmap.MAP_SHARED, offset=start)
+
+    group = Group("block", "block")
+    values = torch.arange(4096, dtype=torch.float32)
+    group.add(nn.Parameter(values.clone()), "p")
+    group.place(GroupPlacement.on("host"), CPU, pin=False, maps=maps)
+    group.memory.ensure_state()
+    with mmap.mmap(memory, 0) as other:
+        seen = torch.frombuffer(other, dtype=torch.float32)
+        assert torch.equal(seen[:4096], values)
+        group.memory.views[0].mul_(2.0)
+        assert torch.equal(seen[:4096], 2 * values)
+        (segment,) = group.segments
+        assert segment.m is not None and not seen[4096:].any()
+        segment.m.fill_(3.0)
+        assert torch.equal(seen[4096:8192], segment.m)
+        del seen
+    os.close(memory)
+
+
+def placed(*specs: tuple[torch.dtype, tuple[int, ...], bool]) -> Group:
     group = Group("block", "block")
     for i, (dtype, shape, trained) in enumerate(specs):
         values = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
@@ -193,7 +220,7 @@ SPECS = st.lists(
 @settings(max_examples=20, deadline=None)
 @given(SPECS)
 def test_a_group_lays_its_members_out_without_overlap_and_keeps_their_values(specs: Any) -> None:
-    group = settled(*specs)
+    group = placed(*specs)
     spans = []
     for member, (dtype, shape, trained) in zip(group.members, specs, strict=True):
         home = group.memory.views[member.index]
@@ -214,20 +241,20 @@ def test_a_group_lays_its_members_out_without_overlap_and_keeps_their_values(spe
 
 def test_a_trained_bf16_parameter_costs_twelve_bytes_and_its_gradient_two() -> None:
     n = 1 << 16
-    group = settled((torch.bfloat16, (n,), True))
+    group = placed((torch.bfloat16, (n,), True))
     assert (group.weight_bytes, group.state_bytes, group.gradient_bytes) == (2 * n, 0, 0)
     group.memory.ensure_state()
     group.memory.ensure_gradient()
     assert (group.state_bytes, group.gradient_bytes) == (10 * n, 2 * n)
-    frozen = settled((torch.bfloat16, (n,), False))
+    frozen = placed((torch.bfloat16, (n,), False))
     frozen.memory.ensure_state()
     assert (frozen.weight_bytes, frozen.state_bytes) == (2 * n, 0)
 
 
 def test_a_type_that_cannot_be_trained_is_refused_and_may_be_frozen() -> None:
     with pytest.raises(UnsupportedModel, match="float64"):
-        settled((torch.float64, (3,), True))
-    assert settled((torch.float64, (3,), False)).weight_bytes == aligned(24)
+        placed((torch.float64, (3,), True))
+    assert placed((torch.float64, (3,), False)).weight_bytes == aligned(24)
 
 
 PEAK = """
@@ -280,7 +307,8 @@ def test_the_hosts_peak_is_at_most_the_arenas_and_fifteen_percent() -> None:
 
 
 def test_a_fork_gets_weights_that_came_home_unlocked() -> None:
-    group = settled((torch.bfloat16, (64, 64), True))
-    prepare_move(group, GroupPlacement.on("host"), pin=False)()
+    group = placed((torch.bfloat16, (64, 64), True))
+    for tier in ("device", "host"):
+        prepare_move(group, GroupPlacement.on(tier), pin=False)()
     (segment,) = group.segments
     assert segment.weights is not None and "wf" not in mapped(segment.weights)[1]

@@ -124,7 +124,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     free, step = threading.Event(), updates.step_
 
     def late(*arguments: Any, **options: Any) -> None:
-        if options["part"] == "moments":
+        if options.get("part") == "moments":
             assert free.wait(GIVEN_UP_S), "nobody let the moments go"
         step(*arguments, **options)
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from fluxtrain.device.arena import MapMemory
 from fluxtrain.device.worker import Job
+from fluxtrain.hardware.fresh_memory import fresh
 from fluxtrain.memory.group_layout import GroupLayout
 from fluxtrain.memory.group_memory import GroupMemory
 from fluxtrain.memory.packed import Kept
@@ -85,11 +87,12 @@ class Group(GroupLayout):
         pin: bool,
         kept: Kept | None = None,
         drops: bool = False,
+        maps: MapMemory = fresh,
     ) -> None:
         """Fix the layout, and move the weights into memory where `placement` has them; see
-        `GroupMemory.take_weights`."""
+        `GroupMemory` and its `take_weights`."""
         self.lay_out()
-        self.memory = GroupMemory(self, placement, device, pin=pin)
+        self.memory = GroupMemory(self, placement, device, pin=pin, maps=maps)
         self.memory.take_weights(kept=kept, drops=drops)
 
     @property

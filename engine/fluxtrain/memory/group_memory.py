@@ -9,8 +9,9 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.device.arena import HostArena, aligned, device_flat, own_storage_view
+from fluxtrain.device.arena import HostArena, MapMemory, aligned, device_flat, own_storage_view
 from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.hardware.fresh_memory import fresh
 from fluxtrain.memory.group_layout import GroupLayout
 from fluxtrain.memory.mapped import drop
 from fluxtrain.memory.packed import Kept, pack_segment, placeholder
@@ -45,17 +46,24 @@ class GroupMemory:
     """A group's memory by kind, on the tiers of `placement`.
 
     pin: lock the host's weights and gradients in memory, for a GPU that copies from and to them.
+    maps: gives the host's memory (see `HostArena`).
     """
 
     def __init__(
-        self, layout: GroupLayout, placement: GroupPlacement, device: torch.device, *, pin: bool
+        self,
+        layout: GroupLayout,
+        placement: GroupPlacement,
+        device: torch.device,
+        *,
+        pin: bool,
+        maps: MapMemory = fresh,
     ) -> None:
         self.placement, self.pin = placement, pin
         self.flat_weights: Tensor | None = None  # (weight_bytes,) uint8, where the weights live
         self.views: list[Tensor] = []  # of the weights there, by member index
         self._name, self._members, self._segments = layout.name, layout.members, layout.segments
         self._weight_bytes = layout.weight_bytes
-        self._device = device
+        self._device, self._maps = device, maps
         self._arenas: dict[Kind, list[HostArena]] = {kind: [] for kind in KINDS}
 
     @property
@@ -77,7 +85,7 @@ class GroupMemory:
             views = [flat[o : o + n * t.itemsize].view(t) for t, n, o in spans]
             return flat, views
         pin = self.pin and kind != "state"
-        arena = HostArena(size_bytes, pin=pin, for_forks=kind == "weights")
+        arena = HostArena(size_bytes, pin=pin, for_forks=kind == "weights", maps=self._maps)
         self._arenas[kind].append(arena)
         return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
             arena.tensor(t, n, o) for t, n, o in spans
@@ -204,16 +212,16 @@ class GroupMemory:
 
         Raises DoesNotFit; this memory stays as it is then.
         """
-        fresh = copy(self)
-        fresh.placement, fresh.pin = placement, pin
+        there = copy(self)
+        there.placement, there.pin = placement, pin
         moving = [k for k in KINDS if placement.tier_of(k) != self.placement.tier_of(k)]
-        fresh._arenas = {kind: [] if kind in moving else self._arenas[kind] for kind in KINDS}
+        there._arenas = {kind: [] if kind in moving else self._arenas[kind] for kind in KINDS}
         weights: list[Tensor] = []
         try:
             if "weights" in moving:
-                fresh.flat_weights, weights = fresh._allocate_weights()
+                there.flat_weights, weights = there._allocate_weights()
             held = [
-                (s, name, fresh._like(kind, s, name))
+                (s, name, there._like(kind, s, name))
                 for kind in moving
                 for s, name in self._held(kind)
             ]
@@ -228,9 +236,9 @@ class GroupMemory:
                     to.copy_(getattr(segment, name))
                     setattr(segment, name, to)
             if "weights" in moving:
-                fresh._move_weights(self, weights)
+                there._move_weights(self, weights)
             self.flat_weights, self.views, self._arenas = None, [], {}  # freed before other moves
-            return fresh
+            return there
 
         return move
 
