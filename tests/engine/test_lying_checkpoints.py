@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save
-from torch import Tensor
 
-import fluxtrain
 from fluxtrain.checkpoint.checkpoint import list_checkpoints
 from fluxtrain.checkpoint.newest import newest_resumable
 from fluxtrain.data.batches import BatchSource
 from fluxtrain.errors import BadInput
-from fluxtrain.optimizer.plausible import Impossible, refuse_impossible_optimizer
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.conftest import EXPLORES
 from tests.engine.test_checkpoint_writer import (
     FakeData,
@@ -89,92 +83,6 @@ def test_a_copy_beside_the_checkpoints_is_none_of_them(pristine: Path, tmp_path:
 
 
 # --- values that cannot be, under a right seal ----------------------------------------------------
-
-
-def trained(tiny: Any, dtype: torch.dtype, states: str) -> Iterator[Engine]:
-    """Yield the engine of a model after each of two steps."""
-    model = fluxtrain.wrap(tiny("llama", dtype, vocab_size=512), states=states)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = torch.arange(32).reshape(2, 16)
-    for _ in range(2):
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield engine_of(model)
-
-
-def shard_of(path: Path, key: str) -> tuple[Path, str]:
-    """Find the file of a checkpoint with a tensor of this kind, and the tensor's name."""
-    for file in sorted(path.glob("shard-*")):
-        for name in sorted(load_file(file)):
-            if name.endswith(f".{key}"):
-                return file, name
-    raise AssertionError(f"no {key} in {path}")
-
-
-def put(path: Path, key: str, value: float) -> None:
-    """Put a value into a tensor of a checkpoint, and seal it again."""
-    file, name = shard_of(path, key)
-    tensors = {each: tensor.clone() for each, tensor in load_file(file).items()}
-    tensors[name].view(-1)[-1] = value
-    listed_again(path, file.name, save(tensors))
-
-
-TENSORS = [
-    ("float32", "fp32", "weight_bits", math.nan, "not finite"),
-    ("bfloat16", "fp32", "weight_bits", math.inf, "not finite"),
-    ("float16", "fp32", "master", -math.inf, "not finite"),
-    ("float32", "fp32", "m", math.nan, "not finite"),
-    ("float32", "fp32", "v", math.inf, "not finite"),
-    ("bfloat16", "fp32", "v", -1e-12, "never negative"),
-    ("bfloat16", "bf16", "m_bf16", math.nan, "not finite"),
-    ("bfloat16", "bf16", "v_bf16", -1.0, "never negative"),
-    ("bfloat16", "8bit", "m_scales", math.nan, "not finite"),
-    ("bfloat16", "8bit", "v_scales", -1.0, "never negative"),
-    ("float32", "fp32", "step", 7, "after step 2"),
-    ("float32", "fp32", "step", -1, "no number of steps"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "states", "key", "value", "words"), TENSORS)
-@pytest.mark.thinned(8)
-def test_a_tensor_that_no_step_leaves_behind_is_refused_for_the_one_before(
-    tiny: Any, tmp_path: Path, dtype: str, states: str, key: str, value: float, words: str
-) -> None:
-    made, _ = writer(tmp_path)
-    kind = getattr(torch, dtype)
-    expected: list[dict[str, Tensor]] = []
-    for number, engine in enumerate(trained(tiny, kind, states), 1):
-        made.write(state_at(number), engine, FakeData())
-        held = {f"{n}.{k}": t.clone() for n, s in engine.state_shards() for k, t in s.items()}
-        expected.append(held)
-    put(tmp_path / "step-00000002", key, value)
-    again, told = writer(tmp_path)
-    *_, engine = trained(tiny, kind, states)
-    found = newest_resumable(tmp_path, print)
-    assert found is not None and found.step == 2, "its seal is right"
-    assert again.resume(found, engine, FakeData()).step == 1
-    now = {f"{n}.{k}": t for n, shard in engine.state_shards() for k, t in shard.items()}
-    assert all(torch.equal(now[name], tensor) for name, tensor in expected[0].items())
-    said = [event.text for event in told.events]
-    assert any("step-00000002" in text and key in text and words in text for text in said), said
-    assert "took the checkpoint before it: step-00000001" in said
-
-
-def test_what_is_not_finite_in_the_model_itself_is_no_lie(tiny: Any, tmp_path: Path) -> None:
-    def model() -> Engine:
-        made = tiny("llama")
-        made.model.embed_tokens.weight.data[-1] = math.nan  # a row that no token looks up
-        engine = engine_of(fluxtrain.wrap(made))
-        engine.chunk_rows = 1
-        return engine
-
-    made, _ = writer(tmp_path)
-    written = made.write(state_at(1), model(), FakeData())
-    assert made.restore(written, model(), FakeData()).step == 1
-    other = engine_of(fluxtrain.wrap(tiny("llama")))
-    with pytest.raises(BadInput, match="not finite"):
-        made.restore(written, other, FakeData())
 
 
 STATES: list[tuple[str, Any, str]] = [
@@ -357,22 +265,6 @@ def test_a_loss_scale_that_cannot_be_is_refused_for_the_one_before(
     assert found is not None
     assert again.resume(found, engine, FakeData()).step == 5
     assert any("loss scale" in event.text for event in told.events)
-
-
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ({"param_groups": [{"lr": math.nan}]}, "learning rate of group 0 is nan"),
-        ({"param_groups": [{"lr": 1e-3}, {"lr": -1.0}]}, "learning rate of group 1 is -1"),
-        ({"state": {3: {"exp_avg": torch.tensor([math.inf])}}}, "exp_avg.* of parameter 3"),
-        ({"state": {3: {"exp_avg_sq": torch.tensor([-1.0])}}}, "never negative"),
-    ],
-)
-def test_another_packages_optimizer_is_looked_at_too(state: dict[str, Any], words: str) -> None:
-    with pytest.raises(Impossible, match=words):
-        refuse_impossible_optimizer(state)
-    fine = {"state": {0: {"exp_avg": torch.tensor([-1.0]), "step": 3}}}
-    refuse_impossible_optimizer({"param_groups": [{"lr": 0.0}], **fine})
 
 
 def test_where_all_lie_the_run_is_refused_with_code_2(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ from fluxtrain.checkpoint.randomness import random_state, restore_random_state, 
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import DoesNotFit, FluxTrainError
-from fluxtrain.optimizer.plausible import Impossible
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.disk_wait import DiskWait
 from fluxtrain.reporting.failures import as_told, first_line
@@ -365,9 +364,8 @@ class CheckpointWriter:
     def load_weights(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Load weights and states alone, as nothing is trained afterwards. Raises Damaged."""
         for name, tensors in load_shard_tensors(checkpoint):
-            with damage_in_words_of(checkpoint, Impossible):
-                if self._optimizer.load_state_shard(name, tensors):
-                    continue
+            if self._optimizer.load_state_shard(name, tensors):
+                continue
             with damage_in_words_of(checkpoint):
                 refuse_later_steps(tensors, checkpoint.step)
                 engine.load_state_shard(name, tensors)

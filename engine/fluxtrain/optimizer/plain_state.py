@@ -16,14 +16,17 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.optimizer.optimizer_state import (
+    AMONG,
     KEY,
-    Held,
+    StateEntries,
+    check_entry,
+    check_none_is_missing,
     held_in,
     held_state,
+    plain_entry,
     steppers_of,
     wrapped_parameters,
 )
-from fluxtrain.optimizer.state_entries import AMONG, check_entry, check_none_is_missing, plain_entry
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import owner_of
 
@@ -41,10 +44,10 @@ def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
     indices = held.keys() - set(but)
     if not indices:
         return
-    owned = isinstance(held, Held) and held.belongs_to(optimizer)
-    entries = held.up_to_date() if isinstance(held, Held) else held
+    owned = isinstance(held, StateEntries) and held.belongs_to(optimizer)
+    entries = held.up_to_date() if isinstance(held, StateEntries) else held
     parameters = dict(enumerate(chain(*(group["params"] for group in optimizer.param_groups))))
-    if owned and isinstance(held, Held):
+    if owned and isinstance(held, StateEntries):
         kept = held.kept()
         parameters = {i: p for i, p in parameters.items() if i not in kept}
         parameters |= _still_stepped(kept, optimizer)
@@ -92,7 +95,7 @@ def plain_optimizer_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     held = held_in(state)
     if not held:
         return state_dict
-    entries = held.up_to_date() if isinstance(held, Held) else held
+    entries = held.up_to_date() if isinstance(held, StateEntries) else held
     names = {index: f"parameter {index}" for index in entries}
     check_none_is_missing(entries, names)
     for index, entry in entries.items():
@@ -115,7 +118,7 @@ def let_go(owners: Iterable[Owner]) -> None:
         entries = [e for e in wrapped_parameters(optimizer) if e[2] in held]
         for owner, _, index in entries:
             held[index]["step"] = owner.member.step
-        if isinstance(held, Held):
+        if isinstance(held, StateEntries):
             held.keep({index: owner.member.parameter for owner, _, index in entries})
         optimizer.register_state_dict_pre_hook(_before_export)
 

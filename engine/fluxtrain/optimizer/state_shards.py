@@ -13,7 +13,6 @@ from torch import Tensor
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import MASTERS, Member
-from fluxtrain.optimizer.plausible import SQUARES, Impossible, refuse_impossible
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.runtime.context import Context
 
@@ -87,7 +86,6 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
     context.flush()
     if name == "loose":
         for i, parameter in enumerate(context.loose):
-            _refuse_impossible_weights(parameter.data, tensors, str(i), name)
             _copy(parameter.data, tensors, str(i), name)
         return
     group = next((g for g in context.groups if g.name == name), None)
@@ -106,43 +104,12 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
             f"the checkpoint's part {name!r} holds {extra[0]!r}, which this model does not have: "
             "it is of another model"
         )
-    trained = [member for member in group.members if member.trained]
-    for member in trained:
-        _refuse_impossible_member(group, member, tensors)
     with torch.no_grad():
-        for member in trained:
+        for member in (member for member in group.members if member.trained):
             _copy(group.memory.views[member.index], tensors, f"{member.name}.weight_bits", name)
             member.write_version = member.parameter._version
             _load_state(context, group, member, tensors)
     group.weights_changed(frozen=False)
-
-
-def _refuse_impossible_member(group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
-    """Raise Impossible for weights, masters or moments that no step leaves behind."""
-    weights = group.memory.views[member.index]
-    _refuse_impossible_weights(weights, tensors, f"{member.name}.weight_bits", group.name)
-    for key in ("master", *_NAMES[member.segment.format].values()):
-        values = tensors.get(f"{member.name}.{key}")
-        if values is not None:
-            name = f"{group.name}.{member.name}.{key}"
-            refuse_impossible(name, values, not_negative=key in SQUARES)
-
-
-def _refuse_impossible_weights(
-    now: Tensor, tensors: dict[str, Tensor], key: str, shard: str
-) -> None:
-    """Raise Impossible for weights that are not finite, unless the model has the same ones already:
-    one that computes nothing may hold anything."""
-    values = tensors.get(key)
-    if values is None:
-        return  # refused where it is copied
-    try:
-        refuse_impossible(f"{shard}.{key}", values)
-    except Impossible:
-        if values.shape != now.shape or not torch.allclose(
-            values.float(), now.detach().float().cpu(), rtol=0, atol=0, equal_nan=True
-        ):
-            raise
 
 
 def _load_state(context: Context, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:

@@ -21,7 +21,6 @@ from fluxtrain.gradients.host_gradients import round_stored
 from fluxtrain.guards.writes import check_writes
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
-from fluxtrain.optimizer.plausible import Impossible, refuse_impossible_optimizer
 from fluxtrain.runtime.parameter import owner_of
 
 if TYPE_CHECKING:
@@ -111,17 +110,13 @@ class ThirdPartyOptimizer:
         return (SHARD,)
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:
-        """Load the shards of `state_shards`. Raises BadInput for the state of another optimizer,
-        Impossible for values that none has."""
+        """Load the shards of `state_shards`. Raises BadInput for the state of another optimizer."""
         if name != SHARD:
             return False
         try:
             file = io.BytesIO(tensors["state_dict"].numpy().tobytes())
             state = torch.load(file, map_location="cpu", weights_only=True)
-            refuse_impossible_optimizer(state)
             self.inner.load_state_dict(state)
-        except Impossible:
-            raise
         except (KeyError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
             raise BadInput(
                 f"the checkpoint's optimizer state cannot be used ({str(error).splitlines()[0]}): "
