@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,7 +129,7 @@ def test_copies_hold_no_more_memory_than_their_budget() -> None:
         def hold_for_saving(self, _: str) -> Any:
             return Held(Future(), Tensor.copy_)
 
-        updates = SimpleNamespace(held_s=0.0)
+        held_s = 0.0
 
     seen: list[int] = []
 

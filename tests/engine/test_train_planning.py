@@ -299,7 +299,7 @@ def test_bus_ceilings_are_those_that_a_probe_measured_on_this_machine(
     thread, kept = gauges()
     engine: Any = FakeEngine()
     engine.device.torch_device = torch.device("cuda")
-    engine.cards = [engine]
+    engine.card_count = 1
     thread.watch(engine, SimpleNamespace(read_bytes=0, written_bytes=0))
     thread.sample()
     traffic = next(event for event in kept.events if isinstance(event, ev.TrafficSampled))

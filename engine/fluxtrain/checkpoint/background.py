@@ -22,7 +22,7 @@ from fluxtrain.checkpoint.copy_memory import CopyMemory
 from fluxtrain.optimizer.state_shards import Held, Read
 
 if TYPE_CHECKING:
-    from fluxtrain.wrapping.engine import Engine
+    from fluxtrain.methods.engine import TrainingEngine as Engine
 
 Shard = tuple[str, "dict[str, Tensor]"]
 Write = Callable[[Iterator[Shard]], Checkpoint]
@@ -51,7 +51,7 @@ class BackgroundWrite:
         self._held_bytes, self._given_up = 0, False
         self._room = threading.Condition()
         self._copies: SimpleQueue[Shard | BaseException] = SimpleQueue()
-        self._updates, self._held_before_s = engine.updates, engine.updates.held_s
+        self._engine, self._held_before_s = engine, engine.held_s
         self._memory = memory
         if memory is not None:
             memory.begin()
@@ -78,7 +78,7 @@ class BackgroundWrite:
     @property
     def held_s(self) -> float:
         """Seconds that updates have waited for its copies."""
-        return self._updates.held_s - self._held_before_s
+        return self._engine.held_s - self._held_before_s
 
     def wait_copied(self) -> None:
         """Wait until nothing reads the engine's memory any more."""

@@ -58,9 +58,9 @@ from fluxtrain.telemetry.events import CheckpointWritten
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fluxtrain.methods.engine import TrainingEngine as Engine
     from fluxtrain.methods.objective import Cursor
     from fluxtrain.methods.optimizer import Optimizer
-    from fluxtrain.wrapping.engine import Engine
 
 PERIOD_S = 600.0
 TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most

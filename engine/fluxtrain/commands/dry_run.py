@@ -34,10 +34,10 @@ from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:
     from fluxtrain.checkpoint.run_state import RunState
+    from fluxtrain.methods.engine import TrainingEngine
     from fluxtrain.methods.objective import BoundTask, Cursor
     from fluxtrain.methods.optimizer import Optimizer
     from fluxtrain.train.session import Session
-    from fluxtrain.wrapping.engine import Engine
 
 STEPS = 3
 _LEFT_NOTHING = "the dry run was stopped and left nothing"
@@ -50,7 +50,7 @@ class NoCheckpoints(CheckpointWriter):
         """Return False always."""
         return False
 
-    def write(self, state: RunState, engine: Engine, data: Cursor) -> NoReturn:
+    def write(self, state: RunState, engine: TrainingEngine, data: Cursor) -> NoReturn:
         """Raise Interrupted: a stop asks for a checkpoint, and a dry run leaves nothing behind."""
         raise Interrupted(_LEFT_NOTHING, EXIT_INTERRUPTED)
 

@@ -10,7 +10,7 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.live.edit import with_count
 from fluxtrain.live.live_run import LiveRun
 from fluxtrain.live.settings import LiveSettings, SettingName, count_of
-from fluxtrain.runtime.context import Context
+from fluxtrain.methods.engine import TrainingEngine
 
 _GPU = re.compile(r"\bGPU (\d+)\b")
 
@@ -101,7 +101,9 @@ def _step(
     )
 
 
-def out_of_memory(context: Context, step: int, error: BaseException, last: str) -> DoesNotFit:
+def out_of_memory(
+    context: TrainingEngine, step: int, error: BaseException, last: str
+) -> DoesNotFit:
     """Return the end of a run that has nothing left to give up in the step after `step`, with what
     helps; `last` says which checkpoint there is."""
     chunk_rows = context.chunk_rows

@@ -16,7 +16,7 @@ from fluxtrain.optimizer.third_party_packages import third_party_optimizer
 from fluxtrain.wrapping.engine import engine_of
 
 if TYPE_CHECKING:
-    from fluxtrain.wrapping.engine import Engine
+    from fluxtrain.methods.engine import TrainingEngine
 
 
 class Optimizer(Protocol):
@@ -57,7 +57,7 @@ class EngineAdamW:
     updates_in_backward = True
     shard_names = ()
 
-    def __init__(self, engine: Engine, parameters: Iterable[Any], **options: Any) -> None:
+    def __init__(self, engine: TrainingEngine, parameters: Iterable[Any], **options: Any) -> None:
         self._engine = engine
         self._adamw = torch.optim.AdamW(parameters, **options)
 

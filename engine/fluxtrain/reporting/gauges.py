@@ -26,7 +26,7 @@ from fluxtrain.telemetry.events import (
 )
 
 if TYPE_CHECKING:
-    from fluxtrain.wrapping.engine import Engine
+    from fluxtrain.methods.engine import TrainingEngine
 
 LIVE_PERIOD_S = 0.1  # 10 Hz while an app watches
 JOURNAL_PERIOD_S = 1.0  # samples that the journal keeps
@@ -57,7 +57,7 @@ class GaugeThread:
         self._period_s = LIVE_PERIOD_S if live else JOURNAL_PERIOD_S
         self._host_limit_bytes = host_limit_bytes
         self._process = psutil.Process()
-        self._engine: Engine | None = None
+        self._engine: TrainingEngine | None = None
         self._traffic: TrafficWindow | None = None
         self._cards: tuple[tuple[int, int, int], ...] = ()  # their bytes at the last sample
         self._stopped = threading.Event()
@@ -72,10 +72,10 @@ class GaugeThread:
         """Begin with heartbeats and host memory; the engine's gauges follow `watch`."""
         self._thread.start()
 
-    def watch(self, engine: Engine, disk: DiskUse) -> None:
+    def watch(self, engine: TrainingEngine, disk: DiskUse) -> None:
         """Sample the engine, now that it is built, and the counts of `disk`."""
         on_gpu = engine.device.torch_device.type == "cuda"
-        ceilings = bus_ceilings(len(engine.cards)) if on_gpu else (None, None)
+        ceilings = bus_ceilings(engine.card_count) if on_gpu else (None, None)
         with self._sampling:
             self._engine, self._disk, self._ceilings = engine, disk, ceilings
             self._traffic = TrafficWindow(time.monotonic(), 0, 0, 0, 0)
@@ -140,7 +140,7 @@ class GaugeThread:
             cards=use.cards if use else (),
         )
 
-    def _traffic_since(self, engine: Engine) -> TrafficSampled | None:
+    def _traffic_since(self, engine: TrainingEngine) -> TrafficSampled | None:
         """Return the rates since the last sample; None before `watch`."""
         traffic, window = engine.traffic(), self._traffic
         if window is None:
@@ -188,7 +188,7 @@ class GaugeThread:
             self.sample()
 
 
-def _residency(engine: Engine) -> ResidencySampled:
+def _residency(engine: TrainingEngine) -> ResidencySampled:
     place = engine.residency()
     return ResidencySampled(
         weights=place.weights,
@@ -204,7 +204,7 @@ def _residency(engine: Engine) -> ResidencySampled:
     )
 
 
-def _moves(engine: Engine) -> MovesMade | None:
+def _moves(engine: TrainingEngine) -> MovesMade | None:
     moves, total = engine.take_moves(_MOVES_A_FRAME)
     return MovesMade(moves=tuple(moves), total=total) if moves else None
 

@@ -17,8 +17,8 @@ from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.rundir import own_files
 
 if TYPE_CHECKING:
+    from fluxtrain.methods.engine import TrainingEngine
     from fluxtrain.train.session import Session
-    from fluxtrain.wrapping.engine import Engine
 
 
 def refuse_without_evaluations(settings: TrainSettings, held_out_rows: int) -> None:
@@ -81,7 +81,7 @@ def choose_final_weights(
     wanted: Literal["last", "best"],
     state: RunState,
     checkpoints: CheckpointWriter,
-    engine: Engine,
+    engine: TrainingEngine,
     warn: Callable[[str], None],
 ) -> int:
     """Load the weights of the best evaluation where these are wanted; return the step they are of.

@@ -18,6 +18,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.out_of_memory import gpu_of, out_of_memory
+from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import B, BoundTask
 from fluxtrain.methods.optimizer import Optimizer, set_learning_rate
 from fluxtrain.reporting.announce import Announcer
@@ -62,7 +63,7 @@ class TrainingLoop(Generic[B]):
         state: RunState,
     ) -> None:
         self._model = model
-        self._engine = engine_of(model)
+        self._engine: TrainingEngine = engine_of(model)
         self._engine.retries_blocks = False  # steps are redone, which keeps the order of sums
         self._device = self._engine.device.torch_device
         self._recorder = self._engine.device.recorder

@@ -22,7 +22,7 @@ from fluxtrain.telemetry.events import Hello, Planned
 from fluxtrain.trace.step_clock import PHASES
 
 if TYPE_CHECKING:
-    from fluxtrain.wrapping.engine import Engine
+    from fluxtrain.methods.engine import TrainingEngine
 
 _REPORTED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "msgspec")
 
@@ -97,7 +97,13 @@ def first_hello(config: RunConfig, run_dir: RunDir, machine: str) -> Hello:
 
 
 def full_hello(
-    hello: Hello, engine: Engine, *, model: str, dtype: str, total_steps: int, first_step: int
+    hello: Hello,
+    engine: TrainingEngine,
+    *,
+    model: str,
+    dtype: str,
+    total_steps: int,
+    first_step: int,
 ) -> Hello:
     """Make the Hello event once the model is placed."""
     return msgspec.structs.replace(
@@ -113,7 +119,7 @@ def full_hello(
     )
 
 
-def device_name(engine: Engine) -> str:
+def device_name(engine: TrainingEngine) -> str:
     """Return the name of the GPU that computes, or cpu."""
     import torch
 

@@ -10,6 +10,7 @@ from fluxtrain.calibration.measured_constants import Constants, measure_constant
 from fluxtrain.calibration.peaks import host_peak_bytes
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import BoundBatch, Task
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.choices.placement import Placement
@@ -31,7 +32,6 @@ from fluxtrain.planning.snapshot import Snapshot, snapshot_of
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChoiceMade, Planned, SampleFit
 from fluxtrain.train.run_files import write_plan_file
-from fluxtrain.wrapping.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class RunPlan:
     def write(
         self,
         run_dir: RunDir,
-        engine: Engine,
+        engine: TrainingEngine,
         steps: int,
         choices: Sequence[ChoiceMade],
         snapshot_bytes: int,

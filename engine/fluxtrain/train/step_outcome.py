@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from fluxtrain.checkpoint.randomness import random_state, restore_random_state
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.errors import Diverged
+from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import B, Objective
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.trace.step_clock import StepClock
 from fluxtrain.updates.loss_scale import LEAST
 from fluxtrain.updates.norm import GradNorm
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 MOST_IN_A_ROW = 5  # after so many the weights are at fault, not a row of the data
 _TOLD_ONE_BY_ONE = 10
@@ -86,7 +87,7 @@ class Refusals(Generic[B]):
         total_steps: int,
     ) -> None:
         self._model, self._objective = model, objective
-        self._engine: Engine = engine_of(model)
+        self._engine: TrainingEngine = engine_of(model)
         self._announcer, self._state = announcer, state
         self._last_checkpoint = last_checkpoint
         self._most = min(MOST_IN_A_ROW, total_steps)  # a run of skipped steps alone has no end
@@ -156,7 +157,7 @@ class Refusals(Generic[B]):
 
     def broken_output(self, batches: Sequence[Any]) -> str:
         """Name the first block whose output is not finite in a step whose loss was not."""
-        self._engine.updates.forget_refused()
+        self._engine.forget_refused()
         with _random_state_kept():
             name = self._first_output(batches)
         return f"the output of {name}" if name else "the loss itself"
@@ -173,8 +174,8 @@ class Refusals(Generic[B]):
             return looked
 
         handles = [
-            self._model.get_submodule(unit.name).register_forward_hook(look(unit.name))
-            for unit in self._engine.units
+            self._model.get_submodule(name).register_forward_hook(look(name))
+            for name in self._engine.unit_names
         ]
         try:
             out_of_memory = suppress(torch.OutOfMemoryError)  # what was seen until then counts

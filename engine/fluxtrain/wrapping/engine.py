@@ -92,6 +92,10 @@ class Engine(Context):
         self.norm = None
         self.step_in_backward = StepInBackward(optimizer, self, loss)
 
+    def forget_refused(self) -> None:
+        """Wait for all updates under way without raising that one was refused, which is known."""
+        self.updates.forget_refused()
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Wait for updates; inside, also a loss without gradients is fused with the head."""
@@ -114,6 +118,21 @@ class Engine(Context):
                 card.device.close()
 
     # -- what it holds and has done ----------------------------------------------------------------
+
+    @property
+    def card_count(self) -> int:
+        """How many GPUs compute, or 1 for the processor."""
+        return len(self.cards)
+
+    @property
+    def unit_names(self) -> list[str]:
+        """The modules that are streamed one by one, by their names in the model."""
+        return [unit.name for unit in self.units]
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that updates have waited for the copies of checkpoints."""
+        return self.updates.held_s
 
     @property
     def blocks(self) -> list[BlockFacts]:
