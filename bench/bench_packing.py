@@ -18,8 +18,7 @@ from torch import Tensor
 from fluxtrain import _native
 from fluxtrain.plan.states import PACKED_FORMATS
 from fluxtrain.quantization.layout import PackedLayout
-from fluxtrain.quantization.pack import pack
-from fluxtrain.quantization.unpack import unpack
+from fluxtrain.quantization.packing import pack, unpack
 
 HEAD = "isa      threads  format        pack   unpack   Gparam/s"
 

@@ -70,7 +70,7 @@ MEASURED = textwrap.dedent("""
     from safetensors import safe_open
     from fluxtrain.memory.mapped import drop
     from fluxtrain.quantization.layout import PackedLayout
-    from fluxtrain.quantization.pack import pack
+    from fluxtrain.quantization.packing import pack
 
     path, blocks = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)

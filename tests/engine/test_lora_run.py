@@ -19,7 +19,7 @@ from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.plan import states
-from fluxtrain.quantization.pack import pack
+from fluxtrain.quantization.packing import pack
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.loop import TrainingLoop

@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fluxtrain.quantization import cache_file, packed_cache
-from fluxtrain.quantization.cache_key import cache_key
-from fluxtrain.quantization.packed_cache import PackedCache, cache_folder
+from fluxtrain.quantization.packed_cache import PackedCache, cache_folder, cache_key
 
 SIZES = {"blocks.0": 70_001, "blocks.1": 3, "blocks.2": 4096, "head": 200_000}
 KEY = "0123456789abcdef"

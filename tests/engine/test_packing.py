@@ -12,11 +12,9 @@ from torch import Tensor
 from fluxtrain import _native
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.states import PACKED_FORMATS, PackedFormat
-from fluxtrain.quantization import pack as packing
-from fluxtrain.quantization import reference
+from fluxtrain.quantization import packing, reference
 from fluxtrain.quantization.layout import BLOCK, NESTED, PackedLayout
-from fluxtrain.quantization.pack import pack
-from fluxtrain.quantization.unpack import unpack
+from fluxtrain.quantization.packing import pack, unpack
 
 pytestmark = pytest.mark.usefixtures("isa_put_back")
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from fluxtrain.exporting.base_files import BaseFiles
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.quantization.layout import PackedLayout
-from fluxtrain.quantization.pack import pack
-from fluxtrain.quantization.unpack import unpack
+from fluxtrain.quantization.packing import pack, unpack
 
 
 class TrainedBase:

@@ -14,8 +14,7 @@ from fluxtrain.memory.mapped import drop
 from fluxtrain.memory.segment import Member, Segment
 from fluxtrain.plan.states import PackedFormat
 from fluxtrain.quantization.layout import PackedLayout
-from fluxtrain.quantization.pack import pack
-from fluxtrain.quantization.unpack import unpack
+from fluxtrain.quantization.packing import pack, unpack
 
 
 @dataclass(frozen=True)

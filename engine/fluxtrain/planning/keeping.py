@@ -9,8 +9,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.memory.packed import kept_name
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.states import PackedFormat
-from fluxtrain.quantization.cache_key import Parameter, cache_key
-from fluxtrain.quantization.packed_cache import PackedCache, Say
+from fluxtrain.quantization.packed_cache import PackedCache, Parameter, Say, cache_key
 
 if TYPE_CHECKING:
     from fluxtrain.memory.group import Group

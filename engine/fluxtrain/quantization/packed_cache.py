@@ -16,19 +16,27 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from fluxtrain.plan.states import PackedFormat
 from fluxtrain.quantization.cache_file import Contents, Damaged, Pieces, read_header
 from fluxtrain.units import GIB
 
+RECIPE = 1  # raise it when packing would write other bytes
+_LENGTH_BYTES = 8  # of the header of a safetensors file, at its beginning
+_MOST_HEADER_BYTES = 100 << 20  # the format's own limit
+
+Parameter = tuple[str, tuple[int, ...], torch.dtype]
 _MOST_THREADS = 8
 _LEFT_FREE_BYTES = GIB  # of the disk
 _FORGOTTEN_S = 7 * 86_400.0  # after so long nobody goes on with a file that is not whole
@@ -318,3 +326,44 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def cache_key(
+    format: PackedFormat,
+    shards: Sequence[Path],
+    parameters: Sequence[Parameter],
+    more: Sequence[str] = (),
+) -> str:
+    """Return 32 hexadecimal digits for weights packed in `format`.
+
+    shards: the model's files. parameters: name, shape and dtype, as loaded, of each packed weight,
+    in order. more: what else changes weights before they are packed. Raises OSError for a shard
+    that cannot be read.
+    """
+    facts = [
+        RECIPE,
+        format,
+        sorted(_identity(shard) for shard in shards),
+        [[name, list(shape), str(dtype)] for name, shape, dtype in parameters],
+        list(more),
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _identity(shard: Path) -> list[object]:
+    """Return what tells this file from any other: its name in the hub's cache, which is a hash of
+    its bytes; else its name, size, time of change and the hash of its header."""
+    real = shard.resolve()
+    if real.parent.name == "blobs":
+        return ["blob", real.name]
+    facts = real.stat()
+    return ["file", shard.name, facts.st_size, facts.st_mtime_ns, _header_hash(real)]
+
+
+def _header_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        start = file.read(_LENGTH_BYTES)
+        length = min(int.from_bytes(start, "little"), _MOST_HEADER_BYTES)
+        if path.suffix != ".safetensors":
+            length = 0
+        return hashlib.sha256(start + file.read(length)).hexdigest()

@@ -2,6 +2,11 @@
 
 All patches are in the instance's `__dict__`; class and identity stay. A copy (deepcopy, pickle) is
 a plain, unwrapped module: a copied forward would otherwise use the original's weights.
+
+`torch.compile` is kept away: compiled code would hold the weights that were bound when it was
+traced, but streamed weights change memory. Tracing stops at the call of every guarded module, so
+that a compiled model, a compiled function around it and `model.compile()` give the results of the
+uncompiled model.
 """
 
 from __future__ import annotations
@@ -17,9 +22,13 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.runtime.context import Context
-from fluxtrain.wrapping.uncompiled import UNCOMPILED, leave_uncompiled
 from fluxtrain.wrapping.unit_forward import UnitForward
 
+_UNCOMPILED = ("_compiled_call_impl", "compile")  # on the instance, of torch's own names
+_WHY = (
+    "torch.compile does nothing on a wrapped model: its weights come and go, so its blocks run as "
+    "they are"
+)
 _OURS = (
     "forward",
     "_apply",
@@ -30,7 +39,7 @@ _OURS = (
     "_fluxtrain_unit",
     "_fluxtrain_guard",
     "_fluxtrain_hooks",
-    *UNCOMPILED,
+    *_UNCOMPILED,
 )
 _HOOKED = (
     "_forward_pre_hooks",
@@ -66,7 +75,7 @@ def guard_module(module: nn.Module, context: Context) -> None:
     module.__dict__["_apply"] = types.MethodType(_apply, module)
     module.__dict__["__deepcopy__"] = types.MethodType(_plain_deepcopy, module)
     module.__dict__["__reduce_ex__"] = types.MethodType(_plain_reduce, module)
-    leave_uncompiled(module)
+    _leave_uncompiled(module)
 
 
 def release_module(module: nn.Module) -> None:
@@ -146,3 +155,15 @@ def ancestors(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
     for child in module.children():
         if id(child) not in units:
             yield from ancestors(child, units)
+
+
+def _leave_uncompiled(module: nn.Module) -> None:
+    """End torch.compile's tracing at calls of a guarded `module`."""
+    uncompiled = torch.compiler.disable(module._call_impl, reason=_WHY)
+    module.__dict__["_compiled_call_impl"] = uncompiled
+    module.__dict__["compile"] = types.MethodType(_compile, module)
+
+
+def _compile(self: nn.Module, *_: Any, **__: Any) -> None:
+    engine: Context = self.__dict__["_fluxtrain_guard"]
+    engine.say(_WHY)

@@ -40,12 +40,11 @@ from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.runtime.passes import take_in
+from fluxtrain.wrapping.adapters import adapters_of, refuse_late, take_magnitudes_of_packed
 from fluxtrain.wrapping.bitsandbytes_layers import give_back_quantised, take_over_quantised
 from fluxtrain.wrapping.block_discovery import Parts, take_apart
-from fluxtrain.wrapping.dora import take_magnitudes_of_packed
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import Borrowed, group_parameters, head_linear, model_facts
-from fluxtrain.wrapping.late_adapters import adapters_of, refuse_late
 from fluxtrain.wrapping.module_patches import (
     ancestors,
     guard_module,

@@ -20,8 +20,7 @@ from fluxtrain.commands.doctor.same import Mismatch, same_bits
 from fluxtrain.plan.states import PACKED_FORMATS, STATE_FORMATS, StateFormat
 from fluxtrain.quantization import reference
 from fluxtrain.quantization.layout import PackedLayout
-from fluxtrain.quantization.pack import pack
-from fluxtrain.quantization.unpack import unpack
+from fluxtrain.quantization.packing import pack, unpack
 
 ELEMENTS = 100_003  # several threads, and a tail that fills no vector
 HYPER = Hyper(lr=1e-3, weight_decay=0.1)

@@ -1,7 +1,8 @@
-"""DoRA's magnitudes, taken from packed weights as they are computed with.
+"""Adapters beside a wrapped base: late ones, and DoRA's magnitudes beside packed weights.
 
-peft takes them from the weights that it sees, before these are packed. The first output of a fresh
-adapter would then not be that of its base (Liu et al. 2024, https://arxiv.org/abs/2402.09353).
+TRL puts adapters into a model after it was wrapped, where it is given a `peft_config`. peft takes
+DoRA's magnitudes from the weights before these are packed; the first output of a fresh adapter
+would then not be that of its base (Liu et al. 2024, https://arxiv.org/abs/2402.09353).
 """
 
 from __future__ import annotations
@@ -12,11 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.packed import all_dense_weights
 from fluxtrain.memory.segment import Member
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.request import RunRequest
+from fluxtrain.wrapping.engine import Engine
 
 _Weights = dict[int, tuple[Group, Member]]  # by the identity of the parameter
+
+
+def adapters_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of peft's adapters in the model."""
+    found = getattr(model, "peft_config", None)
+    return tuple(found) if isinstance(found, dict) else ()
+
+
+def refuse_late(engine: Engine, asked: RunRequest | Placement) -> None:
+    """Raise MisusedModel where the model cannot be wrapped again as it was."""
+    if any(group.packed_segments for group in engine.groups):
+        why = "its base is packed, which packing once more would change"
+    elif isinstance(asked, Placement):
+        why = "its placement was made without them"
+    else:
+        return
+    raise MisusedModel(
+        f"adapters were put into the model after fluxtrain.wrap, and {why}: put them first, "
+        "fluxtrain.wrap(get_peft_model(model, config)), and give a trainer that model without a "
+        "peft_config"
+    )
 
 
 def take_magnitudes_of_packed(model: nn.Module, groups: list[Group]) -> None:
