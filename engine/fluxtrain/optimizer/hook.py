@@ -146,7 +146,7 @@ def _engine_step(optimizer: Optimizer, entries: Entries) -> None:
     contexts = _contexts(entries)
     refuse_broken_step(contexts)
     for context in contexts:
-        context.settle_skipped()
+        context.wait_for_skipped()
         if context.loss_scale is not None:
             context.loss_scale.take_back_skipped()
     own = [context for context in contexts if own_step(context, optimizer)]

@@ -130,7 +130,7 @@ class Context:
         if self.loss_scale is not None:
             self.loss_scale.take_back_skipped()
 
-    def settle_skipped(self) -> None:
+    def wait_for_skipped(self) -> None:
         """Wait for the last step if it may have been skipped, before the next one is counted: a
         skipped step is no step of its parameters."""
         norm, self.norm_before = self.norm_before, None
