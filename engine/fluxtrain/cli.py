@@ -215,7 +215,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     """Write a trained adapter as a folder, or merged into its base; nothing where a check fails."""
     with ImmediateInterrupts():
         from fluxtrain.commands import export as exporting
-        from fluxtrain.exporting.request import ExportRequest
+        from fluxtrain.exporting.adapter_export import ExportRequest
 
     request = ExportRequest(
         named=named, to=to, merge=merge, onto=onto, dtype=dtype, base=base, other_base=other_base,

@@ -35,13 +35,13 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     debug: options.Debug = False,
 ) -> None:
     """Compute the loss and the perplexity of a model on data, also of one larger than the card."""
-    from fluxtrain.inference.opening.naming import refuse_missing
+    from fluxtrain.inference.naming import refuse_missing
 
     refuse_missing(model)
     with ImmediateInterrupts():
         from fluxtrain.commands.evaluation import page
         from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
-        from fluxtrain.inference.opening.request import ModelRequest
+        from fluxtrain.inference.finding import ModelRequest
 
     request = EvaluationRequest(
         model=ModelRequest(
@@ -81,7 +81,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model in the terminal, or answer the prompts of a file in batches."""
-    from fluxtrain.inference.opening.naming import refuse_missing
+    from fluxtrain.inference.naming import refuse_missing
 
     refuse_missing(model)
     if prompts is not None and not prompts.expanduser().exists():
@@ -89,7 +89,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     with ImmediateInterrupts():
         from fluxtrain.commands import generation
         from fluxtrain.decoding.sampling import Sampling
-        from fluxtrain.inference.opening.request import ModelRequest
+        from fluxtrain.inference.finding import ModelRequest
 
     request = generation.GenerationRequest(
         model=ModelRequest(

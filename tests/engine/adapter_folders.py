@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fluxtrain.client.export import ExportAnswer
-from fluxtrain.exporting.export import export
-from fluxtrain.exporting.request import ExportRequest
+from fluxtrain.exporting.adapter_export import ExportRequest, export
 
 
 def make_adapter(base: Path, to: Path, *, fp32: bool = False, **settings: Any) -> Path:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.adapter_folders import exported, make_adapter
 from tests.engine.test_adapter_configs import edited
-from tests.engine.test_adapter_kinds import of_kind
 from tests.engine.used_models import opened
 
 LAYERS = ["q_proj", "v_proj"]  # of two blocks: four layers
@@ -71,25 +70,18 @@ def zeroed(adapter: Path, part: str) -> Path:
     return adapter
 
 
-@pytest.mark.parametrize("alpha", [0, 0.0, -0.0, 1e-60])
-def test_a_scale_of_zero_is_told(alpha: float, made: Callable[..., Path], notes: Any) -> None:
+def test_a_scale_of_zero_is_told(made: Callable[..., Path], notes: Any) -> None:
     adapter = made()
-    path = edited(adapter, lora_alpha=alpha)
-    scaled = f"{path.name} scales 4 of 4 layers by 0 (lora_alpha)"
+    path = edited(adapter, lora_alpha=0)
+    scaled = f"{path.name} scales it by 0 (lora_alpha)"
     assert notes(adapter) == [f"the adapter {adapter} {IDLE}{scaled}{TRAINED}"]
 
 
-@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
-def test_matrices_of_zeros_are_told(part: str, made: Callable[..., Path], notes: Any) -> None:
-    adapter = zeroed(made(), part)
-    zeros = "4 of 4 layers have zeros alone in A or B, as before any training"
+@pytest.mark.parametrize("letter", ["A", "B"])
+def test_matrices_of_zeros_are_told(letter: str, made: Callable[..., Path], notes: Any) -> None:
+    adapter = zeroed(made(), f"lora_{letter}")
+    zeros = f"all its {letter} matrices hold zeros, as before any training"
     assert notes(adapter) == [f"the adapter {adapter} {IDLE}{zeros}{TRAINED}"]
-
-
-def test_both_causes_together_are_told(made: Callable[..., Path], notes: Any) -> None:
-    adapter = zeroed(made(alpha_pattern={"q_proj": 0}), "v_proj.lora_B")
-    [told] = notes(adapter)
-    assert "scales 2 of 4 layers by 0 (lora_alpha) and 2 of 4 layers have zeros alone" in told
 
 
 @pytest.mark.parametrize(
@@ -121,17 +113,6 @@ def test_keys_of_patterns_that_match_no_layer_are_named(
         f"{path}: rank_pattern['proj'], alpha_pattern['a\\x1b]'], alpha_pattern['k_proj']: 3 of 5 "
         "pattern keys match none of the adapter's 4 layers and change nothing: check their names"
     ]
-    edited(adapter, rank_pattern={}, alpha_pattern=dict.fromkeys("abcde", 4))
-    [told] = notes(adapter)
-    assert "alpha_pattern['c'], ...: 5 of 5 pattern keys" in told
-
-
-def test_patterns_of_other_kinds_are_looked_at_too(base: Path, tmp_path: Path, notes: Any) -> None:
-    adapter = of_kind("LoHaConfig", base, tmp_path / "adapter")
-    assert notes(adapter) == []
-    edited(adapter, alpha_pattern={"q_proj": 8, "nowhere": 8})
-    [told] = notes(adapter)
-    assert "alpha_pattern['nowhere']: 1 of 2 pattern keys match none of the adapter's 6 la" in told
 
 
 def test_a_program_that_reads_json_finds_the_note_once_on_standard_error(

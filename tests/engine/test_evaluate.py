@@ -19,8 +19,7 @@ from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.inference import evaluation
 from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
-from fluxtrain.inference.opening.finding import Found
-from fluxtrain.inference.opening.request import ModelRequest
+from fluxtrain.inference.finding import Found, ModelRequest
 from fluxtrain.plan import states
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fluxtrain.errors import BadInput
 from fluxtrain.exporting import merging
-from fluxtrain.exporting.trained_base import dequantised
+from fluxtrain.exporting.base_files import dequantised
 from fluxtrain.plan import states
 from fluxtrain.quantization import reference
 from fluxtrain.quantization.layout import PackedLayout

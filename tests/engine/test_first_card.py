@@ -17,8 +17,8 @@ from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import probe as probing
-from fluxtrain.inference.opening import opened as opening
-from fluxtrain.inference.opening.request import ModelRequest
+from fluxtrain.inference import opened as opening
+from fluxtrain.inference.finding import ModelRequest
 from fluxtrain.planning import device_budget, placing
 from fluxtrain.units import GIB
 
@@ -34,7 +34,7 @@ ASKED = {
 # What these measure is the current card's by their docstrings, or any card's.
 OF_THE_CURRENT = {
     "hardware/probe/bandwidth.py", "hardware/probe/pin_rate.py", "hardware/page_locking.py",
-    "optimizer/third_party.py", "exporting/check/gate.py",
+    "optimizer/third_party.py", "exporting/gate.py",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from fluxtrain.decoding.streaming import TextStream
 from fluxtrain.decoding.writing import write
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.inference.measuring import measure, rows_that_fit
-from fluxtrain.inference.opening.opened import OpenedModel
+from fluxtrain.inference.opened import OpenedModel
 from fluxtrain.inference.session import Batches, Session
 from fluxtrain.plan import states
 from tests.engine.adapter_folders import make_adapter
@@ -308,7 +308,7 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
 
     def free(size: int) -> None:
         small = msgspec.structs.replace(read_machine(), memory_available_bytes=size)
-        for place in ("inference.opening.placed", "wrapping.target"):
+        for place in ("inference.placed", "wrapping.target"):
             monkeypatch.setattr(f"fluxtrain.{place}.read_machine", lambda **_: small)
 
     free(100_000)

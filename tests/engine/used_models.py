@@ -12,9 +12,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fluxtrain.exporting.trained_base import dequantised
-from fluxtrain.inference.opening.opened import OpenedModel, open_model
-from fluxtrain.inference.opening.request import ModelRequest
+from fluxtrain.exporting.base_files import dequantised
+from fluxtrain.inference.opened import ModelRequest, OpenedModel, open_model
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.model_files import base_key, check_model_folder
 from fluxtrain.plan.states import StorageFormat

@@ -41,9 +41,6 @@ def test_a_merged_model_agrees_on_the_gpu(
 def test_a_wrong_merge_is_refused_on_the_gpu(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fluxtrain.exporting import export
-
-    monkeypatch.setattr(export, "refuse_layers", lambda probed: None)
     weight: Callable[..., torch.Tensor] = merging.Merge.weight
     monkeypatch.setattr(
         merging.Merge, "weight", lambda self, tensor, name: weight(self, tensor, name).roll(1, 0)

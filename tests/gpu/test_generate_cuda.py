@@ -15,8 +15,7 @@ from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.decoding.writing import write
 from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
 from fluxtrain.inference.measuring import measure, rows_that_fit
-from fluxtrain.inference.opening.opened import open_model
-from fluxtrain.inference.opening.request import ModelRequest
+from fluxtrain.inference.opened import ModelRequest, open_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[5, 90, 91, 92, 93, 17], [31, 32, 33], list(range(60, 80))]

@@ -10,7 +10,7 @@ from fluxtrain.client.answer import Answer
 
 
 class ComparedLogits(msgspec.Struct, frozen=True, kw_only=True):
-    """The exported model beside base and adapter, on the same tokens. KL in nats."""
+    """The exported model compared with base and adapter, on the same tokens. KL in nats."""
 
     source: str  # where the tokens are from
     rows: int
@@ -25,18 +25,17 @@ class ComparedLogits(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> str:
         """The numbers, in a line."""
         return (
-            f"on {self.tokens:,} tokens of {self.source}: mean KL {self.mean_kl:.2e} (limit "
-            f"{self.kl_limit:.2e}), largest difference of a logit {self.largest:.3g} (limit "
-            f"{self.largest_limit:.3g}), same most likely token at {self.top1:.1%}"
+            f"the same next token at {self.top1:.1%} of {self.tokens:,} tokens of {self.source}, "
+            f"mean KL divergence {self.mean_kl:.1e} (rounding allows {self.kl_limit:.1e})"
         )
 
 
 class ComparedLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Merged weights beside their layers with the adapter, on random inputs."""
+    """Merged weights as they were written, compared with their sums with the adapter in fp32."""
 
     count: int
     worst: str  # the weight that is nearest to its limit
-    difference: float  # of its outputs, relative to them
+    difference: float  # of the two, relative to the sum
     limit: float  # what rounding explains
     kept: float  # of all that the adapter changes, in the merged weights; 1 is all
 
@@ -44,9 +43,8 @@ class ComparedLayers(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> str:
         """The numbers, in a line."""
         return (
-            f"{self.count} merged weights: outputs differ by {self.difference:.2e} of themselves "
-            f"at most (limit {self.limit:.2e}, {self.worst}), and hold {self.kept:.1%} of what the "
-            "adapter changes"
+            f"{self.count} merged weights hold {self.kept:.1%} of what the adapter changes; "
+            f"rounding to their dtype takes {self.difference:.2%} of a weight at most"
         )
 
 
@@ -65,6 +63,6 @@ class ExportAnswer(Answer, frozen=True, kw_only=True):
     changed: int  # weights of the base that the adapter changes
     layers: ComparedLayers | None  # None: not checked
     logits: ComparedLogits | None
-    quantisation: ComparedLogits | None  # with `original`: beside the base as it was trained
+    quantisation: ComparedLogits | None  # with `original`: compared with the base as it was trained
     seconds: float
     notes: tuple[str, ...]  # sentences

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fluxtrain.client.export import ExportAnswer
-from fluxtrain.exporting.export import export as export_folder
-from fluxtrain.exporting.request import ExportRequest
+from fluxtrain.exporting.adapter_export import ExportRequest
+from fluxtrain.exporting.adapter_export import export as export_folder
 from fluxtrain.unfinished.terminations import terminations_told
 from fluxtrain.units import bytes_text, duration_text
 
@@ -35,5 +35,5 @@ def page(found: ExportAnswer) -> str:
     if found.kind == "merged" and not checked:
         lines.append("not checked")
     if found.quantisation is not None:
-        lines.append(f"beside the base as it was trained, {found.quantisation.line}")
+        lines.append(f"compared with the base as it was trained: {found.quantisation.line}")
     return "\n".join([*lines, *found.notes])

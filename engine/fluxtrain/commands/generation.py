@@ -17,8 +17,8 @@ from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
 from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.decoding.writing import Written
 from fluxtrain.errors import BadInput, Interrupted
-from fluxtrain.inference.opening.opened import open_model
-from fluxtrain.inference.opening.request import ModelRequest
+from fluxtrain.inference.finding import ModelRequest
+from fluxtrain.inference.opened import open_model
 from fluxtrain.inference.serving import Stopping, serve
 from fluxtrain.inference.session import Batches, Session
 from fluxtrain.telemetry.printable import printable_lines

@@ -1,10 +1,15 @@
-"""An adapter beside the layers of its base, without the base's weights: peft's own classes merge
-one layer at a time, with weights that are put into it for as long as that takes."""
+"""Puts an adapter beside its base, by peft: a loaded one to compute, or an empty one to merge.
+
+Merging needs no weights of the base at once: peft's own classes merge one layer at a time, with
+weights that are put into it for as long as that takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fluxtrain.errors import BadInput
-from fluxtrain.exporting.adapter_config import peft_refusals
-from fluxtrain.exporting.asked_tensors import base_name, of_another_base, refuse_other_tensors
-from fluxtrain.exporting.source import AdapterSource
+from fluxtrain.exporting.refusals import base_name, peft_refusals, refuse_left_out
+from fluxtrain.exporting.source import WEIGHTS, AdapterSource
+from fluxtrain.models.model_files import safetensors_header
 from fluxtrain.models.quiet import quiet_peft
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.reporting.failures import as_told
@@ -72,22 +77,6 @@ class Attached:
             layer.merged_adapters.clear()
             return found
 
-    def outputs(self, name: str, read: Read, inputs: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return random inputs of the layer with parameter `name`, and its outputs without and with
-        the adapter, in fp32; None for layers other than linear ones and embeddings."""
-        with self._filled(name, read) as (layer, _), torch.no_grad():
-            base: Any = layer.get_base_layer()
-            draw = torch.Generator().manual_seed(0)
-            if isinstance(base, nn.Embedding):
-                x = torch.randint(base.num_embeddings, (4 * inputs,), generator=draw)
-            elif base.weight.dim() == 2:
-                first = isinstance(base, nn.Linear)  # Conv1D keeps (in, out)
-                x = torch.randn(inputs, base.weight.shape[1 if first else 0], generator=draw)
-            else:
-                return None
-            module: Any = layer
-            return x, base(x), module.eval()(x)
-
     def _is_changed(self, name: str) -> bool:
         """A bias is changed by adapters with a bias of their own alone."""
         layer: Any = self.layers[name]
@@ -114,41 +103,74 @@ def attach(source: AdapterSource, empty: PreTrainedModel, storage: StorageFormat
     """Put the adapter beside the layers of `empty`, the base on the meta device, in place.
 
     storage: how the large frozen weights of the base's blocks were stored in training.
-    Raises BadInput where the adapter is of another base.
+    Raises BadInput where the adapter does not fit the base, before any tensor is made.
     """
-    stored = load_peft_weights(str(source.folder), device="cpu")
-    own = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
+    own = _names(empty)
     with peft_refusals(source.folder), quiet_peft():
-        try:
-            model: Any = get_peft_model(
-                empty, source.config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
-            )
-        except ValueError as error:  # target modules that are not there
-            raise of_another_base(source.folder, str(error).splitlines()[0]) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    refuse_other_tensors(source.weights, model, shapes, own)
-    packed = frozenset[str]()
-    if storage != "plain":
-        for parameter in model.parameters():
-            parameter.requires_grad_(requires_grad=False)
-        groups, _ = group_parameters(model, take_apart(model), frozen=storage)
-        packed = frozenset(
-            base_name(f"{group.name}.{member.name}")
-            for group in groups.values()
-            for segment in group.segments
-            if segment.storage != "plain"
-            for member in segment.members
-        )
-    _give_memory(model)
-    was = dict(model.named_parameters(remove_duplicate=False))
-    with quiet_peft():
-        set_peft_model_state_dict(model, dict(stored), low_cpu_mem_usage=True)
+        # All tensors of LoRA are in its file. Other kinds make some, which must be real.
+        with torch.device("meta") if source.config.peft_type == "LORA" else nullcontext():
+            model = _injected(source, empty, low_cpu_mem_usage=True)
+        packed = _packed(model, storage)
+        _give_memory(model)
+        was = dict(model.named_parameters(remove_duplicate=False))
+        _load(source.folder, model, own, assign=True)
     given = frozenset(
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter is not was.get(name) and base_name(name) in own
     )
     return Attached(model, packed, given)
+
+
+def put_beside(source: AdapterSource, model: nn.Module, folder: Path | None = None) -> nn.Module:
+    """Put the adapter, or its weights in another `folder`, beside a loaded base, in place.
+
+    Adapters in fp32 stay in it, and are trainable, so that they are never packed with the frozen
+    weights. Raises BadInput where peft cannot, or would leave some of its tensors out.
+    """
+    own = _names(model)
+    with peft_refusals(source.folder), quiet_peft():
+        adapted = _injected(source, model, autocast_adapter_dtype=_is_fp32(source))
+        _load(folder or source.folder, adapted, own)
+    return adapted
+
+
+def _injected(source: AdapterSource, model: Any, **options: Any) -> nn.Module:
+    config = copy.copy(source.config)  # peft writes the model's name into it
+    config.inference_mode = False
+    options = {"autocast_adapter_dtype": False, **options}
+    made: nn.Module = get_peft_model(model, config, **options)
+    return made
+
+
+def _load(folder: Path, model: nn.Module, own: Collection[str], *, assign: bool = False) -> None:
+    """Load an adapter's tensors strictly; `assign`: in place of those of a model without memory."""
+    stored = load_peft_weights(str(folder), device="cpu")
+    loaded = set_peft_model_state_dict(model, dict(stored), low_cpu_mem_usage=assign)
+    refuse_left_out(folder / WEIGHTS, model, loaded, own)
+
+
+def _names(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+
+
+def _packed(model: nn.Module, storage: StorageFormat) -> frozenset[str]:
+    """Return the names in the base of the parameters that training has packed."""
+    if storage == "plain":
+        return frozenset()
+    groups, _ = group_parameters(model, take_apart(model), frozen=storage)
+    return frozenset(
+        base_name(f"{group.name}.{member.name}")
+        for group in groups.values()
+        for segment in group.segments
+        if segment.storage != "plain"
+        for member in segment.members
+    )
+
+
+def _is_fp32(source: AdapterSource) -> bool:
+    header = safetensors_header(source.weights)
+    return any(one["dtype"] == "F32" for one in header.values())
 
 
 def _to_fp32(layer: BaseTunerLayer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import BadInput
+from fluxtrain.exporting.agreement import RoundedWeight, rounded_weight
 from fluxtrain.exporting.attached import Attached
-from fluxtrain.exporting.base_files import BaseFiles
+from fluxtrain.exporting.base_files import BaseFiles, TrainedBase
 from fluxtrain.exporting.shards import Planned, planned_shards, write_model
-from fluxtrain.exporting.trained_base import TrainedBase
 from fluxtrain.models.saving.beside import (
     TEMPLATE,
     TEMPLATES,
@@ -45,6 +45,8 @@ class Merge:
     adapter: Path  # its folder, for chat template and generation settings
     dtype: torch.dtype | None  # of all floating-point weights; None: the base's own
     shard_bytes: int = SHARD_BYTES
+    measured: bool = True  # compare what is written with the sum in fp32
+    rounded: list[RoundedWeight] = field(default_factory=list)  # of the weights written so far
 
     @cached_property
     def _changed(self) -> frozenset[str]:
@@ -89,13 +91,16 @@ class Merge:
     def weight(self, tensor: Planned, parameter: str) -> Tensor:
         """Return the tensor to write."""
         if parameter in self._changed:
-            made = self.attached.merged(parameter, self.onto.read)
-        else:
-            known = tensor.name in self.base.shards
-            name = tensor.name if known else self.base.stored_name(parameter)
-            assert name is not None, parameter
-            made = self.onto.of(self.base.tensor(name), parameter)
-        return _converted(made, tensor)
+            merged = self.attached.merged(parameter, self.onto.read)
+            made = _converted(merged, tensor)
+            if self.measured and parameter in self.attached.layers and merged.dim() > 1:
+                base = self.onto.read(parameter)
+                self.rounded.append(rounded_weight(tensor.name, base, merged, made))
+            return made
+        known = tensor.name in self.base.shards
+        name = tensor.name if known else self.base.stored_name(parameter)
+        assert name is not None, parameter
+        return _converted(self.onto.of(self.base.tensor(name), parameter), tensor)
 
     def write(self, folder: Path, tell: Callable[[int, int], None]) -> None:
         """Write weights, index, configuration and all other files of the base into `folder`.

@@ -14,7 +14,7 @@ from torch import Tensor
 from fluxtrain.checkpoint.recovery import stored_config
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
-from fluxtrain.exporting.adapter_config import CONFIG, read_adapter_config
+from fluxtrain.exporting.refusals import CONFIG, read_adapter_config
 from fluxtrain.methods.trained_on import TrainedOn, trained_on
 from fluxtrain.models.model_files import safetensors_header
 from fluxtrain.plain_files import refuse_foreign

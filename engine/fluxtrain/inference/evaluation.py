@@ -18,9 +18,8 @@ from fluxtrain.config.text import apply_overrides
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.inference.opening.finding import Found, find_model
-from fluxtrain.inference.opening.opened import OpenedModel, open_model
-from fluxtrain.inference.opening.request import ModelRequest
+from fluxtrain.inference.finding import Found, ModelRequest, find_model
+from fluxtrain.inference.opened import OpenedModel, open_model
 from fluxtrain.methods.method import method_of
 from fluxtrain.methods.objective import Part, Task
 from fluxtrain.planning.row_length import samples_of, with_row_length

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.inference.opening.opened import OpenedModel
+from fluxtrain.inference.opened import OpenedModel
 from fluxtrain.plan.facts import activation_estimate
 
 MOST_ROWS = 64  # beyond them a pass is bound by computing, also on a GPU that streams

@@ -13,7 +13,7 @@ from fluxtrain.decoding.sampling import Sampling, stops
 from fluxtrain.decoding.writing import Written, room_for, write
 from fluxtrain.errors import BadInput
 from fluxtrain.inference.measuring import Measured, measure, rows_that_fit
-from fluxtrain.inference.opening.opened import OpenedModel
+from fluxtrain.inference.opened import OpenedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,14 +215,18 @@ def _refuse_adapter_beside(folder: Path) -> None:
     )
 
 
+class QuantisedWeights(BadInput):
+    """A model whose weights are quantised."""
+
+
 def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
-    """Raise BadInput, naming `where`, for a configuration of quantised weights."""
+    """Raise QuantisedWeights, naming `where`, for a configuration of quantised weights."""
     if (quantised := config.get("quantization_config")) is None:
         return
     named = isinstance(quantised, Mapping)
     method = quantised.get("quant_method", "unknown") if named else "unknown"
-    raise BadInput(
-        f"{where} is quantised ({method}), and full training needs bf16 or fp32 weights: "
+    raise QuantisedWeights(
+        f"{where} is quantised ({method}), and training needs bf16 or fp32 weights: "
         "name the original, unquantised model"
     )
 

@@ -28,7 +28,7 @@ from fluxtrain.wrapping.target import placed
 from fluxtrain.wrapping.wrap import Keeping, wrap_placed
 
 if TYPE_CHECKING:
-    from fluxtrain.inference.opening.request import ModelRequest
+    from fluxtrain.inference.finding import ModelRequest
 
 
 def place_for_use(

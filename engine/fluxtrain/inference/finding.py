@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from fluxtrain.checkpoint.recovery import stored_config
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.opening.naming import DEMO, is_run, refuse_missing
+from fluxtrain.exporting.chosen_base import UseRequest, refuse_unknown
+from fluxtrain.inference.naming import DEMO, is_run, refuse_missing
 from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.run_dir import RunDir
 
@@ -18,6 +20,42 @@ if TYPE_CHECKING:
     from fluxtrain.exporting.source import AdapterSource
 
 _ADAPTER = "adapter_config.json"
+_CARD = re.compile(r"[0-9]{1,4}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest(UseRequest):
+    """Any trained model as the command line names it, and where it computes."""
+
+    cards: str | None = None  # how many GPUs, or their numbers such as 0,2; None: by need
+    offload: str = "auto"
+    budget_gib: float | None = None
+
+    def check_values(self) -> None:
+        """Raise BadInput for a value that is not known."""
+        refuse_missing(self.named)
+        super().check_values()
+        refuse_unknown("--offload", self.offload, ("auto", "none", "weights", "max"))
+        _ = self.wished_cards
+        if self.budget_gib is not None and not self.budget_gib > 0:
+            raise BadInput(f"--budget-gib is {self.budget_gib}: use more than 0, or leave it out")
+
+    @property
+    def wished_cards(self) -> int | tuple[int, ...] | None:
+        """How many GPUs compute, or which; None: as few as hold the model, else all.
+
+        Raises BadInput for what is neither.
+        """
+        if self.cards is None:
+            return None
+        parts = [part.strip() for part in self.cards.split(",")]
+        if not all(map(_CARD.fullmatch, parts)) or parts == ["0"]:
+            raise BadInput(
+                f"--cards is {self.cards!r}: use how many GPUs, from 1, or their numbers with "
+                "commas, such as 0,1; leave it out for as few as hold the model"
+            )
+        numbers = tuple(map(int, parts))
+        return numbers if len(numbers) > 1 else numbers[0]
 
 
 @dataclass(frozen=True, kw_only=True)

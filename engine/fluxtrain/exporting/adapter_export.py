@@ -2,40 +2,80 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fluxtrain.client.export import ComparedLayers, ComparedLogits, ExportAnswer
 from fluxtrain.errors import BadInput
-from fluxtrain.exporting.adapter_folder import adapter_bytes, write_adapter
+from fluxtrain.exporting.agreement import Agreement, kept_share
 from fluxtrain.exporting.attached import attach
-from fluxtrain.exporting.base_files import base_files
-from fluxtrain.exporting.check.agreement import Agreement
-from fluxtrain.exporting.check.gate import Gate, compared, refuse_layers, refuse_logits
-from fluxtrain.exporting.check.probing import Probed, probe
-from fluxtrain.exporting.check.rows import ComparedRows
-from fluxtrain.exporting.merging import Merge
-from fluxtrain.exporting.request import (
+from fluxtrain.exporting.base_files import TrainedBase, base_files
+from fluxtrain.exporting.chosen_base import (
     ChosenBase,
-    ExportRequest,
+    UseRequest,
     base_name_of,
     chosen_base,
+    refuse_unknown,
 )
+from fluxtrain.exporting.compared_rows import ComparedRows
+from fluxtrain.exporting.gate import Gate, compared, refuse_logits, refuse_rounded_away
+from fluxtrain.exporting.merging import SHARD_BYTES, Merge
+from fluxtrain.exporting.refusals import CONFIG, note_without_effect
 from fluxtrain.exporting.source import WEIGHTS, AdapterSource, find_adapter
-from fluxtrain.exporting.trained_base import TrainedBase
-from fluxtrain.exporting.without_effect import note_without_effect
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import empty_model
 
 Tell = Callable[[str], None]
 _BESIDE_BYTES = 64 << 20  # tokenizer and configuration, at most
 _TELL_EVERY_S = 3.0
+ONTO = ("dequantised", "original")
+MOST_ROWS = 64
+_CARRIED = (
+    "tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges",
+    "spiece", "sentencepiece", "tekken", "generation_config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest(UseRequest):
+    """What the command line asks for."""
+
+    to: Path | None = None
+    merge: bool = False
+    onto: str = "dequantised"  # or `original`
+    check: bool = True
+    data: str | None = None
+    rows: int = 4
+    shard_bytes: int = SHARD_BYTES
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype to write; None for `auto`."""
+        return None if self.dtype == "auto" else getattr(torch, self.torch_name)
+
+    def check_values(self) -> None:
+        """Raise BadInput for a value that is not known."""
+        super().check_values()
+        refuse_unknown("--onto", self.onto, ONTO)
+        if not 1 <= self.rows <= MOST_ROWS:
+            raise BadInput(f"--rows is {self.rows}: compare 1 to {MOST_ROWS} rows")
+
+    @property
+    def compute_device(self) -> str:
+        """Where the check computes."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
@@ -49,7 +89,7 @@ def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
     to = (request.to or _usual_folder(source, request)).expanduser()
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise BadInput(f"{to} exists: remove it, or name another folder with --to")
-    note_without_effect(source)
+    note_without_effect(source.folder, source.config, source.weights)
     made = _Merged(request, source, tell) if request.merge else _Alone(request, source, tell)
     answer = made.export(to)
     return msgspec.structs.replace(answer, seconds=time.perf_counter() - started_s)
@@ -77,20 +117,20 @@ class _Alone:
         with chosen_base(request, source) if converts else nullcontext() as base:
 
             def write(made: Path) -> None:
-                tokenizer = Path(name) if Path(name).is_dir() else None
-                write_adapter(source, name, dtype, tokenizer, made)
+                write_adapter(source, name, dtype, made)
                 if base is not None:
                     checked.append(self._checked(base, made))
 
             name = base_name_of(request, source)
             size = save_folder(write, adapter_bytes(source, dtype) + _BESIDE_BYTES, to)
+        first = next(iter(_tensors(source, dtype)[0].values()))
         return ExportAnswer(
             kind="adapter",
             folder=str(to),
             bytes=size,
             files=_count_files(to),
             base=name,
-            dtype=_stored_dtype(to / WEIGHTS),
+            dtype=str(first.dtype).removeprefix("torch."),
             onto=None,
             changed=0,
             layers=None,
@@ -123,15 +163,16 @@ class _Merged:
         request, source = self.request, self.source
         with chosen_base(request, source) as base:
             merge = self._merge(base)
-            checks: list[_Checked] = []
+            checked: tuple[ComparedLogits | None, ComparedLogits | None] = (None, None)
 
             def write(made: Path) -> None:
+                nonlocal checked
                 merge.write(made, self._progress("merging weight"))
                 if request.check:
-                    checks.append(self._check(base, merge, made))
+                    refuse_rounded_away(merge.rounded)
+                    checked = self._check(base, made)
 
             size = save_folder(write, merge.size_bytes + _BESIDE_BYTES, to)
-        checked = checks[0] if checks else _Checked()
         return ExportAnswer(
             kind="merged",
             folder=str(to),
@@ -141,9 +182,9 @@ class _Merged:
             dtype=merge.stated_dtype,
             onto=_onto(request, base),
             changed=len(merge.attached.changed),
-            layers=checked.layers,
-            logits=checked.logits,
-            quantisation=checked.quantisation,
+            layers=_rounded(merge),
+            logits=checked[0],
+            quantisation=checked[1],
             seconds=0.0,
             notes=_notes(request, base),
         )
@@ -161,14 +202,14 @@ class _Merged:
             adapter=source.folder,
             dtype=request.torch_dtype,
             shard_bytes=request.shard_bytes,
+            measured=request.check,
         )
         merge.check()
         return merge
 
-    def _check(self, base: ChosenBase, merge: Merge, made: Path) -> _Checked:
+    def _check(self, base: ChosenBase, made: Path) -> tuple[ComparedLogits, ComparedLogits | None]:
+        """Compare the folder with base and adapter, as they are merged and as they were trained."""
         request = self.request
-        probed = self._probed(merge, made)
-        refuse_layers(probed)
         gate = _gate(request, self.source, base)
         original = request.onto == "original" and base.storage != "plain"
         self.tell("computing base and adapter")
@@ -176,21 +217,11 @@ class _Merged:
         self.tell("computing the merged model")
         found, dtype = gate.merged(made, rows)
         accepted = _accepted(compared(expected, found, (base.dtype, dtype), blocks), rows)
-        quantisation = None
-        if original:
-            self.tell("computing base and adapter as they were trained")
-            trained = gate.expected(base.storage)[0]
-            apart = compared(trained, found, (base.dtype, dtype), blocks)
-            quantisation = _told(apart, rows)
-        return _Checked(_told_layers(probed), accepted, quantisation)
-
-    def _probed(self, merge: Merge, made: Path) -> Probed:
-        from fluxtrain.models.model_files import check_model_folder
-
-        files = check_model_folder(made, self.request.trust_remote_code)
-        empty = empty_model(made, merge.onto.dtype, self.request.trust_remote_code)
-        written = base_files(files, empty)
-        return probe(merge.attached, merge.onto, written, self._progress("comparing layer"))
+        if not original:
+            return accepted, None
+        self.tell("computing base and adapter as they were trained")
+        trained = gate.expected(base.storage)[0]
+        return accepted, _told(compared(trained, found, (base.dtype, dtype), blocks), rows)
 
     def _progress(self, doing: str) -> Callable[[int, int], None]:
         told_s = time.monotonic()
@@ -202,13 +233,6 @@ class _Merged:
                 told_s = time.monotonic()
 
         return progress
-
-
-@dataclass(frozen=True)
-class _Checked:
-    layers: ComparedLayers | None = None
-    logits: ComparedLogits | None = None
-    quantisation: ComparedLogits | None = None
 
 
 def _gate(request: ExportRequest, source: AdapterSource, base: ChosenBase) -> Gate:
@@ -242,16 +266,17 @@ def _told(found: Agreement, rows: ComparedRows) -> ComparedLogits:
     )
 
 
-def _told_layers(probed: Probed) -> ComparedLayers | None:
-    worst = probed.worst
-    if worst is None:
+def _rounded(merge: Merge) -> ComparedLayers | None:
+    """Return what writing the merged weights in their dtype has cost."""
+    if not merge.rounded:
         return None
+    worst = max(merge.rounded, key=lambda weight: weight.difference / weight.limit)
     return ComparedLayers(
-        count=len(probed.layers),
+        count=len(merge.rounded),
         worst=worst.name,
         difference=worst.difference,
         limit=worst.limit,
-        kept=probed.kept,
+        kept=kept_share(merge.rounded),
     )
 
 
@@ -276,10 +301,34 @@ def _count_files(folder: Path) -> int:
     return sum(path.is_file() for path in folder.iterdir())
 
 
-def _stored_dtype(path: Path) -> str:
-    from safetensors import safe_open
+def adapter_bytes(source: AdapterSource, dtype: torch.dtype | None) -> int:
+    """Count the bytes of the adapter's tensors in a dtype (None: as they are)."""
+    return sum(tensor.nbytes for tensor in _tensors(source, dtype)[0].values())
 
-    with safe_open(path, "pt") as file:
-        names = list(file.keys())
-        found: Tensor = file.get_tensor(names[0])
-    return str(found.dtype).removeprefix("torch.")
+
+def write_adapter(source: AdapterSource, base: str, dtype: torch.dtype | None, to: Path) -> None:
+    """Write weights, configuration and tokenizer to the folder `to`; the tokenizer is taken from
+    the base where the adapter has none. base: its name or folder, for the configuration."""
+    tensors, metadata = _tensors(source, dtype)
+    save_file(tensors, to / WEIGHTS, metadata=metadata)
+    told: dict[str, Any] = json.loads((source.folder / CONFIG).read_text(encoding="utf-8"))
+    told["base_model_name_or_path"] = base
+    text = json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    (to / CONFIG).write_text(text, encoding="utf-8")
+    for folder in (source.folder, Path(base)):
+        paths = [p for p in sorted(folder.glob("*")) if p.name.startswith(_CARRIED) and p.is_file()]
+        for path in paths:
+            shutil.copyfile(path, to / path.name)
+        if paths:
+            return
+
+
+def _tensors(
+    source: AdapterSource, dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(source.weights, "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = dict(file.metadata() or {"format": "pt"})
+    if dtype is not None:
+        found = {n: t.to(dtype) if t.is_floating_point() else t for n, t in found.items()}
+    return found, metadata

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.inference.opening.finding import Found, find_model
-from fluxtrain.inference.opening.placed import place_for_use, refuse_before_loading
-from fluxtrain.inference.opening.request import ModelRequest
+from fluxtrain.exporting.chosen_base import ChosenBase, chosen_base
+from fluxtrain.inference.finding import Found, ModelRequest, find_model
+from fluxtrain.inference.placed import place_for_use, refuse_before_loading
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
 from fluxtrain.models.precision import Capability
@@ -26,8 +26,8 @@ from fluxtrain.wrapping.engine import Engine
 from fluxtrain.wrapping.target import compute_devices
 
 if TYPE_CHECKING:
-    from fluxtrain.exporting.request import ChosenBase
     from fluxtrain.exporting.source import AdapterSource
+    from fluxtrain.models.copies import Copied
 
 Tell = Callable[[str], None]
 
@@ -78,8 +78,7 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
             fits = partial(refuse_before_loading, request, devices, "plain", found.path)
             loaded, base = load_model(_source(request, found, device), fits), None
         else:
-            base = until_placed.enter_context(_base_of(request, found.adapter))
-            _note_without_effect(found.adapter)
+            base = until_placed.enter_context(chosen_base(request, found.adapter))
             tell(f"reading {base.name} and the adapter {found.path}")
             loaded = _beside_adapter(request, base, found.adapter, devices)
         storage: StorageFormat = base.storage if base else "plain"
@@ -105,7 +104,7 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
 def _source(request: ModelRequest, found: Found, device: torch.device) -> ModelSource:
     return ModelSource(
         path=found.path,
-        dtype=request.wished_dtype,
+        dtype=request.torch_name,
         trust_remote_code=request.trust_remote_code,
         capability=_capability(device),
     )
@@ -115,27 +114,6 @@ def _capability(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def _base_of(request: ModelRequest, source: AdapterSource) -> AbstractContextManager[ChosenBase]:
-    from fluxtrain.exporting.request import ExportRequest, chosen_base
-
-    return chosen_base(
-        ExportRequest(
-            named=request.named,
-            base=request.base,
-            other_base=request.other_base,
-            packed=request.packed,
-            trust_remote_code=request.trust_remote_code,
-        ),
-        source,
-    )
-
-
-def _note_without_effect(source: AdapterSource) -> None:
-    from fluxtrain.exporting.without_effect import note_without_effect
-
-    note_without_effect(source)
-
-
 def _beside_adapter(
     request: ModelRequest,
     base: ChosenBase,
@@ -143,9 +121,15 @@ def _beside_adapter(
     devices: Sequence[torch.device],
 ) -> LoadedModel:
     """Load a base with the adapter in it, the adapter's tokenizer and generation settings."""
-    from fluxtrain.exporting.check.logits import with_adapter
+    from fluxtrain.exporting.attached import attach, put_beside
+    from fluxtrain.exporting.refusals import note_without_effect
 
-    wished = request.wished_dtype
+    def fits(empty: PreTrainedModel, copied: Copied) -> None:
+        refuse_before_loading(request, devices, base.storage, base.name, empty, copied)
+        attach(source, empty, "plain")  # refuses an adapter that does not fit, without weights
+
+    note_without_effect(source.folder, source.config, source.weights)
+    wished = request.torch_name
     packs = base.storage != "plain"
     loaded = load_model(
         ModelSource(
@@ -154,10 +138,10 @@ def _beside_adapter(
             trust_remote_code=request.trust_remote_code,
             capability=_capability(devices[0]),
         ),
-        partial(refuse_before_loading, request, devices, base.storage, base.name),
+        fits,
         packed_elements=states.LEAST_PACKED if packs else None,
     )
-    adapted: Any = with_adapter(loaded.model, source.folder, source)
+    adapted: Any = put_beside(source, loaded.model)
     model = adapted.get_base_model()
     if any((source.folder / name).is_file() for name in TOKENIZER_FILES):
         tokenizer = tokenizer_of_folder(source.folder, request.trust_remote_code)

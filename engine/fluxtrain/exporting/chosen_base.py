@@ -1,79 +1,64 @@
-"""What is asked of an export, and the base that the adapter needs for it."""
+"""Finds the base of an adapter, and says how training computed with it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fluxtrain.config.schema import SHORT_NAMES
 from fluxtrain.errors import BadInput
-from fluxtrain.exporting.merging import SHARD_BYTES
-from fluxtrain.exporting.source import AdapterSource
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_model
 from fluxtrain.models.loading import DEMO, ModelSource, load_model, model_folder
-from fluxtrain.models.model_files import ModelFiles, base_key, check_model_folder
+from fluxtrain.models.model_files import (
+    ModelFiles,
+    QuantisedWeights,
+    base_key,
+    check_model_folder,
+)
 from fluxtrain.models.precision import DTYPES
-from fluxtrain.plain_files import read_plain
 from fluxtrain.plan.states import PACKED_FORMATS, StorageFormat
 from fluxtrain.unfinished.temporary import temporary_folder
 
-ONTO = ("dequantised", "original")
-MOST_ROWS = 64
+if TYPE_CHECKING:  # peft is imported where there are adapters
+    from fluxtrain.exporting.source import AdapterSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportRequest:
-    """What the command line asks for."""
+class UseRequest:
+    """What the commands that use a trained model are asked for alike."""
 
-    named: str  # a run or an adapter's folder
-    to: Path | None = None
-    merge: bool = False
-    onto: str = "dequantised"  # or `original`
-    dtype: str = "auto"
-    base: str | None = None
+    named: str  # a run, `last`, or an adapter's folder; to evaluate and generate: any model
+    base: str | None = None  # of an adapter, where it is now
     other_base: bool = False  # take a base whose files are not those of training
     packed: str | None = None  # how the base was stored in training, where the adapter says nothing
-    check: bool = True
-    data: str | None = None
-    rows: int = 4
+    dtype: str = "auto"
     device: str | None = None
     trust_remote_code: bool = False
-    shard_bytes: int = SHARD_BYTES
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """The dtype to write; None for `auto`."""
-        name = SHORT_NAMES.get(self.dtype, self.dtype)
-        return None if name == "auto" else getattr(torch, name)
 
     def check_values(self) -> None:
         """Raise BadInput for a value that is not known."""
-        for option, given, known in (
-            ("--dtype", self.dtype, ("auto", *SHORT_NAMES, *DTYPES)),
-            ("--onto", self.onto, ONTO),
-            ("--packed", self.packed, (None, *PACKED_FORMATS)),
-            ("--device", self.device, (None, "cpu", "cuda")),
-        ):
-            if given not in known:
-                raise BadInput(
-                    f"{option} is {given!r}: use one of {', '.join(filter(None, known))}"
-                )
-        if not 1 <= self.rows <= MOST_ROWS:
-            raise BadInput(f"--rows is {self.rows}: compare 1 to {MOST_ROWS} rows")
+        refuse_unknown("--dtype", self.dtype, ("auto", *SHORT_NAMES, *DTYPES))
+        refuse_unknown("--packed", self.packed, (None, *PACKED_FORMATS))
+        refuse_unknown("--device", self.device, (None, "cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("--device is cuda, and torch finds no GPU here: use --device cpu")
 
     @property
-    def compute_device(self) -> str:
-        """Where the check computes."""
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    def torch_name(self) -> str:
+        """The dtype as torch names it, or `auto`."""
+        return SHORT_NAMES.get(self.dtype, self.dtype)
+
+
+def refuse_unknown(option: str, given: str | None, known: tuple[str | None, ...]) -> None:
+    """Raise BadInput for a value of an option that is none of those `known`."""
+    if given not in known:
+        raise BadInput(f"{option} is {given!r}: use one of {', '.join(filter(None, known))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +71,7 @@ class ChosenBase:
     storage: StorageFormat
 
 
-def base_name_of(request: ExportRequest, source: AdapterSource) -> str:
+def base_name_of(request: UseRequest, source: AdapterSource) -> str:
     """Return the base's folder or hub id. A folder is absolute: an adapter may be moved.
 
     Raises BadInput where nothing names it.
@@ -99,7 +84,7 @@ def base_name_of(request: ExportRequest, source: AdapterSource) -> str:
 
 
 @contextmanager
-def chosen_base(request: ExportRequest, source: AdapterSource) -> Iterator[ChosenBase]:
+def chosen_base(request: UseRequest, source: AdapterSource) -> Iterator[ChosenBase]:
     """Find and check the base; the demo's, which is made and not stored, is written for a while.
 
     Raises BadInput where it is missing, quantised, or not the one of training.
@@ -107,8 +92,7 @@ def chosen_base(request: ExportRequest, source: AdapterSource) -> Iterator[Chose
     name = base_name_of(request, source)
     if name == DEMO:
         with temporary_folder("base", "the demo's model") as made:
-            base = _demo(source, made / DEMO)
-            yield _chosen(request, source, name, base)
+            yield _chosen(request, source, name, _demo(source, made / DEMO))
         return
     revision = None if request.base else source.config.revision
     model = ModelSource(path=name, revision=revision, trust_remote_code=request.trust_remote_code)
@@ -121,12 +105,16 @@ def chosen_base(request: ExportRequest, source: AdapterSource) -> Iterator[Chose
     yield _chosen(request, source, name, folder)
 
 
-def _chosen(request: ExportRequest, source: AdapterSource, name: str, folder: Path) -> ChosenBase:
-    _refuse_quantised(folder)
-    files = check_model_folder(folder, request.trust_remote_code)
-    known = source.trained_on or TrainedOn(
-        dtype=files.dtype or "float32", storage=_packed(request.packed)
-    )
+def _chosen(request: UseRequest, source: AdapterSource, name: str, folder: Path) -> ChosenBase:
+    try:
+        files = check_model_folder(folder, request.trust_remote_code)
+    except QuantisedWeights as error:
+        raise BadInput(
+            f"the adapter's base {error} with --base, and how the base was packed in training with "
+            "--packed (nf4-double is bitsandbytes' nf4 with double quantisation)"
+        ) from error
+    packed: StorageFormat = next((one for one in PACKED_FORMATS if one == request.packed), "plain")
+    known = source.trained_on or TrainedOn(dtype=files.dtype or "float32", storage=packed)
     if request.packed not in (None, known.storage):
         raise BadInput(
             f"--packed is {request.packed}, and {source.weights} says that its base was stored as "
@@ -140,24 +128,6 @@ def _chosen(request: ExportRequest, source: AdapterSource, name: str, folder: Pa
         )
     return ChosenBase(
         files=files, name=name, dtype=getattr(torch, known.dtype), storage=known.storage
-    )
-
-
-def _packed(given: str | None) -> StorageFormat:
-    return next((known for known in PACKED_FORMATS if known == given), "plain")
-
-
-def _refuse_quantised(folder: Path) -> None:
-    try:
-        config: Any = json.loads(read_plain(folder / "config.json", follow=True))
-        told = config["quantization_config"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # what is damaged is told by those who read it
-    kind = told.get("quant_method", "unknown") if isinstance(told, dict) else "unknown"
-    raise BadInput(
-        f"the adapter's base {folder} is quantised ({kind}): name the original, unquantised model "
-        "with --base, and how the base was packed in training with --packed (nf4-double is "
-        "bitsandbytes' nf4 with double quantisation)"
     )
 
 

@@ -10,6 +10,7 @@ sum of thousands of products is off by up to `SUMS` of itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ KL_MARGIN = 4.0  # of the expected mean KL: twice the expected difference
 LARGEST_MARGIN = 12.0  # times `d`: twice six
 SUMS = 2.0**-18
 _POSITIONS = 64  # at a time, in fp64
+_ELEMENTS = 1 << 20  # of a weight, at a time, in fp64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,36 +76,44 @@ def agreement(expected: Tensor, found: Tensor, dtype: torch.dtype, blocks: int) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerAgreement:
-    """One merged weight beside its layer with the adapter, on random inputs."""
+class RoundedWeight:
+    """A merged weight as it is written, beside its sum with the adapter in fp32."""
 
     name: str
-    difference: float  # of the outputs, relative to them
+    difference: float  # of the two, relative to the sum
     limit: float
-    change: float  # that the adapter makes to the outputs, relative to them
-    kept: float  # of that change, in the merged weight; 1 is all
-
-    @property
-    def agrees(self) -> bool:
-        """Is all of the difference what rounding the weight does? NaN is not."""
-        return self.difference <= self.limit
+    change: float  # that the adapter makes to the weight, relative to the sum
+    kept: float  # of that change, in what is written; 1 is all
 
 
 # Rounding to nearest errs by at most u / sqrt(3) = 0.58 u in the mean square.
-LAYER_MARGIN = 0.7
+WEIGHT_MARGIN = 0.7
 
 
-def layer_agreement(
-    name: str, base: Tensor, expected: Tensor, found: Tensor, dtype: torch.dtype
-) -> LayerAgreement:
-    """Compare outputs of a layer: without the adapter, with it, and of the merged weight."""
-    wanted, made = (expected - base).double(), (found - base).double()
-    size = float(expected.double().norm()) or 1.0
-    energy = float(wanted.square().sum())
-    return LayerAgreement(
+def rounded_weight(name: str, base: Tensor, merged: Tensor, written: Tensor) -> RoundedWeight:
+    """Compare a weight in fp32 before and after the merge with what is written of it."""
+    size = energy = lost = held = 0.0
+    parts = (one.reshape(-1).split(_ELEMENTS) for one in (base, merged, written))
+    for before, after, made in zip(*parts, strict=True):
+        exact, rounded = after.double(), made.double()
+        wanted = exact - before
+        size += float(exact.square().sum())
+        energy += float(wanted.square().sum())
+        lost += float((exact - rounded).square().sum())
+        held += float((wanted * (rounded - before)).sum())
+    size = size or 1.0
+    return RoundedWeight(
         name=name,
-        difference=float((expected - found).double().norm()) / size,
-        limit=LAYER_MARGIN * unit_roundoff(dtype) + SUMS,
-        change=energy**0.5 / size,
-        kept=float((wanted * made).sum()) / energy if energy else 1.0,
+        difference=(lost / size) ** 0.5,
+        limit=WEIGHT_MARGIN * unit_roundoff(written.dtype) + SUMS,
+        change=(energy / size) ** 0.5,
+        kept=held / energy if energy else 1.0,
     )
+
+
+def kept_share(weights: Sequence[RoundedWeight]) -> float:
+    """Return how much of the adapter's change the written weights hold; 1 is all of it. Weights
+    count by the change that the adapter makes to them."""
+    total = sum(weight.change**2 for weight in weights)
+    held = sum(weight.kept * weight.change**2 for weight in weights)
+    return held / total if total else 1.0

@@ -1,1 +1,0 @@
-"""Does an exported model compute what was trained?"""
