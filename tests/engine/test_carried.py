@@ -164,7 +164,7 @@ def test_all_templates_of_a_tokenizer_are_carried_unless_another_is_chosen(
     made = [saved(model, tmp_path / "made")]
     adapter = make_adapter(folder, tmp_path / "adapter")
     METHODS["lora"].try_saving(model, tmp_path)
-    from fluxtrain.models.saving.beside import write_adapter_files
+    from fluxtrain.models.beside import write_adapter_files
 
     write_adapter_files(adapter, model.model, model.tokenizer, model.beside)
     made += [Path(exported(adapter, merge=merge, check=False).folder) for merge in (True, False)]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fluxtrain.errors import BadInput
-from fluxtrain.models.left_out import further_blocks
-from fluxtrain.models.loading import ModelSource, load_model
+from fluxtrain.models.loading import ModelSource, further_blocks, load_model
 from fluxtrain.models.model_files import check_model_folder
 
 Folder = Callable[..., Path]

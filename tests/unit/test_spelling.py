@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.models.saving.spelling import model_in_both, tokenizer_in_both
+from fluxtrain.models.spelling import model_in_both, tokenizer_in_both
 
 PLAIN = {"rope_type": "default", "rope_theta": 3e5}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}

@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fluxtrain.calibration.measured_constants import Constants, known_constants
 from fluxtrain.client.machine import Machine
@@ -16,7 +15,6 @@ from fluxtrain.client.plan import PlanAnswer, PlannedMethod, PlannedModel
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, settings
 from fluxtrain.data.batches import refuse_larger_step
-from fluxtrain.data.demo import VOCABULARY
 from fluxtrain.data.prepare import check_sequence_length, corpora
 from fluxtrain.data.reading.request import ReadRequest, read_request
 from fluxtrain.data.sources import estimated_tokens
@@ -26,18 +24,9 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe.probe import Report, probe
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.text_task import counted, read_as
-from fluxtrain.models.copies import Copied, copied_by_loading
-from fluxtrain.models.demo_model import demo_config as demo_shape
+from fluxtrain.models.copies import Copied
 from fluxtrain.models.isolation import takes_positions
-from fluxtrain.models.loading import refuse_missing_folder, unloadable
-from fluxtrain.models.model_files import (
-    ModelFiles,
-    check_model_folder,
-    model_config,
-    refuse_impossible_sizes,
-    refuse_quantised,
-)
-from fluxtrain.models.precision import choose_dtype, demo_dtype, with_odd_tensors
+from fluxtrain.models.loading import ModelSource, open_empty
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
@@ -327,65 +316,17 @@ def _empty_model(
 ) -> tuple[PreTrainedModel, tuple[ChoiceMade, ...], Copied]:
     """Make the model without weights, in the dtype that it would be trained in; return with it
     which of its tensors loading would copy."""
-    wished, files = config.model.dtype, None
-    if config.model.path == DEMO:
-        shape, dtype, stored = demo_shape(VOCABULARY), demo_dtype(wished), ""
+    if elsewhere is None:
+        capability = card_capability(device)
     else:
-        shape, stored, files = _shape_of(config, elsewhere is not None)
-        if elsewhere is None:
-            capability = card_capability(device)
-        else:
-            capability = elsewhere.capability if device == "cuda" else None
-        dtype = choose_dtype(wished, stored, capability)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                shape,
-                dtype=getattr(torch, dtype.dtype),
-                trust_remote_code=config.model.trust_remote_code,
-            )
-    except Exception as error:  # a damaged configuration may raise anything
-        raise unloadable(config.model.path, error) from error
-    positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
+        capability = elsewhere.capability if device == "cuda" else None
+    source = ModelSource.of(config.model, capability)
+    empty = open_empty(source, weightless=elsewhere is not None)
+    model = empty.model
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     check_sequence_length(config.data.row_tokens, positions)
-    copied = copied_by_loading(model, files, stored)
     targets = method_of(config).prepare(model, config)
-    chosen = dtype_choice(with_odd_tensors(dtype, copied.odd_dtypes))
-    return model, (chosen, *targets), copied
-
-
-def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles | None]:
-    """Return the configuration of a folder or hub model, the dtype of its stored weights, and its
-    files if they are examined."""
-    source, trusted = config.model, config.model.trust_remote_code
-    folder = Path(source.path).expanduser()
-    if weightless and (folder / "config.json").exists():
-        model_config(folder)
-        shape = _local_shape(folder, trusted)
-        return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
-    if folder.exists():
-        files = check_model_folder(folder, trusted)
-        return _local_shape(folder, trusted), files.dtype or "float32", files
-    refuse_missing_folder(source.path)
-    try:
-        shape = AutoConfig.from_pretrained(
-            source.path, revision=source.revision, trust_remote_code=trusted
-        )
-    except (OSError, ValueError) as error:
-        raise BadInput(
-            f"{source.path!r} is no local folder, and its configuration cannot be had from the hub "
-            f"({str(error).splitlines()[0]}): check model.path and the network"
-        ) from error
-    refuse_impossible_sizes(shape.to_dict(), source.path)
-    refuse_quantised(shape.to_dict(), source.path)
-    return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
-
-
-def _local_shape(folder: Path, trusted: bool) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
-    except Exception as error:  # a damaged configuration may raise anything
-        raise unloadable(folder, error) from error
+    return model, (dtype_choice(empty.precision), *targets), empty.copied
 
 
 def _request(config: RunConfig) -> ReadRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +33,7 @@ from fluxtrain.exporting.gate import Gate, compared, refuse_logits, refuse_round
 from fluxtrain.exporting.merging import SHARD_BYTES, Merge
 from fluxtrain.exporting.refusals import CONFIG, note_without_effect
 from fluxtrain.exporting.source import WEIGHTS, AdapterSource, find_adapter
+from fluxtrain.models.beside import OF_TOKENIZERS, copy_beside, files_beside
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import empty_model
 
@@ -42,10 +42,7 @@ _BESIDE_BYTES = 64 << 20  # tokenizer and configuration, at most
 _TELL_EVERY_S = 3.0
 ONTO = ("dequantised", "original")
 MOST_ROWS = 64
-_CARRIED = (
-    "tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges",
-    "spiece", "sentencepiece", "tekken", "generation_config",
-)  # fmt: skip
+_CARRIED = (*OF_TOKENIZERS, "generation_config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,9 +313,13 @@ def write_adapter(source: AdapterSource, base: str, dtype: torch.dtype | None, t
     text = json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     (to / CONFIG).write_text(text, encoding="utf-8")
     for folder in (source.folder, Path(base)):
-        paths = [p for p in sorted(folder.glob("*")) if p.name.startswith(_CARRIED) and p.is_file()]
+        paths = [
+            path
+            for path in (files_beside(folder) if folder.is_dir() else [])
+            if path.relative_to(folder).as_posix().startswith(_CARRIED)
+        ]
         for path in paths:
-            shutil.copyfile(path, to / path.name)
+            copy_beside(path, folder, to)
         if paths:
             return
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fluxtrain.errors import BadInput
+from fluxtrain.models.carried import parameter_names
 from fluxtrain.models.model_files import ModelFiles, StoredTensor, safetensors_header
-from fluxtrain.models.saving.carried import parameter_names
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.quantization.layout import PackedLayout
 from fluxtrain.quantization.packing import pack, unpack

@@ -17,7 +17,7 @@ from fluxtrain.exporting.agreement import RoundedWeight, rounded_weight
 from fluxtrain.exporting.attached import Attached
 from fluxtrain.exporting.base_files import BaseFiles, TrainedBase
 from fluxtrain.exporting.shards import Planned, planned_shards, write_model
-from fluxtrain.models.saving.beside import (
+from fluxtrain.models.beside import (
     TEMPLATE,
     TEMPLATES,
     copy_beside,
@@ -25,7 +25,7 @@ from fluxtrain.models.saving.beside import (
     spell_tokenizer,
     untied,
 )
-from fluxtrain.models.saving.spelling import model_in_both
+from fluxtrain.models.spelling import model_in_both
 
 SHARD_BYTES = 4_000_000_000
 _OF_TRAINING = (TEMPLATE, "generation_config.json")  # better than the base's

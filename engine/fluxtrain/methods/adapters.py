@@ -19,9 +19,9 @@ from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.errors import BadInput
 from fluxtrain.methods.targets import Targets, find_targets, refuse_uncomputed
 from fluxtrain.methods.trained_on import TrainedOn
+from fluxtrain.models.beside import write_adapter_files
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.models.saving.beside import write_adapter_files
 from fluxtrain.plan.states import StorageFormat
 
 ADAPTER = "default"  # peft's name of the only adapter

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from fluxtrain.config.schema import MethodSettings, RunConfig
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.text_task import Tell, Waits, text_task
+from fluxtrain.models.beside import write_adapter_files
 from fluxtrain.models.export import save_model, try_saving_model
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.models.saving.beside import write_adapter_files
-from fluxtrain.models.saving.trial import try_saving
+from fluxtrain.models.saving_trial import try_saving
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.telemetry.events import ChoiceMade

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.errors import BadInput, NoSpace, system_error
+from fluxtrain.models.beside import Beside, write_model_files
+from fluxtrain.models.carried import add_tensors
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.models.saving.beside import Beside, write_model_files
-from fluxtrain.models.saving.carried import add_tensors
 from fluxtrain.unfinished.folders import MARK, finish, unfinished_folder
 from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
 from fluxtrain.units import bytes_text

@@ -7,7 +7,9 @@ holds a second copy of the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,10 +29,19 @@ from transformers import (
 from fluxtrain.bounded import within
 from fluxtrain.data.hub import network_errors, not_kept
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.models.beside import TEMPLATES, Beside, read_beside
+from fluxtrain.models.carried import tensors_beside
 from fluxtrain.models.copies import Copied, copied_by_loading
 from fluxtrain.models.isolation import keeps_documents_apart
-from fluxtrain.models.left_out import further_blocks
-from fluxtrain.models.model_files import ModelFiles, base_key, check_model_folder, is_local
+from fluxtrain.models.model_files import (
+    ModelFiles,
+    base_key,
+    check_model_folder,
+    is_local,
+    model_config,
+    refuse_impossible_sizes,
+    refuse_quantised,
+)
 from fluxtrain.models.precision import (
     DTYPES,
     Capability,
@@ -40,11 +51,10 @@ from fluxtrain.models.precision import (
     with_odd_tensors,
 )
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.models.saving.beside import TEMPLATES, Beside, read_beside
-from fluxtrain.models.saving.carried import tensors_beside
 from fluxtrain.plain_files import refuse_foreign
 
 DEMO = "demo"
+_NUMBER = re.compile(r"\d+")
 TOKENIZER_LIMIT_S = 60.0  # converting a large vocabulary takes up to half of it
 
 
@@ -58,6 +68,18 @@ class ModelSource:
     dtype: str = "auto"
     capability: Capability | None = None  # of the GPU that computes; None: a CPU
     seed: int = 0  # for the demo's fresh weights
+
+    @staticmethod
+    def of(settings: Any, capability: Capability | None = None, seed: int = 0) -> ModelSource:
+        """Return what the section `model` of a configuration names."""
+        return ModelSource(
+            path=settings.path,
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+            dtype=settings.dtype,
+            capability=capability,
+            seed=seed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,21 +124,18 @@ def load_model(
     if source.path == DEMO:
         return _demo(source, demo_dtype(wished))
     folder = model_folder(source)
-    files = check_model_folder(folder, source.trust_remote_code)
-    choice = choose_dtype(wished, files.dtype or "float32", source.capability)
-    chosen = getattr(torch, choice.dtype)
-    empty = empty_model(folder, chosen, source.trust_remote_code)
-    copied = copied_by_loading(empty, files, files.dtype or "float32")
-    choice = with_odd_tensors(choice, copied.odd_dtypes)
+    empty = open_empty(replace(source, path=str(folder)))
+    files, choice = empty.files, empty.precision
+    assert files is not None, "of a folder"
     if fits is not None:
-        fits(empty, copied)
+        fits(empty.model, empty.copied)
     tokenizer = tokenizer_of_folder(folder, source.trust_remote_code)
-    model, unexpected = _weights(files, chosen, source.trust_remote_code)
+    model, unexpected = _weights(files, empty.model.dtype, source.trust_remote_code)
     tensors, lost = tensors_beside(files, model)
-    is_untied = _is_tied(empty) and not _is_tied(model)
+    is_untied = _is_tied(empty.model) and not _is_tied(model)
     beside = read_beside(folder, tokenizer)
     check_finite(model, str(folder), packed_elements)
-    loaded = _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
+    loaded = _loaded(model, tokenizer, _name(source.path), choice, empty.copied.merged_bytes)
     return replace(
         loaded,
         weight_files=files.weights,
@@ -292,11 +311,77 @@ def _weights(
     except (FluxTrainError, MemoryError):
         raise
     except Exception as error:  # whatever damaged files make the library raise
-        raise unloadable(files.folder, error) from error
+        raise _unloadable(files.folder, error) from error
     model: PreTrainedModel = loaded[0]
     left_out = _check_complete(files, loaded[1], model)
     model.train()
     return model, left_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyModel:
+    """A model on the meta device, in the dtype that it will be trained in."""
+
+    model: PreTrainedModel
+    precision: Precision
+    copied: Copied  # what loading its weights will copy
+    files: ModelFiles | None  # None: the demo's, or its configuration alone is here
+
+
+def open_empty(source: ModelSource, *, weightless: bool = False) -> EmptyModel:
+    """Make a model without its weights, of which nothing is downloaded.
+
+    weightless: a folder without weights will do.
+    Raises BadInput where its configuration or a file is missing or damaged.
+    """
+    files: ModelFiles | None = None
+    if source.path == DEMO:
+        from fluxtrain.data.demo import VOCABULARY
+        from fluxtrain.models.demo_model import demo_config
+
+        shape: PretrainedConfig = demo_config(VOCABULARY)
+        stored, choice = "", demo_dtype(source.dtype)
+    else:
+        shape, stored, files = _described(source, weightless)
+        choice = choose_dtype(source.dtype, stored, source.capability)
+    dtype: torch.dtype = getattr(torch, choice.dtype)
+    model = _without_weights(shape, dtype, source.trust_remote_code, source.path)
+    copied = copied_by_loading(model, files, stored)
+    choice = with_odd_tensors(choice, copied.odd_dtypes)
+    return EmptyModel(model=model, precision=choice, copied=copied, files=files)
+
+
+def _described(
+    source: ModelSource, weightless: bool
+) -> tuple[PretrainedConfig, str, ModelFiles | None]:
+    """Return the configuration of a folder or hub model, the dtype of its stored weights, and its
+    files where they are examined."""
+    folder, trusted = Path(source.path).expanduser(), source.trust_remote_code
+    if folder.exists() and not (weightless and (folder / "config.json").exists()):
+        files = check_model_folder(folder, trusted)
+        return _shape(folder, trusted), files.dtype or "float32", files
+    if folder.exists():
+        model_config(folder)
+        shape = _shape(folder, trusted)
+    else:
+        shape = _shape_on_hub(source)
+    return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
+
+
+def _shape_on_hub(source: ModelSource) -> PretrainedConfig:
+    refuse_missing_folder(source.path)
+    try:
+        shape: PretrainedConfig = AutoConfig.from_pretrained(
+            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"{source.path!r} is no local folder, and its configuration cannot be had from the hub "
+            f"({str(error).splitlines()[0]}): check model.path and the network"
+        ) from error
+    refuse_impossible_sizes(shape.to_dict(), source.path)
+    refuse_quantised(shape.to_dict(), source.path)
+    return shape
 
 
 def empty_model(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
@@ -304,7 +389,12 @@ def empty_model(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedMo
 
     Raises BadInput where its configuration is damaged.
     """
-    shape = _shape(folder, trusted)
+    return _without_weights(_shape(folder, trusted), dtype, trusted, folder)
+
+
+def _without_weights(
+    shape: PretrainedConfig, dtype: torch.dtype, trusted: bool, where: Path | str
+) -> PreTrainedModel:
     try:
         with quiet_transformers(), torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -313,7 +403,7 @@ def empty_model(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedMo
     except (FluxTrainError, MemoryError):
         raise
     except Exception as error:  # whatever a damaged configuration makes the library raise
-        raise unloadable(folder, error) from error
+        raise _unloadable(where, error) from error
     return model
 
 
@@ -326,11 +416,11 @@ def _shape(folder: Path, trusted: bool) -> PretrainedConfig:
     except (FluxTrainError, MemoryError):
         raise
     except Exception as error:  # whatever a damaged configuration makes the library raise
-        raise unloadable(folder, error) from error
+        raise _unloadable(folder, error) from error
     return shape
 
 
-def unloadable(folder: Path | str, error: Exception) -> Exception:
+def _unloadable(folder: Path | str, error: Exception) -> Exception:
     """Return an error that says what is wrong with the folder; `error` itself if memory ran out."""
     words = str(error)
     if any(text in words for text in ("allocate memory", "out of memory", "start new thread")):
@@ -360,6 +450,51 @@ def _check_complete(files: ModelFiles, told: dict[str, Any], model: nn.Module) -
             "these weights into the folder"
         )
     return left_out
+
+
+def further_blocks(model: nn.Module, left_out: Iterable[str]) -> list[str]:
+    """Return the ignored tensors that belong to whole further blocks: with a number that no block
+    of the model has, and with no tensor that its blocks do not have.
+
+    A block for predicting several tokens (DeepSeek-V3's, GLM's) is stored under the next number and
+    ignored on purpose; it has tensors that the other blocks lack.
+    """
+    own = defaultdict[str, set[str]](set)  # by the list's name: numbers of its blocks
+    kinds = set()
+    for name in _names(model):
+        if found := _placed(name):
+            place, number, kind = found
+            own[place].add(number)
+            kinds.add((place, kind))
+    further = defaultdict[tuple[str, str], list[tuple[str, str]]](list)
+    for name in left_out:
+        if found := _placed(name):
+            place, number, kind = found
+            if place in own and number not in own[place]:
+                further[place, number].append((name, kind))
+    return sorted(
+        name
+        for (place, _), tensors in further.items()
+        if all((place, kind) in kinds for _, kind in tensors)
+        for name, _ in tensors
+    )
+
+
+def _placed(name: str) -> tuple[str, str, str] | None:
+    """Return the list of a tensor's block, the block's number in it, and the rest of the name
+    without other numbers; None if the tensor is in no list."""
+    number = _NUMBER.search(name)
+    if number is None:
+        return None
+    return name[: number.start()], number.group(), _NUMBER.sub("#", name[number.end() :])
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    """Return the names of parameters and buffers, with and without the inner model's prefix."""
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    for name in model.state_dict():
+        yield name
+        yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
 
 
 def _first_names(names: Sequence[str]) -> str:

@@ -76,13 +76,7 @@ def tokenizer_of(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Pretrained
 
     Raises BadInput as the run would for them.
     """
-    tokenizer, shape = load_tokenizer(
-        ModelSource(
-            path=config.model.path,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    )
+    tokenizer, shape = load_tokenizer(ModelSource.of(config.model))
     use_template(tokenizer, config.data.chat_template)
     return tokenizer, shape
 

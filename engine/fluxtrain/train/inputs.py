@@ -23,11 +23,11 @@ from fluxtrain.data.rendering.named import use_template
 from fluxtrain.methods.method import method_of
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.text_task import Tell, TextTask, Waits, told_of_untrained_tokens
+from fluxtrain.models.beside import CONFIG
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.generation import stop_at
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
-from fluxtrain.models.saving.beside import CONFIG
 from fluxtrain.plan import states
 from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.planning.placing import RanOutLoading, card_capability
@@ -68,14 +68,7 @@ def load_inputs(
     method = method_of(config)
     frozen = method.frozen_storage(config.method)
     loaded = load_model(
-        ModelSource(
-            path=config.model.path,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-            dtype=config.model.dtype,
-            capability=capability,
-            seed=config.train.seed,
-        ),
+        ModelSource.of(config.model, capability, config.train.seed),
         fits,
         packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
     )

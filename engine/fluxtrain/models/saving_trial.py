@@ -10,9 +10,9 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fluxtrain.errors import BadInput, FluxTrainError, system_error
+from fluxtrain.models.beside import CONFIG, GENERATION, TOKENIZER
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.models.saving.beside import CONFIG, GENERATION, TOKENIZER
 from fluxtrain.unfinished.folders import unfinished_folder
 from fluxtrain.unfinished.temporary import temporary_folder, written_in
 

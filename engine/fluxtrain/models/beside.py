@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fluxtrain.models.model_files import TOKENIZER_FILES
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.models.saving.spelling import model_in_both, tokenizer_in_both
+from fluxtrain.models.spelling import model_in_both, tokenizer_in_both
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"

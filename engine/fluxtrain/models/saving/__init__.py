@@ -1,1 +1,0 @@
-"""What stands beside a saved model's weights: configuration, generation settings, tokenizer."""
