@@ -124,18 +124,13 @@ def test_any_damage_is_noticed(tmp_path: Path, harm: str) -> None:
 @pytest.mark.parametrize(
     "forged",
     [
-        {"shards": 5},
         {"shards": [["block", "../outside.safetensors"]]},
         {"shards": [["block", "not-hashed.safetensors"]]},
-        {"step": -1},
-        {"step": 10**30},
-        {"files": {"trainer.json": {"bytes": "many", "sha256": ""}}},
         {"files": {"../trainer.json": {"bytes": 1, "sha256": ""}}},
-        {"files": []},
     ],
     ids=str,
 )
-def test_a_manifest_that_was_never_written_so_is_damaged_also_with_its_seal(
+def test_a_manifest_never_leads_out_of_its_folder_whoever_sealed_it(
     tmp_path: Path, forged: dict[str, Any]
 ) -> None:
     path = write_checkpoint(tmp_path, 1, shards(), {}).path

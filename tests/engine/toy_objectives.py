@@ -166,10 +166,6 @@ class Stream(Generic[B]):
         return self.position / len(self.batches)
 
     @property
-    def served_steps(self) -> float:
-        return self.position / self.batches_a_step
-
-    @property
     def steps_per_epoch(self) -> int:
         return -(-len(self.batches) // self.batches_a_step)
 

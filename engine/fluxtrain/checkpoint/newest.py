@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import msgspec
+from typing import Any
 
 from fluxtrain.checkpoint.checkpoint import (
     TRAINER,
     Checkpoint,
     Damaged,
-    check_content,
     list_checkpoints,
     read_checkpoint,
     step_folder,
 )
-from fluxtrain.errors import BadInput, FluxTrainError, brief
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fluxtrain.errors import BadInput, brief
 
 _BEFORE = {
     "train.states": "fp32",
@@ -34,18 +28,6 @@ _LATER = ("learning rate",)  # not in checkpoints that are older than the check
 
 class BeyondEnd(Damaged):
     """A checkpoint is of a step that the run does not have (any more)."""
-
-
-class _Content(msgspec.Struct):
-    """The content of trainer.json, by kind."""
-
-    run: dict[str, Any]
-    random: dict[str, Any]
-    data: dict[str, Any]
-    chunk_rows: Annotated[int, msgspec.Meta(ge=1)]
-    fingerprint: dict[str, Any]
-    threads: Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # that share a computation
-    chunk_rows_set: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def newest_valid(
@@ -125,30 +107,12 @@ def _all_damaged(root: Path) -> BadInput:
 
 
 @contextmanager
-def damage_of(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raise Damaged for errors that content makes which no trainer writes, if its seal is right."""
-    try:
-        yield
-    except FluxTrainError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise Damaged(f"{checkpoint.path.name}: {TRAINER} is not what was written ({e})") from e
-
-
-@contextmanager
 def damage_in_words_of(checkpoint: Checkpoint, kind: type[BadInput] = BadInput) -> Iterator[None]:
     """Raise Damaged for what a part of the run refuses to be restored to."""
     try:
         yield
     except kind as error:
         raise Damaged(f"{checkpoint.path.name}: {error}") from error
-
-
-def refuse_later_steps(tensors: dict[str, Tensor], last: int) -> None:
-    """Raise BadInput for a parameter that counts more updates than the run has made steps."""
-    for name, count in tensors.items():
-        if name.endswith(".step") and count.numel() == 1 and int(count) > last:
-            raise BadInput(f"its {name} is {int(count)}, after step {last}")
 
 
 def refuse_beyond_end(checkpoint: Checkpoint, total_steps: int) -> None:
@@ -161,19 +125,17 @@ def refuse_beyond_end(checkpoint: Checkpoint, total_steps: int) -> None:
 
 
 def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read what `CheckpointWriter.write` wrote. Raises Damaged for anything else."""
+    """Read what `CheckpointWriter.write` wrote. Raises Damaged where it cannot be read any more."""
     try:
-        content = checkpoint.trainer_state()
-    except (OSError, ValueError, RecursionError) as error:
+        return checkpoint.trainer_state()
+    except (OSError, ValueError) as error:
         raise Damaged(f"{checkpoint.path.name}: {TRAINER} cannot be read ({error})") from None
-    check_content(content, _Content, f"{checkpoint.path.name}: {TRAINER}")
-    return content
 
 
-def batch_rows_of(checkpoint: Checkpoint) -> int | None:
-    """Return the rows of a micro-batch; None is refused when the checkpoint is restored."""
-    rows = trainer_content(checkpoint)["fingerprint"].get("batch_rows")
-    return rows if isinstance(rows, int) and rows > 0 else None
+def batch_rows_of(checkpoint: Checkpoint) -> int:
+    """Return the rows of a micro-batch."""
+    rows: int = trainer_content(checkpoint)["fingerprint"]["batch_rows"]
+    return rows
 
 
 def refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from fluxtrain.checkpoint.background import BackgroundWrite
 from fluxtrain.checkpoint.checkpoint import (
-    TRAINER,
     Checkpoint,
     Damaged,
     load_shard_tensors,
@@ -26,11 +25,9 @@ from fluxtrain.checkpoint.copy_memory import CopyMemory
 from fluxtrain.checkpoint.newest import (
     chunk_rows_of,
     damage_in_words_of,
-    damage_of,
     older_resumable,
     refuse_beyond_end,
     refuse_lacking,
-    refuse_later_steps,
     refuse_other_run,
     trainer_content,
     with_cure,
@@ -315,26 +312,19 @@ class CheckpointWriter:
 
         Raises:
             BadInput: it belongs to another model, data or configuration; says what differs.
-            Damaged: it lacks a part of the model, or holds what no trainer writes.
+            Damaged: it lacks a part of the model, or a file of it cannot be read any more.
         """
         content = trainer_content(checkpoint)
         refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
         self.refuse_incomplete(checkpoint, engine)
         refuse_beyond_end(checkpoint, self._cadence.total_steps)
-        with damage_of(checkpoint):
-            state = RunState.from_json(content["run"])
-            if state.step != checkpoint.step:
-                raise ValueError(f"{TRAINER} is of step {state.step}")
-            data.load_state_dict(content["data"])
-            if data.served_steps not in (None, state.step):
-                raise ValueError(f"its data are those of {data.served_steps:.6g} steps")
+        state = RunState.from_json(content["run"])
+        data.load_state_dict(content["data"])
         if engine.loss_scale is not None:
-            with damage_in_words_of(checkpoint):
-                engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
+            engine.loss_scale.load_state_dict(content["loss_scale"])
         self.load_weights(checkpoint, engine)
         engine.chunk_rows = chunk_rows_of(content, self._chunk_rows_set, self._announcer.warn)
-        with damage_of(checkpoint):
-            restore_random_state(content["random"])
+        restore_random_state(content["random"])
         tell_of_threads(content["threads"], self._announcer.warn)
         self.last = checkpoint
         self._cadence.done(checkpoint.step, 0.0)
@@ -367,7 +357,6 @@ class CheckpointWriter:
             if self._optimizer.load_state_shard(name, tensors):
                 continue
             with damage_in_words_of(checkpoint):
-                refuse_later_steps(tensors, checkpoint.step)
                 engine.load_state_shard(name, tensors)
         self.read_bytes += checkpoint.bytes
 

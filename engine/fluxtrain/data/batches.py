@@ -162,11 +162,6 @@ class BatchSource:
         self._order = _RowOrder(self.rows, self.seed, self._epoch)
         self._ready = []
 
-    @property
-    def served_steps(self) -> float:
-        """Return how many steps' rows were taken since the first epoch began."""
-        return (self._epoch * len(self.rows) + self._position) / self.step_rows
-
     def _check_between_steps(self) -> None:
         if self._ready:
             raise RuntimeError(f"{len(self._ready)} batches of the current step were not taken")

@@ -66,10 +66,6 @@ class Cursor(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position; raises BadInput for a position in other data."""
 
-    @property
-    def served_steps(self) -> float | None:
-        """Return of how many steps the rows were taken up to the position; None: unknown."""
-
 
 class TrainingData(Cursor, Protocol[B_co]):
     """Endless batches, in an order that the cursor determines."""
