@@ -68,7 +68,9 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option("--resume", metavar="auto|PATH", help="a run directory or a checkpoint"),
+        typer.Option(
+            "--resume", metavar="auto|RUN|PATH", help="a run, `last`, its folder or a checkpoint"
+        ),
     ] = None,
     steps: Steps = None,
     device: Device = None,
@@ -212,7 +214,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write a trained adapter as a folder, or merged into its base; nothing where a check fails."""
+    """Export a trained adapter, or merge it into its base. Nothing is written if a check fails."""
     with ImmediateInterrupts():
         from fluxtrain.commands import export as exporting
         from fluxtrain.exporting.adapter_export import ExportRequest

@@ -40,8 +40,8 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     refuse_missing(model)
     with ImmediateInterrupts():
         from fluxtrain.commands.evaluation import page
-        from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
-        from fluxtrain.inference.finding import ModelRequest
+        from fluxtrain.inference.evaluate_model import EvaluationRequest, evaluate_model
+        from fluxtrain.inference.model_request import ModelRequest
 
     request = EvaluationRequest(
         model=ModelRequest(
@@ -60,6 +60,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
 
 def generate(  # noqa: PLR0913, PLR0917 - as above
     model: options.Model,
+    prompt: options.Prompt = None,
     prompts: options.Prompts = None,
     max_new_tokens: options.MaxNewTokens = 512,
     temperature: options.Temperature = None,
@@ -80,7 +81,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     json: options.JsonLines = False,
     debug: options.Debug = False,
 ) -> None:
-    """Talk with a model in the terminal, or answer the prompts of a file in batches."""
+    """Chat with a model in the terminal, answer one prompt, or those of a file in batches."""
     from fluxtrain.inference.naming import refuse_missing
 
     refuse_missing(model)
@@ -89,7 +90,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     with ImmediateInterrupts():
         from fluxtrain.commands import generation
         from fluxtrain.decoding.sampling import Sampling
-        from fluxtrain.inference.finding import ModelRequest
+        from fluxtrain.inference.model_request import ModelRequest
 
     request = generation.GenerationRequest(
         model=ModelRequest(
@@ -100,11 +101,11 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
         sampling=Sampling(
             max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
         ),
-        prompts=prompts, rows=rows, system=system, plain=plain,
+        prompts=prompts, prompt=prompt, rows=rows, system=system, plain=plain,
     )  # fmt: skip
     if json:
         generation.answer_in_json(request)
-    elif prompts is not None:
+    elif prompts is not None or prompt is not None:
         generation.answer_prompts(request, complain, say)
     else:
         generation.chat(request, complain)

@@ -58,12 +58,12 @@ def model_line(state: ChatState, named: str, waited_s: float) -> Line:
     ready = state.ready
     if ready is None:
         return ((f" loading {named}  {waited_s:.0f} s", "dim"),)
-    beside = f" beside {ready.base}" if ready.base else ""
+    base = f" on {ready.base}" if ready.base else ""
     most = duration_text(ready.pass_s * ready.max_new_tokens)
     return (
         (f" a token takes {duration_text(ready.pass_s)} (measured), ", "text"),
         (f"{ready.max_new_tokens} tokens {most} at most", "text"),
-        (f"  {ready.model}{beside} in {ready.dtype}, {ready.placed}", "dim"),
+        (f"  {ready.model}{base} in {ready.dtype}, {ready.placed}", "dim"),
     )
 
 

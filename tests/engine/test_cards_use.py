@@ -12,8 +12,8 @@ from torch import nn
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.inference import placed as placing
-from fluxtrain.inference.finding import ModelRequest
 from fluxtrain.inference.measuring import measure, rows_that_fit
+from fluxtrain.inference.model_request import ModelRequest
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.wrapping import target

@@ -17,9 +17,9 @@ from fluxtrain.commands.evaluation import page
 from fluxtrain.config.schema import demo_config
 from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.inference import evaluation
-from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
-from fluxtrain.inference.finding import Found, ModelRequest
+from fluxtrain.inference import evaluate_model as evaluation
+from fluxtrain.inference.evaluate_model import EvaluationRequest, evaluate_model
+from fluxtrain.inference.model_request import FoundModel, ModelRequest
 from fluxtrain.plan import states
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
@@ -207,7 +207,7 @@ def test_a_folder_that_is_missing_beside_others_is_not_taken_for_a_hub_model(
 @pytest.mark.parametrize("set_", ["train.early_stopping_patience=2", "train.final_model=best"])
 def test_a_run_that_watched_its_evaluations_is_evaluated_on_other_data(set_: str) -> None:
     request = EvaluationRequest(model=ModelRequest(named="run"), data="other.jsonl")
-    config = evaluation._config(request, Found(path="run/model", run=demo_config([set_])))
+    config = evaluation._config(request, FoundModel(path="run/model", run=demo_config([set_])))
     assert (config.data.path, config.data.held_out) == ("other.jsonl", 0)
 
 

@@ -18,7 +18,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import probe as probing
 from fluxtrain.inference import opened as opening
-from fluxtrain.inference.finding import ModelRequest
+from fluxtrain.inference.model_request import ModelRequest
 from fluxtrain.planning import device_budget, placing
 from fluxtrain.units import GIB
 

@@ -16,8 +16,8 @@ from fluxtrain.client.generation import Answered, Ask, Event, Refused, encoded
 from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
 from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.errors import BadInput
+from fluxtrain.inference.generation_session import GenerationSession
 from fluxtrain.inference.serving import Stopping, serve
-from fluxtrain.inference.session import Session
 from tests.engine.used_models import opened
 
 Folder = Callable[..., Path]
@@ -47,7 +47,9 @@ def test_an_ask_that_is_not_utf8_is_refused_and_the_next_is_answered(model_folde
     line = encoded(Ask(id="a", prompt="fox")).replace(b"fox", LATIN)
     events: list[Event] = []
     with opened(model_folder("llama")) as model:
-        session = Session.of(model, Prompting(model), Sampling(max_new_tokens=2, temperature=0))
+        session = GenerationSession.of(
+            model, Prompting(model), Sampling(max_new_tokens=2, temperature=0)
+        )
         serve(session, [line, encoded(Ask(id="b", prompt="fox"))], events.append, Stopping())
     (refused,) = (one for one in events if isinstance(one, Refused))
     assert refused.message == "a line of the input is no request: it is not UTF-8"

@@ -16,9 +16,9 @@ from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.decoding.streaming import TextStream
 from fluxtrain.decoding.writing import write
 from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.inference.generation_session import Batches, GenerationSession
 from fluxtrain.inference.measuring import measure, rows_that_fit
 from fluxtrain.inference.opened import OpenedModel
-from fluxtrain.inference.session import Batches, Session
 from fluxtrain.plan import states
 from tests.engine.adapter_folders import make_adapter
 from tests.engine.test_lora_run import run, settings
@@ -231,7 +231,7 @@ def test_batches_answer_every_prompt_in_order_and_say_what_they_take(
     folder = model_folder("llama")
     words = ["the quick brown fox", "a model", "what is two and two? it is", "over", "the lazy"]
     with opened(folder, offload="max") as model:
-        session = Session.of(model, Prompting(model, plain=True), GREEDY)
+        session = GenerationSession.of(model, Prompting(model, plain=True), GREEDY)
         batches = Batches(session, [Prompt(text=text) for text in words], rows=2)
         expected = batches.expected()
         answers = list(batches.answers(lambda: False))
@@ -337,4 +337,6 @@ def test_odd_generation_settings_of_a_model_are_no_obstacle(model_folder: Folder
         cut = write(model, PROMPTS, Sampling(max_new_tokens=12, temperature=1, seed=1))
         assert all(written.text is not None for written in cut)
         given.eos_token_id = [-1, 10**9]
-        assert Session.of(model, Prompting(model), GREEDY).ready().ends == ("token 1000000000",)
+        assert GenerationSession.of(model, Prompting(model), GREEDY).ready().ends == (
+            "token 1000000000",
+        )

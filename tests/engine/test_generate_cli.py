@@ -35,8 +35,8 @@ from fluxtrain.commands.generation import Chat, show_piece, stopped_by_interrupt
 from fluxtrain.decoding.prompts import Prompting, read_prompts
 from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.errors import BadInput
+from fluxtrain.inference.generation_session import GenerationSession
 from fluxtrain.inference.serving import Stopping, serve
-from fluxtrain.inference.session import Session
 from tests.engine.used_models import greedy, opened, plain
 
 Folder = Callable[..., Path]
@@ -135,7 +135,9 @@ def test_ctrl_c_stops_an_answer_and_the_next_one_is_written(model_folder: Folder
             os.kill(os.getpid(), signal.SIGINT)
 
     with opened(model_folder("qwen3")) as model, stopped_by_interrupts() as stopping:
-        session = Session.of(model, Prompting(model), Sampling(max_new_tokens=60, temperature=0))
+        session = GenerationSession.of(
+            model, Prompting(model), Sampling(max_new_tokens=60, temperature=0)
+        )
         chat = Chat(session, ask, show, said.append, stopping)
         chat.run()
     assert "; stopped]" in said[0] and "[60 tokens" in said[1]
@@ -174,7 +176,9 @@ def test_the_prompts_of_a_file_are_answered_in_their_order(
     texts = [expected_text(folder, [{"role": "user", "content": one}]) for one in words]
     assert code == 0
     assert out == "".join(f"> {w}\n{t}\n\n" for w, t in zip(words, texts, strict=True))
-    assert "3 prompts in 3 batches of 1: a pass over the model takes" in err and "at most" in err
+    assert "3 prompts in 3 batches of 1: " in err and "a token (measured)" in err
+    code, out, err = command("generate", folder, "--prompt", "the fox", *GREEDY)
+    assert (code, out) == (0, f"{texts[0]}\n")
     code, out, _ = command(*arguments, "--json")
     events = [read_event(line) for line in out.splitlines()]
     ready, expected, *answers = (one for one in events if not isinstance(one, Progress))
@@ -210,6 +214,7 @@ def test_a_file_of_prompts_that_cannot_be_used_is_refused_by_its_line(
         (["./nowhere"], "./nowhere does not exist: name a run"),
         (["MODEL", "--prompts", "nowhere.txt"], "nowhere.txt does not exist: check --prompts"),
         (["MODEL", "--rows", "2"], "--rows is of --prompts"),
+        (["MODEL", "--prompt", " "], "--prompt is empty"),
         (["MODEL", "--temperature", "-1"], "temperature is -1.0: use 0"),
         (["MODEL", "--top-p", "0"], "top_p is 0.0: use more than 0"),
         (["MODEL", "--max-new-tokens", "0"], "max_new_tokens is 0: use at least 1"),
@@ -284,7 +289,9 @@ def test_a_stop_is_heard_while_an_answer_is_written(model_folder: Folder) -> Non
             begun.set()
 
     with opened(model_folder("qwen3")) as model:
-        session = Session.of(model, Prompting(model), Sampling(max_new_tokens=100, temperature=0))
+        session = GenerationSession.of(
+            model, Prompting(model), Sampling(max_new_tokens=100, temperature=0)
+        )
         serve(session, lines(), send, Stopping())
     first, second = (event for event in events if isinstance(event, Answered))
     assert (first.ended, first.id) == ("stopped", "a") and first.tokens < 100
@@ -296,7 +303,7 @@ def test_a_stop_reaches_an_ask_that_waits_and_none_that_comes_later(model_folder
     asks = [Ask(id=name, prompt="the fox", max_new_tokens=50) for name in "abc"]
     lines = [encoded(one) for one in (asks[0], asks[1], Stop(), asks[2])]
     with opened(model_folder("qwen3")) as model:
-        session = Session.of(model, Prompting(model), Sampling(temperature=0))
+        session = GenerationSession.of(model, Prompting(model), Sampling(temperature=0))
         serve(session, lines, events.append, Stopping())
     ended = {one.id: (one.ended, one.tokens) for one in events if isinstance(one, Answered)}
     assert ended["a"][0] == ended["b"][0] == "stopped"
@@ -349,7 +356,7 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_read() -> None:
 @pytest.mark.slow
 def test_a_model_without_adapters_reads_no_package_of_adapters() -> None:
     code = (
-        "import sys, fluxtrain.commands.generation, fluxtrain.inference.evaluation\n"
+        "import sys, fluxtrain.commands.generation, fluxtrain.inference.evaluate_model\n"
         "print({'peft', 'bitsandbytes'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -95,6 +95,17 @@ def test_auto_without_a_directory_takes_the_newest_unfinished_run_of_the_same_co
     assert not fresh.resumes
 
 
+def test_last_and_an_id_name_a_run_that_goes_on(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    a_run(runs / "20260101-000000-demo")
+    newer = a_run(runs / "20260102-000000-demo")
+    for named in ("last", newer.path.name, "20260102"):
+        target = locate(named, None, demo_config())
+        assert target.resumes and target.run_dir.path == newer.path
+    with pytest.raises(BadInput, match="no run 'lost'"):
+        locate("lost", None, demo_config())
+
+
 def test_a_checkpoint_names_its_run(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", checkpoint=30)
     by_run = locate(str(run.path), None, None)

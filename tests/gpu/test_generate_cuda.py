@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.decoding.writing import write
-from fluxtrain.inference.evaluation import EvaluationRequest, evaluate_model
+from fluxtrain.inference.evaluate_model import EvaluationRequest, evaluate_model
 from fluxtrain.inference.measuring import measure, rows_that_fit
 from fluxtrain.inference.opened import ModelRequest, open_model
 

@@ -13,6 +13,7 @@ from typing import Any
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
 from fluxtrain.plain_files import is_plain_folder, read_plain
+from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.telemetry.storage import read_json
@@ -112,7 +113,10 @@ def find(resume: str | None, run_dir: Path | None, config: RunConfig | None) -> 
     if resume is None:
         return None if run_dir is None else _fresh(run_dir)
     if resume != AUTO:
-        return _named(Path(resume).expanduser(), run_dir)
+        named = Path(resume).expanduser()
+        if not named.exists() and len(named.parts) == 1:  # `last`, or a run's id
+            named = find_run(resume)
+        return _named(named, run_dir)
     if run_dir is not None:
         chosen = RunDir(run_dir)
         return Target(run_dir=chosen, resumes=True) if has_run(chosen) else _started_in(run_dir)

@@ -17,10 +17,10 @@ from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
 from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.decoding.writing import Written
 from fluxtrain.errors import BadInput, Interrupted
-from fluxtrain.inference.finding import ModelRequest
+from fluxtrain.inference.generation_session import Batches, GenerationSession
+from fluxtrain.inference.model_request import ModelRequest
 from fluxtrain.inference.opened import open_model
 from fluxtrain.inference.serving import Stopping, serve
-from fluxtrain.inference.session import Batches, Session
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.units import duration_text
 
@@ -37,6 +37,7 @@ class GenerationRequest:
     model: ModelRequest
     sampling: Sampling
     prompts: Path | None = None
+    prompt: str | None = None  # one, in place of a file
     rows: int | None = None
     system: str = ""
     plain: bool = False  # text is continued without the chat template
@@ -46,38 +47,49 @@ class GenerationRequest:
         self.sampling.check_values()
         if self.rows is not None and self.rows < 1:
             raise BadInput(f"--rows is {self.rows}: use at least 1, or leave it out")
+        if self.prompt is not None and self.prompts is not None:
+            raise BadInput("--prompt and --prompts are both given: leave one out")
         if self.rows is not None and self.prompts is None:
             raise BadInput("--rows is of --prompts: a chat has one answer at a time")
 
+    def asked(self) -> list[Prompt] | None:
+        """Return the prompts to answer; None for a chat. Raises BadInput for what is none."""
+        if self.prompt is not None:
+            if not self.prompt.strip():
+                raise BadInput("--prompt is empty: write something to answer")
+            return [Prompt(text=self.prompt, where="--prompt")]
+        return None if self.prompts is None else read_prompts(self.prompts)
+
 
 @contextmanager
-def opened_session(request: GenerationRequest, tell: Tell) -> Iterator[Session]:
+def opened_session(request: GenerationRequest, tell: Tell) -> Iterator[GenerationSession]:
     """Open the model and measure a pass; `tell` is called with the progress."""
     request.check_values()
     opened = open_model(request.model, tell)
     try:
         prompting = Prompting(opened, plain=request.plain, system=request.system)
         tell("measuring a pass")
-        yield Session.of(opened, prompting, request.sampling)
+        yield GenerationSession.of(opened, prompting, request.sampling)
     finally:
         opened.close()
 
 
 def answer_prompts(request: GenerationRequest, tell: Tell, show: Tell) -> None:
-    """Show the answers to the prompts of a file, in their order."""
-    assert request.prompts is not None
-    prompts = read_prompts(request.prompts)  # before the model, which takes longer
+    """Show the answers to the prompts of a file, in their order, or to the one that is given."""
+    prompts = request.asked()  # before the model, which takes longer
+    assert prompts is not None
     with opened_session(request, tell) as session, stopped_by_interrupts() as stopping:
         batches = Batches(session, prompts, request.rows)
         tell(expectation(batches.expected()))
         for prompt, answer in zip(prompts, batches.answers(stopping.asked), strict=False):
-            show(f"> {prompt.words}\n{answer.text}\n")
+            alone = request.prompt is not None
+            show(answer.text if alone else f"> {prompt.words}\n{answer.text}\n")
         _refuse_stopped(stopping, request)
 
 
 def answer_in_json(request: GenerationRequest) -> None:
     """Answer in lines of JSON: the prompts of a file, or asks that come as lines."""
-    prompts = None if request.prompts is None else read_prompts(request.prompts)
+    prompts = request.asked()
     try:
         _answer_in_json(request, prompts)
     except BrokenPipeError:  # nobody reads any more, so nobody asks
@@ -103,7 +115,9 @@ def _answer_in_json(request: GenerationRequest, prompts: list[Prompt] | None) ->
 def _refuse_stopped(stopping: Stopping, request: GenerationRequest) -> None:
     """Raise Interrupted where not all prompts were answered."""
     if stopping.asked():
-        raise Interrupted(f"stopped: not all prompts of {request.prompts} are answered")
+        raise Interrupted(
+            f"stopped: not all prompts of {request.prompts or '--prompt'} are answered"
+        )
 
 
 def write_line(event: Event) -> None:
@@ -117,16 +131,15 @@ def expectation(expected: Expected) -> str:
     prompts = "1 prompt" if expected.prompts == 1 else f"{expected.prompts} prompts"
     batches = "1 batch" if expected.batches == 1 else f"{expected.batches} batches"
     return (
-        f"{prompts} in {batches} of {expected.batch_rows}: a "
-        f"pass over the model takes {duration_text(expected.pass_s)} (measured), so up to "
-        f"{expected.max_new_tokens} tokens each take {duration_text(expected.at_most_s)} at most, "
-        "and what reading the prompts takes"
+        f"{prompts} in {batches} of {expected.batch_rows}: {duration_text(expected.pass_s)} a "
+        f"token (measured), so answers of {expected.max_new_tokens} tokens take "
+        f"{duration_text(expected.at_most_s)} at most, without reading the prompts"
     )
 
 
 def greeting(ready: Ready) -> str:
     """Say who answers, and how long an answer takes."""
-    beside = f" beside {ready.base}" if ready.base else ""
+    base = f" on {ready.base}" if ready.base else ""
     ends = ", ".join(ready.ends) or "no token"
     most = duration_text(ready.pass_s * ready.max_new_tokens)
     kind = (
@@ -135,7 +148,7 @@ def greeting(ready: Ready) -> str:
         else ("\nno chat template: each line is continued as it is, without what was said before")
     )
     return (
-        f"{ready.model}{beside} in {ready.dtype}, {ready.placed}\n"
+        f"{ready.model}{base} in {ready.dtype}, {ready.placed}\n"
         f"a token takes {duration_text(ready.pass_s)} (measured), an answer of "
         f"{ready.max_new_tokens} tokens {most} at most; answers end at {ends}{kind}\n{_HELP}"
     )
@@ -145,7 +158,12 @@ class Chat:
     """A conversation in the terminal."""
 
     def __init__(
-        self, session: Session, ask: Callable[[], str], show: Tell, tell: Tell, stopping: Stopping
+        self,
+        session: GenerationSession,
+        ask: Callable[[], str],
+        show: Tell,
+        tell: Tell,
+        stopping: Stopping,
     ) -> None:
         """ask: returns the next line, or raises EOFError; show: gets pieces of an answer as they
         come; tell: gets everything else."""

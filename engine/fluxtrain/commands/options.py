@@ -145,6 +145,10 @@ Offload = Annotated[str, typer.Option("--offload", help="auto, none, weights or 
 Budget = Annotated[
     float | None, typer.Option("--budget-gib", help="device memory that may be used, in GiB")
 ]
+Prompt = Annotated[
+    str | None,
+    typer.Option("--prompt", metavar="TEXT", help="answer this text and end"),
+]
 Prompts = Annotated[
     Path | None,
     typer.Option("--prompts", metavar="FILE", help="answer each line, or .jsonl, in batches"),

@@ -16,7 +16,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.exporting.agreement import RoundedWeight, rounded_weight
 from fluxtrain.exporting.attached import Attached
 from fluxtrain.exporting.base_files import BaseFiles, TrainedBase
-from fluxtrain.exporting.shards import Planned, planned_shards, write_model
+from fluxtrain.exporting.model_shards import PlannedTensor, planned_shards, write_model
 from fluxtrain.models.beside import (
     TEMPLATE,
     TEMPLATES,
@@ -74,21 +74,21 @@ class Merge:
                     "use --onto original, or the adapter beside its base"
                 )
 
-    def tensors(self) -> Iterator[tuple[Planned, str]]:
+    def tensors(self) -> Iterator[tuple[PlannedTensor, str]]:
         """Yield each tensor to write with the name of its parameter, in the order of the files."""
         for name, parameter in self.base.parameters.items():
             stored = self.base.stored[name]
-            yield Planned(name, self._dtype_of(stored.dtype), stored.shape), parameter
+            yield PlannedTensor(name, self._dtype_of(stored.dtype), stored.shape), parameter
         for parameter, twin in self._untied.items():
             stored = self.base.stored[twin]
-            yield Planned(parameter, self._dtype_of(stored.dtype), stored.shape), parameter
+            yield PlannedTensor(parameter, self._dtype_of(stored.dtype), stored.shape), parameter
 
     @property
     def size_bytes(self) -> int:
         """Count the bytes of all tensors to write."""
         return sum(tensor.size_bytes for tensor, _ in self.tensors())
 
-    def weight(self, tensor: Planned, parameter: str) -> Tensor:
+    def weight(self, tensor: PlannedTensor, parameter: str) -> Tensor:
         """Return the tensor to write."""
         if parameter in self._changed:
             merged = self.attached.merged(parameter, self.onto.read)
@@ -110,7 +110,7 @@ class Merge:
         found = dict(self.tensors())
         done = 0
 
-        def make(tensor: Planned) -> Tensor:
+        def make(tensor: PlannedTensor) -> Tensor:
             nonlocal done
             tell(done, len(found))
             done += 1
@@ -168,7 +168,7 @@ class Merge:
         return all(torch.equal(first, other) for other in others)
 
 
-def _converted(weight: Tensor, tensor: Planned) -> Tensor:
+def _converted(weight: Tensor, tensor: PlannedTensor) -> Tensor:
     """Return the weight in the dtype to write; raise BadInput where that has no room for it."""
     made = weight.to(tensor.dtype)
     narrow = made.dtype == torch.float16 and weight.dtype != torch.float16

@@ -81,8 +81,9 @@ def _located(named: str) -> tuple[Path, RunConfig | None]:
     if not (run_dir.model / ("config.json" if full else CONFIG)).is_file():
         state = run_dir.summary().state
         raise BadInput(
-            f"{run_dir.path} has saved no {'model' if full else 'adapter'} (it is {state}): it "
-            f"does when its last step is done; go on with `fluxtrain train --resume {run_dir.path}`"
+            f"{run_dir.path} has saved no {'model' if full else 'adapter'} yet (it is {state}): a "
+            "run saves it after its last step; go on with `fluxtrain train --resume "
+            f"{run_dir.path}`"
         )
     if full:
         raise BadInput(

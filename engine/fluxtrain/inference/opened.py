@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.exporting.chosen_base import ChosenBase, chosen_base
-from fluxtrain.inference.finding import Found, ModelRequest, find_model
+from fluxtrain.inference.model_request import FoundModel, ModelRequest, find_model
 from fluxtrain.inference.placed import place_for_use, refuse_before_loading
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
@@ -40,7 +40,7 @@ class OpenedModel:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     loaded: LoadedModel
-    found: Found
+    found: FoundModel
     name: str
     base: str | None  # of an adapter
     storage: StorageFormat  # of the base's large weights
@@ -101,7 +101,7 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
     )
 
 
-def _source(request: ModelRequest, found: Found, device: torch.device) -> ModelSource:
+def _source(request: ModelRequest, found: FoundModel, device: torch.device) -> ModelSource:
     return ModelSource(
         path=found.path,
         dtype=request.torch_name,

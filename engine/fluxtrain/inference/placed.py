@@ -28,7 +28,7 @@ from fluxtrain.wrapping.target import placed
 from fluxtrain.wrapping.wrap import Keeping, wrap_placed
 
 if TYPE_CHECKING:
-    from fluxtrain.inference.finding import ModelRequest
+    from fluxtrain.inference.model_request import ModelRequest
 
 
 def place_for_use(

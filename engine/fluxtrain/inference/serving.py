@@ -13,7 +13,7 @@ from fluxtrain.client.generation import Ask, Event, Refused, Stop, Text, read_re
 from fluxtrain.decoding.prompts import Prompt
 from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.session import Session, answered
+from fluxtrain.inference.generation_session import GenerationSession, answered
 
 Send = Callable[[Event], None]
 
@@ -41,7 +41,9 @@ class Stopping:
         self._begun_at = self.count if count is None else count
 
 
-def serve(session: Session, lines: Iterable[bytes], send: Send, stopping: Stopping) -> None:
+def serve(
+    session: GenerationSession, lines: Iterable[bytes], send: Send, stopping: Stopping
+) -> None:
     """Answer the asks of `lines` in their order until they end.
 
     A thread reads them, so that a stop is heard while an answer is written; asks wait meanwhile.
@@ -80,7 +82,7 @@ def serve(session: Session, lines: Iterable[bytes], send: Send, stopping: Stoppi
             send(Refused(id=asked.id, message=str(error)))
 
 
-def _answer(session: Session, asked: Ask, send: Send, stopping: Stopping) -> None:
+def _answer(session: GenerationSession, asked: Ask, send: Send, stopping: Stopping) -> None:
     written = session.answer(
         _prompt(asked),
         _sampling(asked, session.sampling),

@@ -17,7 +17,7 @@ from fluxtrain.inference.opened import OpenedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class GenerationSession:
     """A model that writes, with how it was asked to."""
 
     opened: OpenedModel
@@ -26,12 +26,14 @@ class Session:
     measured: Measured
 
     @staticmethod
-    def of(opened: OpenedModel, prompting: Prompting, sampling: Sampling) -> Session:
+    def of(opened: OpenedModel, prompting: Prompting, sampling: Sampling) -> GenerationSession:
         """Measure a pass, so that everybody is told what an answer takes."""
         sampling.check_values()
         measure(opened)  # the first pass of a process prepares kernels
         measured = measure(opened)
-        return Session(opened=opened, prompting=prompting, sampling=sampling, measured=measured)
+        return GenerationSession(
+            opened=opened, prompting=prompting, sampling=sampling, measured=measured
+        )
 
     def ready(self) -> Ready:
         """Describe the model."""
@@ -66,7 +68,9 @@ class Session:
 class Batches:
     """The prompts of a file, as many in a pass as there is memory for."""
 
-    def __init__(self, session: Session, prompts: Sequence[Prompt], rows: int | None) -> None:
+    def __init__(
+        self, session: GenerationSession, prompts: Sequence[Prompt], rows: int | None
+    ) -> None:
         """rows: of a batch; None: by memory.
 
         Raises BadInput for the first prompt that cannot be answered, before any is.

@@ -18,7 +18,7 @@ from fluxtrain.config.text import apply_overrides
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.inference.finding import Found, ModelRequest, find_model
+from fluxtrain.inference.model_request import FoundModel, ModelRequest, find_model
 from fluxtrain.inference.opened import OpenedModel, open_model
 from fluxtrain.methods.method import method_of
 from fluxtrain.methods.objective import Part, Task
@@ -85,7 +85,7 @@ def evaluate_model(request: EvaluationRequest, tell: Tell) -> EvaluationAnswer:
         opened.close()
 
 
-def _config(request: EvaluationRequest, found: Found) -> RunConfig:
+def _config(request: EvaluationRequest, found: FoundModel) -> RunConfig:
     """Return the settings of the data: the run's own, with what is asked for."""
     if request.data is None and found.run is None:
         raise BadInput(

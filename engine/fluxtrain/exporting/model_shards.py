@@ -21,7 +21,7 @@ _PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTensor:
     """A tensor that will be written."""
 
     name: str
@@ -34,10 +34,10 @@ class Planned:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def planned_shards(tensors: Iterable[Planned], most_bytes: int) -> list[list[Planned]]:
+def planned_shards(tensors: Iterable[PlannedTensor], most_bytes: int) -> list[list[PlannedTensor]]:
     """Cut the tensors, in their order, into shards of at most `most_bytes`; a larger tensor has a
     shard of its own."""
-    shards: list[list[Planned]] = [[]]
+    shards: list[list[PlannedTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.size_bytes > most_bytes:
@@ -49,7 +49,7 @@ def planned_shards(tensors: Iterable[Planned], most_bytes: int) -> list[list[Pla
 
 
 def write_model(
-    folder: Path, shards: list[list[Planned]], make: Callable[[Planned], Tensor]
+    folder: Path, shards: list[list[PlannedTensor]], make: Callable[[PlannedTensor], Tensor]
 ) -> None:
     """Write the shards into `folder` under transformers' names, with an index where they are
     several. `make` returns a tensor when it is its turn."""
@@ -66,7 +66,9 @@ def write_model(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write(path: Path, tensors: list[Planned], make: Callable[[Planned], Tensor]) -> None:
+def _write(
+    path: Path, tensors: list[PlannedTensor], make: Callable[[PlannedTensor], Tensor]
+) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # stable: the format aligns data so

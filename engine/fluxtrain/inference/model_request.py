@@ -59,7 +59,7 @@ class ModelRequest(UseRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundModel:
     """A model: a folder, a hub id or `demo`, or an adapter; and the run that trained it."""
 
     path: str
@@ -68,7 +68,7 @@ class Found:
     run_id: str | None = None
 
 
-def find_model(named: str) -> Found:
+def find_model(named: str) -> FoundModel:
     """Find a model's folder, an adapter, a run's result or a hub id by its name.
 
     Raises BadInput where a path does not exist, or a run has saved no model.
@@ -76,17 +76,17 @@ def find_model(named: str) -> Found:
     refuse_missing(named)
     path = Path(named).expanduser()
     if named == DEMO:
-        return Found(path=DEMO)
+        return FoundModel(path=DEMO)
     if (path / "config.json").is_file() and not RunDir(path).run.is_file():
-        return Found(path=str(path), **_run_around(path))
+        return FoundModel(path=str(path), **_run_around(path))
     if (path / _ADAPTER).is_file():
         return _adapter(str(path), **_run_around(path))
     if is_run(named):
         return _of_run(RunDir(find_run(named)))
-    return Found(path=named)
+    return FoundModel(path=named)
 
 
-def _of_run(run_dir: RunDir) -> Found:
+def _of_run(run_dir: RunDir) -> FoundModel:
     config = stored_config(run_dir)
     if config.method.name != "full":
         return _adapter(str(run_dir.path), run=config, run_id=run_dir.path.name)
@@ -94,17 +94,17 @@ def _of_run(run_dir: RunDir) -> Found:
         summary = run_dir.summary()
         goes_on = f"go on with `fluxtrain train --resume {shlex.quote(str(run_dir.path))}`"
         raise BadInput(
-            f"{run_dir.path} has saved no model (it is {summary.word()}): it does when its last "
-            f"step is done; {'wait for it' if summary.state == 'running' else goes_on}"
+            f"{run_dir.path} has saved no model yet (it is {summary.word()}): a run saves it after "
+            f"its last step; {'wait for it' if summary.state == 'running' else goes_on}"
         )
-    return Found(path=str(run_dir.model), run=config, run_id=run_dir.path.name)
+    return FoundModel(path=str(run_dir.model), run=config, run_id=run_dir.path.name)
 
 
-def _adapter(named: str, run: RunConfig | None = None, run_id: str | None = None) -> Found:
+def _adapter(named: str, run: RunConfig | None = None, run_id: str | None = None) -> FoundModel:
     from fluxtrain.exporting.source import find_adapter  # peft is read where there are adapters
 
     source = find_adapter(named)
-    return Found(path=str(source.folder), adapter=source, run=run or source.run, run_id=run_id)
+    return FoundModel(path=str(source.folder), adapter=source, run=run or source.run, run_id=run_id)
 
 
 def _run_around(folder: Path) -> dict[str, Any]:
