@@ -18,7 +18,7 @@ from fluxtrain.inference.measuring import measure
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.reporting.host_room import HostRoom
 from fluxtrain.telemetry import events as ev
-from fluxtrain.train.session import GenerationSession as RunSession
+from fluxtrain.train.session import Session as RunSession
 from fluxtrain.units import GIB, MIB
 from tests.engine.test_evaluate import evaluated
 from tests.engine.test_generate import GREEDY
@@ -128,7 +128,7 @@ def test_a_run_whose_host_runs_out_ends_with_its_checkpoint_and_goes_on_later(
                 room.look()
         return loss(self, *given)
 
-    monkeypatch.setattr("fluxtrain.train.run.GenerationSession", noted)
+    monkeypatch.setattr("fluxtrain.train.run.Session", noted)
     monkeypatch.setattr(CausalLM, "loss", runs_out)
     room = HostRoom(lambda _: None, ends, read=lambda: (24 * GIB, 10 * MIB))
     with pytest.raises(DoesNotFit, match=r"host memory ran out: 10\.0 MiB of 24\.0 GiB") as caught:
