@@ -126,7 +126,8 @@ def _beside_adapter(
 
     def fits(empty: PreTrainedModel, copied: Copied) -> None:
         refuse_before_loading(request, devices, base.storage, base.name, empty, copied)
-        attach(source, empty, "plain")  # refuses an adapter that does not fit, without weights
+        if source.config.peft_type == "LORA":  # some other kinds need the weights
+            attach(source, empty, "plain")  # refuses one that does not fit
 
     note_without_effect(source.folder, source.config, source.weights)
     wished = request.torch_name
