@@ -14,7 +14,7 @@ import torch
 from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Interrupted
-from fluxtrain.rundir.control import Answer, send_command
+from fluxtrain.rundir.control import CommandAnswer, send_command
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.run import train
@@ -22,7 +22,7 @@ from fluxtrain.wrapping.engine import Engine
 from tests.engine import forked
 
 MakeConfig = Callable[..., Path]
-Say = Callable[[Path], Answer]
+Say = Callable[[Path], CommandAnswer]
 STEPS = 40
 
 
@@ -45,7 +45,7 @@ class Script:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, script: list[tuple[int, Say]]
     ) -> None:
-        self.answers: list[Answer] = []
+        self.answers: list[CommandAnswer] = []
         self._run_dir, self._script = run_dir, dict(script)
         self._steps = 0
         real = Engine.clip_grad_norm
@@ -128,9 +128,9 @@ def test_a_chunk_applied_from_the_command_line_survives_a_resume_and_the_window_
     )  # fmt: skip
     run_dir = tmp_path / "run"
 
-    def by_command(_: Path) -> Answer:
+    def by_command(_: Path) -> CommandAnswer:
         done = forked.python("-m", "fluxtrain", "apply", run_dir, "chunk_rows=2")
-        return Answer(done.returncode == 0, done.stdout + done.stderr)
+        return CommandAnswer(done.returncode == 0, done.stdout + done.stderr)
 
     script = Script(
         monkeypatch,
@@ -150,7 +150,7 @@ def test_a_chunk_applied_from_the_command_line_survives_a_resume_and_the_window_
 
 def test_a_paused_run_is_changed_while_it_waits(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    answers: list[Answer] = []
+    answers: list[CommandAnswer] = []
 
     def wait_for(kind: type[Any], **wanted: Any) -> None:
         deadline_s = time.monotonic() + 120

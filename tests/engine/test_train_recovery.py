@@ -23,12 +23,12 @@ from fluxtrain.errors import (
     Interrupted,
     NoSpace,
 )
-from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import send_command
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.frames import decode_line
 from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.requests import Allowance
 from fluxtrain.train.session import Session
 from tests.refused_threads import refuse_thread
 

@@ -13,7 +13,7 @@ import pytest
 from textual.pilot import Pilot
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.rundir.control import Answer, send_command
+from fluxtrain.rundir.control import CommandAnswer, send_command
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChangeApplied, StepFinished
 from fluxtrain.telemetry.journal import read_events
@@ -24,7 +24,7 @@ from fluxtui.sources.journal import JournalSource
 PATIENCE_S = 120.0
 
 
-def ask(run: RunDir, command: str, **arguments: int) -> Answer:
+def ask(run: RunDir, command: str, **arguments: int) -> CommandAnswer:
     """The trainer's answer, as soon as it listens and trains."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:

@@ -22,7 +22,7 @@ from fluxtrain.decoding import prompts
 from fluxtrain.decoding.prompts import read_prompts
 from fluxtrain.errors import BadInput
 from fluxtrain.models.model_files import safetensors_header
-from fluxtrain.rundir.control import Answer, ControlServer
+from fluxtrain.rundir.control import CommandAnswer, ControlServer
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.reader import JournalFollower, SchemaTooNew
 from fluxtrain.train.requests import COMMANDS, Requests
@@ -113,8 +113,8 @@ def test_any_frame_is_answered_in_a_few_words(
     asked = Requests()
     asked.changes_go_to(lambda command, arguments: (False, "no"))
     began_s = time.monotonic()
-    answer = ControlServer(tmp_path / "ctl.sock", asked.handle)._answer(line)
-    assert isinstance(answer, Answer) and len(answer.message) < 1000
+    answer = ControlServer(tmp_path / "ctl.sock", asked.handle).answer(line)
+    assert isinstance(answer, CommandAnswer) and len(answer.message) < 1000
     assert "a bug of FluxTrain" not in answer.message
     assert capfd.readouterr().err == ""
     timed(began_s)

@@ -1,27 +1,23 @@
 """Commands to a running trainer: a line of JSON each way over a socket that only its user can open.
 
-Request `{"command": "pause", "arguments": {}}`, answer `{"ok": true, "message": "..."}`. The
-training thread takes no part in it: one thread of its own serves all clients, and a client that is
-slow, silent, sends garbage or never stops disturbs no other.
-
-The thread takes its time from the training (both need the interpreter), so what it does is limited,
-for each client and in all. Who sends more waits: the socket is not read, and nothing is lost.
+Request `{"command": "pause", "arguments": {}}`, answer `{"ok": true, "message": "..."}`. Each
+client has a thread and a time limit, so one that is slow, silent or sends garbage delays no other.
+Pauses between reads and answers bound the time that they take from the training: all threads need
+the interpreter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
-import selectors
 import socket
+import socketserver
 import stat
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +25,14 @@ import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.plain_files import kind_of
-from fluxtrain.rundir.allowance import Allowance
 
 REQUEST_LIMIT_BYTES = 1 << 16
 ANSWER_LIMIT_BYTES = 1 << 20
 CLIENT_IDLE_S = 30.0
-CLIENTS_LIMIT = 32
+CLIENTS_LIMIT = 16
 BACKLOG = 16  # clients that wait to be let in
-# A turn is a client let in, a read, or a request answered: about 50 us of the interpreter.
-CLIENT_TURNS_PER_S, CLIENT_BURST = 5.0, 32
-TURNS_PER_S, BURST = 20.0, 64
+CLIENT_PAUSE_S, ACCEPT_PAUSE_S = 0.1, 0.02  # all clients together take about 1 % of a core
+POLL_S = 0.1
 ADDRESS_LIMIT_BYTES = 100  # sun_path holds 108 with its NUL
 
 CommandHandler = Callable[[str, dict[str, Any]], tuple[bool, str]]
@@ -48,52 +42,32 @@ class NotReachable(BadInput):
     """No trainer serves the socket, or it does not answer."""
 
 
-class Request(msgspec.Struct, frozen=True):
-    """The request of a client."""
+class CommandRequest(msgspec.Struct, frozen=True):
+    """A client's request."""
 
     command: str
     arguments: dict[str, Any] = {}
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CommandAnswer(msgspec.Struct, frozen=True):
     """The trainer's answer to a command."""
 
     ok: bool
     message: str
 
 
-@dataclass
-class _Client:
-    connection: socket.socket
-    heard_s: float  # or served
-    allowance: Allowance
-    received: bytearray = field(default_factory=bytearray)
-    is_polled: bool = True
-    is_new: bool = True  # not served yet
-
-    @property
-    def has_request(self) -> bool:
-        """Return whether a whole line waits for its answer."""
-        return b"\n" in self.received
-
-    @property
-    def turn(self) -> tuple[bool, float]:
-        """Sort clients: new ones first, then those that have waited longest."""
-        return not self.is_new, self.heard_s
-
-
 class ControlServer:
-    """Serves `path` from a thread of its own until `close`.
+    """Serves `path` from threads of its own until `close`.
 
-    `answer_command(command, arguments)` runs in that thread and should only set what the training
-    loop looks at between steps; its `FluxTrainError`s become refusals.
+    `answer_command(command, arguments)` is called by one thread at a time and should only set what
+    the training loop looks at between steps; its `FluxTrainError`s become refusals.
     """
 
     def __init__(self, path: Path, answer_command: CommandHandler) -> None:
         self.path = path
         self._answer_command = answer_command
-        self._clients: dict[int, _Client] = {}
-        self._allowance = Allowance(TURNS_PER_S, BURST)
+        self._answering = threading.Lock()
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
         self._bound: os.stat_result | None = None
 
@@ -102,13 +76,11 @@ class ControlServer:
 
         Raises `BadInput` if another trainer serves this path or the folder cannot hold a socket.
         """
-        self._listener = _listen(self.path)
+        self._server = _Server(_listen(self.path), self.answer)
         self._bound = os.lstat(self.path)
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="control", daemon=True
+        )
         self._thread.start()
 
     def abandon(self) -> None:
@@ -119,144 +91,112 @@ class ControlServer:
 
     def close(self) -> None:
         """Stop serving and remove the socket; waits for a command that is being answered."""
-        if self._thread is None:
+        if self._server is None:
             return
-        if self._thread.ident is not None:  # the system may have refused another thread
-            os.write(self._wake_write, b".")
+        if self._thread is not None and self._thread.ident is not None:  # no thread if refused
+            self._server.shutdown()
             self._thread.join()
-        self._thread = None
-        for client in list(self._clients.values()):
-            self._drop(client)
-        self._selector.close()
-        self._listener.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._answering:
+            self._server.close()
+        self._server = None
         self.abandon()
 
-    def _serve(self) -> None:
-        while True:
-            if (wait_s := self._allowance.wait_s()) and self._is_woken_within(wait_s):
-                return
-            ready = {key.fd for key, _ in self._selector.select(timeout=self._sleep_s())}
-            if self._wake_read in ready:
-                return
-            if self._listener.fileno() in ready and self._allowance.take():
-                self._accept()
-            for client in sorted(self._clients.values(), key=lambda one: one.turn):
-                waits = client.has_request or client.connection.fileno() in ready
-                if waits and client.allowance.wait_s() == 0 and self._allowance.take():
-                    client.allowance.take()
-                    self._serve_one(client)
-            self._drop_silent_clients()
-
-    def _is_woken_within(self, wait_s: float) -> bool:
-        """Sleep, whatever clients send; return whether the server closes."""
-        woken = select.poll()
-        woken.register(self._wake_read, select.POLLIN)
-        return bool(woken.poll(wait_s * 1000))
-
-    def _sleep_s(self) -> float:
-        """Return how long nothing is to be done unless a client sends; read from those who may."""
-        sleep_s = CLIENT_IDLE_S / 2
-        for client in self._clients.values():
-            wait_s = client.allowance.wait_s()
-            self._poll(client, wanted=not client.has_request and wait_s == 0)
-            if not client.is_polled:
-                sleep_s = min(sleep_s, wait_s)
-        return sleep_s
-
-    def _poll(self, client: _Client, *, wanted: bool) -> None:
-        if wanted and not client.is_polled:
-            self._selector.register(client.connection, selectors.EVENT_READ)
-        elif client.is_polled and not wanted:
-            self._selector.unregister(client.connection)
-        client.is_polled = wanted
-
-    def _accept(self) -> None:
-        """Let a client in. Where all places are taken, the one that was silent longest leaves."""
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # the client left already, or this process is out of descriptors
-            return
-        if len(self._clients) >= CLIENTS_LIMIT:
-            self._drop(min(self._clients.values(), key=lambda one: one.heard_s))
-        connection.setblocking(False)
-        allowance = Allowance(CLIENT_TURNS_PER_S, CLIENT_BURST)
-        self._clients[connection.fileno()] = _Client(connection, time.monotonic(), allowance)
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _serve_one(self, client: _Client) -> None:
-        """Read what a client sent, or answer its next request where one is read already."""
-        client.heard_s, client.is_new = time.monotonic(), False
-        if not client.has_request and not self._read(client):
-            return
-        newline = client.received.find(b"\n")
-        if newline >= 0:
-            line = bytes(client.received[:newline])
-            del client.received[: newline + 1]
-            self._send(client, self._answer(line))
-        elif len(client.received) > REQUEST_LIMIT_BYTES:
-            limit = f"a request is one line of at most {REQUEST_LIMIT_BYTES} bytes"
-            if self._send(client, Answer(False, limit)):
-                self._drop(client)
-
-    def _read(self, client: _Client) -> bool:
-        """Read once; drop the client and return False if it has left."""
-        try:
-            data = client.connection.recv(REQUEST_LIMIT_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(client)
-            return False
-        client.received += data
-        return True
-
-    def _answer(self, line: bytes) -> Answer:
+    def answer(self, line: bytes) -> CommandAnswer:
+        """Return the answer to one line of a client."""
         if len(line) > REQUEST_LIMIT_BYTES:
-            return Answer(False, f"a request is at most {REQUEST_LIMIT_BYTES} bytes")
+            limit = f"a request is one line of at most {REQUEST_LIMIT_BYTES} bytes"
+            return CommandAnswer(False, limit)
         try:
-            request = msgspec.json.decode(line, type=Request)
+            request = msgspec.json.decode(line, type=CommandRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return Answer(False, f'not a request like {{"command": "pause"}}: {error}')
+            return CommandAnswer(False, f'not a request like {{"command": "pause"}}: {error}')
         try:
-            return Answer(*self._answer_command(request.command, request.arguments))
+            with self._answering:
+                return CommandAnswer(*self._answer_command(request.command, request.arguments))
         except FluxTrainError as error:
-            return Answer(False, str(error))
+            return CommandAnswer(False, str(error))
         except Exception as error:  # noqa: BLE001 - a bug in one command must not end all control
             traceback.print_exc(file=sys.stderr)
-            return Answer(False, f"a bug of FluxTrain, see engine.log: {error!r}")
+            return CommandAnswer(False, f"a bug of FluxTrain, see engine.log: {error!r}")
 
-    def _send(self, client: _Client, answer: Answer) -> bool:
-        """Send an answer; drop the client and return False if it does not take these few bytes."""
-        frame = msgspec.json.encode(answer) + b"\n"
-        try:
-            whole = client.connection.send(frame) == len(frame)
-        except OSError:
-            whole = False
-        if not whole:
-            self._drop(client)
-        return whole
 
-    def _drop_silent_clients(self) -> None:
-        oldest_s = time.monotonic() - CLIENT_IDLE_S
-        for client in list(self._clients.values()):
-            if client.heard_s < oldest_s and not client.has_request:
-                self._drop(client)
+class _Client(socketserver.BaseRequestHandler):
+    """Serves one client; the socket's timeout ends waiting for what it sends or does not read."""
 
-    def _drop(self, client: _Client) -> None:
-        del self._clients[client.connection.fileno()]
-        self._poll(client, wanted=False)
-        client.connection.close()
+    request: socket.socket
+    server: _Server
+
+    def handle(self) -> None:
+        received = b""
+        with contextlib.suppress(OSError):  # it left, was silent too long, or has to make room
+            self.request.settimeout(CLIENT_IDLE_S)
+            while True:
+                line, newline, rest = received.partition(b"\n")
+                is_too_long = len(line) > REQUEST_LIMIT_BYTES
+                if newline or is_too_long:
+                    answer = self.server.answer(line)
+                    self.request.sendall(msgspec.json.encode(answer) + b"\n")
+                    received = rest
+                    if is_too_long:
+                        return
+                    time.sleep(CLIENT_PAUSE_S)
+                    continue
+                data = self.request.recv(REQUEST_LIMIT_BYTES)
+                if not data:
+                    return
+                received += data
+                if b"\n" not in data:
+                    time.sleep(CLIENT_PAUSE_S)  # bytes that trickle in are read together
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """Lets clients in. Where all places are taken, the one that came first leaves."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listener: socket.socket, answer: Callable[[bytes], CommandAnswer]) -> None:
+        super().__init__("", _Client, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.answer = answer
+        self._places = threading.Lock()
+        self._clients: dict[int, socket.socket] = {}  # in the order in which they came
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a client its thread."""
+        with self._places:
+            if len(self._clients) >= CLIENTS_LIMIT:
+                _hang_up(self._clients.pop(next(iter(self._clients))))
+            self._clients[id(request)] = request
+        super().process_request(request, client_address)
+        time.sleep(ACCEPT_PAUSE_S)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a client's connection."""
+        with self._places:
+            self._clients.pop(id(request), None)
+        super().shutdown_request(request)
+
+    def close(self) -> None:
+        """Close the listener and hang up on all clients."""
+        self.server_close()
+        with self._places:
+            for client in self._clients.values():
+                _hang_up(client)
+
+
+def _hang_up(client: socket.socket) -> None:
+    """End a connection whose thread may be reading; the thread closes it."""
+    with contextlib.suppress(OSError):
+        client.shutdown(socket.SHUT_RDWR)
 
 
 def send_command(
     path: Path, command: str, arguments: dict[str, Any] | None = None, timeout_s: float = 5.0
-) -> Answer:
+) -> CommandAnswer:
     """Ask the trainer whose control socket is `path`; raises `NotReachable` with the reason."""
-    request = msgspec.json.encode(Request(command, arguments or {})) + b"\n"
+    request = msgspec.json.encode(CommandRequest(command, arguments or {})) + b"\n"
     deadline_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
@@ -265,7 +205,7 @@ def send_command(
                 _connect(connection, address, deadline_s)
             connection.sendall(request)
             line = _receive_line(connection, deadline_s)
-            return msgspec.json.decode(line, type=Answer)
+            return msgspec.json.decode(line, type=CommandAnswer)
         except FileNotFoundError as error:
             raise NotReachable(_absence(path)) from error
         except ConnectionRefusedError as error:
@@ -326,7 +266,6 @@ def _listen(path: Path) -> socket.socket:
             listener.bind(address)
         os.chmod(path, 0o600)
         listener.listen(BACKLOG)
-        listener.setblocking(False)
     except OSError as error:
         listener.close()
         raise BadInput(

@@ -35,7 +35,6 @@ from fluxtrain.reporting.gauges import GaugeThread
 from fluxtrain.reporting.host_room import HostRoom
 from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.reporting.trackers.opening import Trackers
-from fluxtrain.rundir.allowance import Allowance
 from fluxtrain.rundir.control import ControlServer
 from fluxtrain.rundir.holding import Holding
 from fluxtrain.rundir.own_files import refuse_odd_places
@@ -44,7 +43,7 @@ from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
 from fluxtrain.trace.timeline import TimelineThread
-from fluxtrain.train.requests import COMMANDS, Requests, Signals
+from fluxtrain.train.requests import COMMANDS, Allowance, Requests, Signals
 
 COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE = 0.5, 100  # in the journal
 
