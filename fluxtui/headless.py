@@ -23,10 +23,10 @@ from fluxtrain.telemetry.events import (
     Hello,
     StepFinished,
 )
-from fluxtrain.telemetry.journal import tail_lines
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtrain.units import count_text, duration_text, loss_text
+from fluxtui.sources.journal import last_words
 
 POLL_PERIOD_S = 0.5
 _FORWARDED = {
@@ -123,8 +123,7 @@ def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:
     One that was not started here and reported nothing counts as killed: only a signal ends so.
     """
     if silent:
-        printed = (line.decode("utf-8", "replace").strip() for line in tail_lines(run.log))
-        last = next(filter(None, printed), "nothing was printed")
+        last = last_words(run) or "nothing was printed"
         said = printable(f"{run.run_id}: the trainer is gone without a word: {last}")
         print(said, file=sys.stderr)
     number = -code if code is not None and code < 0 else signal.SIGKILL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import shlex
 import sys
@@ -377,6 +378,8 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command; the one place where exceptions become exit codes."""
     open_standard_streams()
+    if sys.__stderr__ is not None:  # a crash in native code leaves its place in engine.log
+        faulthandler.enable(sys.__stderr__)
     hush_libraries()
     if "torch" not in sys.modules:  # else a program calls this, and torch has read them already
         openmp.share_cores()

@@ -6,8 +6,10 @@ with exit code 1.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterable, Iterator
 
 EXIT_FINISHED = 0
 EXIT_BUG = 1
@@ -22,6 +24,7 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 LONGEST_WORD = 500  # characters of a message without a space between them
 LONGEST_MESSAGE = 4000
+_FATAL = "Fatal Python error: "
 
 
 def brief(text: str, limit: int = 300) -> str:
@@ -119,3 +122,36 @@ def system_error(error: BaseException, path: object = None) -> OSError | None:
         return None
     filename = None if path is None else str(path)
     return OSError(int(number[1]), os.strerror(int(number[1])), filename)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust failed in a way that it did not foresee. `except Exception`
+    does not catch it, and its class is of no module to import."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def panics_refused(what: str, cure: str) -> Iterator[None]:
+    """Raise BadInput, which names `what` and the cure, where a library in Rust panics inside."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error) or "ThreadPool" in str(error):
+            raise
+        words = str(error).strip().splitlines()
+        raise BadInput(f"{what} failed ({words[0] if words else 'no message'}): {cure}") from error
+
+
+def native_end(lines: Iterable[str]) -> str | None:
+    """Say how native code ended a process, by the last lines that it printed; None if it did not.
+
+    Python's faulthandler writes `Fatal Python error: Aborted` and a trace when a signal comes.
+    """
+    for line in lines:
+        if line.startswith(_FATAL):
+            return (
+                f"native code ended the process ({line.removeprefix(_FATAL).strip()}): most often "
+                "the system refused it memory or a thread, a mapped file was cut off, or a file of "
+                "the model's tokenizer is damaged; `--resume auto` goes on from the last checkpoint"
+            )
+    return None

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from fluxtrain.errors import native_end
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Gauge, Hello
 from fluxtrain.telemetry.journal import tail_lines
@@ -113,8 +114,5 @@ def last_words(run: RunDir) -> str:
     message = (read_json(run.error) or {}).get("message")
     if message:
         return printable(str(message))
-    for raw in tail_lines(run.log):
-        text = printable(raw.decode("utf-8", "replace")).strip()
-        if text:
-            return text
-    return ""
+    lines = [printable(raw.decode("utf-8", "replace")).strip() for raw in tail_lines(run.log)]
+    return native_end(lines) or next(filter(None, lines), "")

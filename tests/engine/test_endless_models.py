@@ -1,8 +1,8 @@
-"""Templates, tokenizers and configurations that never end or explode are refused in words."""
+"""Templates, tokenizers and configurations that fail or explode are refused in words."""
 
 from __future__ import annotations
 
-import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fluxtrain import bounded
 from fluxtrain.data.containers import lines as line_module
 from fluxtrain.data.containers.lines import lines
 from fluxtrain.data.containers.streams import Source
 from fluxtrain.data.containers.texts import texts
 from fluxtrain.data.encoding.tokenizer import encoded
-from fluxtrain.data.rendering import sandbox
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.models.model_files import MOST_LAYERS, refuse_impossible_sizes
-from tests.engine import forked
 
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "q"},
@@ -41,37 +38,9 @@ def tokenizer(template: str | None = None, normalizer: Any = None) -> PreTrained
     return made
 
 
-ENDLESS = {
-    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "output": "{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
-    "one text": "{{ 'x' * 100000000000 }}",
-    "filled": "{{ 'a'.center(50000000000) }}",
-    "formatted": "{{ '%90000000000d' % 1 }}",
-    "doubled": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
-    "{% endfor %}",
-    "replaced": "{% set a = 'a' * 1000000 %}{{ a|replace('a', a) }}",
-}
-
-
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_without_end_is_refused_in_seconds_and_not_a_row_at_a_time(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bounded, "LIMIT_S", 0.5)
-    monkeypatch.setattr(sandbox, "GROWTH_BYTES", 200 << 20)
-    began_s = time.monotonic()
-    with pytest.raises(BadInput, match=r"the chat template .*data\.chat_template") as refused:
-        ChatTemplate(tokenizer(template)).render(TALK)
-    assert not isinstance(refused.value, TemplateRefused), "it would be tried on every row"
-    assert time.monotonic() - began_s < 15
-
-
 @pytest.mark.parametrize(
     "template",
-    ["{{ 10 ** (10 ** 9) }}", "{% set n = namespace(x=3) %}{% for i in range(60) %}"
-     "{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
-     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ["{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
      "{{ 1 / 0 }}", "{{ x.y.z }}", "{% if %}", "{{ messages[9]['content'] + 1 }}"],
 )  # fmt: skip
 def test_a_template_that_fails_says_why(template: str) -> None:
@@ -79,29 +48,18 @@ def test_a_template_that_fails_says_why(template: str) -> None:
         ChatTemplate(tokenizer(template)).render(TALK)
 
 
-def test_the_bounds_change_no_text_and_leave_the_systems_limits() -> None:
-    import resource
+def test_a_stop_ends_a_template_that_never_ends() -> None:
+    def stopped(*_: object) -> None:
+        raise Interrupted("stopped")
 
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    template = (
-        "{{ 3 * 4 }} {{ 2 ** 5 }} {{ 'ab' * 3 }} {% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    assert ChatTemplate(tokenizer(template)).render(TALK) == "12 32 ababab qa"
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-def test_a_normalizer_that_explodes_ends_the_process_with_words(tmp_path: Path) -> None:
-    more = [normalizers.Replace("a", "a" * 1000)] * 5
-    tokenizer(normalizer=normalizers.Sequence(more)).save_pretrained(tmp_path)
-    script = (
-        "import sys\nfrom fluxtrain import bounded\nbounded.GROWTH_BYTES = 300 << 20\n"
-        "from transformers import AutoTokenizer\n"
-        "from fluxtrain.data.encoding.tokenizer import encoded\n"
-        "encoded(AutoTokenizer.from_pretrained(sys.argv[1]), ['a' * 100])"
-    )
-    done = forked.python("-c", script, tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "error: the tokenizer of the model took more than 300 MiB of memory" in done.stderr
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    before = signal.signal(signal.SIGALRM, stopped)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(Interrupted):
+            ChatTemplate(tokenizer(endless)).render(TALK)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_tokenizer_that_fails_on_a_text_is_bad_input() -> None:
@@ -186,20 +144,6 @@ def test_skipping_blank_lines_changes_no_other_line_and_no_number(
         return [(line.number, line.text) for line in told if line.text.strip()]
 
     assert read(0) == read(1 << 30)
-
-
-def test_a_template_of_a_folder_that_never_ends_is_refused_by_the_command(tmp_path: Path) -> None:
-    from fluxtrain.commands.inspection import inspect
-    from fluxtrain.config.schema import config_of
-
-    data = tmp_path / "chat.jsonl"
-    data.write_text((json.dumps({"messages": TALK}) + "\n") * 50)
-    template = tmp_path / "endless.jinja"
-    template.write_text(ENDLESS["one text"])
-    config = config_of([f"data.path={data}", f"data.chat_template={template}", "model.path=demo"])
-    assert config is not None
-    with pytest.raises(BadInput, match="the chat template of the model"):
-        inspect(config)
 
 
 @pytest.mark.slow

@@ -101,6 +101,7 @@ def test_the_settings_that_are_told_are_the_changed_ones_and_always_the_model() 
         (b"warning: x\nerror: too big\n", "too big"),
         (b"this is a bug of FluxTrain: X\nrun it again with --debug\n", "a bug of FluxTrain: X"),
         (b"\xff last words \n\n", "last words"),
+        (b"Fatal Python error: Aborted\n\n  File x\n", "native code ended the process (Aborted)"),
     ],
 )
 def test_the_last_words_of_the_engine_are_its_reason(errors: bytes, said: str) -> None:

@@ -70,3 +70,24 @@ def test_faults_of_cards_are_told_where_the_driver_is_silent(text: str) -> None:
 )  # fmt: skip
 def test_other_errors_are_what_they_were(error: Exception) -> None:
     assert device_failure(error, driver(None, 3)) is None, "NOT_SUPPORTED is an answer"
+
+
+class PanicException(BaseException):
+    """What libraries in Rust raise."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(12, "Cannot allocate memory", "x"), 3),
+        (ImportError("libx.so: failed to map segment from shared object"), 3),
+        (RuntimeError("can't start new thread"), 3),
+        (PanicException("ThreadPoolBuildError { kind: WouldBlock }"), 3),
+        (PanicException("index out of bounds: the len is 0"), 2),
+    ],
+)
+def test_what_libraries_raise_at_limits_has_its_code_and_cure(
+    error: BaseException, code: int
+) -> None:
+    told = as_told(error)
+    assert told is not None and told.exit_code == code

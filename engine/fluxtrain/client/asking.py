@@ -15,7 +15,7 @@ from weakref import WeakSet
 import msgspec
 
 from fluxtrain.client.answer import Answer
-from fluxtrain.errors import EXIT_BUG, FluxTrainError
+from fluxtrain.errors import EXIT_BUG, FluxTrainError, native_end
 from fluxtrain.parent import environment_of_child
 
 T = TypeVar("T", bound=Answer)
@@ -144,5 +144,7 @@ def last_words(errors: bytes, exit_code: int) -> str:
     lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
     if not lines:
         return f"the engine ended with exit code {exit_code} and said nothing"
+    if (crash := native_end(lines)) is not None:
+        return crash
     told = [line for line in lines if line.startswith(("error:", "this is a bug"))]
     return (told or lines)[-1].removeprefix("error:").strip()

@@ -79,6 +79,8 @@ def prepare(
     """
     check_sequence_length(source.sequence_length, limits.max_positions)
     corpus, apart = corpora(source.request)
+    if tell is not None:  # a template or a tokenizer of the model that never ends is seen by it
+        tell(f"{corpus.name}, by the model's chat template and tokenizer")
     found = _encoded(source, tokenizer, (corpus, *([apart] if apart else [])), tell)
     for tokens, one in zip(found.tokens, (corpus, apart), strict=False):
         check_vocabulary(tokens.largest, limits.embedding_rows)

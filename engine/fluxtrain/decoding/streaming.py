@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fluxtrain.bounded import within
+from fluxtrain.errors import panics_refused
 
 _INCOMPLETE = "�"  # what a tokenizer makes of a character whose bytes are not all there
 
@@ -19,7 +19,7 @@ class Decoder(Protocol):
 def text_of(tokenizer: Decoder, tokens: list[int]) -> str:
     """Return the text of an answer's tokens, without special ones and without tidying spaces.
     Raises BadInput where its tokenizer panics."""
-    with within("the decoder of the model's tokenizer", 4 * len(tokens)):
+    with panics_refused("the decoder of the model's tokenizer", "repair it in the model's folder"):
         return str(
             tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )

@@ -26,9 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fluxtrain.bounded import within
 from fluxtrain.data.hub import network_errors, not_kept
-from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.errors import BadInput, FluxTrainError, panics_refused
 from fluxtrain.models.beside import TEMPLATES, Beside, read_beside
 from fluxtrain.models.carried import tensors_beside
 from fluxtrain.models.copies import Copied, copied_by_loading
@@ -55,7 +54,6 @@ from fluxtrain.plain_files import refuse_foreign
 
 DEMO = "demo"
 _NUMBER = re.compile(r"\d+")
-TOKENIZER_LIMIT_S = 60.0  # converting a large vocabulary takes up to half of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +270,7 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
 def tokenizer_of_folder(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder. Raises BadInput where its files are missing or damaged."""
     try:
-        with within(f"{folder}: its tokenizer", limit_s=TOKENIZER_LIMIT_S):
+        with panics_refused(f"{folder}: its tokenizer", "repair it in the model's folder"):
             return AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trusted, local_files_only=True
             )

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from fluxtrain.bounded import is_panic
 from fluxtrain.calibration.peaks import measured_peaks
 from fluxtrain.checkpoint import writer as checkpoint_writer
 from fluxtrain.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, remove_unfinished
@@ -24,7 +23,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.errors import Interrupted
+from fluxtrain.errors import Interrupted, is_panic
 from fluxtrain.guards.wrap_checks import refuse_several_processes
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges

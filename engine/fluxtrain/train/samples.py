@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fluxtrain.bounded import is_panic
 from fluxtrain.checkpoint.randomness import randomness_of
 from fluxtrain.config.sample_settings import SampleSettings
 from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
 from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.decoding.writing import Written, room_for, write
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, is_panic
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import SampleGenerated

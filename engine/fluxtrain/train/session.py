@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fluxtrain.bounded import tell_last_words_to
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import (
@@ -105,7 +104,6 @@ class Session:
 
     def __enter__(self) -> Session:
         self.signals.__enter__()
-        tell_last_words_to(self._end_at_once)
         return self
 
     def __exit__(
@@ -115,7 +113,6 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.signals.deferred = True  # no signal interrupts the record
-        tell_last_words_to(None)
         try:
             self._say(self.gauges.close)
             self._say(self.timeline.close)
@@ -201,11 +198,6 @@ class Session:
         """Return the command that continues this run."""
         trust = " --set model.trust_remote_code=true" if self.trusts_code else ""
         return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}{trust}"
-
-    def _end_at_once(self, refusal: FluxTrainError) -> None:
-        """Record why the process ends while native code of a model's tokenizer never does."""
-        self._record_failure(refusal, refusal)
-        self._control.abandon()
 
     def _at_once(self) -> str:
         """Remove the socket and name the newest checkpoint, as the process ends at once."""

@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fluxtrain.bounded import within
 from fluxtrain.data.encoding.long_texts import encode_bounded
 from fluxtrain.data.rendering.chat_template import ChatTemplate
-from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.errors import BadInput, FluxTrainError, panics_refused
 
 _WHAT = "the tokenizer of the model"
 _CURE = "copy the tokenizer's files of the original model into the folder, or use another model"
@@ -93,9 +92,8 @@ class TokenKinds:
 
 
 def encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> list[list[int]]:
-    """Return the tokens of texts. Raises BadInput for a tokenizer that does not end, takes memory
-    without end, or fails."""
-    with within(_WHAT, sum(map(len, texts)), _CURE):
+    """Return the tokens of texts. Raises BadInput for a tokenizer that fails."""
+    with panics_refused(_WHAT, _CURE):
         try:
             found = tokenizer(list(texts), verbose=False, **options)["input_ids"]
         except (FluxTrainError, MemoryError, OSError):

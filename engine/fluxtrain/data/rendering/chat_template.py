@@ -10,16 +10,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from fluxtrain.bounded import within
-from fluxtrain.data.rendering.sandbox import (
-    GROWTH_BYTES,
-    OUTPUT_LIMIT,
-    bound_operations,
-    bounded_memory,
-)
 from fluxtrain.data.row import Message, Tool
-from fluxtrain.errors import BadInput
-from fluxtrain.units import bytes_text
+from fluxtrain.errors import BadInput, FluxTrainError
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE_KEY, _PROBE_VALUE = "probe_key", "probe_value"
@@ -56,7 +48,6 @@ class ChatTemplate:
     def __init__(self, tokenizer: TemplateTokenizer) -> None:
         """Take the template of `tokenizer`; raises BadInput with the cure where it has none."""
         self._tokenizer = tokenizer
-        bound_operations()
         try:
             tokenizer.get_chat_template()
         except ValueError as error:
@@ -71,20 +62,15 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation; `opened` ends it with what an answer of the model follows.
 
-        Raises TemplateRefused with the template's own words, and BadInput for a template that does
-        not end or writes without end.
+        Raises TemplateRefused with the template's own words, and BadInput where memory runs out.
         """
-        with _bounds(messages, tools):
-            try:
-                text = self._tokenizer.apply_chat_template(
+        with _failures_refused():
+            return str(
+                self._tokenizer.apply_chat_template(
                     list(messages), tools=list(tools) or None, tokenize=False,
                     add_generation_prompt=opened, **self._date(tools),
-                )  # fmt: skip
-            except MemoryError:
-                raise _too_large() from None
-            except Exception as error:  # a template may fail in any way on content it does not know
-                raise TemplateRefused(_words_of(error)) from error
-        return _checked(str(text))
+                )
+            )  # fmt: skip
 
     def render_tagged(
         self, messages: Sequence[Message], tools: Sequence[Tool] = ()
@@ -93,21 +79,16 @@ class ChatTemplate:
         from transformers.utils import chat_template_utils
 
         _render: Any = chat_template_utils.render_jinja_template  # its annotations are wrong
-        with _bounds(messages, tools):
-            try:
-                texts, spans = _render(
-                    conversations=[list(messages)],
-                    tools=list(tools) or None,
-                    chat_template=self._text(tools),
-                    return_assistant_tokens_mask=True,
-                    **self._tokenizer.special_tokens_map,
-                    **self._date(tools),
-                )
-            except MemoryError:
-                raise _too_large() from None
-            except Exception as error:  # as in `render`
-                raise TemplateRefused(_words_of(error)) from error
-        return _checked(str(texts[0])), [(int(start), int(end)) for start, end in spans[0]]
+        with _failures_refused():
+            texts, spans = _render(
+                conversations=[list(messages)],
+                tools=list(tools) or None,
+                chat_template=self._text(tools),
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+                **self._date(tools),
+            )
+        return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
 
     def tags_answers(self, tools: Sequence[Tool] = ()) -> bool:
         """Return whether the template itself marks the assistant's words."""
@@ -209,25 +190,13 @@ class ChatTemplate:
 
 
 @contextlib.contextmanager
-def _bounds(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[None]:
-    """Bound what a template does with a conversation, by time and memory."""
-    given = sum(len(text) for one in messages if isinstance(text := one.get("content"), str))
-    with within(_WHAT, given, _CURE), bounded_memory():
+def _failures_refused() -> Iterator[None]:
+    """Raise what a template does with content that it does not know as TemplateRefused."""
+    try:
         yield
-
-
-def _checked(text: str) -> str:
-    if len(text) > OUTPUT_LIMIT:
-        raise _too_large()
-    return text
-
-
-def _too_large() -> BadInput:
-    return BadInput(
-        f"{_WHAT} writes more than {OUTPUT_LIMIT:,} characters for one conversation, or takes "
-        f"more than {bytes_text(GROWTH_BYTES)} for it: {_CURE}"
-    )
-
-
-def _words_of(error: Exception) -> str:
-    return str(error).strip() or type(error).__name__
+    except MemoryError:
+        raise BadInput(f"{_WHAT} takes more memory than there is: {_CURE}") from None
+    except FluxTrainError:  # a stop
+        raise
+    except Exception as error:
+        raise TemplateRefused(str(error).strip() or type(error).__name__) from error
