@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.storage import read_json
+from fluxtrain.files.atomic import read_json
 from fluxtui.answers.answers import (
     BASES,
     DATA_FORMATS,

@@ -8,9 +8,9 @@ import shlex
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
+from fluxtrain.files.atomic import storage_error, write_bytes
 from fluxtrain.rundir.launch import TrainerProcess, start_trainer
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.storage import storage_error, write_bytes
 from fluxtrain.telemetry.typed import typed_line
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.configuring import (

@@ -15,8 +15,8 @@ from textual.binding import BindingType
 from textual.widgets import Input
 
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.files.atomic import read_json
 from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
-from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import bytes_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.panels.machine import machine_line

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import open_plain
+from fluxtrain.files.opening import open_plain
 from fluxtrain.rundir.own_files import (
     Rule,
     Visited,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fluxtrain.files.atomic import read_json
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.storage import read_json
 
 TRUST = ("--set", "model.trust_remote_code=true")  # after the user was asked
 

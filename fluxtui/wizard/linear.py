@@ -20,8 +20,8 @@ from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.files.atomic import free_bytes
 from fluxtrain.rundir.run_dir import runs_root
-from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.answers import questions
 from fluxtui.answers.answers import (
     DIAL,

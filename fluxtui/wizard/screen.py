@@ -10,7 +10,7 @@ from textual import on, work
 from textual.widgets import ContentSwitcher, Input
 
 from fluxtrain.errors import EXIT_BAD_INPUT, FluxTrainError
-from fluxtrain.telemetry.storage import free_bytes
+from fluxtrain.files.atomic import free_bytes
 from fluxtui.answers.answers import Answers, StepName, neighbour
 from fluxtui.answers.draft import draft_path, forget_draft, load_draft, save_draft
 from fluxtui.answers.launching import Attach, command_text, place_of, prepare

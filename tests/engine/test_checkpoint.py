@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fluxtrain.checkpoint import shard_file
 from fluxtrain.checkpoint.checkpoint import (
-    Damaged,
     list_checkpoints,
     prune,
     read_checkpoint,
@@ -30,6 +29,7 @@ from fluxtrain.checkpoint.randomness import random_state, restore_random_state, 
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.checkpoint.shard_file import hash_file, write_tensors
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.files.cache import Damaged
 
 Shards = list[tuple[str, dict[str, Tensor]]]
 

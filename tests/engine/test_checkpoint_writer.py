@@ -16,7 +16,6 @@ import fluxtrain
 from fluxtrain.checkpoint import place
 from fluxtrain.checkpoint import writer as checkpoint_writer
 from fluxtrain.checkpoint.checkpoint import (
-    Damaged,
     list_checkpoints,
     read_checkpoint,
     write_checkpoint,
@@ -26,6 +25,7 @@ from fluxtrain.checkpoint.writer import TRAINER_BYTES, CheckpointWriter
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.device.recorder import HostClock, Recorder
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.files.cache import Damaged
 from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry import events as ev

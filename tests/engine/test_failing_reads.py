@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fluxtrain import plain_files
 from fluxtrain.checkpoint import checkpoint as checkpoints
 from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.store.shard_files import Numbers, write_numbers
 from fluxtrain.errors import ReadFailed
-from fluxtrain.plain_files import read_again
+from fluxtrain.files import opening
+from fluxtrain.files.opening import read_again
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.train.run import train
 from tests.engine.test_foreign_checkpoints import NEWEST, resumed, two_checkpoints
@@ -31,8 +31,8 @@ MakeConfig = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_files, "PAUSES_S", (0.01, 0.01, 0.01))
-    monkeypatch.setattr(plain_files, "STUCK_S", 0.1)
+    monkeypatch.setattr(opening, "PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(opening, "STUCK_S", 0.1)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[int]:

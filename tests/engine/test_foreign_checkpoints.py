@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fluxtrain
-from fluxtrain.checkpoint.checkpoint import Damaged, list_checkpoints, read_checkpoint
+from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.checkpoint.newest import newest_resumable
 from fluxtrain.errors import BadInput
+from fluxtrain.files.cache import Damaged
 from fluxtrain.wrapping.engine import engine_of
 from tests.conftest import EXPLORES
 from tests.engine.test_checkpoint_writer import FakeData, FakeEngine, state_at, writer

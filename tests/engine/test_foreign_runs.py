@@ -16,10 +16,10 @@ from fluxtrain.checkpoint.recovery import may_keep_tokens, resumed_config
 from fluxtrain.cli import main
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
+from fluxtrain.files.atomic import read_json
 from fluxtrain.rundir.own_files import note_model, refuse_odd_places
 from fluxtrain.rundir.records import Records
 from fluxtrain.rundir.run_dir import RunDir, list_runs
-from fluxtrain.telemetry.storage import read_json
 from fluxtrain.train.session import Session
 
 Call = Callable[..., tuple[int, str]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -245,7 +246,7 @@ def test_a_file_finished_while_its_lock_was_asked_for_is_read(
             assert start(tmp_path) == list(SIZES)
         real(fd, how)
 
-    monkeypatch.setattr(packed_cache.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     assert start(tmp_path) == []
 
 
@@ -266,9 +267,13 @@ def test_without_room_the_run_goes_on_and_leaves_nothing(tmp_path: Path, limit_b
 
 
 def test_a_disk_that_becomes_full_is_told(tmp_path: Path) -> None:
-    (tmp_path / f"{KEY}.partial").symlink_to("/dev/full")
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     said: list[str] = []
-    assert start(tmp_path, said) == list(SIZES)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packed_cache.Pieces, "write", full)
+        assert start(tmp_path, said) == list(SIZES)
     assert len(said) == 1 and "the disk is full" in said[0]
     assert list(tmp_path.iterdir()) == []
     assert start(tmp_path) == list(SIZES)

@@ -20,8 +20,9 @@ from fluxtrain.data.kept_rows import _file, kept_packing
 from fluxtrain.data.prepare import PreparedData
 from fluxtrain.data.store import shard_files, shards
 from fluxtrain.data.store.cache import UNUSED_S, Entry, forget_unused, holds_entries
-from fluxtrain.data.store.shard_files import Damaged, Numbers, write_numbers
+from fluxtrain.data.store.shard_files import Numbers, write_numbers
 from fluxtrain.errors import BadInput
+from fluxtrain.files.cache import Damaged, read_sealed
 from tests.engine.cache_worker import digest, prepared
 
 TALK = [{"role": "user", "content": "what is two?"}, {"role": "assistant", "content": "it is four"}]
@@ -224,7 +225,7 @@ def test_a_file_of_an_entry_that_is_a_pipe_is_damage_and_is_not_waited_for(tmp_p
     os.mkfifo(tmp_path / "x")
     os.mkfifo(_file(tmp_path, "settings"))
     with pytest.raises(Damaged, match="cannot be read"):
-        shard_files.read_json(tmp_path / "x")
+        read_sealed(tmp_path / "x")
     with pytest.raises(Damaged, match="cannot be read"):
         Numbers(tmp_path / "x", "<u4")
     assert kept_packing(tmp_path, "settings") is None

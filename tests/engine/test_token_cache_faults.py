@@ -16,8 +16,8 @@ from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.store import cache
-from fluxtrain.data.store.shard_files import Damaged
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.files.cache import Damaged
 from tests.engine.small_caches import byte_level, keep_small, texts
 
 
@@ -115,7 +115,7 @@ def test_a_cache_that_is_only_read_serves_what_it_has(
 
     monkeypatch.setattr(cache.os, "open", read_only)
     monkeypatch.setattr(cache.os, "utime", refused)
-    monkeypatch.setattr("fluxtrain.data.store.shard_files.write_whole", refused)
+    monkeypatch.setattr("fluxtrain.data.store.shard_files.replace_file", refused)
     monkeypatch.setattr(Encoder, "batches", refused)
     assert digest(prepared(data, tmp_path / "cache", tokenizer)) == expected
     (tmp_path / "empty").mkdir()

@@ -20,9 +20,9 @@ import pytest
 
 from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.errors import BadInput
+from fluxtrain.files.atomic import read_json
 from fluxtrain.rundir.control import NotReachable, send_command
 from fluxtrain.rundir.run_dir import RunDir, list_runs
-from fluxtrain.telemetry.storage import read_json
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.draft import answers_from_run, load_draft
 from fluxtui.app import FluxApp

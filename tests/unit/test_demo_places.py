@@ -13,7 +13,7 @@ import pytest
 
 from fluxtrain.data import demo
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.unfinished.folders import unfinished_folder
+from fluxtrain.files.folders import unfinished_folder
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_NO_SPACE, BadInput, NoSpace
+from fluxtrain.files import atomic
 from fluxtrain.rundir.process import ProcessMark
 from fluxtrain.rundir.run_dir import RunDir, runs_root
-from fluxtrain.telemetry import storage
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import Done, Failed
 
@@ -208,7 +208,7 @@ def test_a_full_file_system_is_no_space_with_path_and_bytes(tmp_path: Path) -> N
 import json
 from fluxtrain.errors import NoSpace
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.storage import write_bytes
+from fluxtrain.files.atomic import write_bytes
 run = RunDir({str(folder / "run")!r})
 run.path.mkdir()
 answers = []
@@ -255,20 +255,20 @@ def test_a_failed_write_leaves_the_old_file_and_no_new_one(
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(NoSpace, match=r"result\.json: No space left .* needed, .* free"):
         run.write_json(run.result, {"exit_code": 1})
-    assert storage.read_json(run.result) == {"exit_code": 0}
+    assert atomic.read_json(run.result) == {"exit_code": 0}
     assert [path.name for path in run.path.iterdir()] == ["result.json"]
 
 
 def test_space_is_checked_against_what_is_needed(tmp_path: Path) -> None:
-    storage.check_space(tmp_path / "not" / "there", 1)
+    atomic.check_space(tmp_path / "not" / "there", 1)
     with pytest.raises(NoSpace, match=r"needs 1\.00e\+03|needs .* TiB and .* is free"):
-        storage.check_space(tmp_path, 1 << 60)
+        atomic.check_space(tmp_path, 1 << 60)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
 def test_a_damaged_json_file_reads_as_missing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "result.json").write_bytes(content)
-    assert storage.read_json(tmp_path / "result.json") is None
+    assert atomic.read_json(tmp_path / "result.json") is None
 
 
 def test_the_state_follows_the_run(run: RunDir, make_step: Make) -> None:

@@ -15,7 +15,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import TrainSettings
 from fluxtrain.errors import BadInput, DoesNotFit, Interrupted, NoSpace
-from fluxtrain.plain_files import _too_large
+from fluxtrain.files.opening import _too_large
 from fluxtrain.reporting.console import PlainConsole, line
 from fluxtrain.reporting.failures import as_told
 from fluxtrain.reporting.progress import Progress

@@ -33,8 +33,10 @@ from fluxtrain.checkpoint.shard_file import (
     write_json,
     write_tensors,
 )
-from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.plain_files import is_plain_folder, kind_of, open_plain, read_again, read_plain
+from fluxtrain.errors import NoSpace
+from fluxtrain.files.atomic import sync
+from fluxtrain.files.cache import Damaged
+from fluxtrain.files.opening import is_plain_folder, kind_of, open_plain, read_again, read_plain
 from fluxtrain.rundir.own_files import of_checkpoint, open_folder, visit
 from fluxtrain.units import bytes_text
 
@@ -66,10 +68,6 @@ class Checkpoint:
         """Yield one shard at a time, mapped from its file."""
         for name, file_name in self.shards:
             yield name, read_tensors(self.path / file_name)
-
-
-class Damaged(BadInput):
-    """A checkpoint is not what its manifest says."""
 
 
 _FileName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # no other folder
@@ -120,13 +118,13 @@ def write_checkpoint(
         temporary.mkdir()
         files = _write_files(temporary, step, shards, trainer_state)
         _refuse_taken_away(temporary, files["files"])
-        _sync_folder(temporary)
+        sync(temporary)
         if is_plain_folder(final):  # only a damaged checkpoint of the step is written again
             _remove_own(final)
         elif os.path.lexists(final):
             _keep(final)
         temporary.rename(final)
-        _sync_folder(root)
+        sync(root)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if is_full(error):
@@ -331,11 +329,3 @@ def _described(path: Path, step: int, manifest: dict[str, Any]) -> Checkpoint:
     total = sum(file.bytes for file in manifest["files"].values())
     shards = tuple((name, file_name) for name, file_name in manifest["shards"])
     return Checkpoint(path=path, step=step, bytes=total, shards=shards)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

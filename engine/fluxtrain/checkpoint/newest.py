@@ -10,12 +10,12 @@ from typing import Any
 from fluxtrain.checkpoint.checkpoint import (
     TRAINER,
     Checkpoint,
-    Damaged,
     list_checkpoints,
     read_checkpoint,
     step_folder,
 )
 from fluxtrain.errors import BadInput, brief
+from fluxtrain.files.cache import Damaged
 
 _BEFORE = {
     "train.states": "fp32",

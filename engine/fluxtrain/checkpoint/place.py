@@ -15,10 +15,10 @@ from fluxtrain.checkpoint.checkpoint import (
     remove,
 )
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
-from fluxtrain.plain_files import is_plain_folder, kind_of
+from fluxtrain.files.atomic import free_bytes
+from fluxtrain.files.opening import is_plain_folder, kind_of
 from fluxtrain.reporting.failures import as_told, first_line
 from fluxtrain.rundir.own_files import KEPT, kept_beside
-from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.units import bytes_text
 
 T = TypeVar("T")

@@ -12,13 +12,13 @@ from typing import Any
 
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
-from fluxtrain.plain_files import is_plain_folder, read_plain
+from fluxtrain.files.atomic import read_json
+from fluxtrain.files.opening import is_plain_folder, read_plain
+from fluxtrain.files.terminations import Terminated, terminations_raised
 from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.own_files import refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, runs_root
-from fluxtrain.telemetry.storage import read_json
 from fluxtrain.trace.ring import is_ring
-from fluxtrain.unfinished.terminations import Terminated, terminations_raised
 
 AUTO = "auto"
 TRUST, DISTRUST = "model.trust_remote_code=true", "model.trust_remote_code=false"

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluxtrain.plain_files import open_plain
+from fluxtrain.files.opening import open_plain
 
 DTYPE_NAMES = {  # of dtypes in a safetensors header
     torch.float64: "F64",

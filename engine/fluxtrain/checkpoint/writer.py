@@ -15,7 +15,6 @@ import torch
 from fluxtrain.checkpoint.background import BackgroundWrite
 from fluxtrain.checkpoint.checkpoint import (
     Checkpoint,
-    Damaged,
     load_shard_tensors,
     read_checkpoint,
     step_folder,
@@ -46,6 +45,7 @@ from fluxtrain.checkpoint.randomness import random_state, restore_random_state, 
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import DoesNotFit, FluxTrainError
+from fluxtrain.files.cache import Damaged
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.reporting.disk_wait import DiskWait
 from fluxtrain.reporting.failures import as_told, first_line

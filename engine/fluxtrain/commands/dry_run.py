@@ -21,15 +21,15 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
+from fluxtrain.files.atomic import read_json
+from fluxtrain.files.temporary import temporary_folder
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.method import usual_rate
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, Planned, StepFinished
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.storage import read_json
 from fluxtrain.train.run import Run, train
-from fluxtrain.unfinished.temporary import temporary_folder
 from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:

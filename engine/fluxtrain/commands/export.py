@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fluxtrain.client.export import ExportAnswer
 from fluxtrain.exporting.adapter_export import ExportRequest
 from fluxtrain.exporting.adapter_export import export as export_folder
-from fluxtrain.unfinished.terminations import terminations_told
+from fluxtrain.files.terminations import terminations_told
 from fluxtrain.units import bytes_text, duration_text
 
 

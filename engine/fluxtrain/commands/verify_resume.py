@@ -24,13 +24,13 @@ from fluxtrain.checkpoint.shard_file import read_tensors
 from fluxtrain.client.dry_run import ResumeAnswer
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_BUG, BadInput, FluxTrainError
+from fluxtrain.files.atomic import read_json, storage_error
+from fluxtrain.files.folders import unfinished_folder
+from fluxtrain.files.terminations import terminations_told
 from fluxtrain.parent import environment_of_child
 from fluxtrain.rundir.run_dir import RunDir, runs_root
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.storage import read_json, storage_error
-from fluxtrain.unfinished.folders import unfinished_folder
-from fluxtrain.unfinished.terminations import terminations_told
 
 STEPS = 8
 _TRAIN = (sys.executable, "-P", "-m", "fluxtrain", "train")

@@ -11,7 +11,7 @@ import yaml
 
 from fluxtrain.config.loader import NoValue, Refused, Stated, UniqueKeys
 from fluxtrain.errors import BadInput, brief
-from fluxtrain.plain_files import read_named
+from fluxtrain.files.opening import read_named
 
 CONFIG_LIMIT_BYTES = 1 << 20  # a configuration is a page; more is a data file given by mistake
 

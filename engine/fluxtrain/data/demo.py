@@ -26,9 +26,10 @@ import numpy as np
 
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.plain_files import is_plain_folder
-from fluxtrain.unfinished.folders import finish, unfinished_folder
-from fluxtrain.unfinished.temporary import FULL, free_text, temporary_error
+from fluxtrain.files.cache import cache_root
+from fluxtrain.files.folders import finish, unfinished_folder
+from fluxtrain.files.opening import is_plain_folder
+from fluxtrain.files.temporary import FULL, free_text, temporary_error
 from fluxtrain.units import bytes_text
 
 VOCABULARY = 2048
@@ -229,8 +230,7 @@ def _corpus() -> list[str]:
 
 
 def _writable(cache: Path | None) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    chosen = cache or base / "fluxtrain"
+    chosen = cache or cache_root()
     try:
         chosen.mkdir(parents=True, exist_ok=True)
         if os.access(chosen, os.W_OK):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fluxtrain.data.containers.opening import SUFFIXES, is_about_data, suffix_of
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
+from fluxtrain.files.temporary import FULL, free_text, moved_by
 
 PREFIX = "hf://datasets/"
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from fluxtrain.data.fit import Fit
 from fluxtrain.data.packing import Packing
-from fluxtrain.data.store.shard_files import write_whole
-from fluxtrain.plain_files import open_plain
+from fluxtrain.files.atomic import replace_file
+from fluxtrain.files.opening import open_plain
 
 
 def kept_packing(folder: Path, settings: object) -> Packing | None:
@@ -58,7 +58,7 @@ def keep_packing(folder: Path, settings: object, packing: Packing) -> None:
     )
     data = made.getvalue()
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(_file(folder, settings), zlib.crc32(data).to_bytes(4, "little") + data)
+    replace_file(_file(folder, settings), zlib.crc32(data).to_bytes(4, "little") + data)
 
 
 def _is_possible(packing: Packing) -> bool:

@@ -15,7 +15,7 @@ from fluxtrain.data.encoding.tokenizer import TokenKinds
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.decoding.model import DecodedModel
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import read_plain
+from fluxtrain.files.opening import read_plain
 from fluxtrain.units import bytes_text
 
 # A JSON value takes up to 20 times its text in memory, a prompt of one letter 300 bytes.

@@ -12,6 +12,7 @@ import torch
 
 from fluxtrain.config.schema import SHORT_NAMES
 from fluxtrain.errors import BadInput
+from fluxtrain.files.temporary import temporary_folder
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_model
 from fluxtrain.models.loading import DEMO, ModelSource, load_model, model_folder
@@ -23,7 +24,6 @@ from fluxtrain.models.model_files import (
 )
 from fluxtrain.models.precision import DTYPES
 from fluxtrain.plan.states import PACKED_FORMATS, StorageFormat
-from fluxtrain.unfinished.temporary import temporary_folder
 
 if TYPE_CHECKING:  # peft is imported where there are adapters
     from fluxtrain.exporting.source import AdapterSource

@@ -15,9 +15,9 @@ from fluxtrain.checkpoint.recovery import stored_config
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
 from fluxtrain.exporting.refusals import CONFIG, read_adapter_config
+from fluxtrain.files.opening import refuse_foreign
 from fluxtrain.methods.trained_on import TrainedOn, trained_on
 from fluxtrain.models.model_files import safetensors_header
-from fluxtrain.plain_files import refuse_foreign
 from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.run_dir import RunDir
 

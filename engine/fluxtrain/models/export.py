@@ -5,13 +5,9 @@ The folder appears complete or not at all: it is written beside its place, synce
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-import stat
-import tempfile
-from collections.abc import Callable, Set
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +15,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.errors import BadInput, NoSpace, system_error
+from fluxtrain.files.atomic import replace_folder
+from fluxtrain.files.temporary import FULL, free_text, moved_by
 from fluxtrain.models.beside import Beside, write_model_files
 from fluxtrain.models.carried import add_tensors
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.unfinished.folders import MARK, finish, unfinished_folder
-from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
 from fluxtrain.units import bytes_text
 
-_log = logging.getLogger(__name__)
-_Facts = tuple[int, int, int, int]
 SHARD_BYTES = 4_000_000_000  # parts that live on a GPU are on the host while they are written
 
 
@@ -94,8 +88,7 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
                 f"saving {folder} needs {bytes_text(needed)} and {bytes_text(free)} is free: "
                 f"make room, or {moved_by(folder) or 'choose another disk'}"
             )
-        with unfinished_folder(folder.parent, f".{folder.name}-") as made:
-            return _written(write, made, folder)
+        return replace_folder(folder, write)
     except OSError as error:
         raise _explained(error, folder) from error
     except Exception as error:  # safetensors and tokenizers have kinds of their own
@@ -105,64 +98,9 @@ def save_folder(write: Callable[[Path], None], needed: int, folder: Path) -> int
         raise _explained(refused, folder) from error
 
 
-def _written(write: Callable[[Path], None], made: Path, folder: Path) -> int:
-    earlier = _facts(folder)
-    write(made)
-    files = [path for path in made.rglob("*") if path.is_file() and path != made / MARK]
-    for path in files:
-        _sync(path)
-    finish(made)
-    _sync(made)
-    _replace(made, folder, earlier)
-    folder.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model
-    _sync(folder.parent)
-    return sum((folder / path.relative_to(made)).stat().st_size for path in files)
-
-
-def _replace(made: Path, folder: Path, earlier: Set[_Facts]) -> None:
-    """Replace `folder` by `made`; remove the old one only after it was moved aside, and only if it
-    holds what it did when saving began (`earlier`)."""
-    with suppress(OSError):  # an empty folder, too, is replaced at once
-        made.rename(folder)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-    folder.rename(aside / folder.name)
-    made.rename(folder)
-    if not _facts(aside / folder.name) <= earlier:
-        kept = aside.rename(folder.parent / f"kept-from-{folder.name}{aside.name[-9:]}")
-        _log.warning("%s changed while it was saved: what it held is in %s", folder, kept)
-        return
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _facts(folder: Path) -> Set[_Facts]:
-    """Return what tells the files in a folder, or the file in its place, from others."""
-    found = set()
-    for path in (folder, *folder.rglob("*")):
-        with suppress(FileNotFoundError):
-            facts = os.lstat(path)
-            if not stat.S_ISDIR(facts.st_mode):
-                found.add((facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
-    return found
-
-
 def _distinct(model: PreTrainedModel) -> list[Tensor]:
     """Return the tensors to save, tied ones once."""
     return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _explained(error: OSError, folder: Path) -> NoSpace | BadInput:

@@ -28,6 +28,7 @@ from transformers import (
 
 from fluxtrain.data.hub import network_errors, not_kept
 from fluxtrain.errors import BadInput, FluxTrainError, panics_refused
+from fluxtrain.files.opening import refuse_foreign
 from fluxtrain.models.beside import TEMPLATES, Beside, read_beside
 from fluxtrain.models.carried import tensors_beside
 from fluxtrain.models.copies import Copied, copied_by_loading
@@ -50,7 +51,6 @@ from fluxtrain.models.precision import (
     with_odd_tensors,
 )
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.plain_files import refuse_foreign
 
 DEMO = "demo"
 _NUMBER = re.compile(r"\d+")

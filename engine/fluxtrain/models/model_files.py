@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import read_plain, refuse_foreign
+from fluxtrain.files.opening import read_plain, refuse_foreign
 from fluxtrain.units import bytes_text
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library refuses longer ones too

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fluxtrain.errors import BadInput, FluxTrainError, system_error
+from fluxtrain.files.folders import unfinished_folder
+from fluxtrain.files.temporary import temporary_folder, written_in
 from fluxtrain.models.beside import CONFIG, GENERATION, TOKENIZER
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.quiet import quiet_transformers
-from fluxtrain.unfinished.folders import unfinished_folder
-from fluxtrain.unfinished.temporary import temporary_folder, written_in
 
 _log = logging.getLogger(__name__)
 _PROBE = "The quick brown fox, 1 + 2 = 3.\n\tüß 漢字"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import read_named
+from fluxtrain.files.opening import read_named
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity

@@ -18,16 +18,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fluxtrain.files.cache import Damaged
+
 MAGIC = b"FLUXPCK1"
 ALIGN_BYTES = 4096
 PIECE_BYTES = 8 << 20
 _LENGTH_BYTES = 8
 _HASH_BYTES = 32
 _NO_CHECKSUM = "0" * 64
-
-
-class Damaged(Exception):
-    """The file, or one group in it, is not what was written."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ what happened, and the run packs.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -23,11 +22,16 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fluxtrain.files.atomic import sync
+from fluxtrain.files.cache import cache_root
+from fluxtrain.files.locks import if_left, is_at, try_lock
+from fluxtrain.files.opening import open_to_write
 from fluxtrain.plan.states import PackedFormat
 from fluxtrain.quantization.cache_file import Contents, Damaged, Pieces, read_header
 from fluxtrain.units import GIB
@@ -51,8 +55,7 @@ Say = Callable[[str], None]
 
 def cache_folder() -> Path:
     """Return $XDG_CACHE_HOME/fluxtrain/packed, below ~/.cache without it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fluxtrain" / "packed"
+    return cache_root() / "packed"
 
 
 class PackedCache:
@@ -182,15 +185,13 @@ class PackedCache:
         """Lock and open the file that is being written, with the groups that its journal names."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _remove_forgotten(self._path.parent)
-        fd = os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        fd = open_to_write(self._partial, os.O_RDWR | os.O_CREAT, 0o600)
+        if not try_lock(fd):
             os.close(fd)
             self._trouble = "another process"
             self._say(f"another process writes the packed model {self._path}: this one does not")
             return
-        if not _is_at(fd, self._partial):  # its writer has just finished and renamed it
+        if not is_at(self._partial, fd):  # its writer has just finished and renamed it
             os.close(fd)
             if not self._open_whole():
                 self._open_partial()
@@ -272,9 +273,7 @@ class PackedCache:
         os.fsync(self._fd)
         self._partial.rename(self._path)
         self._journal_path.unlink(missing_ok=True)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        sync(self._path.parent)
 
     def _give_up(self, error: OSError) -> None:
         """Go on without the cache, and free what it took of a full disk."""
@@ -303,29 +302,13 @@ class PackedCache:
 def _remove_forgotten(folder: Path) -> None:
     """Remove unfinished files of other models that nobody has written to for a week."""
     for partial in folder.glob("*.partial"):
-        try:
+        with suppress(OSError):
             if time.time() - partial.lstat().st_mtime < _FORGOTTEN_S:
                 continue
-            fd = os.open(partial, os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(fd, partial):
-                partial.with_suffix(".journal").unlink(missing_ok=True)
-                partial.unlink()
-        except OSError:  # it is being written
-            continue
-        finally:
-            os.close(fd)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Return whether the open file still has this name."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+            with if_left(partial) as is_left:
+                if is_left:
+                    partial.with_suffix(".journal").unlink(missing_ok=True)
+                    partial.unlink()
 
 
 def cache_key(

@@ -15,8 +15,8 @@ from fluxtrain.errors import (
     brief,
     system_error,
 )
+from fluxtrain.files.temporary import FULL, free_text, moved_by
 from fluxtrain.hardware.failed_card import device_failure
-from fluxtrain.unfinished.temporary import FULL, free_text, moved_by
 
 _UNUSABLE = frozenset(
     {

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from fluxtrain.plain_files import open_to_write
-from fluxtrain.telemetry.storage import storage_error
+from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.opening import open_to_write
 
 _OWN = "fluxtrain.run"  # lines of the run itself; not passed to `tell`
 _OTHERS = ("fluxtrain", "py.warnings", "transformers", "torch")

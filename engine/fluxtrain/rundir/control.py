@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.plain_files import kind_of
+from fluxtrain.files.opening import kind_of
 
 REQUEST_LIMIT_BYTES = 1 << 16
 ANSWER_LIMIT_BYTES = 1 << 20

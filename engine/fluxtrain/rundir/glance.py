@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.plain_files import open_plain
+from fluxtrain.files.opening import open_plain
 from fluxtrain.telemetry.events import (
     AnyEvent,
     Done,

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fluxtrain.plain_files import open_to_write
+from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.opening import open_to_write
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.live import widen_pipe
 from fluxtrain.telemetry.reader import PipeReader
-from fluxtrain.telemetry.storage import storage_error
 
 # -P: a file of the user's folder that is named like a module must not take its place.
 TRAINER = (sys.executable, "-P", "-m", "fluxtrain", "train")

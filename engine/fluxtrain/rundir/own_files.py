@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fluxtrain.plain_files import is_plain_folder, refuse_odd
+from fluxtrain.files.atomic import read_json, write_json
+from fluxtrain.files.folders import MARK
+from fluxtrain.files.opening import is_plain_folder, refuse_odd
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.storage import read_json, write_json
-from fluxtrain.unfinished.folders import MARK
 
 TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
 KEPT = "kept-from-run"  # holds what others put in the place of a run's own

@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable, Set
 from pathlib import Path
 
-from fluxtrain.plain_files import is_plain_folder, kind_of
+from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.opening import is_plain_folder, kind_of
 from fluxtrain.rundir.own_files import (
     KEPT,
     Identity,
@@ -21,7 +22,6 @@ from fluxtrain.rundir.own_files import (
     others_in,
 )
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.storage import storage_error
 
 KEPT_MODEL = "kept-from-model"
 
@@ -44,7 +44,7 @@ class Records:
 
     def write_json(self, path: Path, value: object) -> None:
         """Write a record, and put aside what others left in its place. Raises as `clear` and
-        `storage.write_json`."""
+        `atomic.write_json`."""
         self.clear(path)
         self._run_dir.write_json(path, value)
         self.wrote(path)

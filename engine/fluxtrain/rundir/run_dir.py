@@ -11,8 +11,6 @@ earlier process of the same run.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import time
@@ -23,7 +21,9 @@ from typing import Any
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.plain_files import is_plain_folder, open_plain, open_to_write
+from fluxtrain.files.atomic import check_space, read_json, storage_error, write_json
+from fluxtrain.files.locks import is_at, try_lock
+from fluxtrain.files.opening import is_plain_folder, open_plain, open_to_write
 from fluxtrain.rundir.glance import (
     ending_of_journal,
     first_hello,
@@ -35,7 +35,6 @@ from fluxtrain.rundir.process import ProcessMark
 from fluxtrain.rundir.states import RunState, state_of_exit, state_word
 from fluxtrain.telemetry.events import RunPhase
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.storage import check_space, read_json, storage_error, write_json
 from fluxtrain.telemetry.typed import typed
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
@@ -79,10 +78,7 @@ class RunLock:
 
     def is_at(self, path: Path) -> bool:
         """Return whether the file that is locked is the one at `path`."""
-        try:
-            return os.path.samestat(os.lstat(path), os.fstat(self._descriptor))
-        except OSError:
-            return False
+        return is_at(path, self._descriptor)
 
     def release(self) -> None:
         """Let another process use the directory."""
@@ -295,7 +291,7 @@ class RunDir:
         )
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Write JSON atomically in the run directory; see `storage.write_json`."""
+        """Write JSON atomically in the run directory; see `atomic.write_json`."""
         write_json(path, value)
 
     def remove_if_bare(self) -> None:
@@ -309,13 +305,13 @@ class RunDir:
                 self.path.rmdir()
 
     def _claim(self, descriptor: int) -> None:
+        held = True
         for _ in range(LOCK_TRIES):
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                held = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-            if not held:
+                if try_lock(descriptor):
+                    return
+            except OSError:  # a disk without locks: the mark of the process has to do
+                held = False
                 break
             time.sleep(LOCK_PAUSE_S)
         user = self.user()
@@ -336,10 +332,9 @@ class RunDir:
         """Return whether a process holds the directory's lock, whatever is written of it."""
         try:
             with open_plain(self.pid) as file:
-                fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno == errno.EWOULDBLOCK
-        return False
+                return not try_lock(file.fileno(), shared=True)
+        except OSError:
+            return False
 
     def _ending(self) -> dict[str, Any]:
         """Return how the newest process of the run ended, by its files; {} if it wrote none."""

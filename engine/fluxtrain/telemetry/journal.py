@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import open_plain, open_to_write
+from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.opening import open_plain, open_to_write
 from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
 from fluxtrain.telemetry.frames import Skipped, classify_line, decode_line
-from fluxtrain.telemetry.storage import storage_error
 from fluxtrain.units import bytes_text
 
 TAIL_BYTES = 64 * FRAME_LIMIT_BYTES

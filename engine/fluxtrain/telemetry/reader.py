@@ -10,7 +10,7 @@ import io
 import os
 from pathlib import Path
 
-from fluxtrain.plain_files import open_plain
+from fluxtrain.files.opening import open_plain
 from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
 from fluxtrain.telemetry.frames import SchemaTooNew, Skipped, classify_line, decode_line
 from fluxtrain.telemetry.printable import is_plain, printable_texts

@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.temporary import FULL
 from fluxtrain.rundir.finding import find_run
 from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS, storage_error
 from fluxtrain.trace.lanes import CARD_LANES, LANES, StepLanes
 from fluxtrain.trace.ring import RingReader, read_ring
 
@@ -143,7 +144,7 @@ def check_trace_path(path: Path) -> None:
 
 
 def _refused(path: Path, error: OSError) -> Exception:
-    if error.errno in NO_SPACE_ERRNOS:
+    if error.errno in FULL:
         return storage_error(path, error)
     return BadInput(f"cannot write {path}: {error.strerror or error}: name another file")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from fluxtrain.plain_files import open_plain, open_to_write
+from fluxtrain.files.opening import open_plain, open_to_write
 from fluxtrain.trace.lanes import (
     Head,
     StepLanes,

@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fluxtrain.checkpoint.checkpoint import Damaged
 from fluxtrain.checkpoint.newest import with_cure
 from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.schema import TrainSettings
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.files.cache import Damaged
 from fluxtrain.rundir import own_files
 
 if TYPE_CHECKING:

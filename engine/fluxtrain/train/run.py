@@ -12,7 +12,7 @@ import msgspec
 
 from fluxtrain.calibration.peaks import measured_peaks
 from fluxtrain.checkpoint import writer as checkpoint_writer
-from fluxtrain.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, remove_unfinished
+from fluxtrain.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
 from fluxtrain.checkpoint.fingerprint import fingerprint
 from fluxtrain.checkpoint.newest import batch_rows_of, newest_resumable, with_cure
 from fluxtrain.checkpoint.randomness import fix_threads
@@ -24,6 +24,7 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import Interrupted, is_panic
+from fluxtrain.files.cache import Damaged
 from fluxtrain.guards.wrap_checks import refuse_several_processes
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.live.changes import LiveChanges

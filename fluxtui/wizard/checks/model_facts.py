@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
+from fluxtrain.files.opening import open_plain
 from fluxtrain.models.model_files import ModelFiles, check_model_folder
-from fluxtrain.plain_files import open_plain
 from fluxtrain.units import bytes_text, count_text
 from fluxtui.home import expanded, home_folder
 from fluxtui.words import counted

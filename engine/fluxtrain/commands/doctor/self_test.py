@@ -20,8 +20,8 @@ from fluxtrain.client.doctor import SelfTest
 from fluxtrain.commands.doctor.kernel_test import check_kernels
 from fluxtrain.commands.doctor.same import Mismatch, same_bits
 from fluxtrain.errors import NoSpace
-from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS
-from fluxtrain.unfinished.folders import unfinished_folder
+from fluxtrain.files.folders import unfinished_folder
+from fluxtrain.files.temporary import FULL
 from fluxtrain.units import bytes_text
 from fluxtrain.wrapping.engine import engine_of
 from fluxtrain.wrapping.wrap import wrap
@@ -105,7 +105,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
         with unfinished_folder(folder, ".fluxtrain-") as place:
             yield place
     except (OSError, NoSpace) as error:
-        full = isinstance(error, NoSpace) or error.errno in NO_SPACE_ERRNOS
+        full = isinstance(error, NoSpace) or error.errno in FULL
         if not full and error.errno not in _CLOSED:
             raise
         why = "it is full" if full else error.strerror

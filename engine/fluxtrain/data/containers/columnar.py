@@ -16,7 +16,7 @@ from fluxtrain.data.containers.record import Record
 from fluxtrain.data.containers.streams import INSTALL, Source, opened_raw
 from fluxtrain.data.row import Origin
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.unfinished.temporary import FULL, temporary_error
+from fluxtrain.files.temporary import FULL, temporary_error
 
 BATCH_ROWS = 16  # of long texts 256 would take gigabytes, and short ones are as fast
 ARROW_FILE = b"ARROW1"

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import open_plain
+from fluxtrain.files.opening import open_plain
 from fluxtrain.units import bytes_text
 
 Compression = Literal["gzip", "zstandard"]

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from fluxtrain.data.row import Row
-from fluxtrain.unfinished.temporary import temporary_error
+from fluxtrain.files.temporary import temporary_error
 
 DIGEST_BYTES = 16
 SPILL_BYTES = 32 << 20

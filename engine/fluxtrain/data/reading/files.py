@@ -11,7 +11,7 @@ from pathlib import Path
 from fluxtrain.data.containers.opening import READABLE, SUFFIXES, is_about_data, suffix_of
 from fluxtrain.data.shapes.convert import KeyRules
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import leaves
+from fluxtrain.files.opening import leaves
 
 _EVALUATION = ("test", "valid", "validation", "val", "dev", "eval", "heldout", "held_out")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import read_plain
+from fluxtrain.files.opening import read_plain
 
 AUTO = "auto"
 TEMPLATE_LIMIT_BYTES = 1 << 20

@@ -10,7 +10,6 @@ name that no other folder has, holds its own files alone, and no links.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -22,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.data.encoding.tokenizer import Tokenizer
-from fluxtrain.data.store.shard_files import CUT_OFF, Damaged, read_json, write_json
 from fluxtrain.data.store.shards import StoredTokens, can_go_on
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
-from fluxtrain.plain_files import is_plain_folder, kind_of, open_to_write
-from fluxtrain.unfinished.temporary import FULL, free_text
+from fluxtrain.files.atomic import LEFT
+from fluxtrain.files.cache import Damaged, cache_root, read_sealed, write_sealed
+from fluxtrain.files.locks import if_left, try_lock, wait_for_lock
+from fluxtrain.files.opening import is_plain_folder, kind_of, open_to_write
+from fluxtrain.files.temporary import FULL, free_text
 
 RECIPE = 2  # raise it when the same data would become other tokens
 ENDS = 1 << 16  # bytes of a file's beginning and end that its key looks at
@@ -96,7 +97,7 @@ class Entry:
                 if not (self.folder / _COMPLETE).is_file():
                     raise _unwritable(self.folder, error) from error
                 return
-        fcntl.flock(self._held, fcntl.LOCK_SH)
+        wait_for_lock(self._held, shared=True)
 
     def _let_go(self) -> None:
         if self._held is not None:
@@ -113,7 +114,7 @@ class Entry:
 
     def complete(self, told: list[str]) -> None:
         """Note that the entry is whole."""
-        write_json(self.folder / _COMPLETE, {"told": told})
+        write_sealed(self.folder / _COMPLETE, {"told": told})
 
     @contextmanager
     def building(self, waits: Callable[[], None]) -> Iterator[None]:
@@ -127,13 +128,11 @@ class Entry:
         except OSError as error:
             raise _unwritable(self.folder, error) from error
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(descriptor):
                 waits()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                wait_for_lock(descriptor)
             for left in self.folder.rglob(".*"):
-                if CUT_OFF.fullmatch(left.name):
+                if LEFT.fullmatch(left.name):
                     left.unlink(missing_ok=True)
             yield
         except FluxTrainError:  # of the data, or of the disk that it lies on
@@ -161,7 +160,7 @@ class Entry:
 
 def _told(folder: Path) -> list[str]:
     """Return the sentences of a whole entry. Raises Damaged where it is none."""
-    told = read_json(folder / _COMPLETE).get("told")
+    told = read_sealed(folder / _COMPLETE).get("told")
     if not isinstance(told, list) or not all(isinstance(line, str) for line in told):
         raise Damaged(f"{folder / _COMPLETE} is of something else")
     return told
@@ -184,8 +183,7 @@ def cache_folder(wished: str) -> Path:
     """Return the folder of the cache: `wished`, or for auto one in the user's cache."""
     if wished != "auto":
         return Path(wished).expanduser()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "fluxtrain" / "tokens"
+    return cache_root() / "tokens"
 
 
 def holds_entries(folder: Path) -> bool:
@@ -198,7 +196,7 @@ def _is_entry(folder: Path) -> bool:
     return (
         _KEY.fullmatch(folder.name) is not None
         and is_plain_folder(folder)
-        and all(name in _OWN or CUT_OFF.fullmatch(name) for name in os.listdir(folder))
+        and all(name in _OWN or LEFT.fullmatch(name) for name in os.listdir(folder))
     )
 
 
@@ -213,12 +211,9 @@ def forget_unused(folder: Path, now_s: float | None = None) -> None:
             newest = complete if complete.exists() else entry
             if newest.stat().st_mtime > limit:
                 continue
-            descriptor = open_to_write(entry, os.O_RDWR)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry.parent, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+            with if_left(entry) as is_left:
+                if is_left:
+                    shutil.rmtree(entry.parent, ignore_errors=True)
 
 
 def key_of(files: Sequence[Path], settings: Any, tokenizer: Tokenizer) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,49 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import open_plain, read_plain, read_range
+from fluxtrain.files.atomic import replace_file
+from fluxtrain.files.cache import Damaged
+from fluxtrain.files.opening import open_plain, read_range
 
 BLOCK_BYTES = 1 << 16  # with less the checksums take room, with more a random read takes time
-
-
-# What a killed `write_whole` leaves.
-CUT_OFF = re.compile(r"\..+\.\d+")
-
-
-class Damaged(BadInput):
-    """A file of the token cache is not what was written."""
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there complete and on the disk, or not at all."""
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    made.unlink(missing_ok=True)
-    with made.open("xb") as file:  # never through a planted link
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    made.replace(path)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write an object behind its checksum."""
-    data = json.dumps(value).encode()
-    write_whole(path, f"{zlib.crc32(data):08x}\n".encode() + data)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return what `write_json` wrote. Raises Damaged where the file is missing or not whole."""
-    try:
-        guard, _, data = read_plain(path).partition(b"\n")
-        if int(guard, 16) != zlib.crc32(data):
-            raise Damaged(f"{path} is damaged")
-        value = json.loads(data)
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise Damaged(f"{path} is of something else")
-    return value
 
 
 def write_numbers(path: Path, numbers: npt.NDArray[Any]) -> int:
@@ -64,7 +24,7 @@ def write_numbers(path: Path, numbers: npt.NDArray[Any]) -> int:
     head = np.asarray([len(data), len(sums)], dtype="<u8").tobytes()
     listed = np.asarray(sums, dtype="<u4").tobytes()
     guard = zlib.crc32(head + listed)
-    write_whole(path, head + guard.to_bytes(4, "little") + listed + data)
+    replace_file(path, head + guard.to_bytes(4, "little") + listed + data)
     return guard
 
 

@@ -25,13 +25,11 @@ from fluxtrain.data.encoding.notes import Notes
 from fluxtrain.data.encoding.samples import Ids, Marks, Sample
 from fluxtrain.data.row import Row
 from fluxtrain.data.store.shard_files import (
-    Damaged,
     Numbers,
-    read_json,
-    write_json,
     write_numbers,
 )
 from fluxtrain.data.store.tokens import Ints, Keys, content_key
+from fluxtrain.files.cache import Damaged, read_sealed, write_sealed
 
 SHARD_TOKENS = 1 << 24
 MANIFEST = "manifest.json"
@@ -88,7 +86,7 @@ class ShardWriter:
                      "marks": marked, "digest": _digest(samples), "guards": guards}  # fmt: skip
             manifest["shards"].append(shard)
         manifest["notes"] = notes.as_json()
-        write_json(self._folder / MANIFEST, manifest)
+        write_sealed(self._folder / MANIFEST, manifest)
         self._samples, self._tokens = [], 0
 
     def _index(self) -> np.ndarray[Any, Any]:
@@ -260,7 +258,7 @@ class StoredTokens:
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
     try:
-        return read_json(folder / MANIFEST)
+        return read_sealed(folder / MANIFEST)
     except Damaged:
         return None
 

@@ -12,7 +12,7 @@ import msgspec
 
 from fluxtrain.client.machine import Machine
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.telemetry.storage import write_json
+from fluxtrain.files.atomic import write_json
 from fluxtrain.units import GIB
 
 MAX_AGE_S = 7 * 86_400.0

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from fluxtrain.client.machine import Rate
-from fluxtrain.telemetry.storage import free_bytes
+from fluxtrain.files.atomic import free_bytes
 from fluxtrain.units import MIB, bytes_text
 
 SAMPLE_BYTES = 256 * MIB

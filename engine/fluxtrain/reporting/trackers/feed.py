@@ -16,11 +16,11 @@ from dataclasses import replace
 
 import msgspec
 
+from fluxtrain.files.atomic import read_json
 from fluxtrain.reporting.trackers.tracker import TrackedRun, Tracker
 from fluxtrain.reporting.trackers.values import memory_of, values_of
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import Event, MemorySampled, SampleGenerated
-from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import count_text, duration_text
 
 QUEUE_LIMIT = 4096  # events; at a step a second, more than an hour

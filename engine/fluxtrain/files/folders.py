@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -17,7 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fluxtrain.plain_files import open_to_write
+from fluxtrain.files.locks import if_left, is_at, try_lock
+from fluxtrain.files.opening import open_to_write
 
 MARK = ".fluxtrain-unfinished"
 _NAME = re.compile(r"\..+-[a-z0-9_]{8}")  # of `tempfile.mkdtemp`, with a prefix
@@ -70,10 +70,9 @@ def _made(parent: Path, prefix: str) -> tuple[Path, int]:
             folder.rmdir()
             raise
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = _is_at(folder / MARK, lock)
-        except OSError as error:  # without locks on this disk nobody takes it for left
-            is_ours = error.errno != errno.EWOULDBLOCK
+            is_ours = try_lock(lock) and is_at(folder / MARK, lock)
+        except OSError:  # without locks on this disk nobody takes it for left
+            is_ours = True
         if is_ours:
             return folder, lock
         os.close(lock)
@@ -84,13 +83,9 @@ def _remove_if_left(folder: Path) -> None:
     facts = os.lstat(folder)
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
         return
-    lock = open_to_write(folder / MARK, os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(folder / MARK, lock):
+    with if_left(folder / MARK) as is_left:
+        if is_left:
             _remove(folder)
-    finally:
-        os.close(lock)
 
 
 def _remove(folder: Path) -> None:
@@ -102,10 +97,3 @@ def _remove(folder: Path) -> None:
             elif entry.name != MARK:
                 os.unlink(entry.path)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except OSError:
-        return False

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain import plain_files
 from fluxtrain.config.text import read_text
 from fluxtrain.errors import BadInput
-from fluxtrain.plain_files import (
+from fluxtrain.files import opening
+from fluxtrain.files.opening import (
     kind_of,
     leaves,
     open_plain,
@@ -97,7 +97,7 @@ def test_a_device_without_an_end_is_read_up_to_the_limit() -> None:
 def test_a_machine_from_a_pipe_or_a_device_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain_files.read_named, "__kwdefaults__", {"begun_s": 0.1, "silent_s": 0.1})
+    monkeypatch.setattr(opening.read_named, "__kwdefaults__", {"begun_s": 0.1, "silent_s": 0.1})
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(BadInput, match=r"pipe cannot be read: nothing came for 0.1 s: check"):
         read_machine_file(pipe)

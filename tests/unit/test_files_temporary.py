@@ -18,10 +18,10 @@ from pyarrow import parquet
 
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
+from fluxtrain.files.atomic import check_space, storage_error
+from fluxtrain.files.temporary import moved_by, temporary_folder, written_in
 from fluxtrain.models.export import save_folder
 from fluxtrain.reporting.failures import as_told
-from fluxtrain.telemetry.storage import check_space, storage_error
-from fluxtrain.unfinished.temporary import moved_by, temporary_folder, written_in
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

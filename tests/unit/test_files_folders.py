@@ -17,13 +17,13 @@ import pytest
 from fluxtrain.commands import verify_resume
 from fluxtrain.commands.doctor import self_test
 from fluxtrain.data import demo
+from fluxtrain.files.folders import MARK, finish, remove_left, unfinished_folder
 from fluxtrain.models.export import save_folder
-from fluxtrain.unfinished.folders import MARK, finish, remove_left, unfinished_folder
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from fluxtrain.unfinished.folders import unfinished_folder
+from fluxtrain.files.folders import unfinished_folder
 with unfinished_folder(Path(sys.argv[1]), sys.argv[2]) as made:
     (made / "model.safetensors").write_bytes(b"half")
     (made / "run").mkdir()

@@ -1,0 +1,1 @@
+"""Files: opened without following links, written whole or not at all, locked, cached."""

@@ -1,1 +1,0 @@
-"""Output that a program has not finished yet: its folders, and what ends the program meanwhile."""
