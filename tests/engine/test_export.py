@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from fluxtrain.errors import EXIT_NO_SPACE, BadInput, NoSpace
-from fluxtrain.models import export
+from fluxtrain.files import atomic
 from fluxtrain.models.export import save_model
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 
@@ -114,7 +114,7 @@ def test_a_second_save_replaces_the_first_and_leaves_nothing_beside_it(
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     assert not (folder / "old-shard.safetensors").exists()
     assert not next(_loaded(folder).model.parameters()).any()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o777 & ~export._umask()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777 & ~atomic._umask()
 
 
 class _Usage(NamedTuple):

@@ -17,8 +17,7 @@ from fluxtrain.cli import main
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import read_json
-from fluxtrain.rundir.own_files import note_model, refuse_odd_places
-from fluxtrain.rundir.records import Records
+from fluxtrain.rundir.own_files import clear_model, note_model, refuse_odd_places
 from fluxtrain.rundir.run_dir import RunDir, list_runs
 from fluxtrain.train.session import Session
 
@@ -184,7 +183,7 @@ def test_others_files_in_a_model_that_is_saved_again_are_moved_and_told(tmp_path
     told: list[str] = []
     note_model(run)
     (run.model / "notes.txt").write_text("mine")
-    Records(run, told.append).clear_model()
+    clear_model(run, told.append)
     assert os.listdir(run.model) == ["config.json"]
     assert (run.path / "kept-from-model" / "notes.txt").read_text() == "mine"
     assert len(told) == 1 and "is not of the run" in told[0] and "kept-from-model" in told[0]

@@ -22,7 +22,6 @@ from tests.engine.test_run_renamed import after_step
 
 SETTINGS: dict[str, Any] = {"train__steps": 3, "train__evaluate_every": "end"}
 THEIRS = b"theirs"
-RECORDS = ["result.json", "error.json", "model-files.json"]
 
 
 def a_file(path: Path) -> None:
@@ -43,21 +42,16 @@ def is_theirs(path: Path) -> bool:
     return (path / "notes.txt" if path.is_dir() else path).read_bytes() == THEIRS
 
 
-@pytest.mark.thinned(6)
-@pytest.mark.parametrize("name", [*RECORDS, "model"])
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("puts", [a_file, a_folder, a_link])
-def test_what_stands_in_the_place_of_a_runs_end_is_put_aside_and_that_is_said(
+def test_what_stands_in_the_place_of_a_model_is_put_aside_and_that_is_said(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    name: str, puts: Callable[[Path], None],
+    puts: Callable[[Path], None],
 ) -> None:  # fmt: skip
     run_dir = tmp_path / "run"
-    after_step(monkeypatch, 1, lambda: puts(run_dir / name))
+    after_step(monkeypatch, 1, lambda: puts(run_dir / "model"))
     run(run_config(**SETTINGS), run_dir)
-    if name == "error.json":  # not written: the run did not fail
-        assert is_theirs(run_dir / name)
-        return
-    inner = "notes.txt" if (name, puts) == ("model", a_folder) else name
-    place = run_dir / ("kept-from-model" if name == "model" else "kept-from-run") / inner
+    place = run_dir / "kept-from-model" / ("notes.txt" if puts is a_folder else "model")
     assert is_theirs(place)
     (said,) = [
         event.text for event in told(run_dir, ev.LogWritten) if "not of the run" in event.text
@@ -67,23 +61,6 @@ def test_what_stands_in_the_place_of_a_runs_end_is_put_aside_and_that_is_said(
     assert (run_dir / "model" / "model.safetensors").is_file()
     assert (run_dir / "model-files.json").is_file()
     assert not list(run_dir.glob(".model-*"))
-
-
-def test_a_model_of_another_that_is_put_there_is_not_taken_for_the_runs(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = tmp_path / "run"
-
-    def put() -> None:
-        (run_dir / "model").mkdir()
-        for name in ("model.safetensors", "config.json"):
-            (run_dir / "model" / name).write_bytes(THEIRS)
-
-    after_step(monkeypatch, 1, put)
-    run(run_config(**SETTINGS), run_dir)
-    for name in ("model.safetensors", "config.json"):
-        assert (run_dir / "kept-from-model" / name).read_bytes() == THEIRS
-        assert (run_dir / "model" / name).read_bytes() != THEIRS
 
 
 def test_the_own_model_and_records_of_a_run_are_replaced(
@@ -97,23 +74,17 @@ def test_the_own_model_and_records_of_a_run_are_replaced(
     assert not [event for event in told(run_dir, ev.LogWritten) if "not of the run" in event.text]
 
 
-def test_a_record_of_others_outlives_a_run_that_fails(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    with pytest.raises(ZeroDivisionError), Session(run_dir) as session:
-        session.begin_training()
-        a_folder(run_dir.error)
-        raise ZeroDivisionError
-    assert is_theirs(run_dir.path / "kept-from-run" / "error.json")
-    assert json.loads(run_dir.error.read_text())["exit_code"] == 1
-
-
-def test_a_record_that_comes_while_the_model_is_loaded_is_not_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("puts", [a_file, a_link])
+def test_a_record_replaces_what_stands_in_its_place_and_follows_no_link(
+    tmp_path: Path, puts: Callable[[Path], None]
+) -> None:
     run_dir = RunDir(tmp_path / "run")
     with Session(run_dir) as session:
-        a_file(run_dir.result)
         session.begin_training()
-    assert is_theirs(run_dir.path / "kept-from-run" / "result.json")
+        puts(run_dir.result)
     assert json.loads(run_dir.result.read_text())["exit_code"] == 0
+    if puts is a_link:
+        assert (tmp_path / "theirs").read_bytes() == THEIRS
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,18 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fluxtrain.files.atomic import read_json, write_json
+from fluxtrain.files.atomic import read_json, storage_error, write_json
 from fluxtrain.files.folders import MARK
-from fluxtrain.files.opening import is_plain_folder, refuse_odd
+from fluxtrain.files.opening import is_plain_folder, kind_of, refuse_odd
 from fluxtrain.rundir.run_dir import RunDir
 
 TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
+KEPT_MODEL = "kept-from-model"
 KEPT = "kept-from-run"  # holds what others put in the place of a run's own
 # Says of a name and its facts: not the run's own; its own file; a folder, with the rule within it.
 Rule = Callable[[str, os.stat_result], "Rule | bool"]
@@ -182,26 +183,6 @@ def of_model(listed: Mapping[str, int] | None) -> Rule:
     return rule
 
 
-Identity = tuple[int, int, int, int]
-
-
-def identity_of(facts: os.stat_result) -> Identity:
-    """Return what changes with a file's content: device, inode, size and time of change."""
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
-
-
-def only_known(rule: Rule, known: Set[Identity]) -> Rule:
-    """Return `rule` for the files alone that are `known`."""
-
-    def narrowed(name: str, facts: os.stat_result) -> Rule | bool:
-        kind = rule(name, facts)
-        if isinstance(kind, bool):
-            return kind and identity_of(facts) in known
-        return only_known(kind, known)
-
-    return narrowed
-
-
 def of_unfinished_model(name: str, listed: Mapping[str, int] | None) -> Rule | bool:
     """Return the rule of a folder that a process left when it was killed while it saved the model:
     the new one, or, moved aside, the one before, whose files are `listed`."""
@@ -211,6 +192,28 @@ def of_unfinished_model(name: str, listed: Mapping[str, int] | None) -> Rule | b
     if unfinished["old"] is None:
         return of_model(None)
     return lambda inner, _: of_model(listed) if inner == "model" else False
+
+
+def clear_model(run: RunDir, warn: Callable[[str], None]) -> None:
+    """Put aside what is not of the run in its model's folder, which is about to be replaced.
+
+    Raises as `storage_error`.
+    """
+    model = run.model
+    if os.path.lexists(model) and not is_plain_folder(model):
+        _keep(model, run, warn)
+    for name in others_in(model, of_model(model_files(run))):
+        _keep(model / name, run, warn)
+
+
+def _keep(path: Path, run: RunDir, warn: Callable[[str], None]) -> None:
+    kind = kind_of(path)
+    try:
+        place = kept_beside(path, run.path / KEPT_MODEL)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    told = f"{path}{f' is {kind} and' if kind else ' is'} not of the run, and its model is saved"
+    warn(f"{told} there: it is {place} now")
 
 
 def remove_unfinished_models(run: RunDir, *, also_earlier: bool = False) -> None:

@@ -56,7 +56,7 @@ def save_model(session: Session, save: Callable[[Path], object]) -> None:
 
     def once() -> None:
         session.holding.look()
-        session.records.clear_model()
+        own_files.clear_model(run_dir, session.announcer.warn)
         save(run_dir.model)
 
     def saved() -> None:
@@ -72,7 +72,6 @@ def save_model(session: Session, save: Callable[[Path], object]) -> None:
     session.disk.until_written(saved)
     own_files.remove_unfinished_models(run_dir, also_earlier=True)
     with suppress(FluxTrainError):  # without the list, deleting the run leaves more behind
-        session.records.clear(run_dir.model_list)
         own_files.note_model(run_dir)
     session.model_path = str(run_dir.model)
 

@@ -88,9 +88,7 @@ def train(
         refuse_missing_trackers(config.trackers)
         config, chosen = with_row_length(config)
         if not (configured := target.resumes and target.run_dir.run.exists()):
-            session.records.clear(target.run_dir.run)
             write_run_file(target.run_dir, config, machine)
-            session.records.wrote(target.run_dir.run)
         session.configured()
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
@@ -101,9 +99,7 @@ def train(
         )
         run.announce(hello)
         if configured:  # only now: a refused resume changes nothing of the run
-            session.records.clear(target.run_dir.run)
             write_run_file(target.run_dir, config, machine)
-            session.records.wrote(target.run_dir.run)
         session.begin_training()
         session.track(config)
         with session.naming_the_way_on():
@@ -249,7 +245,6 @@ class Run:
         """Emit the facts of the loaded model, and the plan with its reasons."""
         session, loaded = self._session, self._inputs.loaded
         session.holding.look()
-        session.records.clear(session.run_dir.plan)
         steps = self.schedule.total_steps
         session.announcer.emit(
             full_hello(

@@ -37,7 +37,6 @@ from fluxtrain.reporting.trackers.opening import Trackers
 from fluxtrain.rundir.control import ControlServer
 from fluxtrain.rundir.holding import Holding
 from fluxtrain.rundir.own_files import refuse_odd_places
-from fluxtrain.rundir.records import Records
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
@@ -77,7 +76,6 @@ class Session:
         show = JsonConsole(to_standard_output) if json else PlainConsole(self._print())
         self.announcer = Announcer(self._emitter, show)
         self._log.tell(self.announcer.warn)
-        self.records = Records(run_dir, self.announcer.warn)
         self.requests = Requests()
         self.disk = DiskWait(
             disk_wait_s, self.announcer, lambda: self.requests.stop_code is not None
@@ -237,7 +235,7 @@ class Session:
 
     def _forget_earlier_end(self) -> None:
         for path in (self.run_dir.result, self.run_dir.error):
-            self.records.forget(path)
+            path.unlink(missing_ok=True)
 
     @property
     def _is_the_runs_end(self) -> bool:
@@ -288,7 +286,7 @@ class Session:
     def _write_result(self, result: dict[str, Any]) -> None:
         self.holding.look()
         result["model"] = self.model_path  # where the folder is now
-        self.records.write_json(self.run_dir.result, result)
+        self.run_dir.write_json(self.run_dir.result, result)
 
     def _record_failure(self, error: BaseException, told: FluxTrainError | None) -> None:
         code = told.exit_code if told else EXIT_BUG
@@ -309,7 +307,7 @@ class Session:
             "traceback": "".join(traceback.format_exception(error)),
         }
         if is_held and self._is_the_runs_end:
-            self._say(self.records.write_json, self.run_dir.error, content)
+            self._say(self.run_dir.write_json, self.run_dir.error, content)
         last = Failed(exit_code=code, kind=kind, message=message, refused=refused)
         self._say(self.announcer.emit, last)
 
