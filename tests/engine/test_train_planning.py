@@ -265,14 +265,14 @@ class FakeEngine:
         )  # fmt: skip
 
     def memory(self) -> Any:
-        return SimpleNamespace(
+        return ev.MemorySampled(
             device_total_bytes=100, device_used_bytes=60, device_peak_bytes=70,
             device_budget_bytes=90, device_by={"weights": 60}, host_arena_bytes=7,
-            host_pinned_bytes=3, cards=(),
+            host_pinned_bytes=3, host_rss_bytes=None, host_peak_bytes=None, host_limit_bytes=None,
         )  # fmt: skip
 
     def residency(self) -> Any:
-        return SimpleNamespace(
+        return ev.ResidencySampled(
             weights="GC", gradients="..", optimizer="CC", weights_bytes=1, gradients_bytes=2,
             optimizer_bytes=3, blocks=(), frozen_bytes=4, packed_bytes=5, cards="01",
         )  # fmt: skip

@@ -21,7 +21,6 @@ from fluxtrain.telemetry.events import (
     Event,
     MemorySampled,
     MovesMade,
-    ResidencySampled,
     TrafficSampled,
 )
 
@@ -31,6 +30,18 @@ if TYPE_CHECKING:
 LIVE_PERIOD_S = 0.1  # 10 Hz while an app watches
 JOURNAL_PERIOD_S = 1.0  # samples that the journal keeps
 _MOVES_A_FRAME = 24
+_NOTHING = MemorySampled(  # before there is an engine
+    device_total_bytes=None,
+    device_used_bytes=None,
+    device_peak_bytes=None,
+    device_budget_bytes=None,
+    device_by={},
+    host_rss_bytes=None,
+    host_peak_bytes=None,
+    host_arena_bytes=0,
+    host_pinned_bytes=0,
+    host_limit_bytes=None,
+)
 
 
 class DiskUse(Protocol):
@@ -99,7 +110,7 @@ class GaugeThread:
             if engine is None:
                 return
             self._take("traffic", lambda: self._traffic_since(engine))
-            self._take("residency", lambda: _residency(engine))
+            self._take("residency", engine.residency)
             self._take("moves", lambda: _moves(engine))
 
     def _take(self, name: str, read: Callable[[], Event | None] | Callable[[], None]) -> None:
@@ -125,19 +136,12 @@ class GaugeThread:
         """Sample where the bytes are now; works before there is an engine."""
         rss = int(self._process.memory_info().rss)
         self.host_peak_bytes = max(self.host_peak_bytes, rss)
-        use = self._engine.memory() if self._engine is not None else None
-        return MemorySampled(
-            device_total_bytes=use.device_total_bytes if use else None,
-            device_used_bytes=use.device_used_bytes if use else None,
-            device_peak_bytes=use.device_peak_bytes if use else None,
-            device_budget_bytes=use.device_budget_bytes if use else None,
-            device_by=dict(use.device_by) if use else {},
+        held = _NOTHING if self._engine is None else self._engine.memory()
+        return msgspec.structs.replace(
+            held,
             host_rss_bytes=rss,
             host_peak_bytes=self.host_peak_bytes,
-            host_arena_bytes=use.host_arena_bytes if use else 0,
-            host_pinned_bytes=use.host_pinned_bytes if use else 0,
             host_limit_bytes=self._host_limit_bytes,
-            cards=use.cards if use else (),
         )
 
     def _traffic_since(self, engine: TrainingEngine) -> TrafficSampled | None:
@@ -186,22 +190,6 @@ class GaugeThread:
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
             self.sample()
-
-
-def _residency(engine: TrainingEngine) -> ResidencySampled:
-    place = engine.residency()
-    return ResidencySampled(
-        weights=place.weights,
-        gradients=place.gradients,
-        optimizer=place.optimizer,
-        weights_bytes=place.weights_bytes,
-        gradients_bytes=place.gradients_bytes,
-        optimizer_bytes=place.optimizer_bytes,
-        blocks=place.blocks,
-        frozen_bytes=place.frozen_bytes,
-        packed_bytes=place.packed_bytes,
-        cards=place.cards,
-    )
 
 
 def _moves(engine: TrainingEngine) -> MovesMade | None:

@@ -16,7 +16,7 @@ from fluxtrain.plan.group_placement import Tier
 from fluxtrain.runtime.card import Card
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import frozen_bytes_of, held_by_torch, packed_bytes_of
-from fluxtrain.telemetry.events import BlockRun, CardMemory
+from fluxtrain.telemetry.events import BlockRun, CardMemory, MemorySampled, ResidencySampled
 
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
@@ -32,38 +32,6 @@ class BlockFacts:
     trained_parameters: int
 
 
-@dataclass(frozen=True)
-class Residency:
-    """One letter a block: G device, C host, > being uploaded, < being downloaded, . nothing."""
-
-    weights: str
-    gradients: str
-    optimizer: str
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    blocks: tuple[BlockRun, ...] = ()
-    frozen_bytes: int = 0  # of the weights, in the model's dtype
-    packed_bytes: int = 0  # of the weights, too
-    cards: str = ""  # the number of each block's card, where several compute
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes now; `device_by` partitions `device_used_bytes`. On CPU the device is the slots,
-    buffers and block inputs that a GPU would hold. Page-locked bytes are those of the process, as
-    its limits are: groups, rows, offloaded activations, staging, and torch's own."""
-
-    device_total_bytes: int | None
-    device_used_bytes: int
-    device_peak_bytes: int
-    device_budget_bytes: int | None
-    device_by: dict[str, int]
-    host_arena_bytes: int
-    host_pinned_bytes: int
-    cards: tuple[CardMemory, ...] = ()  # where several compute
-
-
 def blocks_of(context: Context) -> list[BlockFacts]:
     """Describe every group, in the model's order."""
     return [
@@ -71,20 +39,20 @@ def blocks_of(context: Context) -> list[BlockFacts]:
     ]
 
 
-def residency(context: Context) -> Residency:
+def residency(context: Context) -> ResidencySampled:
     """Say where the weights, gradients and states of each block are, in the model's order."""
     blocks = [g for g in context.groups if g.kind == "block"]
-    return Residency(
-        "".join(_weights_letter(context, g) for g in blocks),
-        "".join(_gradient_letter(context, g) for g in blocks),
-        "".join(_state_letter(g) for g in blocks),
-        sum(g.weight_bytes for g in context.groups),
-        sum(g.gradient_bytes for g in context.groups),
-        sum(g.state_bytes for g in context.groups),
-        runs_of((g.name, _sizes(g)) for g in blocks),
-        sum(frozen_bytes_of(g) for g in context.groups),
-        sum(packed_bytes_of(g) for g in context.groups),
-        "".join(_digit(g.placement.card) for g in blocks) if len(context.cards) > 1 else "",
+    return ResidencySampled(
+        weights="".join(_weights_letter(context, g) for g in blocks),
+        gradients="".join(_gradient_letter(context, g) for g in blocks),
+        optimizer="".join(_state_letter(g) for g in blocks),
+        weights_bytes=sum(g.weight_bytes for g in context.groups),
+        gradients_bytes=sum(g.gradient_bytes for g in context.groups),
+        optimizer_bytes=sum(g.state_bytes for g in context.groups),
+        blocks=runs_of((g.name, _sizes(g)) for g in blocks),
+        frozen_bytes=sum(frozen_bytes_of(g) for g in context.groups),
+        packed_bytes=sum(packed_bytes_of(g) for g in context.groups),
+        cards="".join(_digit(g.placement.card) for g in blocks) if len(context.cards) > 1 else "",
     )
 
 
@@ -102,22 +70,30 @@ def _sizes(group: Group) -> BlockSizes:
     )
 
 
-def memory_use(context: Context) -> MemoryUse:
-    """Add up the bytes held now, by purpose, on all cards and on each."""
+def memory_use(context: Context) -> MemorySampled:
+    """Add up the bytes held now, by purpose, on all cards and on each.
+
+    Without a GPU the device is the slots, buffers and block inputs that one would hold. Page-locked
+    bytes are those of the process, as its limits are: groups, rows, offloaded activations, staging,
+    and torch's own. What the process holds on the host is not looked at.
+    """
     cards = tuple(_card_memory(context, card) for card in context.cards)
     by = {name: sum(card.by[name] for card in cards) for name in cards[0].by}
     totals = [card.total_bytes for card in cards if card.total_bytes is not None]
     budgets = [card.budget_bytes for card in cards if card.budget_bytes is not None]
-    return MemoryUse(
-        sum(totals) if totals else None,
-        sum(card.used_bytes for card in cards),
-        sum(card.peak_bytes for card in cards),
-        sum(budgets) if budgets else None,
-        by,
-        sum(_bytes_in("host", context.groups))
-        + sum(rows.host_bytes for rows in _row_buffers(context)),
-        page_locks.LOCKS.held_bytes,
-        cards if len(cards) > 1 else (),
+    rows_bytes = sum(rows.host_bytes for rows in _row_buffers(context))
+    return MemorySampled(
+        device_total_bytes=sum(totals) if totals else None,
+        device_used_bytes=sum(card.used_bytes for card in cards),
+        device_peak_bytes=sum(card.peak_bytes for card in cards),
+        device_budget_bytes=sum(budgets) if budgets else None,
+        device_by=by,
+        host_rss_bytes=None,
+        host_peak_bytes=None,
+        host_arena_bytes=sum(_bytes_in("host", context.groups)) + rows_bytes,
+        host_pinned_bytes=page_locks.LOCKS.held_bytes,
+        host_limit_bytes=None,
+        cards=cards if len(cards) > 1 else (),
     )
 
 

@@ -25,14 +25,12 @@ from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.counters import Traffic
 from fluxtrain.runtime.stats import (
     BlockFacts,
-    MemoryUse,
-    Residency,
     blocks_of,
     memory_use,
     residency,
 )
 from fluxtrain.runtime.user_gradients import named_norm_parts, on_one_device
-from fluxtrain.telemetry.events import Move
+from fluxtrain.telemetry.events import MemorySampled, Move, ResidencySampled
 from fluxtrain.updates.norm import GradNorm
 
 
@@ -138,11 +136,11 @@ class Engine(Context):
     def blocks(self) -> list[BlockFacts]:
         return blocks_of(self)
 
-    def residency(self) -> Residency:
+    def residency(self) -> ResidencySampled:
         """Return where the weights, gradients and states of each block are."""
         return residency(self)
 
-    def memory(self) -> MemoryUse:
+    def memory(self) -> MemorySampled:
         """Add up the bytes held now."""
         return memory_use(self)
 
