@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fluxtrain
 from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
@@ -41,14 +39,6 @@ def sealed_again(path: Path, manifest: Any) -> None:
 def manifest_of(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((path / "manifest.json").read_text())
     return found
-
-
-def listed_again(path: Path, name: str, content: bytes) -> None:
-    """Put other content into a file, and its hash into the manifest."""
-    (path / name).write_bytes(content)
-    manifest = manifest_of(path)
-    facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    sealed_again(path, {**manifest, "files": {**manifest["files"], name: facts}})
 
 
 def two_checkpoints(root: Path) -> None:

@@ -116,15 +116,6 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_what_it_misses_is_said(tmp_pa
     assert len(said) == 3
 
 
-def test_a_slow_tracker_gets_everything_at_the_end(tmp_path: Path) -> None:
-    tracker, said = Kept(lambda: time.sleep(0.01)), list[str]()
-    one = feed(tracker, tmp_path, said)
-    for number in range(1, 30):
-        one.put(step(number))
-    ended(one)
-    assert [told[0] for told in tracker.told[1:-1]] == list(range(1, 30)) and said == []
-
-
 def test_a_tracker_that_fails_for_a_while_is_asked_again_and_one_that_goes_on_is_given_up(
     tmp_path: Path,
 ) -> None:
@@ -203,15 +194,6 @@ def test_missing_packages_are_named_with_the_command_before_anything_is_loaded()
             refuse_missing_trackers(named)
     with pytest.raises(BadInput, match="trackers.report_to"):
         validate({"trackers": {"report_to": ["comet"]}})
-
-
-def test_a_folder_of_a_trackers_name_is_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "not_a_tracker").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not opening._is_installed("not_a_tracker")
-    assert opening._is_installed("json")
 
 
 # --- the adapters, beside modules with the signatures of the real ones ----------------------------

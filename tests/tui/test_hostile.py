@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +24,6 @@ from fluxtui.panels import PANELS
 from fluxtui.screens.chrome import header_line, notice_lines, status_line
 from fluxtui.screens.framed import framed
 from fluxtui.screens.plan import plan_lines
-from fluxtui.settings import Settings, load_settings
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import ChartSettings, View
@@ -135,13 +133,6 @@ async def test_the_wizard_shows_a_document_with_escapes_without_obeying_it(
         assert unprintable(wizard.app) == set()
 
 
-async def test_a_path_with_escapes_in_a_field_is_not_obeyed(folder: Path, opened: Any) -> None:
-    answers = Answers(step="model", model_source="folder", model_folder=f"/no/{ESCAPE}")
-    async with opened(folder, answers, SIZE) as wizard:
-        await wizard.until(lambda: "/no/" in wizard.text())
-        assert unprintable(wizard.app) == set()
-
-
 # --- numbers --------------------------------------------------------------------------------------
 
 
@@ -218,16 +209,6 @@ def test_a_process_number_that_none_has_is_no_trainer(pid: int) -> None:
 # --- the clock ------------------------------------------------------------------------------------
 
 
-def test_a_clock_set_back_does_not_make_a_silent_trainer_look_alive(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(10))
-    earlier_s = (state.last_wall_s or 0.0) - 3600.0
-    alive = View(state=state, link=Link(process="alive", quiet_s=1.0), wall_s=earlier_s)
-    assert alive.status.kind == "running" and alive.fresh(state.memory) is not None
-    silent = View(state=state, link=Link(process="alive", quiet_s=40.0), wall_s=earlier_s)
-    assert silent.status.kind == "stalled" and "40.0 s" in silent.status.detail
-    assert silent.fresh(state.memory) is None and silent.age_s(state.memory) == 40.0
-
-
 @pytest.mark.parametrize("jump_s", [-7200.0, 7200.0, float("nan")])
 def test_charts_survive_a_clock_that_jumps_during_the_run(made: ModuleType, jump_s: float) -> None:
     events = made.training(40)
@@ -272,13 +253,6 @@ def test_a_hostile_theme_is_left_out_and_said(tmp_path: Path, text: str, said: s
     assert "evil.toml" in problem and said in problem
 
 
-def test_a_theme_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "evil.toml")
-    os.mkfifo(tmp_path / "app.toml")
-    assert load_themes([tmp_path]) == ({}, [])  # opening it would wait for a writer for ever
-    assert load_settings(tmp_path / "app.toml")[0] == Settings()
-
-
 async def test_settings_that_cannot_be_kept_are_said_once(app_pilot: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     app = FluxApp(
@@ -290,22 +264,3 @@ async def test_settings_that_cannot_be_kept_are_said_once(app_pilot: Any, tmp_pa
         await pilot.press("t")
         await app_pilot.until(pilot, lambda: "Not kept" in str(app_pilot.notes(app)))
         assert len([note for note in app_pilot.notes(app) if "Not kept" in note]) == 1
-
-
-async def test_a_run_with_an_endless_name_is_not_saved_and_the_app_lives(
-    made: ModuleType, app_pilot: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / "run"
-    run.mkdir()
-    events = [made.hello(run_id="x" * 3000), *made.training(80)[1:]]
-    made.write(run / "events.ndjson", made.stamped(events))
-    app = app_pilot.app_on(run, made)
-    async with app.run_test(size=SIZE) as pilot:
-        await app_pilot.drawn(pilot)
-        await pilot.press("x", "X")
-
-        def refused() -> int:
-            return sum("Not saved" in note for note in app_pilot.notes(app))
-
-        await app_pilot.until(pilot, lambda: refused() == 2)

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.config.text import read_text
 from fluxtrain.errors import BadInput
-from fluxtrain.files import opening
 from fluxtrain.files.opening import (
     kind_of,
     leaves,
@@ -24,7 +22,6 @@ from fluxtrain.files.opening import (
     refuse_foreign,
     refuse_odd,
 )
-from fluxtrain.plan.machine_file import read_machine_file
 
 
 def a_link(path: Path) -> None:
@@ -92,19 +89,6 @@ def test_a_pipe_in_which_nothing_comes_is_given_up(tmp_path: Path, opened: bool)
 def test_a_device_without_an_end_is_read_up_to_the_limit() -> None:
     with pytest.raises(OSError, match="it has more than 1,000 bytes"):
         read_named(Path("/dev/zero"), 1000)
-
-
-def test_a_machine_from_a_pipe_or_a_device_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening.read_named, "__kwdefaults__", {"begun_s": 0.1, "silent_s": 0.1})
-    os.mkfifo(pipe := tmp_path / "pipe")
-    with pytest.raises(BadInput, match=r"pipe cannot be read: nothing came for 0.1 s: check"):
-        read_machine_file(pipe)
-    with pytest.raises(BadInput, match="zero cannot be read: it has more than 1,048,576 bytes"):
-        read_machine_file(Path("/dev/zero"))
-    with pytest.raises(BadInput, match=r"pipe cannot be read: nothing came for 0.1 s"):
-        read_text(pipe)
 
 
 # -- files found in folders ------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gzip
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -58,18 +57,6 @@ def test_each_folder_that_a_variable_moves_is_told_with_it(
     assert "set TMPDIR " in str(moved_by(temporary / "fluxtrain-dry-run-ab12cd_9" / "run"))
     for other in (temporary / "run", temporary / "fluxtrain-runs" / "a", tmp_path / "cache" / "it"):
         assert moved_by(other) is None, "a run that a user put there is moved by --run-dir"
-
-
-def test_caches_below_the_home_are_known_without_any_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("HF_HOME", "HF_HUB_CACHE", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert "set TRITON_CACHE_DIR " in str(moved_by(tmp_path / ".triton" / "cache" / "kernel"))
-    assert "set HF_HOME " in str(moved_by(tmp_path / ".cache" / "huggingface" / "token"))
-    assert "set XDG_CACHE_HOME " in str(moved_by(tmp_path / ".cache" / "fluxtrain" / "packed"))
-    assert moved_by(tmp_path / "runs") is None
 
 
 @pytest.mark.parametrize(
@@ -170,30 +157,4 @@ def packed_table(tmp_path: Path) -> Path:
 def test_a_packed_table_that_cannot_be_unpacked_is_told(nearly_full: Path, tmp_path: Path) -> None:
     packed = packed_table(tmp_path)
     with pytest.raises(NoSpace, match=rf"{packed}, unpacked, in {nearly_full} .* set TMPDIR"):
-        list(read_request({"path": str(packed)}).corpus())
-
-
-@pytest.mark.parametrize("number", [errno.EFBIG, errno.EDQUOT])
-def test_every_limit_on_unpacked_bytes_is_told_alike(
-    number: int, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*_: object) -> NoReturn:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(shutil, "copyfileobj", refuses)
-    with pytest.raises(NoSpace, match=f"unpacked, in {temporary} .* set TMPDIR"):
-        list(read_request({"path": str(packed_table(tmp_path))}).corpus())
-
-
-def test_a_packed_table_without_any_temporary_folder_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = packed_table(tmp_path)
-
-    def refuses(*_: object, **__: object) -> NoReturn:
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuses)
-    monkeypatch.setattr(tempfile, "gettempdir", refuses)
-    with pytest.raises(BadInput, match="unpacked, cannot be written: No usable .* set TMPDIR"):
         list(read_request({"path": str(packed)}).corpus())

@@ -18,13 +18,6 @@ def held(tmp_path: Path) -> Holding:
     return Holding(RunDir(tmp_path / "runs" / "run"))
 
 
-def test_a_folder_that_stays_is_left_alone(held: Holding, tmp_path: Path) -> None:
-    held.followed_by(lambda *_: pytest.fail("it did not move"))
-    held.look()
-    held.glance()
-    assert held.is_held and held.run_dir.path == tmp_path / "runs" / "run"
-
-
 @pytest.mark.parametrize("renamed", ["run", "."], ids=["the folder", "a folder above"])
 def test_a_renamed_folder_is_followed(held: Holding, tmp_path: Path, renamed: str) -> None:
     told: list[tuple[Path, Path]] = []
@@ -65,16 +58,6 @@ def test_a_lock_that_was_removed_is_taken_again(held: Holding) -> None:
         held.run_dir.lock()
     held.release()
     held.run_dir.lock().release()
-
-
-def test_a_folder_that_another_process_took_ends_in_words(held: Holding) -> None:
-    held.run_dir.pid.unlink()
-    other = held.run_dir.lock()
-    with pytest.raises(BadInput, match="pid was replaced while the run trained"):
-        held.look()
-    assert not held.is_held
-    held.release()
-    assert other.is_at(held.run_dir.pid)
 
 
 def test_the_socket_of_another_trainer_at_the_old_path_stays(held: Holding, tmp_path: Path) -> None:

@@ -106,20 +106,6 @@ def test_the_journal_takes_a_gauge_of_each_kind_once_a_second(
     assert_no_gap(journal)
 
 
-def test_a_gauge_that_is_only_live_carries_the_number_of_the_newest_journal_frame(
-    journal: Path, pipe: tuple[PipeReader, int]
-) -> None:
-    reader, write_end = pipe
-    clock = Clock()
-    emitter = Emitter(journal, write_end, clock=clock)
-    for step in range(3):
-        emitter.emit(Heartbeat(phase="training", step=step))
-    emitter.emit(PhaseChanged(phase="saving"))
-    emitter.emit(Heartbeat(phase="saving", step=3))
-    assert [event.seq for event in reader.poll()] == [1, 1, 1, 2, 2]
-    emitter.close()
-
-
 def test_the_journal_of_a_finished_run_ends_with_the_last_sample_of_every_gauge(
     journal: Path, make_memory: Make
 ) -> None:
@@ -221,23 +207,6 @@ def test_when_the_reader_dies_the_run_goes_on_and_the_loss_is_counted(
     assert emitter.dropped == 1  # later ones have no reader to be dropped for
     emitter.close()
     assert_no_gap(journal, count=3)
-
-
-def test_a_dead_reader_does_not_kill_a_program_that_restored_sigpipe(tmp_path: Path) -> None:
-    program = """
-import os, signal
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import PhaseChanged
-read_end, write_end = os.pipe()
-os.close(read_end)
-Emitter(None, write_end).emit(PhaseChanged(phase="training"))
-print("alive")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False, env=child_env()
-    )
-    assert (done.returncode, done.stdout) == (0, b"alive\n"), done.stderr
 
 
 def test_frames_from_many_threads_are_whole_and_numbered_without_a_gap(
