@@ -294,7 +294,7 @@ def trace(
 
     Works while the run trains, and after whatever ended it.
     """
-    from fluxtrain.trace.command import exported, summarised
+    from fluxtrain.trace.export import exported, summarised
 
     text, facts = summarised(run) if summary else exported(run, output)
     if json:

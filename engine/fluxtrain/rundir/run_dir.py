@@ -24,16 +24,16 @@ from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.files.atomic import check_space, read_json, storage_error, write_json
 from fluxtrain.files.locks import is_at, try_lock
 from fluxtrain.files.opening import is_plain_folder, open_plain, open_to_write
-from fluxtrain.rundir.glance import (
+from fluxtrain.rundir.process import ProcessMark
+from fluxtrain.rundir.states import RunState, state_of_exit, state_word
+from fluxtrain.telemetry.events import RunPhase
+from fluxtrain.telemetry.journal import (
     ending_of_journal,
     first_hello,
     newest_phase,
     newest_step,
     newest_t_s,
 )
-from fluxtrain.rundir.process import ProcessMark
-from fluxtrain.rundir.states import RunState, state_of_exit, state_word
-from fluxtrain.telemetry.events import RunPhase
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.typed import typed
 

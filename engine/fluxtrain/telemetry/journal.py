@@ -12,12 +12,23 @@ import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import storage_error
 from fluxtrain.files.opening import open_plain, open_to_write
-from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
-from fluxtrain.telemetry.frames import Skipped, classify_line, decode_line
+from fluxtrain.telemetry.events import (
+    FRAME_LIMIT_BYTES,
+    AnyEvent,
+    Done,
+    Failed,
+    Heartbeat,
+    Hello,
+    PhaseChanged,
+    RunPhase,
+    StepFinished,
+)
+from fluxtrain.telemetry.frames import SchemaTooNew, Skipped, classify_line, decode_line
 from fluxtrain.units import bytes_text
 
 TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
@@ -115,3 +126,60 @@ def last_event(path: Path) -> AnyEvent | None:
         if event is not None:
             return event
     return None
+
+
+def _glance(line: bytes) -> AnyEvent | None:
+    """Return the event of a line; None for a newer version of the schema, too."""
+    try:
+        return decode_line(line)
+    except SchemaTooNew:
+        return None
+
+
+def first_hello(journal: Path) -> Hello | None:
+    """Return how a run began; None where its journal does not tell."""
+    try:
+        with open_plain(journal) as file:
+            event = _glance(file.read(1 << 16).partition(b"\n")[0])
+    except OSError:
+        return None
+    return event if isinstance(event, Hello) else None
+
+
+def newest_step(journal: Path) -> StepFinished | None:
+    """Return the newest step in the journal's end."""
+    for line in tail_lines(journal):
+        if b'"step"' in line and isinstance(event := _glance(line), StepFinished):
+            return event
+    return None
+
+
+def newest_t_s(journal: Path) -> float | None:
+    """Return the trainer's monotonic clock at the newest event in the journal's end."""
+    for line in tail_lines(journal):
+        if (event := _glance(line)) is not None:
+            return event.t_s
+    return None
+
+
+def newest_phase(journal: Path) -> RunPhase | None:
+    """Return the newest phase that the run told in the journal's end."""
+    for line in tail_lines(journal):
+        if b'"phase"' in line and isinstance(event := _glance(line), Heartbeat | PhaseChanged):
+            return event.phase
+    return None
+
+
+def ending_of_journal(journal: Path) -> dict[str, Any]:
+    """Return the content of Done or Failed, if the journal ends with one."""
+    ending: dict[str, Any] = {}
+    for line in tail_lines(journal)[:16]:
+        event = _glance(line)
+        if isinstance(event, Hello | StepFinished):
+            break
+        if isinstance(event, Done | Failed):
+            ending.setdefault("exit_code", event.exit_code)
+        if isinstance(event, Failed):
+            ending.setdefault("message", event.message)
+            ending.setdefault("refused", event.refused)
+    return ending
