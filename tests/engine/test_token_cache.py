@@ -19,7 +19,7 @@ from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.kept_rows import _file, kept_packing
 from fluxtrain.data.prepare import PreparedData
 from fluxtrain.data.store import shard_files, shards
-from fluxtrain.data.store.cache import UNUSED_S, Entry, forget_unused, holds_entries
+from fluxtrain.data.store.cache import UNUSED_S, CachedTokens, forget_unused, holds_entries
 from fluxtrain.data.store.shard_files import Numbers, write_numbers
 from fluxtrain.errors import BadInput
 from fluxtrain.files.cache import Damaged, read_sealed
@@ -209,7 +209,7 @@ def test_nothing_is_written_or_removed_through_an_entry_that_leads_elsewhere(
     else:
         os.mkfifo(planted)
     with pytest.raises(BadInput, match="tokens of the data are kept there: remove it"):
-        Entry(entry).opened(["trained"])
+        CachedTokens(entry).opened(["trained"])
     assert os.listdir(elsewhere) == [".bashrc"]
 
 
@@ -217,7 +217,7 @@ def test_only_what_a_killed_writer_left_is_removed_from_an_entry(tmp_path: Path)
     (folder := tmp_path / ("0" * 32)).mkdir()
     for name in (".00000.ids.77", ".hidden", ".precious.jpg"):
         (folder / name).touch()
-    with Entry(folder).building(lambda: None):
+    with CachedTokens(folder).building(lambda: None):
         assert sorted(os.listdir(folder)) == [".hidden", ".precious.jpg", "lock"]
 
 

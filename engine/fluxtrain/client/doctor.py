@@ -13,7 +13,7 @@ Level = Literal["broken", "slow", "small", "note"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds this machine back, in numbers, and what to change.
+    """Names a thing that holds this machine back, in numbers, and what to change.
 
     `level`: something does not work; it works slowly; less fits than could; worth knowing.
     `factor` is how many times more the machine would give without it; 1 where nobody can say.

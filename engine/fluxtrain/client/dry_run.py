@@ -41,7 +41,7 @@ class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DryRunAnswer(Answer, frozen=True, kw_only=True):
-    """What a dry run measured, beside the plan of the run itself."""
+    """Tells what a dry run measured, beside the plan of the run itself."""
 
     COMMAND: ClassVar[str] = "dry-run"
 

@@ -1,4 +1,4 @@
-"""What `fluxtrain generate --json` reads and writes: one JSON object a line, told apart by `kind`.
+"""The lines of `fluxtrain generate --json`: a JSON object each, told apart by `kind`.
 
 It reads an `ask` or a `stop` a line from standard input, and answers in order. First it writes
 `progress` and `ready`; then for every ask some `text` and one `answer`, or a `refused`. It leaves
@@ -32,7 +32,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ask"
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stop"):
-    """Stop the answer that is being written, and those that were asked for and wait."""
+    """Stop the answer that is being written, and drop the prompts that wait."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ready"):
@@ -53,7 +53,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="re
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="progress"):
-    """What is done before the model is ready."""
+    """Tells the work before the model is ready."""
 
     text: str
 

@@ -53,7 +53,7 @@ class InspectedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InspectionAnswer(Answer, frozen=True, kw_only=True):
-    """What the first documents of the data hold, and estimates for all of them.
+    """Tells what the first documents of the data hold, and estimates for all of them.
 
     Shares are between 0 and 1. `sampled_share` is the part of the file's bytes that was read.
     """

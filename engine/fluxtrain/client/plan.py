@@ -21,7 +21,7 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained of the model, and how the rest is stored.
+    """Tells what is trained of the model, and how the rest is stored.
 
     Bytes are of weights wherever they live. `rank` is None where there are no adapters, `storage`
     is plain where nothing is packed.

@@ -160,7 +160,7 @@ def _kept(
 ) -> _Encoded:
     """Find the tokens of an earlier run, or make and keep them. Raises NotKept."""
     folder = cache_folder(source.token_cache)
-    entry = cache.Entry(folder / key_of(files, source.request, tokenizer))
+    entry = cache.CachedTokens(folder / key_of(files, source.request, tokenizer))
     names = cache.PARTS[: len(corpora)]
     while (found := entry.opened(names)) is None:
         forget_unused(folder)
@@ -179,7 +179,7 @@ def _kept(
 
 
 def _build(
-    entry: cache.Entry,
+    entry: cache.CachedTokens,
     tokenizer: Tokenizer,
     corpora: Sequence[Corpus],
     tell: Callable[[str], None] | None,

@@ -148,7 +148,7 @@ def _from_disk(path: Path, offset: int, count: int, inode: int, flags: int = 0) 
         while read < count:
             got = os.preadv(descriptor, [memoryview(data)[read:]], offset + read, flags)
             if not got:
-                return None  # cut off: whoever mapped it finds out
+                return None  # cut off: a process that mapped it finds out
             read += got
         return bytes(data)
     finally:

@@ -13,6 +13,7 @@ from fluxtrain.errors import (
     FluxTrainError,
     NoSpace,
     brief,
+    is_panic,
     system_error,
 )
 from fluxtrain.files.temporary import FULL, free_text, moved_by
@@ -29,7 +30,6 @@ _NO_MEMORY = (
     "failed to map segment",
 )  # fmt: skip
 _NO_THREAD = ("can't start new thread", "thread creation failed", "threadpoolbuild")
-_PANIC = "PanicException"  # of libraries in Rust; no Exception, and of no module to import
 
 
 def as_told(error: BaseException) -> FluxTrainError | None:
@@ -49,31 +49,28 @@ def as_told(error: BaseException) -> FluxTrainError | None:
 
 
 def _by_words(error: BaseException) -> FluxTrainError | None:
-    """Return what a library says of the system's limits."""
+    """Return the limit of the system that a library names: they raise errors of no kind of their
+    own for it."""
     words = str(error).lower()
+    told = isinstance(error, RuntimeError | ImportError | OSError)
     if isinstance(error, RuntimeError) and words.startswith("could not determine home"):
         return BadInput("a path starts with ~ and a name that is no user here: write it in full")
-    told_by_library = isinstance(error, RuntimeError | ImportError | OSError)
-    if told_by_library and "too many open files" in words:
+    if told and "too many open files" in words:
         return DoesNotFit(
             "the system lets this process open no more files: raise its limit (`ulimit -n`), or "
             "close other programs where the limit is the machine's"
         )
-    ran_out = isinstance(error, MemoryError) or (
-        told_by_library and any(text in words for text in _NO_MEMORY)
-    )
-    panicked = type(error).__name__ == _PANIC
-    if (panicked or told_by_library) and any(text in words for text in _NO_THREAD):
+    if (told or is_panic(error)) and any(text in words for text in _NO_THREAD):
         return DoesNotFit(
             "the system refuses another thread: raise its limit of processes and threads (`ulimit "
             "-u`, a container's pids limit), or of memory (`ulimit -v`), or close other programs"
         )
-    if panicked:
+    if is_panic(error):
         return BadInput(
             f"a library of the tokenizer or of the weights' files failed ({first_line(error)}): "
             "copy or download the model's folder again"
         )
-    if ran_out:
+    if isinstance(error, MemoryError) or (told and any(text in words for text in _NO_MEMORY)):
         return DoesNotFit(
             f"memory ran out ({first_line(error)}): lower train.batch_rows or "
             "data.sequence_length, choose a smaller model, or close other programs"

@@ -68,7 +68,7 @@ def model_files(run: RunDir) -> dict[str, int] | None:
 
 @dataclass
 class Visited:
-    """What a folder holds: the bytes of the run's own files, and the paths of others' in it."""
+    """Counts a folder: the bytes of the run's own files, and the paths of others' in it."""
 
     own_bytes: int = 0
     others: list[str] = field(default_factory=list)

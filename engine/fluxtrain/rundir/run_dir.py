@@ -39,7 +39,7 @@ from fluxtrain.telemetry.typed import typed
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
 MARK_LIMIT_BYTES = 1 << 16
-LOCK_TRIES, LOCK_PAUSE_S = 5, 0.02  # whoever only looks holds the lock for microseconds
+LOCK_TRIES, LOCK_PAUSE_S = 5, 0.02  # a look at a run holds the lock for microseconds
 REMOTE_SILENCE_S = 30.0  # a run on another host is dead when its journal is silent for longer
 
 
@@ -162,7 +162,7 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        """What the trainer printed."""
+        """Holds what the trainer printed."""
         return self.path / "engine.log"
 
     @property

@@ -27,7 +27,7 @@ RunPhase = Literal[
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """What every frame carries; the emitter fills these four."""
+    """Has the fields of every frame; the emitter fills these four."""
 
     seq: int = 0
     t_s: float = 0.0  # time.monotonic() of the trainer
@@ -63,7 +63,7 @@ class CardTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CardPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one of several cards does in a plan."""
+    """Tells the share of one of several cards in a plan."""
 
     number: int  # as gauges and lanes count the cards that compute
     index: int  # torch's

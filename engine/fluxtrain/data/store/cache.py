@@ -51,7 +51,7 @@ class _Closed(NotKept, BadInput):
     """The folder of the cache cannot be written."""
 
 
-class Entry:
+class CachedTokens:
     """A data set in the cache."""
 
     def __init__(self, folder: Path) -> None:

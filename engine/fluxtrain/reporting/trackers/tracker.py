@@ -1,4 +1,4 @@
-"""What a run calls of a tracker, and what a tracker is told of the run."""
+"""The interface of a tracker, and the facts of a run that it is given."""
 
 from __future__ import annotations
 
