@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from fluxtrain.reporting.run_log import RunLog
 from fluxtrain.rundir.launch import start_trainer
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.train.session import Session
+from fluxtui.sources.journal import last_words
 
 
 @pytest.fixture
@@ -113,3 +117,14 @@ def test_a_session_that_cannot_be_had_gives_back_what_it_took(tmp_path: Path) ->
     assert told_by_logging() == before
     with run.lock():
         pass
+
+
+def test_a_crash_in_native_code_is_in_the_log_and_in_words(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from fluxtrain.reporting.run_log import RunLog\n"
+        "RunLog(Path(sys.argv[1]) / 'engine.log')\nos.abort()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, tmp_path], check=False)
+    assert ended.returncode == -signal.SIGABRT
+    assert "native code ended the process (Aborted)" in last_words(RunDir(tmp_path))

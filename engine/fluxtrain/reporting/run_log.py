@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +48,8 @@ class RunLog:
         shows = warnings.showwarning
         logging.captureWarnings(True)
         self._captures = warnings.showwarning is not shows  # else the program did so itself
+        self._told_crashes = faulthandler.is_enabled()
+        faulthandler.enable(self._file)  # a crash in native code leaves its place here
 
     def tell(self, warn: Callable[[str], None]) -> None:
         """Pass the engine's own warnings on to `warn` as well."""
@@ -73,6 +77,10 @@ class RunLog:
         for logger, level, propagate in self._before:
             logger.setLevel(level)
             logger.propagate = propagate
+        if self._told_crashes and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)
+        else:
+            faulthandler.disable()
         with contextlib.suppress(OSError):  # a full disk, which raises its own error elsewhere
             self._handler.close()
             self._file.close()
