@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fluxtrain
 from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint

@@ -17,8 +17,8 @@ from fluxtrain.device.device import Device
 from fluxtrain.optimizer.state_shards import Held
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.runtime.counters import Traffic
-from fluxtrain.runtime.stats import BlockFacts, MemoryUse, Residency
-from fluxtrain.telemetry.events import Move
+from fluxtrain.runtime.stats import BlockFacts
+from fluxtrain.telemetry.events import MemorySampled, Move, ResidencySampled
 from fluxtrain.updates.loss_scale import LossScale
 from fluxtrain.updates.norm import GradNorm
 
@@ -81,10 +81,10 @@ class TrainingEngine(Protocol):
     def blocks(self) -> list[BlockFacts]:
         """The model's blocks and their sizes."""
 
-    def residency(self) -> Residency:
+    def residency(self) -> ResidencySampled:
         """Return where the weights, gradients and states of each block are."""
 
-    def memory(self) -> MemoryUse:
+    def memory(self) -> MemorySampled:
         """Add up the bytes held now."""
 
     def traffic(self) -> Traffic:

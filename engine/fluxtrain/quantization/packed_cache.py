@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from fluxtrain.files.atomic import sync
-from fluxtrain.files.cache import cache_root
+from fluxtrain.files.cache import Damaged, cache_root
 from fluxtrain.files.locks import if_left, is_at, try_lock
 from fluxtrain.files.opening import open_to_write
 from fluxtrain.plan.states import PackedFormat
-from fluxtrain.quantization.cache_file import Contents, Damaged, Pieces, read_header
+from fluxtrain.quantization.cache_file import Contents, Pieces, read_header
 from fluxtrain.units import GIB
 
 RECIPE = 1  # raise it when packing would write other bytes
