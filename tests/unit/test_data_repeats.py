@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import tempfile
+import resource
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.data.reading import duplicates
+from fluxtrain.data.reading import repeats
 from fluxtrain.data.reading.corpus import Reading
-from fluxtrain.data.reading.duplicates import Duplicates, Place
 from fluxtrain.data.reading.repeats import RepeatSearch
 from fluxtrain.data.reading.report import Report
+from fluxtrain.data.row import Origin, Row
 from tests.unit.data_files import CHAT, corpus, lines, write
 
 
@@ -32,42 +30,44 @@ def searched(*paths: Path, border: int | None = None) -> Report:
         return readings[0].report
 
 
-@given(
-    numbers=st.lists(st.integers(0, 30), max_size=200),
-    spill=st.sampled_from([28, 200, 1 << 20]),
-    border=st.integers(0, 3),
-)
-def test_the_count_is_that_of_a_plain_set_whatever_was_spilled(
-    numbers: list[int], spill: int, border: int
-) -> None:
-    with pytest.MonkeyPatch.context() as patch, Duplicates() as found:
-        patch.setattr(duplicates, "SPILL_BYTES", spill)
-        seen: dict[int, Place] = {}
-        expected = across = 0
-        for row, number in enumerate(numbers, start=1):
-            place = Place(row * 3 // (len(numbers) + 1), row)
-            found.add(number.to_bytes(1, "big") * 16, place)
-            earlier = seen.setdefault(number, place)
-            expected += earlier != place
-            across += earlier.file < border <= place.file
-        repeats = found.repeats(border)
-    assert (repeats.rows, repeats.across) == (expected, across)
-    assert len(repeats.examples) == min(expected, duplicates.EXAMPLES)
-    for repeating, repeated in repeats.examples:
-        assert numbers[repeating.row - 1] == numbers[repeated.row - 1]
-        assert repeated.row < repeating.row
+def taken(numbers: list[int], search: RepeatSearch, files: int = 1) -> list[int]:
+    """Let the search take one document a number, over some files; return the file of each."""
+    at = [place * files // len(numbers) for place in range(len(numbers))]
+    for place, (file, number) in enumerate(zip(at, numbers, strict=True), start=1):
+        search.take(file, Row(origin=Origin("a.jsonl", place), text=str(number)), {})
+    return at
+
+
+@given(numbers=st.lists(st.integers(0, 30), min_size=1, max_size=200), border=st.integers(0, 3))
+def test_the_count_is_that_of_a_plain_set(numbers: list[int], border: int) -> None:
+    with RepeatSearch() as search:
+        files = taken(numbers, search, files=3)
+        found = search.found("documents", border)
+    first: dict[int, int] = {}
+    expected = across = 0
+    for file, number in zip(files, numbers, strict=True):
+        if number in first:
+            expected += 1
+            across += first[number] < border <= file
+        first.setdefault(number, file)
+    assert (found.rows, found.across) == (expected, across)
+    assert bool(found.examples) == bool(expected) and len(found.examples) <= repeats.EXAMPLES
+    for _, row, _, earlier in found.examples:
+        assert numbers[row - 1] == numbers[earlier - 1] and earlier < row
 
 
 def test_memory_is_bounded_however_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicates, "SPILL_BYTES", 1 << 14)
-    with Duplicates() as found:
-        held = []
-        for number in range(20_000):
-            found.add(number.to_bytes(16, "little"), Place(0, number + 1))
-            held.append(sum(map(len, found._parts)))
-        found.add((7).to_bytes(16, "little"), Place(0, 20_001))
-        assert max(held) <= 1 << 14
-        assert found.repeats().examples == ((Place(0, 20_001), Place(0, 8)),)
+    monkeypatch.setattr(repeats, "CACHE_KIB", 1 << 10)
+    with RepeatSearch() as search:
+        taken([1, 2], search)
+        before = resident_bytes()
+        taken([*range(3, 300_000), 3], search)  # 10 MB of hashes
+        assert search.found("documents", 1).rows == 1
+        assert resident_bytes() - before < 6 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_white_space_and_capitals_make_no_other_document(tmp_path: Path) -> None:
@@ -105,27 +105,18 @@ def test_held_out_documents_that_are_trained_on_are_told(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.parametrize("at", ["making", "writing", "flushing"])
 def test_a_full_temporary_folder_ends_the_search_alone_and_is_told(
-    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = lines(tmp_path, *({"text": f"row {number % 50}"} for number in range(200)))
-    refused = OSError(errno.ENOSPC, "No space left on device")
-    made = []
-
-    def temporary_file() -> Mock:
-        if at == "making":
-            raise refused
-        made.append(Mock(**{"seek.return_value": 0}))
-        made[-1].write.side_effect = refused if at == "writing" else None
-        made[-1].flush.side_effect = made[-1].close.side_effect = refused
-        return made[-1]
-
-    monkeypatch.setattr(duplicates, "SPILL_BYTES", 56)
-    monkeypatch.setattr("tempfile.TemporaryFile", temporary_file)
-    report = searched(path)
-    assert report.rows == 200, "every row is read"
+    path = lines(tmp_path, *({"text": f"row {number % 50}"} for number in range(20_000)))
+    monkeypatch.setattr(repeats, "CACHE_KIB", 64)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        report = searched(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert report.rows == 20_000, "every row is read"
     [told] = report.lines()
-    assert told.startswith("repeated documents were not looked for: no space left for the hashes")
-    assert f"in {tempfile.gettempdir()} (No space left on device; " in told and "TMPDIR" in told
-    assert len(made) <= 1, "it is not tried at every row"
+    assert told.startswith("repeated documents were not looked for: the hashes of the rows cannot")
+    assert "TMPDIR" in told
