@@ -19,8 +19,7 @@ from fluxtrain.files.opening import open_plain
 
 
 def kept_packing(folder: Path, settings: object) -> Packing | None:
-    """Return the packing for the settings; None where none is kept, or it is damaged, or no data
-    are packed so, whatever its checksum says."""
+    """Return the packing for the settings; None where none is kept, or it is damaged."""
     try:
         with open_plain(_file(folder, settings)) as file:
             data = file.readall()
@@ -30,14 +29,13 @@ def kept_packing(folder: Path, settings: object) -> Packing | None:
             told = json.loads(str(found["told"]))
             if told["settings"] != repr(settings):  # under the name of another's
                 return None
-            packing = Packing(
+            return Packing(
                 starts=found["starts"],
                 lengths=found["lengths"],
                 first_piece=found["first_piece"],
                 predicted_count=told["predicted_count"],
                 fit=Fit(**told["fit"]),
             )
-            return packing if _is_possible(packing) else None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
 
@@ -59,23 +57,6 @@ def keep_packing(folder: Path, settings: object, packing: Packing) -> None:
     data = made.getvalue()
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(_file(folder, settings), zlib.crc32(data).to_bytes(4, "little") + data)
-
-
-def _is_possible(packing: Packing) -> bool:
-    """Return whether every row has a piece, every piece a place of its own and two tokens, and all
-    of them what is to be predicted."""
-    pieces, order = len(packing.starts), np.argsort(packing.starts, kind="stable")
-    starts, lengths = packing.starts[order], packing.lengths[order]
-    return bool(
-        len(packing.first_piece)
-        and packing.first_piece[0] == 0
-        and packing.first_piece[-1] == pieces
-        and (np.diff(packing.first_piece) > 0).all()
-        and (lengths >= 2).all()
-        and packing.predicted_count <= int((lengths - 1).sum())
-        and (starts[:1] >= 0).all()
-        and (starts[:-1] + lengths[:-1] <= starts[1:]).all()
-    )
 
 
 def _file(folder: Path, settings: object) -> Path:

@@ -166,7 +166,7 @@ def _kept(
         forget_unused(folder)
         waiting = partial(tell or _silent, "another run makes tokens of this data: waiting for it")
         with entry.building(waiting):
-            if not entry.is_whole(names):
+            if entry.opened(names) is None:  # nobody built it meanwhile
                 entry.discard(names)
                 try:
                     _build(entry, tokenizer, corpora, tell)

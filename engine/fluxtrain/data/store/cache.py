@@ -29,7 +29,7 @@ from fluxtrain.files.locks import if_left, try_lock, wait_for_lock
 from fluxtrain.files.opening import is_plain_folder, kind_of, open_to_write
 from fluxtrain.files.temporary import FULL, free_text
 
-RECIPE = 2  # raise it when the same data would become other tokens
+VERSION = 3  # raise it when the same data would become other tokens, or other files
 ENDS = 1 << 16  # bytes of a file's beginning and end that its key looks at
 UNUSED_S = 30 * 24 * 3600.0
 _USED, _LOCK, _COMPLETE = "used", "lock", "complete.json"
@@ -103,14 +103,6 @@ class CachedTokens:
         if self._held is not None:
             os.close(self._held)  # whoever removes the entry takes the file with it
             self._held = None
-
-    def is_whole(self, names: Sequence[str]) -> bool:
-        """Return whether another process built the entry meanwhile; called while it is held."""
-        try:
-            _told(self.folder)
-            return all(StoredTokens(self.folder / name).count for name in names)
-        except Damaged:
-            return False
 
     def complete(self, told: list[str]) -> None:
         """Note that the entry is whole."""
@@ -218,7 +210,7 @@ def forget_unused(folder: Path, now_s: float | None = None) -> None:
 
 def key_of(files: Sequence[Path], settings: Any, tokenizer: Tokenizer) -> str:
     """Return the name of the entry for files, the way they are read, and a tokenizer."""
-    made = blake2b(repr((RECIPE, settings)).encode(), digest_size=16)
+    made = blake2b(repr((VERSION, settings)).encode(), digest_size=16)
     for path in files:
         found = path.stat()
         made.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())

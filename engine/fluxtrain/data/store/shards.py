@@ -1,17 +1,13 @@
 """The tokens of a data set in shards on disk: written shard by shard, and mapped into memory.
 
 A manifest names the shards that are whole, so a writer that was killed goes on behind the last one.
-Memory holds one shard while it is written, and 26 bytes a sample while it is read.
-
-Checksums say that a file holds what was written, not that this was sound: a part that a crash left
-as zeros may be sealed again by what copied or repaired it. So a sample's tokens are also compared
-with their hash in the index, and one with marks has a token to learn.
+Memory holds one shard while it is written, and 24 bytes a sample while it is read. The manifest has
+a checksum of every file, which is verified when the store is opened: docs/decisions/0028.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -78,12 +74,17 @@ class ShardWriter:
             stem = self._folder / f"{len(manifest['shards']):05d}"
             ids = np.concatenate([sample.ids for sample, _ in samples])
             marked = any(sample.marks is not None for sample, _ in samples)
-            guards = {"ids": write_numbers(stem.with_suffix(".ids"), ids.astype(manifest["dtype"]))}
+            files: dict[str, npt.NDArray[Any]] = {"ids": ids.astype(manifest["dtype"])}
             if marked:
-                guards["marks"] = write_numbers(stem.with_suffix(".marks"), _marks_of(samples))
-            guards["index"] = write_numbers(stem.with_suffix(".index"), self._index())
+                files["marks"] = _marks_of(samples)
+            files["index"] = self._index()
+            checksums = {
+                kind: write_numbers(stem.with_suffix(f".{kind}"), numbers)
+                for kind, numbers in files.items()
+            }
             shard = {"samples": len(samples), "tokens": len(ids), "largest": int(ids.max()),
-                     "marks": marked, "digest": _digest(samples), "guards": guards}  # fmt: skip
+                     "marks": marked, "digest": _digest(samples),
+                     "checksums": checksums}  # fmt: skip
             manifest["shards"].append(shard)
         manifest["notes"] = notes.as_json()
         write_sealed(self._folder / MANIFEST, manifest)
@@ -124,12 +125,12 @@ class StoredTokens:
         shards: list[dict[str, Any]] = manifest["shards"]
         stems = [folder / f"{number:05d}" for number in range(len(shards))]
         self.notes = Notes.from_json(manifest["notes"])
-        self._folder = folder
         self._shards, self._files = shards, manifest["files"]
 
         def opened(number: int, kind: str, dtype: npt.DTypeLike) -> Numbers:
-            path = stems[number].with_suffix(f".{kind}")
-            return Numbers(path, dtype, shards[number]["guards"][kind])
+            shard, path = shards[number], stems[number].with_suffix(f".{kind}")
+            count = shard["samples" if kind == "index" else "tokens"]
+            return Numbers(path, dtype, count, shard["checksums"][kind])
 
         numbers = range(len(shards))
         self._ids = [opened(number, "ids", manifest["dtype"]) for number in numbers]
@@ -138,19 +139,11 @@ class StoredTokens:
             for number in numbers
         ]
         self._indexes = [opened(number, "index", _INDEX) for number in numbers]
-        for shard, ids in zip(shards, self._ids, strict=True):
-            if len(ids) != shard["tokens"]:
-                raise Damaged(f"{folder} holds a shard of another length than its manifest says")
-        for shard, index in zip(shards, self._indexes, strict=True):
-            lengths = index.whole()["length"]
-            if not lengths.all() or int(lengths.sum()) != shard["tokens"]:
-                raise Damaged(f"{folder} holds samples of other lengths than its manifest says")
         self._borders = np.cumsum([0, *(shard["tokens"] for shard in shards)])
         self._samples = np.cumsum([0, *(shard["samples"] for shard in shards)])
         self.starts: Ints = np.zeros(int(self._samples[-1]) + 1, dtype=np.int64)
         np.cumsum(self._column("length"), out=self.starts[1:])
         self.rows: Ints = self._column("row").astype(np.int64)
-        self._seen_ids, self._seen_marks = np.zeros((2, len(self.rows)), dtype=np.bool_)
 
     @property
     def documents(self) -> int:
@@ -178,27 +171,19 @@ class StoredTokens:
 
     def ids_at(self, start: int, count: int) -> Ids:
         """Return `count` tokens from `start` on, all of one sample."""
-        with self._told():
-            found = self._read_ids(start, count)
-            if count and not self._seen_ids[sample := self._sample_at(start)]:
-                self._check_ids(sample, found)
-            return found
+        shard, within = self._place(start)
+        return self._ids[shard].read(within, count).astype(np.uint32, copy=False)
 
     def marks_at(self, start: int, count: int) -> Marks:
         """Return the marks of `count` tokens from `start` on, all of one sample."""
         shard, within = self._place(start)
         marks = self._marks[shard]
-        if marks is None or not count:
-            return np.ones(count, dtype=np.bool_)
-        with self._told():
-            found: Marks = marks.read(within, count)
-            if not self._seen_marks[sample := self._sample_at(start)]:
-                self._check_marks(sample, marks, found)
-            return found
+        return np.ones(count, dtype=np.bool_) if marks is None else marks.read(within, count)
 
     def origin(self, sample: int) -> str:
         """Return the place of the row that a sample is made of."""
-        entry = self._entry(sample)
+        shard = int(np.searchsorted(self._samples, sample, side="right")) - 1
+        entry = self._indexes[shard].read(sample - int(self._samples[shard]), 1)[0]
         unit = "row" if entry["is_row"] else "line"
         return f"{self._files[int(entry['file'])]} {unit} {int(entry['number'])}"
 
@@ -206,46 +191,6 @@ class StoredTokens:
         """Return a hash of all tokens and marks, as they were written."""
         told = [shard["digest"] for shard in self._shards]
         return blake2b("".join(told).encode(), digest_size=16).hexdigest()
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Forget the shards where one is damaged, so that the next run makes them anew."""
-        try:
-            yield
-        except Damaged as error:
-            with suppress(OSError):  # of a folder that is only read
-                (self._folder / MANIFEST).unlink(missing_ok=True)
-            raise Damaged(
-                f"{error}: these tokens were given up; start again, or resume, and they are made "
-                "anew"
-            ) from error
-
-    def _read_ids(self, start: int, count: int) -> Ids:
-        shard, within = self._place(start)
-        return self._ids[shard].read(within, count).astype(np.uint32, copy=False)
-
-    def _check_ids(self, sample: int, found: Ids) -> None:
-        """Raise Damaged unless a sample's tokens, of which some were `found`, have their hash."""
-        start, end = (int(place) for place in self.starts[sample : sample + 2])
-        whole = found if len(found) == end - start else self._read_ids(start, end - start)
-        if content_key(whole) != int(self._entry(sample)["key"]):
-            raise Damaged(f"{self._folder} holds other tokens than those of {self.origin(sample)}")
-        self._seen_ids[sample] = True
-
-    def _check_marks(self, sample: int, marks: Numbers, found: Marks) -> None:
-        """Raise Damaged unless a sample, of which some marks were `found`, has a token to learn."""
-        start, end = (int(place) for place in self.starts[sample : sample + 2])
-        if not found.any() and not marks.read(self._place(start)[1], end - start).any():
-            raise Damaged(f"{self._folder} holds no token to learn of {self.origin(sample)}")
-        self._seen_marks[sample] = True
-
-    def _sample_at(self, place: int) -> int:
-        return int(np.searchsorted(self.starts, place, side="right")) - 1
-
-    def _entry(self, sample: int) -> Any:
-        """Return what the index says of a sample."""
-        shard = int(np.searchsorted(self._samples, sample, side="right")) - 1
-        return self._indexes[shard].read(sample - int(self._samples[shard]), 1)[0]
 
     def _place(self, start: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._borders, start, side="right")) - 1
