@@ -118,9 +118,9 @@ def test_a_maker_that_fails_within_goes_on_behind_its_last_shard(
     data: str, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepared(data, str(tmp_path / "whole"), str(tokenizer_folder))
-    writes, write = list[str](), shards.write_numbers
+    writes, write = list[str](), shard_files.write_numbers
 
-    def fails(path: Path, numbers: np.ndarray) -> int:  # type: ignore[type-arg]
+    def fails(path: Path, numbers: np.ndarray) -> int:
         writes.append(path.name)
         if len(writes) % 8 == 7:
             raise KeyboardInterrupt
