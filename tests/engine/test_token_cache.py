@@ -120,7 +120,7 @@ def test_a_maker_that_fails_within_goes_on_behind_its_last_shard(
     whole = prepared(data, str(tmp_path / "whole"), str(tokenizer_folder))
     writes, write = list[str](), shard_files.write_numbers
 
-    def fails(path: Path, numbers: "np.ndarray[tuple[int], np.dtype[np.generic]]") -> int:
+    def fails(path: Path, numbers: np.ndarray[tuple[int], np.dtype[np.generic]]) -> int:
         writes.append(path.name)
         if len(writes) % 8 == 7:
             raise KeyboardInterrupt
