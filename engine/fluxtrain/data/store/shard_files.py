@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from functools import partial
@@ -11,16 +12,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-
-def write_numbers(path: Path, numbers: npt.NDArray[Any]) -> int:
-    """Write an array; return its checksum."""
-    data = np.ascontiguousarray(numbers).tobytes()
-
-
+from fluxtrain.files.atomic import replace_file
 from fluxtrain.files.cache import Damaged
 from fluxtrain.files.opening import open_plain, read_again, read_range
 
 READ_BYTES = 1 << 20  # at once, while a checksum is verified
+
+
+def write_numbers(path: Path, numbers: npt.NDArray[Any]) -> int:
+    """Write an array; return its checksum."""
+    data = np.ascontiguousarray(numbers).tobytes()
+    replace_file(path, data)
+    return zlib.crc32(data)
 
 
 class Numbers:
