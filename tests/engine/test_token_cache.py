@@ -18,7 +18,7 @@ from fluxtrain.data.batches import BatchSource
 from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.kept_rows import _file, kept_packing
 from fluxtrain.data.prepare import PreparedData
-from fluxtrain.data.store import shards
+from fluxtrain.data.store import shard_files, shards
 from fluxtrain.data.store.cache import UNUSED_S, CachedTokens, forget_unused, holds_entries
 from fluxtrain.data.store.shard_files import Numbers
 from fluxtrain.errors import BadInput
