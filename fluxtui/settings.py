@@ -116,7 +116,7 @@ def _fits(value: object, name: str, default: object) -> bool:
 
 
 def _usable_keys(wanted: Mapping[str, object], problems: list[str]) -> dict[str, str]:
-    """The entries that name an action and keys that no other action has."""
+    """Return the entries that name an action and keys that no other action has."""
     taken = {action.id: set(action.keys.split(",")) for action in ACTIONS}
     usable: dict[str, str] = {}
     for name, keys in wanted.items():
@@ -160,7 +160,7 @@ def save_settings(settings: Settings, path: Path) -> bool:
 
 
 def _with_values(lines: list[str], values: Mapping[str, object]) -> list[str]:
-    """The lines of a file with these top-level values replaced, or added before the first table."""
+    """Replace top-level values in the lines of a file; new ones go before the first table."""
     end = next((i for i, text in enumerate(lines) if _TABLE.match(text)), len(lines))
     top, rest = lines[:end], lines[end:]
     for name, value in values.items():

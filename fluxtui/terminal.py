@@ -88,7 +88,7 @@ class Output:
                 self._caught_up()
 
     def _written(self, data: bytes) -> bool:
-        """Whether the terminal took all of it; False when it has hung up."""
+        """Tell whether the terminal took all of it; False when it has hung up."""
         rest = memoryview(data)
         while rest:
             try:

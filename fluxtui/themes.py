@@ -65,7 +65,7 @@ class Palette:
     _cache: dict[str, Style] = field(default_factory=dict, compare=False)
 
     def style(self, role: str) -> Style:
-        """The style of a role; unknown roles look like plain text."""
+        """Return the style of a role; unknown roles look like plain text."""
         style = self._cache.get(role)
         if style is None:
             style = Style(bgcolor=self.ground) + self._made(role)
@@ -120,7 +120,7 @@ PLAIN = Palette({})
 
 
 def wants_no_colour(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user asks for output without colours: https://no-color.org.
+    """Tell whether the user asks for output without colours: https://no-color.org.
 
     Bold, dim, underlined and reversed text is no colour.
     """
@@ -134,7 +134,7 @@ class Colourless(LineFilter):
     """Removes colours from everything drawn and leaves the other attributes."""
 
     def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
-        """The same segments without colours."""
+        """Remove the colours of the segments."""
         return [
             Segment(text, style and _without_colour(style), control)
             for text, style, control in segments
@@ -189,7 +189,7 @@ def load_themes(
 
 
 def read_theme(path: Path) -> ThemeFile:
-    """The theme in `path`; BadInput says what is wrong with it and where."""
+    """Read the theme in `path`; BadInput names the fault and its place."""
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 row`, `2 rows`, `1,024 rows`; for nouns that only take an s."""
+    """Write a count with its noun: `1 row`, `2 rows`, `1,024 rows`; for nouns with a plural s."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

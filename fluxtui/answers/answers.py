@@ -106,7 +106,7 @@ class Answers:
 
     @property
     def model_path(self) -> str:
-        """What the configuration calls `model.path`."""
+        """The value of `model.path` in the configuration."""
         if self.model_source == "demo":
             return DEMO
         if self.model_source == "recent":
@@ -116,12 +116,12 @@ class Answers:
 
     @property
     def data_sources(self) -> str | list[Any]:
-        """What the configuration calls `data.path`."""
+        """The value of `data.path` in the configuration."""
         return listed_sources(self.data_file) or self.data_file
 
     @property
     def data_file(self) -> str:
-        """The same as one text."""
+        """The data as one text, as the user typed it."""
         if self.data_source == "hub":
             return HUB_DATA + self.data_hub.strip().removeprefix(HUB_DATA)
         if self.data_source == "demo":
@@ -131,17 +131,17 @@ class Answers:
 
     @property
     def is_demo(self) -> bool:
-        """Both the model and the data are the demo's, and no file says otherwise."""
+        """Whether model and data are the demo's, and no file says otherwise."""
         return self.model_source == "demo" and self.data_source == "demo" and not self.base
 
 
 def with_model(answers: Answers, path: str) -> Answers:
-    """The same answers with another model: `demo`, a folder, or a hub id."""
+    """Replace the model in the answers: `demo`, a folder, or a hub id."""
     return dataclasses.replace(answers, **model_answer(path))
 
 
 def with_data(answers: Answers, path: str | list[Any]) -> Answers:
-    """The same answers with other data: `demo`, a file, or one on the hub."""
+    """Replace the data in the answers: `demo`, a file, or one on the hub."""
     return dataclasses.replace(answers, **data_answer(path))
 
 
@@ -161,7 +161,7 @@ def route(answers: Answers) -> tuple[StepName, ...]:
 
 
 def neighbour(answers: Answers, offset: int) -> StepName | None:
-    """The step `offset` places on; None beyond either end."""
+    """Return the step `offset` places on; None beyond either end."""
     steps = route(answers)
     index = (steps.index(answers.step) if answers.step in steps else 0) + offset
     return steps[index] if 0 <= index < len(steps) else None
@@ -183,7 +183,7 @@ def listed_sources(text: str) -> list[Any] | None:
 
 
 def data_answer(path: str | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
-    """The fields of the answers that a `data.path` means: `demo`, files, or data on the hub.
+    """Return the fields of the answers for a `data.path`: `demo`, files, or data on the hub.
 
     Raises:
         TypeError: a list holds something else than paths, or paths with their weights.
@@ -203,7 +203,7 @@ def data_answer(path: str | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
 
 
 def model_answer(path: str) -> dict[str, Any]:
-    """The fields of the answers that a `model.path` means: `demo`, a folder, or a hub id."""
+    """Return the fields of the answers for a `model.path`: `demo`, a folder, or a hub id."""
     if path == DEMO:
         return {"model_source": "demo"}
     if is_hub_id(path):
@@ -212,6 +212,6 @@ def model_answer(path: str) -> dict[str, Any]:
 
 
 def is_hub_id(path: str) -> bool:
-    """A `model.path` that names a hub model and no folder."""
+    """Tell whether a `model.path` names a hub model and no folder."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     return not looks_local and not os.path.isdir(path)

@@ -32,7 +32,7 @@ AGGRESSIVENESS = "placement.aggressiveness"
 
 
 def chosen_settings(answers: Answers) -> dict[str, Any]:
-    """The settings that the user chose, by their dotted keys; a plan's come before single ones."""
+    """Return the user's settings by dotted key; a plan's come before single ones."""
     values = {key: getattr(answers, field) for field, key in SETTINGS.items()}
     single = {key: value for key, value in values.items() if value not in UNSET}
     if answers.epochs is not None and answers.is_demo:
@@ -41,7 +41,7 @@ def chosen_settings(answers: Answers) -> dict[str, Any]:
 
 
 def method_settings(answers: Answers) -> dict[str, Any]:
-    """The method and what was set of its adapters; nothing for full training, the default."""
+    """Return the method and its adapter settings; nothing for full training, the default."""
     if answers.method == "full":
         return {}
     found: dict[str, Any] = {METHOD: answers.method}
@@ -54,12 +54,12 @@ def method_settings(answers: Answers) -> dict[str, Any]:
 
 
 def target_names(text: str) -> list[str]:
-    """The names of layers in a line with commas or spaces, with or without brackets."""
+    """Split a line into names of layers, at commas or spaces, with or without brackets."""
     return text.replace(",", " ").strip(" []").split()
 
 
 def configuration(answers: Answers) -> dict[str, Any]:
-    """The trainer's configuration: the base file's keys with the answers on top.
+    """Build the trainer's configuration: the base file's keys with the answers on top.
 
     Only what differs from the trainer's own defaults is written, so the file stays short and the
     defaults stay the trainer's; a setting at its default removes that of the base file.
@@ -82,14 +82,14 @@ def configuration(answers: Answers) -> dict[str, Any]:
 
 
 def yaml_text(answers: Answers) -> str:
-    """The configuration as YAML."""
+    """Write the configuration as YAML."""
     import yaml
 
     return yaml.safe_dump(configuration(answers), sort_keys=False, allow_unicode=True)
 
 
 def set_arguments(answers: Answers) -> list[str]:
-    """The overrides, and before them the settings of a demo run, as `--set` arguments."""
+    """Return `--set` arguments: a demo run's settings, then the overrides."""
     chosen = chosen_settings(answers) if answers.is_demo else {}
     return as_arguments([*assignments(chosen), *answers.overrides])
 
@@ -105,7 +105,7 @@ def assignments(chosen: Mapping[str, Any]) -> list[str]:
 
 
 def in_a_line(value: object) -> str:
-    """A value as YAML that stands in one line."""
+    """Write a value as YAML in one line."""
     import yaml
 
     text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1 << 20)
@@ -113,7 +113,7 @@ def in_a_line(value: object) -> str:
 
 
 def flat_configuration(answers: Answers) -> dict[str, Any]:
-    """The configuration by dotted keys, without what is the trainer's default anyway."""
+    """Return the configuration by dotted keys, without the trainer's defaults."""
     found = {
         f"{section}.{name}": value
         for section, values in configuration(answers).items()
@@ -158,7 +158,7 @@ def answers_from_file(path: str, overrides: tuple[str, ...] = ()) -> Answers:
 
 
 def _adapter_answers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says of adapters."""
+    """Read the adapter settings of a configuration."""
     values = {field: _value(config, key) for field, key in ADAPTERS.items()}
     if isinstance(values["targets"], list):
         values["targets"] = ", ".join(map(str, values["targets"]))

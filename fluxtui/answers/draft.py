@@ -47,7 +47,7 @@ _TRAINING = {question.field: question for question in TRAINING_QUESTIONS}
 
 
 def draft_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the draft lies: `$XDG_STATE_HOME/fluxtrain/draft.json`."""
+    """Return where the draft lies: `$XDG_STATE_HOME/fluxtrain/draft.json`."""
     state = environment.get("XDG_STATE_HOME") or home_folder(environment) / ".local/state"
     return Path(state) / "fluxtrain" / "draft.json"
 
@@ -71,7 +71,7 @@ def save_draft(answers: Answers, path: Path) -> bool:
 
 
 def load_draft(path: Path) -> Answers | None:
-    """The kept answers; None if there are none, they cannot be read, or they are the defaults."""
+    """Load the kept answers; None if there are none, if unreadable, or if they are the defaults."""
     try:
         fields = read_json(path, follow=True)
         answers = _answers(fields) if fields is not None else None
@@ -100,7 +100,7 @@ def _answers(fields: dict[str, Any]) -> Answers | None:
 
 
 def acceptable(name: str, value: object) -> bool:
-    """Whether a field of the answers can have this value."""
+    """Tell whether a field of the answers can have this value."""
     if name in _ALLOWED:
         return isinstance(value, str) and value in _ALLOWED[name]
     if name in _TRAINING:
@@ -122,7 +122,7 @@ def _without_trust(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def answers_from_run(config: dict[str, Any]) -> Answers:
-    """The wizard's answers out of a run's own record, which anybody may have written.
+    """Read the wizard's answers from a run's own record, which anybody may have written.
 
     Raises:
         BadInput: it holds what no configuration does.

@@ -41,7 +41,7 @@ class Launch:
 
     @property
     def command(self) -> str:
-        """The same run from a shell."""
+        """The shell command that starts this run."""
         arguments = [*self.arguments, "--run-dir", str(self.run_dir)]
         return shlex.join(["fluxtrain", "train", *arguments])
 
@@ -57,13 +57,13 @@ Outcome = Launch | Attach
 
 
 def engine_arguments(answers: Answers, config: Path) -> list[str]:
-    """What follows `fluxtrain train` or `fluxtrain plan`; a demo needs no `config`."""
+    """Return the arguments of `fluxtrain train` or `plan`; a demo needs no `config`."""
     source = ["--demo"] if answers.is_demo else [str(config)]
     return [*source, *set_arguments(answers)]
 
 
 def command_text(answers: Answers) -> str:
-    """The run as a command that runs when it is pasted into a shell: it needs no file but those
+    """Return the run as a shell command that works when pasted: it needs no file but those
     that the answers name."""
     return typed_line(shlex.join(["fluxtrain", "train", *_shown_arguments(answers)]))
 
@@ -79,7 +79,7 @@ def _shown_arguments(answers: Answers) -> list[str]:
 
 
 def run_name(answers: Answers) -> str:
-    """The readable part of the run's id: the model's own name, or `demo`."""
+    """Return the readable part of the run's id: the model's own name, or `demo`."""
     if answers.model_source != "demo":
         return Path(answers.model_path).name
     return "demo" if answers.data_source == "demo" else f"demo-{Path(answers.data_file).stem}"
@@ -122,7 +122,7 @@ def run_folder_problem(typed: str) -> str:
 
 
 def place_of(answers: Answers, root: Path) -> Path:
-    """Where the run will lie: the folder that was asked for, or the one of the runs."""
+    """Return the folder of the run: the one that was asked for, or the one of the runs."""
     typed = answers.run_folder.strip()
     return Path(expanded(typed)) if typed else root
 

@@ -18,18 +18,18 @@ START = SourceQuestion(
         Option("file", "File", "open a configuration"),
     ),
     fields={
-        "resume": Field("resume_run", "run", "no run here ended early", "list"),
+        "resume": Field("resume_run", "run", "no unfinished run here", "list"),
         "attach": Field("attach_run", "run", "there are no runs here", "list"),
         "file": Field("config_path", "configuration", "run.yaml", "file"),
     },
 )
 MODEL = SourceQuestion(
     step="model",
-    text="Which model shall learn?",
+    text="Choose a model",
     source="model_source",
     options=(
-        Option("demo", "Demo", "a small Llama, made here; trains on two cores"),
-        Option("recent", "Recent", "a model that was trained here before"),
+        Option("demo", "Demo", "a small Llama with random weights; trains on two cores"),
+        Option("recent", "Recent", "a model trained on this machine before"),
         Option("folder", "Folder", "a Hugging Face model on this machine"),
         Option("hub", "Hub", "an id on the Hugging Face hub"),
     ),
@@ -41,7 +41,7 @@ MODEL = SourceQuestion(
 )
 DATA = SourceQuestion(
     step="data",
-    text="What shall it learn from?",
+    text="Choose the data",
     source="data_source",
     options=(
         Option("demo", "Demo", "the docstrings of Python's standard library"),
@@ -58,7 +58,7 @@ DATA = SourceQuestion(
             "data_hub", "data set, or a file of it", "owner/name or owner/name?split=train"
         ),
     },
-    number=Field("sequence_length", "tokens in a row", "tokens in a row, as the trainer has it"),
+    number=Field("sequence_length", "sequence length", "sequence length in tokens (auto)"),
 )
 METHOD_TITLES: dict[Method, str] = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA"}
 METHOD_TEXTS: dict[Method, str] = {
@@ -67,9 +67,9 @@ METHOD_TEXTS: dict[Method, str] = {
     "qlora": "the same beside weights that are packed in 4 or 8 bits",
 }
 GIVES_UP: dict[Method, str] = {
-    "full": "gives up no learning; takes the most memory and disk",
-    "lora": "gives up some new knowledge; learns tasks and style as well",
-    "qlora": "as LoRA, and some accuracy: frozen weights are rounded",
+    "full": "best quality; needs the most memory and disk",
+    "lora": "learns tasks and style; weaker at new knowledge",
+    "qlora": "like LoRA, slightly less accurate: frozen weights are quantized",
 }
 ADAPTER_QUESTIONS = (
     AdapterQuestion(
@@ -97,18 +97,18 @@ ADAPTER_QUESTIONS = (
 
 
 def method_options() -> tuple[Option, ...]:
-    """The methods as lines to choose from."""
+    """Return the methods as options of a list."""
     return tuple(Option(name, METHOD_TITLES[name], METHOD_TEXTS[name]) for name in METHODS)
 
 
 def adapter_questions(method: Method) -> Sequence[AdapterQuestion]:
-    """The questions that a method has about its adapters; none for full training."""
+    """Return the adapter questions of a method; none for full training."""
     if method == "full":
         return ()
     return tuple(one for one in ADAPTER_QUESTIONS if method == "qlora" or not one.packed_alone)
 
 
 def adapter_answer(answers: Answers, question: AdapterQuestion) -> str:
-    """What was answered, or the default, as it is shown."""
+    """Return the answer as shown, or the default."""
     value = getattr(answers, question.field)
     return question.default if value in (None, "") else str(value)

@@ -70,7 +70,7 @@ TRAINING_QUESTIONS = (
     TrainingQuestion(
         field="warmup_steps", key="train.warmup_steps", group="Learning", name="warm-up steps",
         kind="count", default="auto", least=0,
-        reason="3 % of the run, 100 steps at most: AdamW's moments are not known at first",
+        reason="3 % of the run, 100 steps at most: lets AdamW's moments settle",
         turns=(0, 10, 50, 100, 500),
     ),
     TrainingQuestion(
@@ -87,14 +87,14 @@ TRAINING_QUESTIONS = (
     ),
     TrainingQuestion(
         field="sequence_length", key="data.sequence_length", group="Length",
-        name="tokens in a row", kind="count", default="auto", least=2,
-        reason="the least power of two that 99 % of the first samples fit into",
+        name="sequence length", kind="count", default="auto", least=2,
+        reason="the smallest power of two that holds 99 % of the first samples",
         turns=(512, 1024, 2048, 4096, 8192),
     ),
     TrainingQuestion(
         field="accumulation", key="train.accumulation", group="Length", name="accumulation",
         kind="count", default="1",
-        reason="one batch a step; more add up before an update, in the memory of one",
+        reason="batches summed up before each update; takes the memory of one",
         turns=(1, 2, 4, 8, 16, 32),
     ),
     TrainingQuestion(
@@ -141,7 +141,7 @@ def question_of(field: str) -> TrainingQuestion:
 
 
 def answer_text(question: TrainingQuestion, value: Value) -> str:
-    """A value as it is shown, and as it can be typed; the default where there is none."""
+    """Write a value as it is shown and typed; the default where there is none."""
     if value is None or value == "":
         return question.default
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
@@ -165,13 +165,13 @@ def read_answer(question: TrainingQuestion, text: str) -> Value:
 
 
 def changes_of(question: TrainingQuestion, value: Value) -> dict[str, Value]:
-    """The fields of the answers that an answer changes: its own, and that which it replaces."""
+    """Return the fields that an answer changes: its own, and the one it replaces."""
     cleared = {question.clears: None} if question.clears and value is not None else {}
     return {question.field: value, **cleared}
 
 
 def turned(question: TrainingQuestion, value: Value, offset: int) -> Value:
-    """The usual value `offset` places on, the default among them; the ends meet."""
+    """Return the usual value `offset` places on, the default among them; the ends meet."""
     stops: tuple[Value, ...] = (None, *question.turns)
     if value in stops:
         return stops[(stops.index(value) + offset) % len(stops)]
@@ -183,7 +183,7 @@ def turned(question: TrainingQuestion, value: Value, offset: int) -> Value:
 
 
 def acceptable_training(question: TrainingQuestion, value: object) -> bool:
-    """Whether a field of the answers can have this value."""
+    """Tell whether a field of the answers can have this value."""
     if question.kind == "folder":
         return isinstance(value, str)
     if value is None:
@@ -197,7 +197,7 @@ def acceptable_training(question: TrainingQuestion, value: object) -> bool:
 
 
 def settled(question: TrainingQuestion, value: Any) -> Any:
-    """A value of a configuration as the answers have it; None for the default.
+    """Convert a configuration's value to an answer; None for the default.
 
     YAML takes 2e-4 for a word; it is a number here.
     """
@@ -215,7 +215,7 @@ def _noun(question: TrainingQuestion) -> str:
 
 
 def _read(question: TrainingQuestion, text: str) -> Value:
-    """The value that a text says; None if it says none that can be used."""
+    """Parse a text; None if it is no usable value."""
     if question.kind == "choice":
         return text if text in question.turns else None
     if question.kind == "when" and text == END:

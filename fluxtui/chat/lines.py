@@ -68,7 +68,7 @@ def model_line(state: ChatState, named: str, waited_s: float) -> Line:
 
 
 def sampling_spans(state: ChatState) -> list[Span]:
-    """The numbers by which tokens are drawn."""
+    """Draw the sampling settings: temperature, top-p and the like."""
     shown = [("temperature", state.temperature), ("top-p", state.top_p)]
     return [
         span

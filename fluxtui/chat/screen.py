@@ -121,7 +121,7 @@ class ChatScreen(Ground, ActionScreen[None]):
         self.draw()
 
     def _tick(self) -> None:
-        """A clock runs while the model is loaded."""
+        """Advance the clock while the model loads."""
         if self.state.ready is None and not self.state.problem:
             self.draw()
 
@@ -216,7 +216,7 @@ def _status(state: ChatState) -> tuple[str, str]:
 
 
 def keys_line(registry: Sequence[Action], state: ChatState, width: int) -> Line:
-    """The keys of the screen, the user's own where there are any; letters belong to a question."""
+    """Draw the keys of the screen, the user's own where set; letters belong to a question."""
     keys = {action.id: action.key_text for action in registry}
     keys["help"] = next(one for action in registry if action.id == "help"
                         for one in (*action.keys.split(",")[::-1],) if len(one) > 1)  # fmt: skip

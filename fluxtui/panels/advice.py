@@ -11,7 +11,7 @@ from fluxtui.widgets.spans import Line, wrapped
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """The change under way, then advice, the best first."""
+    """Draw the change under way, then advice, the best first."""
     newest = view.state.changes.newest
     changed = [line for line in (asked_line(view), newest and trial_line(newest)) if line]
     lines: list[Line] = [((" ", "text"), *line) for line in changed]

@@ -56,7 +56,7 @@ ROLES = {"h2d": "device", "d2h": "host", "disk_read": "disk", "disk_written": "d
 
 
 def label_of(view: View, name: str) -> str:
-    """A direction in the words of the machine that runs."""
+    """Return the name of a copy direction on this machine."""
     return LABELS[name] if view.on_gpu else OFF_GPU.get(name, LABELS[name])
 
 
@@ -66,13 +66,13 @@ def rate_of(sample: TrafficSampled | CardTraffic, name: str) -> float:
 
 
 def ceiling_of(sample: TrafficSampled | None, name: str) -> float | None:
-    """The measured ceiling of a direction, None where it was not measured."""
+    """Return the measured ceiling of a direction, None where it was not measured."""
     value = getattr(sample, f"{name}_ceiling_bytes_per_s", None)
     return float(value) if value else None
 
 
 def _direction(view: View, name: str, width: int, rows: int) -> list[Line]:
-    """The history of a direction's rate with its newest value at the foot."""
+    """Draw the history of a direction's rate with its newest value at the bottom."""
     sample = view.fresh(view.state.traffic)
     rate = rate_of(sample, name) if sample else None
     ceiling = ceiling_of(sample, name)
@@ -129,7 +129,7 @@ def totals_line(sample: TrafficSampled | None, width: int) -> Line:
 
 
 def untrained(sample: TrafficSampled | None) -> list[Line]:
-    """How much of what went to the device were packed and frozen weights, where there are any."""
+    """Return the part of the uploads that is packed and frozen weights, if any."""
     sizes = (
         (("of it packed", sample.h2d_packed_bytes), ("frozen", sample.h2d_frozen_bytes))
         if sample

@@ -11,7 +11,7 @@ from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """A line a category, then the host's."""
+    """Draw a line for each category, then the host's."""
     sample = view.fresh(view.state.memory)
     return [*_device_rows(view, sample, width), BLANK, *_host_rows(sample, width)][:height]
 

@@ -52,7 +52,7 @@ def place_of(state: RunState, by_tokens: bool) -> Place:
 
 
 def chart(traces: Sequence[Trace], settings: ChartSettings, width: int, height: int) -> list[Line]:
-    """`height` lines: rows of dots behind a y axis, then the x axis with its numbers.
+    """Draw `height` lines: rows of dots behind a y axis, then the x axis with its numbers.
 
     The first trace decides what a zoom shows; the others are drawn where they overlap with it.
     """
@@ -180,7 +180,7 @@ def _draw(canvas: Canvas, trace: Trace, points: _Points) -> None:
 
 
 def step_at(trace: Trace, settings: ChartSettings, column: int, width: int) -> int | None:
-    """The step of the main trace that is drawn nearest to a column of the chart."""
+    """Return the step of the main trace that is drawn nearest to a column of the chart."""
     room = width - AXIS_CELLS - 1
     if len(trace.buckets) < ENOUGH or room < ENOUGH:
         return None
@@ -190,7 +190,7 @@ def step_at(trace: Trace, settings: ChartSettings, column: int, width: int) -> i
 
 
 def row_labels(window: Window, rows: int) -> dict[int, str]:
-    """A label for the rows next to round values (log: values at even heights)."""
+    """Return a label for the rows next to round values (log: values at even heights)."""
     if window.log:
         step = max(1, rows // 4)
         values = [window.value_at(1 - (row + 0.5) / rows) for row in range(0, rows, step)]

@@ -35,7 +35,7 @@ def packed(gpus: Sequence[GpuSample], width: int) -> list[Line]:
 
 
 def short(gpu: GpuSample, name: str = "") -> Line:
-    """One GPU in a few cells: `▸G0 91% 24.0 GiB`."""
+    """Draw one GPU in a few cells: `▸G0 91% 24.0 GiB`."""
     return (
         (f"{name or label(gpu)} ", "accent" if gpu.has_trainer else "dim"),
         (whole_share(gpu.utilisation), "strong" if gpu.utilisation is not None else "dim"),
@@ -44,7 +44,7 @@ def short(gpu: GpuSample, name: str = "") -> Line:
 
 
 def label(gpu: GpuSample) -> str:
-    """`▸G0` for the trainer's, ` G1` for another."""
+    """Return the GPU's label: `▸G0` for one of the trainer's, ` G1` for another."""
     return f"{TRAINERS if gpu.has_trainer else ' '}G{gpu.index}"
 
 
@@ -63,7 +63,7 @@ def state_of(gpu: GpuSample, width: int) -> Line:
 
 
 def of_limit(value: float | None, limit: float | None, unit: str) -> Line:
-    """A value, its limit where there is one, and their unit."""
+    """Write a value, its limit where there is one, and their unit."""
     text = UNKNOWN if value is None else f"{value:.0f}"
     most = "" if limit is None else f"/{limit:.0f}"
     return ((text, "dim" if value is None else "strong"), (f"{most} {unit}", "dim"))

@@ -171,7 +171,7 @@ def _lanes(step: StepLanes, height: int) -> list[str]:
 def _lane(
     step: StepLanes, found: Attribution, which: Lane, width: int, rows: int, on_gpu: bool
 ) -> list[Line]:
-    """A label, the bar (in the gpu's, stalls show as "!"), and how much of the step it is busy."""
+    """Draw a label, the bar (in the gpu's, stalls are "!"), and the busy share of the step."""
     lane, card = which
     wide = width >= SECONDS_FROM_CELLS
     room = width - LABEL_CELLS - (16 if wide else 6)

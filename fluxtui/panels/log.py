@@ -24,7 +24,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """The newest advice (two lines at most when there is room), then the newest log lines."""
+    """Draw the newest advice (two lines at most when there is room), then the newest log lines."""
     lines: list[Line] = []
     if view.state.advice and height >= 4:
         text = view.state.advice[-1].text

@@ -75,13 +75,13 @@ def other_trace(state: RunState, settings: ChartSettings) -> Trace:
 
 
 def smoothed(bucket: Bucket) -> Bucket:
-    """A bucket whose value is the moving average at its end."""
+    """Replace a bucket's value by the moving average at its end."""
     value = bucket.smooth
     return Bucket(bucket.first, bucket.last, 1, value, value, value, value)
 
 
 def pick(view: View, width: int, height: int, x: int, y: int) -> ChartSettings | None:
-    """A click puts the crosshair under the pointer."""
+    """Put the crosshair under the pointer."""
     step = step_at(traces(view)[0], view.chart, x, width)
     return None if step is None else replace(view.chart, crosshair=step)
 

@@ -99,7 +99,7 @@ def _warnings(gpus: Sequence[GpuSample]) -> list[Line]:
 
 
 def _names(gpus: Sequence[GpuSample]) -> str:
-    """`NVIDIA H200`, `2 x NVIDIA H100`, or both kinds."""
+    """Name the GPUs: `NVIDIA H200`, `2 x NVIDIA H100`, or both kinds."""
     counts: dict[str, int] = {}
     for gpu in gpus:
         counts[gpu.name] = counts.get(gpu.name, 0) + 1

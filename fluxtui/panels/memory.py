@@ -105,7 +105,7 @@ def parts_of(sample: MemorySampled, planned: int | None) -> list[Part]:
 
 
 def host_line(view: View, sample: MemorySampled, width: int) -> Line:
-    """The trainer's own memory: resident set, its peak, arenas, page-locked bytes."""
+    """Draw the trainer's own memory: resident set, its peak, arenas, page-locked bytes."""
     host: Line = pair("host", bytes_text(sample.host_rss_bytes))
     if sample.host_limit_bytes:
         host = (*host, (f" of {bytes_text(sample.host_limit_bytes)}", "dim"))

@@ -14,7 +14,7 @@ TWO_FROM_ROWS = 10
 
 
 def heading(view: View, width: int) -> Line:
-    """Which colour is which, and the dashes of the plan."""
+    """Draw the legend of the colours, and of the dashes for the plan."""
     newest = view.state.memories.newest
     shown = [name for name in CATEGORIES if newest and newest.device_by.get(name)]
     categories = [((LETTERS[name], f"on:{name}"), (f" {name}", "dim")) for name in shown]

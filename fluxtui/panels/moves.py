@@ -25,7 +25,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """One transfer a line."""
+    """Draw one transfer a line."""
     moves = view.state.moves.last(height)
     if not moves:
         return [((" no transfer so far", "dim"),)]

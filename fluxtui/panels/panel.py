@@ -47,7 +47,7 @@ def key_of(view: View, action: str) -> str:
 
 
 def pair(label: str, value: str, role: str = "strong") -> Line:
-    """A quiet label and its value; an unknown value is quiet too."""
+    """Draw a quiet label and its value; an unknown value is quiet too."""
     return ((f"{label} ", "dim"), (value, "dim" if value == UNKNOWN else role))
 
 
@@ -67,7 +67,7 @@ def time_left_s(eta_s: float, since_s: float, steps_left: int) -> float:
 
 
 def share_text(share: float | None) -> str:
-    """A share of one as a percentage, with a decimal below 100 %; more than all stays more."""
+    """Write a share of one as a percentage, with a decimal below 100 %; more stays more."""
     if share is None or not math.isfinite(share * 100):
         return UNKNOWN
     return f"{share * 100:.{int(abs(share) < 0.9995)}f}%"
@@ -81,7 +81,7 @@ def whole_share(share: float | None) -> str:
 
 
 def gain_text(share: float) -> str:
-    """A gain as a signed percentage."""
+    """Write a gain as a signed percentage."""
     return f"{share:+.1%}" if math.isfinite(share * 100) else UNKNOWN
 
 

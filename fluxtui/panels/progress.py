@@ -127,7 +127,7 @@ def _at(step: int) -> tuple[str, str]:
 
 
 def slow_step_s(steps: list[StepFinished]) -> float | None:
-    """The 95th percentile of recent step times; None before there are enough to say."""
+    """Return the 95th percentile of recent step times; None while there are too few."""
     if len(steps) < 20:
         return None
     times = sorted(step.step_s for step in steps)

@@ -17,7 +17,7 @@ OFF_GPU = {"h2d": "I", "d2h": "O"}
 
 
 def letter_of(view: View, name: str) -> str:
-    """The letter of a direction on the chart."""
+    """Return the letter of a direction on the chart."""
     return LETTERS[name] if view.on_gpu else OFF_GPU.get(name, LETTERS[name])
 
 
@@ -47,7 +47,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """One chart, a line a direction, from zero up."""
+    """Draw one chart, a line for each direction, from zero up."""
     samples = list(view.state.traffics)
     if len(samples) < 2:
         return NOTHING

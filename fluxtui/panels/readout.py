@@ -24,7 +24,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """A line for this run, and one for the other with the difference."""
+    """Draw a line for this run, and one for the other with the difference."""
     state = view.state
     step = view.chart.crosshair
     if step is None:
@@ -97,7 +97,7 @@ def _difference(ours: Bucket | None, theirs: Bucket, name: str) -> Line:
 
 
 def _same_place(view: View, step: int) -> int:
-    """The other run's step at the same place of the x axis: the same step, or as many tokens."""
+    """Return the other run's step at this place of the x axis: the same step, or token count."""
     other = view.compared
     if not view.chart.by_tokens or other is None:
         return step
@@ -107,7 +107,7 @@ def _same_place(view: View, step: int) -> int:
 
 
 def _bucket_at(curve: Curve, step: int) -> Bucket | None:
-    """The bucket that the step is in; None outside of the curve and in its gaps."""
+    """Return the bucket that holds the step; None outside of the curve and in its gaps."""
     buckets = curve.buckets
     at = bisect_right(buckets, step, key=lambda bucket: bucket.first) - 1
     return buckets[at] if at >= 0 and step <= buckets[at].last else None

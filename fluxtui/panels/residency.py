@@ -122,13 +122,13 @@ def tiles(letters: str, room: int, chosen: int | None = None) -> Line:
 
 
 def tile_cells(count: int, room: int) -> int:
-    """The width of a block's tile: one cell without a gap, or three and more with one."""
+    """Return the width of a block's tile: one cell without a gap, or three and more with one."""
     cells = min(WIDEST_TILE, room // max(1, count))
     return cells if cells >= 3 else 1
 
 
 def pick(view: View, width: int, height: int, x: int, y: int) -> ChartSettings | None:
-    """A click looks into the block under the pointer."""
+    """Select the block under the pointer."""
     sample = view.fresh(view.state.residency)
     room = width - LABEL_CELLS - TALLY_CELLS
     if sample is None or not 0 < len(sample.weights) <= room or x < LABEL_CELLS:

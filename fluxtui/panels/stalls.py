@@ -54,7 +54,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def waited_text(seconds: float) -> str:
-    """A waiting time; none at all is "0 s"."""
+    """Write a waiting time; none at all is "0 s"."""
     return duration_text(seconds) if seconds > 0 else "0 s"
 
 

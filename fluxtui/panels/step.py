@@ -32,7 +32,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """The bar, then its legend."""
+    """Draw the bar, then its legend."""
     parts = phase_parts(view)
     if not parts:
         note = UNKNOWN if view.state.step else "no step so far"

@@ -43,7 +43,7 @@ def gauge(share: float | None, width: int, role: str, rest: str = "track") -> Li
 
 
 def meter(label: str, share: float | None, note: str, role: str, width: int) -> Line:
-    """A name, a gauge, its share in percent and a note, in one line."""
+    """Draw a name, a gauge, its share in percent and a note, in one line."""
     percent = f"{share * 100:3.0f}%" if share is not None else f"{UNKNOWN:>4}"
     right: Line = (
         (f" {percent}", "strong" if share is not None else "dim"),
@@ -75,7 +75,7 @@ def cells_of(values: Sequence[float], width: int) -> list[int]:
 
 
 def partition(parts: Sequence[Part], width: int) -> Line:
-    """A filled bar cut in proportion, with each part's label (or letter) inside it."""
+    """Draw a bar cut in proportion, with each part's label (or letter) inside it."""
     spans: list[Span] = []
     for part, cells in zip(parts, cells_of([p.value for p in parts], width), strict=True):
         if cells <= 0:
@@ -90,7 +90,7 @@ def partition(parts: Sequence[Part], width: int) -> Line:
 def sparks(
     values: Sequence[float | None], width: int, rows: int, top: float, role: str
 ) -> list[Line]:
-    """The newest `width` values as a column each against `top`, `rows` high; gaps where unknown."""
+    """Draw the newest `width` values as columns against `top`, `rows` high; gaps where unknown."""
     recent = list(values)[-width:] if width > 0 else []
     lines: list[Line] = []
     for row in reversed(range(rows)):
@@ -101,7 +101,7 @@ def sparks(
 
 
 def _cell(value: float | None, top: float, row: int, rows: int) -> str:
-    """The part of a value's column in one row, the lowest being 0; zero keeps a thin foot."""
+    """Draw one row of a value's column, row 0 the lowest; zero keeps a thin foot."""
     if value is None:
         return " "
     eighths = max(0.0, min(1.0, value / top)) * rows * 8 if 0 < top < math.inf else 0.0

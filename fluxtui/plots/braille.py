@@ -46,7 +46,7 @@ class Window:
         return self.ups([y])[0]
 
     def ups(self, ys: Sequence[float]) -> list[float]:
-        """The heights of several values."""
+        """Return the heights of several values."""
         low, high = self.y_low, self.y_high
         if self.log:
             ys, low, high = [math.log(max(y, 1e-300)) for y in ys], math.log(low), math.log(high)
@@ -54,7 +54,7 @@ class Window:
         return [(y - low) / span for y in ys] if high > low else [0.5] * len(ys)
 
     def value_at(self, up: float) -> float:
-        """The inverse of `up`."""
+        """Return the value at a height, the inverse of `up`."""
         if self.log:
             return self.y_low * math.pow(self.y_high / self.y_low, up)
         return self.y_low + (self.y_high - self.y_low) * up
@@ -92,22 +92,22 @@ class Canvas:
             self._set(list(zip(columns, rows, strict=True)), series)
 
     def upright(self, x: float, role: str) -> None:
-        """A line from top to bottom behind the dots; none where x is outside."""
+        """Draw a line from top to bottom behind the dots; none where x is outside."""
         if self.window.x_low <= x <= self.window.x_high:
             self._upright = (self._columns([x])[0] // 2, role)
 
     def lines(self) -> list[Line]:
-        """The rows from the top, runs of one role as one span."""
+        """Return the rows from the top, runs of one role as one span."""
         return [self._line(row) for row in range(self.height)]
 
     def _columns(self, xs: Sequence[float]) -> list[int]:
-        """The columns of dots that these places are in."""
+        """Return the columns of dots for these places."""
         low, last = self.window.x_low, self.width * 2 - 1
         span = self.window.x_high - low
         return [round((x - low) / span * last) for x in xs] if span > 0 else [0] * len(xs)
 
     def _rows(self, ys: Sequence[float]) -> list[int]:
-        """The rows of dots of these values, counted from the top."""
+        """Return the rows of dots for these values, counted from the top."""
         last = self.height * 4 - 1
         ups = [up if 0.0 <= up <= 1.0 else float(not up < 0.0) for up in self.window.ups(ys)]
         return [round((1.0 - up) * last) for up in ups]
@@ -121,7 +121,7 @@ class Canvas:
             roles[cell] = role
 
     def _joined(self, dots: Sequence[tuple[int, int]], series: Series) -> None:
-        """A line through these dots."""
+        """Connect these dots with a line."""
         path = [
             (x + across, y + down)
             for (x, y), (to_x, to_y) in pairwise(dots)

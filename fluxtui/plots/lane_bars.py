@@ -50,7 +50,7 @@ def _level(share: float) -> int:
 
 
 def cells_of(intervals: Sequence[Interval], length_s: float, width: int) -> list[Cell]:
-    """`width` slices of the step's time."""
+    """Cut the step's time into `width` slices."""
     if width <= 0:
         return []
     if length_s <= 0:
@@ -83,7 +83,7 @@ def _leading(kinds: dict[str, float], slice_s: float) -> Cell:
 
 
 def bar(cells: Sequence[Cell], kind_of: Callable[[str], Kind], empty: str = _EMPTY) -> Line:
-    """The cells as spans; a run of equal cells begins with its label, or its letter."""
+    """Draw the cells as spans; a run of equal cells begins with its label, or its letter."""
     spans: list[Span] = []
     for (level, name), run in groupby([(_level(share), kind) for kind, share in cells]):
         count = len(list(run))

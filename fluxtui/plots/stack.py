@@ -31,7 +31,7 @@ def stacked(
     write: Callable[[float | None], str],
     mark: float | None = None,
 ) -> list[Line]:
-    """`height` lines, the first layer lowest; `mark` is a level drawn across what is empty.
+    """Draw `height` lines, the first layer lowest; `mark` is a level drawn across what is empty.
 
     Of samples that share a column the one with the largest sum is drawn, so a peak is seen.
     """
@@ -59,7 +59,7 @@ def stacked(
 
 
 def _columns(times: Sequence[float], layers: Sequence[Layer], room: int) -> list[tuple[float, ...]]:
-    """The values of each column; a column without a sample repeats the one before it.
+    """Return the values of each column; one without a sample repeats the one before it.
 
     A clock that was set back makes times that are not in order.
     """
@@ -83,7 +83,7 @@ def _columns(times: Sequence[float], layers: Sequence[Layer], room: int) -> list
 def _cell(
     column: tuple[float, ...], layers: Sequence[Layer], row: int, rows: int, top: float, at: int
 ) -> Span:
-    """One cell: the layer at its middle, or the part of it that the highest layer fills."""
+    """Draw one cell: the layer at its middle, or the part of it that the highest layer fills."""
     low, high = row * top / rows, (row + 1) * top / rows
     total = sum(column)
     if total <= low:
@@ -103,7 +103,7 @@ def _cell(
 
 
 def _marked(cell: Span) -> Span:
-    """A dash of the mark: in its own colour on the ground, in the layer's where one is."""
+    """Draw a dash of the mark: in its own colour on empty cells, in the layer's on others."""
     text, role = cell
     if role.startswith("on:"):
         return ("╌", role) if text == " " else cell

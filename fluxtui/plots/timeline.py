@@ -31,7 +31,7 @@ def timeline(
     mark: float | None = None,
     thousand: float = 1000.0,
 ) -> list[Line]:
-    """`height` lines from zero to the highest value; `mark` is a level drawn across.
+    """Draw `height` lines from zero to the highest value; `mark` is a level drawn across.
 
     Labels are round in multiples of powers of `thousand` (1024 for bytes).
     """
@@ -69,7 +69,7 @@ def timeline(
 
 
 def _letters(canvas: Canvas, times: Sequence[float], tracks: Sequence[Track]) -> None:
-    """A letter at the highest place of each track that no other letter has taken."""
+    """Place a letter at the highest place of each track that no other letter has taken."""
     cell_s = (times[-1] - times[0]) / max(1, canvas.width)
     taken: list[float] = []
     for track in tracks:

@@ -49,7 +49,7 @@ def too_small(width: int, height: int) -> bool:
 
 
 def dashboard(width: int, height: int, *, cards: int = 1) -> Arrangement:
-    """The dashboard in an area of the screen's width, without header and footer.
+    """Arrange the dashboard in an area of the screen's width, without header and footer.
 
     Of several `cards` each has a line (or a column) in a panel of theirs, in the memory's place.
     """
@@ -154,7 +154,7 @@ def _three_columns(width: int, height: int, cards: int) -> Arrangement:
 
 
 def memory(width: int, height: int, *, cards: int = 1) -> Arrangement:
-    """The bar (of several cards: each) on top, history beside the categories and one block, all
+    """Put the bar (one for each card) on top, history beside the categories and one block, all
     blocks below.
 
     Where it is low the categories give way: the bar names them too.
@@ -196,7 +196,7 @@ def transfer(width: int, height: int, *, cards: int = 1) -> Arrangement:
 
 
 def loss(width: int, height: int, *, samples: bool = False) -> Arrangement:
-    """The loss with its readout when low, else with two small charts below.
+    """Arrange the loss with its readout when low, else with two small charts below.
 
     With `samples`, the answers to prompts stand beside the loss, or below it where it is narrow.
     """

@@ -79,7 +79,7 @@ def method_text(hello: Hello, *, whole: bool) -> str:
 
 
 def _size(parameters: int) -> Line:
-    """How many parameters, once the trainer knows."""
+    """Write the model's number of parameters, once the trainer has reported it."""
     return ((f" {count_text(parameters)}", "dim"),) if parameters else ()
 
 
@@ -97,7 +97,7 @@ def link_notes(view: View) -> list[Line]:
 
 
 def status_line(view: View, width: int) -> Line:
-    """The one line of a terminal that is too small for panels, with the way out where it fits."""
+    """Draw the one line of a terminal that is too small for panels, with `quit` where it fits."""
     step = view.state.step
     parts: list[Line] = [badge(view.status)]
     if step is not None:

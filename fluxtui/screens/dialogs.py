@@ -160,7 +160,7 @@ def help_lines(
     width: int = 72,
     on_gpu: bool = True,
 ) -> list[Line]:
-    """The keys by group, then the panels and the letters; of all screens without a `screen`."""
+    """List the keys by group, then panels and letters; of all screens without a `screen`."""
     lines: list[Line] = []
     for group in GROUPS:
         shown = [

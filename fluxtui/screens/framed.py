@@ -11,7 +11,7 @@ from fluxtui.widgets.spans import BLANK, Line, fitted, width_of
 def framed(
     panel: Panel, view: View, width: int, height: int, frame: Frame, focused: bool = False
 ) -> list[Line]:
-    """The panel in exactly `width` x `height` cells."""
+    """Draw the panel in exactly `width` x `height` cells."""
     edge = "accent" if focused else "faint"
     if frame == "bare":
         return _filled(panel.body(view, width, height), width, height)

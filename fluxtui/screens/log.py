@@ -124,7 +124,7 @@ class LogScreen(RunScreen):
 
 
 def marked(spans: Line, words: Sequence[str]) -> Line:
-    """The line with every occurrence of a word marked."""
+    """Mark every occurrence of a word in the line."""
     if not words:
         return spans
     pattern = re.compile("|".join(re.escape(word) for word in words), re.IGNORECASE)

@@ -68,7 +68,7 @@ class PlanScreen(RunScreen):
 
 
 def plan_lines(view: View, width: int) -> list[Line]:
-    """The whole screen as lines."""
+    """Draw the whole screen as lines."""
     planned = view.state.planned
     if planned is None:
         return [BLANK, (("  the trainer has not planned yet", "dim"),)]
@@ -232,7 +232,7 @@ def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
 
 
 def _steady_step_s(state: RunState) -> float | None:
-    """The median of this process's last steps, without the first few or those after a change."""
+    """Return the median of this process's last steps, leaving out those after a start or change."""
     began = state.hello.first_step if state.hello else 0
     warming = max(began, state.changes.last_step) + WARMING_STEPS
     steps = [step.step_s for step in state.steps if step.step > warming]

@@ -29,7 +29,7 @@ LOSS_FROM_CELLS = 69  # and then the loss; the detail below tells it
 
 
 def columns(width: int, sorted_by: str | None = None, down: bool = False) -> Line:
-    """The names of the columns; an arrow behind that by which the runs are sorted."""
+    """Return the names of the columns, with an arrow at the one that sorts the runs."""
     names = {name: name for name in ("state", "run", "step", "loss", "left", "age", "model")}
     if sorted_by in names:
         names[sorted_by] += "↓" if down else "↑"

@@ -89,7 +89,7 @@ def shown(value: object) -> str:
 
 
 def key_lines(actions: Sequence[Action], place: str, width: int) -> list[Line]:
-    """Every action with its keys and the id by which its keys can be changed."""
+    """List every action with its keys and the id by which its keys can be changed."""
     lines: list[Line] = [
         BLANK,
         *((("  ", "text"), (part, "dim")) for part in wrapped(f"Kept in {place}", width - 4)),

@@ -31,7 +31,7 @@ def follow(
     stop: threading.Event,
     period_s: Callable[[], float],
 ) -> None:
-    """Until `stop`: fold what `source` has and `say` the result every `period_s()` at most.
+    """Fold events of `source` and `say` the result every `period_s()` at most, until `stop`.
 
     Runs in a thread of its own; the fold is pure, so the state may be read while the next is made.
     """

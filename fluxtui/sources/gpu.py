@@ -45,7 +45,7 @@ class GpuReader:
 
 
 def _card(nvml: ModuleType, index: int) -> _Card | None:
-    """One GPU; None for one that cannot be had, such as one that fell off its bus."""
+    """Read one GPU; None where that fails, as for one that fell off its bus."""
     try:
         return _Card(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index))
     except nvml.NVMLError:
@@ -106,7 +106,7 @@ class _Card:
 
 
 def text_of(value: object) -> str:
-    """A text of the driver; older libraries give bytes."""
+    """Decode a text of the driver; older libraries give bytes."""
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
     return printable(text)
 

@@ -20,7 +20,7 @@ def watch(
     trainer_pid: Callable[[], int | None],
     sampler: MachineSampler | None = None,
 ) -> None:
-    """Until `stop`: `say` a sample every second, with a run or without one."""
+    """Call `say` with a sample every second, with a run or without one, until `stop`."""
     sampler = sampler or MachineSampler()
     while True:
         say(sampler.sample(trainer_pid()))

@@ -33,7 +33,7 @@ class RunSource(Protocol):
         """Return whether commands can be sent to it."""
 
     def poll(self) -> Batch:
-        """The news since the last call."""
+        """Return the news since the last call."""
 
     def close(self) -> None:
         """Stop following the run, which continues."""

@@ -40,7 +40,7 @@ class History(Generic[Item]):
         self._start, self._end = start, end
 
     def appended(self, item: Item) -> History[Item]:
-        """This history with `item` as its newest."""
+        """Append `item` as the newest."""
         items, start, end = self._items, self._start, self._end
         if len(items) != end or start > 4 * self.limit:
             items, start, end = items[start:end], 0, end - start
@@ -55,7 +55,7 @@ class History(Generic[Item]):
         return iter(self._items[self._start : self._end])
 
     def last(self, count: int) -> list[Item]:
-        """The newest `count` items, oldest first."""
+        """Return the newest `count` items, oldest first."""
         return self._items[max(self._start, self._end - count) : self._end]
 
     @property
@@ -64,7 +64,7 @@ class History(Generic[Item]):
 
 
 def spaced(history: History[Sample], event: Sample) -> History[Sample]:
-    """The history with a sample that is far enough from the one before it.
+    """Append a sample if it is far enough from the one before it.
 
     A clock that was set back begins a new one: no axis of times could show both.
     """
@@ -93,14 +93,14 @@ class Bucket:
         return self.total / self.count
 
     def with_value(self, step: int, value: float, smooth: float) -> Bucket:
-        """This bucket with one more step in it."""
+        """Add one step; a curve leaves out a value that is not finite."""
         return Bucket(
             self.first, step, self.count + 1, self.total + value,
             min(self.low, value), max(self.high, value), smooth,
         )  # fmt: skip
 
     def joined(self, later: Bucket) -> Bucket:
-        """Two neighbours as one."""
+        """Merge two neighbours into one."""
         return Bucket(
             self.first, later.last, self.count + later.count, self.total + later.total,
             min(self.low, later.low), max(self.high, later.high), later.smooth,
@@ -133,7 +133,7 @@ class Curve(msgspec.Struct, frozen=True):
     weight: float = 0.0
 
     def with_value(self, step: int, value: float) -> Curve:
-        """The curve with one more step; a value that is not finite is left out."""
+        """Add one step; a curve leaves out a value that is not finite."""
         if not drawable(value):
             return self
         keep = 1.0 - 1.0 / self.ema_steps
@@ -162,7 +162,7 @@ class Curve(msgspec.Struct, frozen=True):
         return replace(self, closed=closed, tail=(), open=None, stride=stride)
 
     def until(self, step: int) -> Curve:
-        """The curve without what came after `step`: a resumed run does those steps again."""
+        """Drop what came after `step`: a resumed run does those steps again."""
         if not self.buckets or self.buckets[-1].last <= step:
             return self
         kept = tuple(bucket for bucket in self.buckets if bucket.last <= step)
@@ -175,7 +175,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Oldest first."""
+        """All buckets, oldest first."""
         return self.closed + self.tail + ((self.open,) if self.open else ())
 
     @property

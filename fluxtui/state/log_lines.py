@@ -22,11 +22,11 @@ class LogFilter:
 
     @property
     def words(self) -> list[str]:
-        """In lower case."""
+        """The searched text in lower case."""
         return self.text.lower().split()
 
     def passes(self, entry: LogLine) -> bool:
-        """Whether a line is wanted."""
+        """Tell whether a line passes the filter."""
         if LEVELS.index(entry.level) < LEVELS.index(self.least):
             return False
         if self.kind and entry.kind != self.kind:

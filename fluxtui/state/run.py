@@ -95,7 +95,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     set_by_s: float = 0.0  # how much the wall clock was set since that process began
 
     def after(self, event: ev.AnyEvent) -> RunState:
-        """The state once `event` has happened."""
+        """Return the state after `event`."""
         if not abs(event.wall_s) < LATEST_WALL_S:
             event = replace(event, wall_s=self.last_wall_s or 0.0)
         clock = self.clock.after(event)
@@ -113,7 +113,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
     def after_all(self, batch: Iterable[ev.AnyEvent]) -> RunState:
-        """The state after each event of `batch` in turn."""
+        """Return the state after each event of `batch` in turn."""
         state = self
         for event in batch:
             state = state.after(event)
@@ -135,7 +135,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves_per_minute(self) -> float | None:
-        """From the trainer's own totals over the last minute of samples."""
+        """Moves a minute, from the trainer's totals over the last minute of samples."""
         points = list(self.move_counts)
         if len(points) < 2:
             return None
@@ -151,7 +151,7 @@ def _logged(state: RunState, event: ev.Event, level: Level, kind: str, text: str
 
 
 def _rewound(state: RunState, step: int) -> RunState:
-    """The state without what came after `step`: a resumed process does those steps again."""
+    """Drop what came after `step`: a resumed process does those steps again."""
     evaluations: History[tuple[int, float]] = History(state.evaluations.limit)
     for pair in state.evaluations:
         evaluations = evaluations.appended(pair) if pair[0] <= step else evaluations
@@ -302,7 +302,7 @@ def _after_withdrawn(state: RunState, event: ev.AdviceWithdrawn) -> RunState:
 
 
 def _as_changed(planned: ev.Planned | None, change: ev.ChangeApplied) -> ev.Planned | None:
-    """The plan with what is predicted now; older runs do not tell."""
+    """Update the plan with the present prediction; older runs do not report one."""
     if planned is None or change.device_bytes is None:
         return planned
     return replace(

@@ -21,7 +21,7 @@ class Round:
 
     @property
     def seconds(self) -> float | None:
-        """What all answers took."""
+        """Seconds that all answers took together."""
         return self.answers[-1].seconds
 
 

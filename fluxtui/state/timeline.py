@@ -19,13 +19,13 @@ class Timeline:
         return next((one for one in reversed(self.steps) if one.head.step == step), None)
 
     def newest(self, until: int | None = None) -> Recorded | None:
-        """The last record, or the last one of a step up to `until`."""
+        """Return the last record, or the last one of a step up to `until`."""
         kept = (one for one in reversed(self.steps) if until is None or one.head.step <= until)
         return next(kept, None)
 
 
 def chosen(timeline: Timeline, looked_at: int | None, until: int | None) -> Recorded | str:
-    """The record to show, or in words why there is none.
+    """Return the record to show, or in words why there is none.
 
     looked_at: the step that was asked for; None is the newest.
     until: the newest step that the viewer knows of (a replay is behind its file).

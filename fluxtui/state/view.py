@@ -58,7 +58,7 @@ class View:
 
     @property
     def now_s(self) -> float:
-        """The run's present: an ended or replayed run is shown as it was at its last event."""
+        """The present of the run: its last event's time, if it has ended or is replayed."""
         last = self.state.last_wall_s
         if last is not None and (self.link.replay or self.closed_in_order):
             return last
@@ -67,7 +67,7 @@ class View:
 
     @property
     def clock_s(self) -> float:
-        """The present as the clock on the wall tells it, for times of day."""
+        """The wall-clock time of the present, for times of day."""
         return self.now_s if self.link.replay or self.closed_in_order else self.wall_s
 
     @property
@@ -135,7 +135,7 @@ class View:
         return None if wanted >= newest else wanted
 
     def crosshair_moved(self, by: int) -> int | None:
-        """The step of the crosshair `by` hundredths of the shown curve on; it starts at the end."""
+        """Move the crosshair by `by` hundredths of the shown curve; it starts at the end."""
         buckets = self.state.loss.buckets
         if not buckets:
             return None
@@ -147,7 +147,7 @@ class View:
         return buckets[max(0, min(len(buckets) - 1, at + by * stride))].last
 
     def block_moved(self, by: int) -> int | None:
-        """The block `by` places on; None while no block is known."""
+        """Return the block `by` places on; None while no block is known."""
         sample = self.state.residency
         if sample is None or not sample.weights:
             return None

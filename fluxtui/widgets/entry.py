@@ -13,7 +13,7 @@ class Entry(Input):
     """Textual's field; paths from files, suggestions and pastes are made printable."""
 
     def render_line(self, y: int) -> Strip:
-        """One row."""
+        """Draw one row."""
         strip = super().render_line(y)
         if all(segment.text.isprintable() for segment in strip):
             return strip

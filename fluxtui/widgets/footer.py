@@ -48,7 +48,7 @@ class Footer(Lines):
 def footer_line(
     screen: str, width: int, paused: bool = False, registry: Sequence[Action] = ACTIONS
 ) -> Line:
-    """The keys of this screen; the least important are left out when room is short."""
+    """Draw the keys of this screen; the least important are left out when room is short."""
     return _keys(shown_actions(screen, width, paused, registry), screen, paused)
 
 
@@ -65,7 +65,7 @@ def shown_actions(
 
 
 def action_at(shown: Sequence[Action], screen: str, paused: bool, x: int) -> Action | None:
-    """The action whose key or label is drawn in column `x`."""
+    """Return the action whose key or label is drawn in column `x`."""
     start = 1
     for action in shown:
         end = start + width_of(_entry(action, screen, paused))
@@ -83,7 +83,7 @@ def _fitting(actions: Sequence[Action], screen: str, paused: bool, width: int) -
 
 
 def _without_names(actions: Sequence[Action]) -> list[Action]:
-    """One entry, such as "1-7 screens", for all keys that bring one; a click on it does nothing."""
+    """Draw one entry, such as "1-7 screens", for all keys of screens; a click does nothing."""
     shows = [action for action in actions if action.id.startswith("show_")]
     rest = [action for action in actions if action not in shows]
     if not shows:

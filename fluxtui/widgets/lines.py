@@ -71,7 +71,7 @@ class Lines(Widget):
         return len(changed)
 
     def render_line(self, y: int) -> Strip:
-        """One row, from the cache unless it changed."""
+        """Draw one row, from the cache unless it changed."""
         return self._row(y, self.size.width)
 
     def render_lines(self, crop: Region) -> list[Strip]:
@@ -138,7 +138,7 @@ class Lines(Widget):
 
 
 def _drawn(spans: Line, width: int) -> Line:
-    """The line in `width` cells, with marks in place of what would steer the terminal."""
+    """Draw the line in `width` cells, with marks in place of terminal control characters."""
     if not "".join([text for text, _ in spans]).isprintable():
         spans = tuple((printable(text), role) for text, role in spans)
     return fitted(spans, width)

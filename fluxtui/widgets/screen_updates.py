@@ -71,7 +71,7 @@ def shorter(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _change(before: str, after: str) -> str:
-    """The sequence that turns one style into another, by their parameters."""
+    """Return the sequence that turns one style into another, by their parameters."""
     old, new = _Style.of(before), _Style.of(after)
     if not old.attributes <= new.attributes:  # terminals differ in how they reset a single one
         return f"\x1b[0;{after}m"
@@ -92,7 +92,7 @@ class _Style(NamedTuple):
 
     @classmethod
     def of(cls, parameters: str) -> _Style:
-        """Of some that Rich writes: attributes, colour, ground."""
+        """Split the parameters that Rich writes into attributes, foreground and background."""
         colour = ground = ""
         attributes: set[str] = set()
         for name in _PARAMETER.findall(parameters):

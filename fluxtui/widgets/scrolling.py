@@ -79,11 +79,11 @@ class ScrollingLines(Lines, can_focus=True):
         self.post_message(self.Scrolled(self.offset_rows >= self._last_offset))
 
     def action_move(self, rows: int) -> None:
-        """One line up or down."""
+        """Scroll one line up or down."""
         self._moved(rows)
 
     def action_page(self, pages: int) -> None:
-        """A screenful."""
+        """Scroll one page up or down."""
         self._moved(pages * max(1, self.size.height - 1))
 
     def action_edge(self, last: int) -> None:

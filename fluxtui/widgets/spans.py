@@ -16,7 +16,7 @@ JUMP_CELLS = 8  # a jump of the cursor and a colour take about as many bytes as 
 
 
 def line(*spans: Span | str) -> Line:
-    """A line from spans; a bare string has the role "text"."""
+    """Build a line from spans; a bare string has the role "text"."""
     return tuple(("text", span)[::-1] if isinstance(span, str) else span for span in spans)
 
 
@@ -39,7 +39,7 @@ def joined(lines: Iterable[Line], gap: str = "  ") -> Line:
 
 
 def fitted(spans: Line, width: int) -> Line:
-    """The line in exactly `width` cells: padded, or cut with an ellipsis."""
+    """Pad or cut the line (with an ellipsis) to exactly `width` cells."""
     if width <= 0:
         return BLANK
     used = width_of(spans)
@@ -83,7 +83,7 @@ def differing(old: Line, new: Line) -> list[tuple[int, int]]:
 
 
 def _equal(some: Line, others: Line) -> int:
-    """How many spans are equal at the front."""
+    """Count the equal spans at the front."""
     for i, (one, other) in enumerate(zip(some, others, strict=False)):
         if one != other:
             return i
@@ -102,7 +102,7 @@ _UNUSUAL = re.compile(
 
 
 def has_a_cell_each(text: str) -> bool:
-    """Whether no character takes two cells or joins another."""
+    """Tell whether no character takes two cells or joins another."""
     return text.isascii() or _UNUSUAL.search(text) is None or _has_a_cell_each(text)
 
 
@@ -120,7 +120,7 @@ def spread(left: Line, right: Line, width: int) -> Line:
 
 
 def dropped_to_fit(parts: Sequence[Line], width: int, gap: str = "  ") -> Line:
-    """As many whole parts, first ones first, as fit in `width`."""
+    """Drop parts from the front until the rest fits in `width`."""
     kept: list[Line] = []
     used = 0
     for part in parts:
@@ -132,14 +132,14 @@ def dropped_to_fit(parts: Sequence[Line], width: int, gap: str = "  ") -> Line:
 
 
 def cut(text: str, cells: int) -> str:
-    """As much of the beginning of `text` as fits, with an ellipsis unless that is all of it."""
+    """Cut `text` at its end to fit, with an ellipsis where something is missing."""
     if cell_len(text) <= cells:
         return text
     return f"{set_cell_size(text, cells - 1)}…" if cells > 0 else ""
 
 
 def cut_in_front(text: str, cells: int) -> str:
-    """As much of the end of `text` as fits, behind an ellipsis unless that is all of it."""
+    """Cut `text` at its front to fit, with an ellipsis where something is missing."""
     if cell_len(text) <= cells:
         return text
     kept = text
@@ -149,7 +149,7 @@ def cut_in_front(text: str, cells: int) -> str:
 
 
 def _pieces(word: str, width: int) -> list[str]:
-    """A word in parts of at most `width` cells; a character that is wider stands alone."""
+    """Cut a word into parts of at most `width` cells; a wider character stands alone."""
     if 2 * len(word) <= width or cell_len(word) <= width:
         return [word]
     return [part for part in chop_cells(word, width) if part]

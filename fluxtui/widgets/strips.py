@@ -42,13 +42,13 @@ class BriefStrip(Strip):
         self._render_cache = self._link_ids = self._cell_count = None
 
     def divide(self, cuts: Iterable[int]) -> Sequence[Strip]:
-        """The strip cut there; itself where that is at its end."""
+        """Cut the strip at these cells; itself where that is its end."""
         cuts = list(cuts)
         return [self] if cuts == [self.cell_length] else super().divide(cuts)
 
 
 def part_of(strip: Strip, start: int, stop: int) -> Iterable[Segment]:
-    """What stands in the cells from `start` up to `stop`."""
+    """Return the cells from `start` up to `stop`."""
     if start <= 0 and stop >= strip.cell_length:
         return strip
     if not has_a_cell_each(strip.text):  # a character may be cut in two, or follow its cell

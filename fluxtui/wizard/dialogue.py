@@ -57,7 +57,7 @@ class Dialogue:
         self._say: Say = lambda text: say(printable_lines(text))
 
     def _read(self, prompt: str) -> str:
-        """One answer; `b` and `q` are for the wizard."""
+        """Read one answer; `b` goes back and `q` leaves."""
         text = self._ask(prompt).strip()
         if text == "b":
             raise GoBack
@@ -66,7 +66,7 @@ class Dialogue:
         return text
 
     def _choose(self, options: Sequence[Option], present: str) -> str:
-        """One of a numbered list."""
+        """Let the user choose one of a numbered list."""
         ids = [option.id for option in options]
         default = ids.index(present) + 1 if present in ids else 1
         for number, option in enumerate(options, start=1):

@@ -145,7 +145,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
 
     @property
     def holders(self) -> tuple[DOMNode, ...]:
-        """The page on screen has actions of its own, before the wizard and the app."""
+        """The owners of actions: the page on screen before the wizard and the app."""
         return (self.current, self, self.app)
 
     @property
@@ -155,7 +155,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
 
     @property
     def view(self) -> WizardView:
-        """What the pages draw."""
+        """The state that the pages draw."""
         asked = self.background
         return WizardView(
             answers=self.answers,
@@ -179,7 +179,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
         )
 
     def heard(self) -> None:
-        """The engine has said something."""
+        """Take an answer of the engine."""
         if self.is_mounted:
             self.redraw()
 
@@ -205,7 +205,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
         self.redraw()
 
     def _tick(self) -> None:
-        """A clock runs on the page while the engine is asked."""
+        """Advance the clock on the page while the engine is asked."""
         if self.background.busy:
             with suppress(NoMatches):
                 self.current.show(self.view)

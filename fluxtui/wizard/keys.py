@@ -59,7 +59,7 @@ def key_hints(
 
 
 def _key(by_id: dict[str, Action], name: str, step: StepName) -> str:
-    """The key of an action as a person reads it; where letters are typed, none of them."""
+    """Return the key of an action as a person reads it; no letters where letters are typed."""
     action = by_id.get(name)
     if action is None:
         return name

@@ -155,7 +155,7 @@ class LinearWizard(TrainingDialogue):
                 return
 
     def _loaded(self, check: Check) -> None:
-        """A configuration file brings all answers; its plan comes next."""
+        """Take all answers from a configuration file; its plan comes next."""
         if check.loaded is not None:
             self._know(answers=dataclasses.replace(check.loaded, step="hardware"))
 
@@ -184,7 +184,7 @@ class LinearWizard(TrainingDialogue):
         self._tell(linear_lines.fit_lines(self.view))
 
     def _planned_with(self, method: Method) -> Asked[PlanAnswer]:
-        """The plan with another method, for comparison."""
+        """Plan with another method, for comparison."""
         answers = self.view.answers
         if method == answers.method:
             return self.view.plan
@@ -192,7 +192,7 @@ class LinearWizard(TrainingDialogue):
         return self._engine_says(PlanAnswer, *self._arguments(with_method(answers, method)))
 
     def _adapter(self, question: AdapterQuestion) -> None:
-        """A question about adapters, with the reason of its default."""
+        """Ask a question about adapters, with the reason of its default."""
         field = question.field
         self._say(f"{question.title}: {question.default} is {question.reason}")
         if question.options:
@@ -289,7 +289,7 @@ class LinearWizard(TrainingDialogue):
     # --- asking and telling -------------------------------------------------------------------
 
     def _fill(self, field: Field) -> None:
-        """What a choice asks for besides."""
+        """Ask for the further input of a choice."""
         present = getattr(self.view.answers, field.name)
         if field.kind != "list":
             hint = present or f"such as {field.hint}"
@@ -311,7 +311,7 @@ class LinearWizard(TrainingDialogue):
         return [run_option(run) for run in offered]
 
     def _number(self, name: str, title: str, at_least: int = 1) -> None:
-        """A whole number, or `auto` for what the trainer chooses."""
+        """Ask for a whole number, or `auto` to let the trainer choose."""
         present = getattr(self.view.answers, name)
         while True:
             default = "auto" if present is None else str(present)
@@ -349,7 +349,7 @@ class LinearWizard(TrainingDialogue):
         self._answer(step=step)
 
     def _plan(self) -> None:
-        """The plan of the present answers, asked for once."""
+        """Plan the present answers, once."""
         wanted = dataclasses.replace(self.view.answers, step="strategy")
         if wanted == self._planned_for:
             return

@@ -34,14 +34,14 @@ from fluxtui.wizard.pages.wizard_view import WizardView
 
 
 def check_lines(check: Check) -> list[str]:
-    """What was found about an answer."""
+    """Tell what was found about an answer."""
     if check.error:
         return [f"error: {check.error}"]
     return [*pair_lines(check.facts), *(f"note: {warning}" for warning in check.warnings)]
 
 
 def pair_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """`name: value` each."""
+    """Write `name: value` for each."""
     return [f"{name}: {value}" for name, value in rows]
 
 
@@ -61,7 +61,7 @@ def inspection_lines(found: InspectionAnswer) -> list[str]:
 
 
 def piece_lines(pieces: Sequence[TextPiece]) -> list[str]:
-    """Every line of a sample with the word that says whether it is learnt."""
+    """Mark every line of a sample as trained on or as context."""
     return [
         f"{'learnt' if piece.learnt else 'seen'}: {line}"
         for piece in pieces
@@ -71,19 +71,19 @@ def piece_lines(pieces: Sequence[TextPiece]) -> list[str]:
 
 
 def machine_rows(probe: ProbeAnswer) -> list[str]:
-    """The machine and the age of its rates."""
+    """Describe the machine and the age of its rates."""
     rows = machine_table(probe)
     lines = [", ".join(filter(None, (f"{name}: {value}", how))) for name, value, how in rows]
     return [*lines, *(f"note: {warning}" for warning in machine_warnings(probe)), age_text(probe)]
 
 
 def methods_lines(view: WizardView) -> list[str]:
-    """Of each method whether it fits, what it takes, and what it gives up."""
+    """Tell for each method whether it fits, what it takes, and its trade-off."""
     return [line for method in METHODS for line in method_lines(view, method)]
 
 
 def training_lines(view: WizardView) -> list[str]:
-    """Every setting of the training with its number, value and reason."""
+    """List every setting of the training with its number, value and reason."""
     return [
         f"{number} {question.name}: {value}, {because}"
         for number, (question, value, because) in enumerate(row_texts(view), start=1)
@@ -91,7 +91,7 @@ def training_lines(view: WizardView) -> list[str]:
 
 
 def fit_lines(view: WizardView) -> list[str]:
-    """Whether the chosen method fits, and how fast it is."""
+    """Tell whether the chosen method fits, and how fast it is."""
     plan, title = view.plan.value, METHOD_TITLES[view.answers.method]
     if plan is None:
         return [f"{title} {fit_words(view)}: {view.plan.refusal}"]
@@ -100,12 +100,12 @@ def fit_lines(view: WizardView) -> list[str]:
 
 
 def card_line(card: PlanOption, plan: PlanAnswer) -> str:
-    """A ranked plan in one line."""
+    """Describe a ranked plan in one line."""
     return f"{card.name}: " + ", ".join(f"{name} {value}" for name, value in card_facts(card, plan))
 
 
 def choice_lines(plan: PlanAnswer) -> list[str]:
-    """Every choice with its reason."""
+    """List every choice with its reason."""
     return [f"{choice.name} is {choice.value}: {choice.because}" for choice in plan.choices]
 
 
@@ -129,13 +129,13 @@ def trial_lines(trial: DryRunAnswer) -> list[str]:
 
 
 def launch_lines(view: WizardView) -> list[str]:
-    """The run in words."""
+    """Describe the run in words."""
     going_on = view.answers.start == "resume"
     return pair_lines(resumed_rows(view) if going_on else launch_rows(view))
 
 
 def draft_lines(draft: Answers) -> list[str]:
-    """The answers of an earlier wizard."""
+    """Describe the kept answers."""
     return pair_lines([("model", draft.model_path or "-"), ("data", draft.data_file or "-")])
 
 

@@ -32,7 +32,7 @@ class TrainingDialogue(Dialogue):
         """Tell every setting with its reason, and change those that are named by their number."""
         while True:
             self._plan()
-            self._say("How shall it train?")
+            self._say("Training settings")
             self._tell(linear_lines.training_lines(self.view))
             last = len(TRAINING_QUESTIONS)
             text = self._read(f"1 to {last} changes one, Enter goes on: ")
@@ -44,7 +44,7 @@ class TrainingDialogue(Dialogue):
                 self._say(f"error: {text!r} is no number from 1 to {last}")
 
     def _setting(self, question: TrainingQuestion) -> None:
-        """One setting of the training."""
+        """Ask for one setting of the training."""
         value, _ = value_and_reason(self.view, question)
         kind = "folder" if question.kind == "folder" else "text"
         with completing(kind):

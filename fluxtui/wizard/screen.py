@@ -94,7 +94,7 @@ class WizardScreen(WizardFrame):
             self._check(step, go_on=True)
 
     def _accepted(self, step: SourceStep) -> None:
-        """The answer of a step can be used."""
+        """Tell whether the answer of a step can be used."""
         if step.name_of_step == "start":
             self._begin()
         elif step.name_of_step == "data" and self._data_refused:
@@ -121,7 +121,7 @@ class WizardScreen(WizardFrame):
 
     @property
     def _data_refused(self) -> bool:
-        """The engine cannot train on this data with this model."""
+        """Whether the engine refuses this data with this model."""
         asked = self.background.inspection.state
         return asked.refusal is not None and asked.exit_code == EXIT_BAD_INPUT
 
@@ -259,7 +259,7 @@ class WizardScreen(WizardFrame):
         self.dismiss(launch)
 
     def heard(self) -> None:
-        """The engine has said something; perhaps what the user waits for."""
+        """Take an answer of the engine; perhaps one that the user waits for."""
         if not self.is_mounted:
             return
         super().heard()

@@ -120,7 +120,7 @@ def check_data(answers: Answers) -> Check:
 
 
 def _data_settings(answers: Answers) -> Mapping[str, Any]:
-    """The `data` section that the wizard does not ask for: of a file, with what `--set` says."""
+    """Return `data` settings that the wizard does not ask: the file's, overridden by `--set`."""
     from fluxtrain.config.text import apply_overrides
 
     own = [override for override in answers.overrides if override.startswith("data.")]
@@ -129,7 +129,7 @@ def _data_settings(answers: Answers) -> Mapping[str, Any]:
 
 
 def _said(answers: Answers, key: str) -> str:
-    """A setting that the wizard does not ask for: as `--set` says, or a file; else ""."""
+    """Return a setting that the wizard does not ask: from `--set`, or a file; else ""."""
     section, _, name = key.partition(".")
     said = str(answers.base.get(section, {}).get(name, ""))
     for override in answers.overrides:

@@ -127,7 +127,7 @@ def _sample(row: Row) -> Sample:
 
 
 def _said(message: Mapping[str, Any], learnt: bool) -> TextPiece:
-    """A message after the name of its speaker."""
+    """Write a message after the name of its speaker."""
     calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     text = str(message.get("content") or "").strip()
     if calls:

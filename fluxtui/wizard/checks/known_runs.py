@@ -39,7 +39,7 @@ def recent_models(runs: list[RunSummary]) -> list[str]:
 
 
 def known_runs(root: Path) -> list[RunSummary]:
-    """All runs below `root`, newest first; none where the folder cannot be read."""
+    """List all runs below `root`, newest first; none where the folder cannot be read."""
     try:
         return list_runs(root)
     except OSError:
@@ -47,7 +47,7 @@ def known_runs(root: Path) -> list[RunSummary]:
 
 
 def run_option(run: RunSummary, now_s: float | None = None) -> Option:
-    """One line for a list."""
+    """Describe a run in one line for a list."""
     now_s = time.time() if now_s is None else now_s
     step = UNKNOWN if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"
     age = duration_text(max(0.0, now_s - run.updated_s))

@@ -70,7 +70,7 @@ def read_model_folder(folder: str, trust_remote_code: bool = False) -> ModelFact
 
 
 def cached_hub_folder(hub_id: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The newest snapshot of a hub model that is already on this machine, if there is one."""
+    """Return the newest local snapshot of a hub model, if there is one."""
     home = Path(environment.get("HF_HOME") or home_folder(environment) / ".cache/huggingface")
     cache = Path(expanded(environment.get("HF_HUB_CACHE") or str(home / "hub")))
     snapshots = cache / f"models--{hub_id.replace('/', '--')}" / "snapshots"
@@ -112,7 +112,7 @@ def _first_int(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _licence(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The licence that the configuration or the front matter of the model card names."""
+    """Return the licence that the configuration or the front matter of the model card names."""
     if isinstance(config.get("license"), str):
         return str(config["license"])
     try:

@@ -39,7 +39,7 @@ class Asked(Generic[T]):
 
     @property
     def waited_s(self) -> float:
-        """How long it has been asked for."""
+        """Seconds since the question was asked."""
         return 0.0 if self.asked_s is None else time.monotonic() - self.asked_s
 
 
@@ -58,7 +58,7 @@ class Question(Generic[T]):
         program: tuple[str, ...] = (),
         group: str = "",
     ) -> None:
-        """Of the questions of a `group`, which is the command by itself, one is asked at a time."""
+        """Ask one question of a `group` at a time; the group is the command by default."""
         self.state: Asked[T] = Asked()
         self._screen, self._answer = screen, answer
         self._on_change, self._program = on_change, program

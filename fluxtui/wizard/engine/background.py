@@ -101,7 +101,7 @@ class Background:
             self.look_at(self._wanted, self._comparing)
 
     def plans_of_methods(self, answers: Answers) -> Mapping[Method, Asked[PlanAnswer]]:
-        """What is known of the plan of each method, with these answers otherwise."""
+        """Return the known plan of each method, with these answers otherwise."""
         found: dict[Method, Asked[PlanAnswer]] = {}
         for method in METHODS:
             key = _key(with_method(answers, method))
@@ -143,11 +143,11 @@ class Background:
         self.trial.ask(self._tried, self._arguments(answers), {"TMPDIR": self._folder.name})
 
     def trial_is_of(self, answers: Answers) -> bool:
-        """Whether the trial was of these answers."""
+        """Tell whether the trial was of these answers."""
         return self.trial.state.asked_s is None or self._tried == _key(answers)
 
     def _arguments(self, answers: Answers) -> list[str]:
-        """The engine's arguments; each question has a file of its own, which later ones leave."""
+        """Return the engine's arguments; each question has its own file, kept from later ones."""
         self._files += 1
         config = Path(self._folder.name) / f"{self._files}" / "config.yaml"
         config.parent.mkdir()
@@ -170,12 +170,12 @@ class Background:
 
 
 def without_dial(answers: Answers) -> Answers:
-    """The same answers with the dial at auto: what the ranked plans are made for."""
+    """Set the dial to auto, for which the ranked plans are made."""
     return dataclasses.replace(answers, dial="auto", dial_settings={})
 
 
 def with_method(answers: Answers, method: Method) -> Answers:
-    """The same answers with another method; a plan on the dial was made for one of them alone."""
+    """Replace the method and drop the plan of the dial, which was made for one method."""
     return (
         answers
         if method == answers.method

@@ -14,7 +14,7 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def extent(found: InspectionAnswer) -> str:
-    """How much data there is, and how that is known."""
+    """Tell how much data there is, and whether that was counted or estimated."""
     documents = found.sampled_documents
     if found.is_whole:
         return f"{counted(documents, 'document')}, {count_text(found.sampled_tokens)} tokens"
@@ -68,7 +68,7 @@ def histogram(lengths: Sequence[int], sequence_length: int, columns: int) -> His
 
 
 def histogram_lines(found: Histogram, sequence_length: int, height: int) -> list[str]:
-    """The histogram as `height` lines of bars, with the sequence length as a line through them,
+    """Draw the histogram as `height` lines of bars, with the sequence length as a line across,
     and a line below that names it."""
     most = max(found.counts)
     eighths = [0 if not n else max(1, round(n / most * height * 8)) for n in found.counts]

@@ -51,12 +51,12 @@ def machine_table(probe: ProbeAnswer) -> tuple[Row, ...]:
 
 
 def age_text(probe: ProbeAnswer) -> str:
-    """How old the rates are."""
+    """Tell how old the rates are."""
     return f"rates measured {duration_text(probe.age_s)} ago"
 
 
 def machine_lines(probe: ProbeAnswer) -> list[str]:
-    """One fact a line, the most telling first; what was not measured is left out."""
+    """List one fact a line, the most telling first; what was not measured is left out."""
     machine, disk = probe.machine, probe.disk
     lines = [f"{counted(machine.cores, 'core')} ({machine.instruction_set})"]
     if machine.memory_total_bytes:
@@ -72,7 +72,7 @@ def machine_lines(probe: ProbeAnswer) -> list[str]:
 
 
 def machine_warnings(probe: ProbeAnswer) -> list[str]:
-    """What will slow a run down or take memory away from it."""
+    """List what will slow a run down or take memory away from it."""
     disk = probe.disk
     warnings = [
         f"programs that use GPU {gpu.index} besides: {len(gpu.other_processes)}; what they "
@@ -168,7 +168,7 @@ def _reason(how: str) -> str:
 
 
 def _rate_pairs(probe: ProbeAnswer) -> list[str]:
-    """The rates that decide about streaming, as far as they were measured."""
+    """Return the rates that decide about streaming, as far as they were measured."""
     pairs = (
         ("host copy {}", "host_copy"),
         ("bus {} to the GPU, {} back", "h2d_pinned", "d2h_pinned"),

@@ -15,21 +15,21 @@ CHECKPOINT_PERIOD_S = 600.0
 
 
 def fit(plan: PlanAnswer) -> Fit:
-    """Whether it fits, and whether that takes host memory beside the GPU's."""
+    """Tell whether it fits, and whether that takes host memory beside the GPU's."""
     if not plan.fits:
         return "does not fit"
     return "fits" if plan.device == "cpu" or plan.layout.offload == "none" else "fits with offload"
 
 
 def model_line(plan: PlanAnswer) -> str:
-    """The model in one line: its name, size, blocks and dtype."""
+    """Describe the model in one line: its name, size, blocks and dtype."""
     model = plan.model
     parameters = f"{count_text(model.parameters)} parameters"
     return " · ".join((model.name, parameters, counted(model.blocks, "block"), model.dtype))
 
 
 def config_text(plan: PlanAnswer) -> str:
-    """The settings that are not the defaults, as the YAML of a configuration file."""
+    """Write the settings that are not the defaults as the YAML of a configuration file."""
     import yaml
 
     sections: dict[str, dict[str, Any]] = {}

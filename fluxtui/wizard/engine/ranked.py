@@ -19,7 +19,7 @@ from fluxtui.wizard.engine.plan_preview import unranked_because
 
 
 def dial_settings(cards: Sequence[PlanOption], dial: str) -> dict[str, Any]:
-    """What the ranked plan of this name consists of; nothing for `auto`.
+    """Return the settings of the ranked plan of this name; none for `auto`.
 
     The trainer's own dial decides about the offload itself; without a GPU there is none.
     """
@@ -31,7 +31,7 @@ def dial_settings(cards: Sequence[PlanOption], dial: str) -> dict[str, Any]:
 
 
 def with_settings_of_the_dial(answers: Answers, program: tuple[str, ...] = ()) -> Answers:
-    """The same answers with the settings of their dial, for which the engine is asked.
+    """Add the settings of the chosen dial to the answers, for which the engine is asked.
 
     Raises:
         EngineRefused: there is no plan.

@@ -11,7 +11,7 @@ from fluxtui.wizard.pages.wizard_view import WizardView
 
 
 def aside(view: WizardView, width: int) -> Content:
-    """The command and the file at the end; before, the answers and the machine."""
+    """Draw the answers and the machine; at the end the command and the file."""
     if view.answers.step in ("preview", "launch") and view.answers.start != "resume":
         return equivalent(view, width)
     lines = [Content.styled("Your run", "bold"), Content("")]

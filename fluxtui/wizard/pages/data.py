@@ -20,7 +20,7 @@ LEGEND = "▌ is learnt, the rest is only seen"
 
 
 def data_page(view: WizardView, width: int) -> Content:
-    """The answer's check, and what the engine makes of the data."""
+    """Draw the answer's check, and what the engine found in the data."""
     check, asked = view.checks.get("data"), view.inspection
     if check is None or check.error:
         return _refused(view, check, width)
@@ -59,7 +59,7 @@ def _refused(view: WizardView, check: Check | None, width: int) -> Content:
 
 
 def _in_a_line(check: Check, width: int) -> Content:
-    """The check's facts side by side, so that the samples have room; warnings in full."""
+    """Draw the check's facts side by side, so that the samples have room; warnings in full."""
     values = [
         f"{name} {value}" if value.replace(",", "").isdigit() else value
         for name, value in check.facts
@@ -105,7 +105,7 @@ def _bar_line(line: str, marked: int) -> Content:
 
 
 def _samples(found: InspectionAnswer, width: int, most_lines: int) -> list[Content]:
-    """Each with its title and at most so many lines."""
+    """Draw each sample with its title and at most so many lines."""
     return [
         Content("\n").join(
             [

@@ -37,7 +37,7 @@ STYLES = {"dim": MUTED, "strong": "bold", "warn": "$warning", "good": "$success"
 
 
 def spans(line: Line) -> Content:
-    """A line of the panels, in the wizard's own colours."""
+    """Convert a line of the panels to the wizard's own colours."""
     return Content.assemble(*((text, STYLES.get(role, "")) for text, role in line))
 
 
@@ -80,7 +80,7 @@ def keys_line(keys: Sequence[tuple[str, str]]) -> Content:
 
 
 def footer(keys: Sequence[tuple[str, str]], machine: Sequence[str], width: int) -> Content:
-    """A rule, and below it key hints; on the right as many facts of this machine as have room."""
+    """Draw a rule, and below it key hints; on the right as many facts of this machine as fit."""
     left = keys_line(keys)
     room = width - len(left.plain) - 3
     facts = list(machine)
@@ -91,7 +91,7 @@ def footer(keys: Sequence[tuple[str, str]], machine: Sequence[str], width: int) 
 
 
 def heading(text: str, hint: str, width: int) -> Content:
-    """A heading; its hint only where there is room for all of it."""
+    """Draw a heading; its hint only where there is room for all of it."""
     shown = f"   {hint}" if hint and len(text) + 3 + len(hint) <= width else ""
     return Content.assemble((text, "bold"), (shown, MUTED))
 
@@ -102,13 +102,12 @@ def paragraph(text: str, width: int, style: str = "") -> Content:
 
 
 def command(text: str, width: int) -> Content:
-    """A command in lines that a shell reads as one: broken between words, each but the last with a
-    backslash at its end."""
+    """Draw a command over several lines, each but the last with a backslash at its end."""
     return Content.styled("\n".join(command_lines(text, max(10, width))), "$accent")
 
 
 def command_lines(text: str, width: int) -> list[str]:
-    """The lines of a command; see `command`. An option stands beside its value where both have
+    """Cut a command into lines; see `command`. An option stands beside its value where both have
     room, and a word that has no room in a line is broken too."""
     room = width - len(MORE_FOLLOWS)
     lines = [""]
@@ -142,7 +141,7 @@ def _parts_of(words: Sequence[str], room: int) -> Iterator[str]:
 
 
 def problem(text: str, width: int) -> Content:
-    """An error beside its answer: a mark, and the text indented under itself."""
+    """Draw an error beside its answer: a mark, and the text indented under itself."""
     return _marked("✗ ", text, width, "$error")
 
 
@@ -216,7 +215,7 @@ def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:
 
 
 def memory_bar(name: str, used: int | None, limit: int | None, width: int) -> Content:
-    """A bar of `used` bytes against `limit`: `host  ━━━────  2.1 GiB of 7.8 GiB`.
+    """Draw `used` bytes against `limit`: `host  ━━━────  2.1 GiB of 7.8 GiB`.
 
     Over the limit it is red and says by how much; without a number there is no bar.
     """

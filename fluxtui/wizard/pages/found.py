@@ -9,7 +9,7 @@ from fluxtui.wizard.pages.wizard_view import WizardView
 
 
 def found_page(view: WizardView, width: int) -> Content:
-    """What is known about the answer of the step on screen."""
+    """Draw what is known about the answer of the step on screen."""
     check = view.checks.get(view.answers.step)
     if check is None:
         return Content.styled("looking ...", drawing.MUTED)

@@ -11,7 +11,7 @@ from fluxtui.wizard.pages.wizard_view import WizardView
 
 
 def hardware_page(view: WizardView, width: int) -> Content:
-    """The probe's table."""
+    """Draw the probe's table."""
     asked = view.probe
     head = Content.styled("This machine", "bold")
     if asked.refusal is not None:

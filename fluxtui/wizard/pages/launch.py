@@ -19,7 +19,7 @@ OWN_PROCESS = "in a process of its own: closing this app does not stop it"
 
 
 def launch_page(view: WizardView, width: int) -> Content:
-    """The run in words, where it goes, and the command."""
+    """Draw the run in words, where it goes, and the command."""
     going_on = view.answers.start == "resume"
     lines = [Content.styled("Ready to go on" if going_on else "Ready", "bold"), Content("")]
     for message in launch_problems(view):
@@ -49,7 +49,7 @@ def launch_problems(view: WizardView) -> list[str]:
 
 
 def launch_rows(view: WizardView) -> list[tuple[str, str]]:
-    """The answers in words, what they lead to, and where the run lives."""
+    """List the answers in words, their effect, and the folder of the run."""
     where = view.answers.run_folder.strip()
     place = ("runs as", expanded(where)) if where else ("runs in", str(view.root))
     rows = [*summary_rows(view), place]
@@ -62,7 +62,7 @@ def launch_rows(view: WizardView) -> list[tuple[str, str]]:
 
 
 def summary_rows(view: WizardView) -> list[tuple[str, str]]:
-    """The answers in words."""
+    """List the answers in words."""
     answers, plan = view.answers, view.plan.value
     steps = f"{answers.steps or 'auto'} steps" if plan is None else plan.steps_text
     rate, _ = value_and_reason(view, question_of("learning_rate"))
@@ -80,7 +80,7 @@ def summary_rows(view: WizardView) -> list[tuple[str, str]]:
 
 
 def resumed_rows(view: WizardView) -> list[tuple[str, str]]:
-    """What is known about the run that goes on."""
+    """List what is known about the run to resume."""
     path = view.answers.resume_run
     known = [list(run_rows(run)) for run in view.runs if run.path == path]
     code = trusts_code(path)

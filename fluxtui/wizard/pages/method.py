@@ -28,7 +28,7 @@ _NAME_CELLS = 9
 
 
 def method_page(view: WizardView, width: int) -> Content:
-    """The question, its cards, what each gives up, and the questions about adapters."""
+    """Draw the question, its cards, their trade-offs, and the questions about adapters."""
     keys = view.key("wizard_method_before", "wizard_method_after")
     lines = [drawing.heading("How shall it learn?", f"{keys} choose", width), _limits(view, width)]
     lines += [_cards(view, width), *_given_up(view, width)]
@@ -44,7 +44,7 @@ def method_page(view: WizardView, width: int) -> Content:
 
 
 def fit_words(view: WizardView, method: Method | None = None) -> str:
-    """Whether a method fits, in one line; without one the chosen method."""
+    """Tell in one line whether a method (by default the chosen one) fits."""
     asked = view.plan_of(method or view.answers.method)
     if asked.value is not None:
         return fit(asked.value)
@@ -55,7 +55,7 @@ def fit_words(view: WizardView, method: Method | None = None) -> str:
 
 
 def numbers_line(plan: PlanAnswer) -> str:
-    """The predicted speed in one line, or why there is none."""
+    """Write the predicted speed in one line, or why there is none."""
     told = plan.predicted
     if told is None:
         return f"time is not predicted: {plan.predicted_because}"
@@ -67,7 +67,7 @@ def numbers_line(plan: PlanAnswer) -> str:
 
 
 def method_facts(plan: PlanAnswer | None) -> list[tuple[str, str]]:
-    """What a card says: name and value; without a plan nothing is known."""
+    """Return names and values of a card; without a plan nothing is known."""
     if plan is None:
         names = ("device", "host", "a step", "trains", "checkpoint")
         return [(name, UNKNOWN) for name in names]
@@ -81,7 +81,7 @@ def method_facts(plan: PlanAnswer | None) -> list[tuple[str, str]]:
 
 
 def method_lines(view: WizardView, method: Method) -> list[str]:
-    """The same in plain lines, with what the method gives up."""
+    """Describe a method in plain lines, with its trade-off."""
     asked, title = view.plan_of(method), METHOD_TITLES[method]
     head = f"{title} {fit_words(view, method)}"
     if asked.value is None:
@@ -92,7 +92,7 @@ def method_lines(view: WizardView, method: Method) -> list[str]:
 
 
 def _limits(view: WizardView, width: int) -> Content:
-    """What the machine may give, which all cards are held against."""
+    """Write the memory limits, with which all cards are compared."""
     plans = [view.plan_of(method).value for method in METHODS]
     plan = next((plan for plan in plans if plan is not None), None)
     if plan is None:
@@ -106,7 +106,7 @@ def _limits(view: WizardView, width: int) -> Content:
 
 
 def _cards(view: WizardView, width: int) -> Content:
-    """The cards beside each other, or a line each where there is no room."""
+    """Draw the cards beside each other, or a line each where there is no room."""
     gap = int((width - len(METHODS) + 1) // len(METHODS) >= CARD_LEAST)
     room = (width - gap * (len(METHODS) - 1)) // len(METHODS)
     if room < CARD_LEAST:
@@ -116,7 +116,7 @@ def _cards(view: WizardView, width: int) -> Content:
 
 
 def _card(view: WizardView, method: Method, width: int) -> list[Content]:
-    """A card as lines with a border; the chosen one has a double border and a mark."""
+    """Draw a card as lines with a border; the chosen one has a double border and a mark."""
     chosen = method == view.answers.method
     corners = _BORDERS[chosen]
     style = "bold $accent" if chosen else drawing.MUTED
@@ -154,7 +154,7 @@ def _row(view: WizardView, method: Method, width: int) -> Content:
 
 
 def _verdict(view: WizardView, method: Method) -> tuple[str, str]:
-    """The verdict on a method and its style."""
+    """Return the verdict on a method and its style."""
     words = fit_words(view, method)
     asked: Asked[PlanAnswer] = view.plan_of(method)
     if words not in _MARKS:
@@ -165,7 +165,7 @@ def _verdict(view: WizardView, method: Method) -> tuple[str, str]:
 
 
 def _given_up(view: WizardView, width: int) -> list[Content]:
-    """A line a method: what it gives up."""
+    """Draw a line for each method: its trade-off."""
     lines = []
     for method in METHODS:
         here = method == view.answers.method
@@ -196,7 +196,7 @@ def _trouble(view: WizardView, width: int) -> list[Content]:
 
 
 def _questions(view: WizardView, width: int) -> list[Content]:
-    """A line a question about adapters: its key, the answer, and why the default is what it is."""
+    """Draw a line for each adapter question: its key, the answer, and the reason of the default."""
     rows = [
         (view.key(one.action), one.name, adapter_answer(view.answers, one), one.reason)
         for one in adapter_questions(view.answers.method)

@@ -64,7 +64,7 @@ def bar_rows(view: WizardView, plan: PlanAnswer) -> list[tuple[str, int | None, 
 
 
 def card_lines(plan: PlanAnswer) -> list[str]:
-    """Which of several cards does what, and which are left out; nothing where there is one."""
+    """Tell what each of several cards does, and which are left out; nothing for one card."""
     dealt = ", ".join(
         f"card {card.index}: {counted(card.blocks, 'block')}"
         + " with embedding and head" * card.edges
@@ -78,14 +78,14 @@ def card_lines(plan: PlanAnswer) -> list[str]:
 
 
 def margin_text(used: int | None, limit: int | None) -> str:
-    """How much is left over."""
+    """Write how much is left over."""
     if used is None or not limit:
         return ""
     return f"{bytes_text(limit - used)} left" if used <= limit else ""
 
 
 def time_line(view: WizardView) -> str:
-    """The run's time as an interval, once three steps were tried; as predicted before."""
+    """Write the run's time: an interval after a dry run, before it a prediction."""
     plan, trial = view.plan.value, view.trial.value
     if trial is not None:
         return f"time: {trial.eta_text()}, by the speed of the dry run"
@@ -97,7 +97,7 @@ def time_line(view: WizardView) -> str:
 
 
 def disk_line(plan: PlanAnswer) -> str:
-    """What is written to the disk, and what of it stays."""
+    """Tell what is written to the disk, and how much of it stays."""
     stays = f"checkpoints and the trained model take {bytes_text(plan.disk_bytes)} at most"
     count, each = plan_preview.checkpoints(plan), plan.checkpoint_bytes
     plural = "s" * (count != 1)
@@ -108,12 +108,12 @@ def disk_line(plan: PlanAnswer) -> str:
 
 
 def changed_rows(changed: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The settings that are not the defaults."""
+    """List the settings that are not the defaults."""
     return [(key, str(value)) for key, value in changed.items()]
 
 
 def equivalent(view: WizardView, width: int) -> Content:
-    """The same run as a command and as YAML."""
+    """Draw the run as a command and as YAML."""
     hint = f"   {view.key('wizard_command')} copies it"
     return Content("\n").join(
         [
@@ -126,14 +126,14 @@ def equivalent(view: WizardView, width: int) -> Content:
 
 
 def yaml_block(view: WizardView) -> Content:
-    """The configuration file."""
+    """Draw the configuration file."""
     text = "\n".join(f"  {line}" for line in config_text(view).rstrip().splitlines())
     title = drawing.heading("config.yaml", f"{view.key('wizard_yaml')} copies it", 80)
     return Content("\n").join([title, Content(text)])
 
 
 def config_text(view: WizardView) -> str:
-    """The YAML of the run. The demo needs none, so its own settings come from the plan."""
+    """Write the YAML of the run. The demo needs none, so its own settings come from the plan."""
     plan = view.plan.value
     if view.answers.is_demo and plan is not None:
         return plan_preview.config_text(plan)

@@ -60,7 +60,7 @@ def _over(view: WizardView) -> str:
 
 
 def dial_line(view: WizardView, width: int) -> Content:
-    """The dial with its stops; the chosen one stands between arrows."""
+    """Draw the dial with its stops; the chosen one stands between arrows."""
     parts: list[Content | tuple[str, str]] = [("Strategy  ", "bold")]
     for stop in DIAL:
         here = stop == view.answers.dial
@@ -73,7 +73,7 @@ def dial_line(view: WizardView, width: int) -> Content:
 
 
 def cards(view: WizardView, width: int) -> Content:
-    """The ranked plans beside each other, or under each other where there is no room."""
+    """Draw the ranked plans beside each other, or under each other where there is no room."""
     gap = 1
     room = (width - gap * (len(view.cards) - 1)) // len(view.cards)
     if room < CARD_LEAST:
@@ -83,7 +83,7 @@ def cards(view: WizardView, width: int) -> Content:
 
 
 def card_facts(card: PlanOption, plan: PlanAnswer | None) -> list[tuple[str, str]]:
-    """What a card says: name and value."""
+    """Return names and values of a card."""
     told = card.predicted
     timing = plan.timing if plan else "measured"
     return [
@@ -131,7 +131,7 @@ def numbers_line(view: WizardView, plan: PlanAnswer, width: int) -> Content:
 def _reasons(
     view: WizardView, choices: Sequence[ChoiceMade], width: int, cursor: int, why: bool
 ) -> list[Content]:
-    """Every choice; the reason under the one with the cursor, or under all of them."""
+    """Draw every choice; the reason under the one with the cursor, or under all of them."""
     all_of_them = view.key("wizard_why")
     hint = f"{view.key('list_up', 'list_down')} choose, {all_of_them} all reasons"
     if why:
@@ -154,7 +154,7 @@ def _reasons(
 
 
 def _card(view: WizardView, card: PlanOption, width: int) -> list[Content]:
-    """A card as lines with a border; a chosen one has a double border and a mark."""
+    """Draw a card as lines with a border; a chosen one has a double border and a mark."""
     chosen = card.name == view.answers.dial
     corners = "╔═╗║╚╝" if chosen else "┌─┐│└┘"
     style = "bold $accent" if chosen else drawing.MUTED

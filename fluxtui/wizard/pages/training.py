@@ -25,11 +25,10 @@ AS_SET = "as set"
 
 
 def training_page(view: WizardView, width: int, cursor: int = 0, problem: str = "") -> Content:
-    """A line a question, and below them the reason of the one at `cursor`, or a `problem` with what
-    was typed for it."""
+    """Draw a line for each question; below, the reason of the chosen one or a `problem`."""
     keys = view.key("wizard_value_before", "wizard_value_after")
     hint = f"{keys} change, {view.key('wizard_edit')} types one"
-    lines = [drawing.heading("How shall it train?", hint, width)]
+    lines = [drawing.heading("Training settings", hint, width)]
     if not view.short:
         lines.append(Content(""))
     group = ""
@@ -50,7 +49,7 @@ def training_page(view: WizardView, width: int, cursor: int = 0, problem: str = 
 
 
 def value_and_reason(view: WizardView, question: TrainingQuestion) -> tuple[str, str]:
-    """What the run will have, and why: as set, as the engine chose it, or the default's reason."""
+    """Return the run's value and why: as set, as the engine chose it, or the default's reason."""
     answers, plan = view.answers, view.plan.value
     value = getattr(answers, question.field)
     choice = _choice(plan, question.key)
@@ -78,18 +77,18 @@ def value_and_reason(view: WizardView, question: TrainingQuestion) -> tuple[str,
 
 
 def row_texts(view: WizardView) -> list[tuple[TrainingQuestion, str, str]]:
-    """Every question with its value and reason."""
+    """Return every question with its value and reason."""
     return [(one, *value_and_reason(view, one)) for one in TRAINING_QUESTIONS]
 
 
 def _choice(plan: PlanAnswer | None, key: str) -> tuple[str, str] | None:
-    """What the engine chose for a setting, and why."""
+    """Return the engine's choice for a setting, and why."""
     found = [one for one in plan.choices if one.name == key] if plan is not None else []
     return (found[0].value, found[0].because) if found else None
 
 
 def _of_the_run(plan: PlanAnswer | None, question: TrainingQuestion) -> Any:
-    """What the planned configuration has where it is not the default, such as the demo's own."""
+    """Return the planned configuration's value if not the default, such as the demo's own."""
     if plan is None or not question.key:
         return None
     changed = {one.key: one.value for one in plan.settings if one.changed}

@@ -56,16 +56,16 @@ class WizardView:
     key_texts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the user's, by action
 
     def key(self, *actions: str) -> str:
-        """The keys of actions as a person reads them, the user's own where there are any."""
+        """Name the keys of actions as a person reads them, the user's own where set."""
         keys = [self.key_texts.get(action) or find(action).key_text for action in actions]
         return joined(keys)
 
     def plan_of(self, method: Method) -> Asked[PlanAnswer]:
-        """What is known of the plan with another method."""
+        """Return the known plan with another method."""
         return self.plan if method == self.answers.method else self.methods.get(method, Asked())
 
     def machine_now(self, width: int) -> Line:
-        """What this machine does at the moment, in one line; nothing while that is not known."""
+        """Describe the load of this machine in one line; "" while it is not known."""
         if self.machine is None:
             return ()
         return machine_line(

@@ -36,7 +36,7 @@ class AskingStep(Step):
         return Entry(placeholder="as the plan says", id="number-input")
 
     def take_focus(self) -> None:
-        """The page itself, so that its keys work."""
+        """Focus the page itself, so that its keys work."""
         self.focus()
 
     def leave(self) -> bool:
@@ -47,7 +47,7 @@ class AskingStep(Step):
 
     @property
     def asks_for_a_number(self) -> bool:
-        """The field is open."""
+        """Whether the input is open."""
         return bool(self._box.display)
 
     def action_number(self, field: str) -> None:

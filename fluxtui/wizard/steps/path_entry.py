@@ -29,7 +29,7 @@ class PathEntry(Entry):
 
     @property
     def completes(self) -> bool:
-        """Whether what is typed is a path."""
+        """Whether the text is a path, which is completed."""
         return self.suggester is not None
 
     @completes.setter

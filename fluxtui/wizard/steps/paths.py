@@ -20,18 +20,18 @@ class PathSuggester(Suggester):
         self._folders_only = folders_only
 
     async def get_suggestion(self, value: str) -> str | None:
-        """The completed path; listing a folder may be slow, so it happens in a thread."""
+        """Complete the path in a thread, as listing a folder may be slow."""
         return await asyncio.to_thread(complete_path, value, self._folders_only)
 
 
 def complete_path(value: str, folders_only: bool) -> str | None:
-    """`value` completed to an existing path, or None; hidden names only when asked for."""
+    """Complete `value` to an existing path, or None; hidden names only when asked for."""
     found = completions(value, folders_only) if value.strip() else ()
     return found[0] if found else None
 
 
 def completions(value: str, folders_only: bool) -> tuple[str, ...]:
-    """Every path that begins with `value`, in order; a folder ends with a slash."""
+    """List every path that begins with `value`, in order; a folder ends with a slash."""
     head, begun = os.path.split(value)
     try:
         with os.scandir(Path(expanded(head) or ".")) as entries:
@@ -46,7 +46,7 @@ def completions(value: str, folders_only: bool) -> tuple[str, ...]:
 
 
 def stem_of(paths: Sequence[str]) -> str:
-    """How far paths agree."""
+    """Return the common beginning of the paths."""
     least, most = min(paths), max(paths)
     agreed = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), None)
     return least if agreed is None else least[:agreed]

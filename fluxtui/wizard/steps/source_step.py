@@ -36,7 +36,7 @@ class SourceStep(Step):
     BINDINGS: ClassVar[list[BindingType]] = own_bindings(("wizard_read_as",))
 
     def __init__(self, question: SourceQuestion, below: DrawPage) -> None:
-        """`below` draws what was found about the answer."""
+        """Draw with `below` what was found about the answer."""
         super().__init__(question.step)
         self._question = question
         self._below = below
@@ -55,7 +55,7 @@ class SourceStep(Step):
         yield Drawn(lambda width: self._below(self.view, width), id=f"{question.step}-found")
 
     def on_mount(self) -> None:
-        """Nothing is open before the first answers are shown."""
+        """Open nothing before the first answers are shown."""
         for field in self._question.fields.values():
             self._widget(field).display = False
 
@@ -101,7 +101,7 @@ class SourceStep(Step):
         return next((box for box in boxes if box.display), None)
 
     def take_focus(self) -> None:
-        """The list has the focus first."""
+        """Focus the list first."""
         self.query_one(f"#{self._question.step}-choices", ChoiceList).focus()
 
     def action_read_as(self) -> None:

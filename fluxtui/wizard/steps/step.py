@@ -87,7 +87,7 @@ class DrawnStep(Step, can_focus=True):
         yield Drawn(lambda width: self._draw(self.view, width))
 
     def take_focus(self) -> None:
-        """The page itself, so that its keys work."""
+        """Focus the page itself, so that its keys work."""
         self.focus()
 
     def action_again(self) -> None:

@@ -63,12 +63,12 @@ class StrategyStep(AskingStep, can_focus=True):
             self.answer({"dial": stop, "dial_settings": dial_settings(cards, stop)})
 
     def action_offload(self) -> None:
-        """The next offload setting, round about."""
+        """Choose the next offload setting, the first one after the last."""
         index = OFFLOADS.index(self.view.answers.offload) + 1
         self.answer({"offload": OFFLOADS[index % len(OFFLOADS)]})
 
     def action_why(self) -> None:
-        """All reasons, or only that of the choice under the cursor."""
+        """Show all reasons, or only that of the choice under the cursor."""
         self._why = not self._why
         self.show(self.view)
 

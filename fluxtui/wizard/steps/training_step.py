@@ -58,7 +58,7 @@ class TrainingStep(Step, can_focus=True):
         yield Drawn(self._draw)
 
     def take_focus(self) -> None:
-        """The page itself, so that its keys work."""
+        """Focus the page itself, so that its keys work."""
         self.focus()
 
     def leave(self) -> bool:

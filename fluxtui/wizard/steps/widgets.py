@@ -52,7 +52,7 @@ class Drawn(Widget):
         return content.plain.count("\n") + 1 if content.plain else 0
 
     def render(self) -> RenderResult:
-        """The text at the present width."""
+        """Draw at the present width."""
         return shown(self._draw(self.content_size.width))
 
 
@@ -74,7 +74,7 @@ class ChoiceList(Widget, can_focus=True):
     def __init__(
         self, options: Sequence[Option], *, empty: str = "", id: str | None = None
     ) -> None:
-        """`empty` is shown while there is nothing to choose from."""
+        """Show `empty` while there is nothing to choose from."""
         super().__init__(id=id)
         self.options = tuple(options)
         self._empty = empty
@@ -91,11 +91,11 @@ class ChoiceList(Widget, can_focus=True):
         self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """One line an option."""
+        """Return one line for each option."""
         return max(1, len(self.options))
 
     def render(self) -> RenderResult:
-        """The options; the chosen one has a mark, and a bright one while it has the focus.
+        """Draw at the present width.
 
         One line each: what has no room there is cut.
         """
