@@ -117,8 +117,10 @@ class FluxApp(AppBase):
         keys = {action.id: action.key_text for action in self.actions}
         words = f"{keys['detach']} leaves, the training goes on; {keys['stop']} stops it"
         if self.place in PAGES:  # the wizard: nothing trains yet
-            words = f"{keys['wizard_back']} goes a step back, before the first one out"
-        self.notify(words, title="Ctrl-C ends nothing here")
+            words = f"{keys['wizard_back']} goes one step back; on the first step it leaves"
+        elif self.view.status.ended:
+            words = f"{keys['detach']} leaves; the run has ended"
+        self.notify(words, title="Ctrl-C does not close the app")
 
     def action_help(self) -> None:
         """Show the keys and the panels of the screen in front."""

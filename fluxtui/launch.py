@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import select
 import shlex
 import signal
 import sys
@@ -26,7 +27,6 @@ from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.typed import typed
 from fluxtui.answers.answers import Answers
 from fluxtui.command_line import answers_of, forget_odd_sizes, make_parser
-from fluxtui.hang_up import signal_hang_up
 
 if TYPE_CHECKING:
     from textual.screen import Screen
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 LEAVING_S = 2.0  # threads that read files get so long to end
 ENDING_S = 2.0  # and engines that were killed
+HANG_UP_PERIOD_S = 1.0  # some hang-ups wake nobody who waits for nothing else
 STARTED_S = 1.0  # by then the first screens are drawn
 
 
@@ -323,3 +324,24 @@ def _check_theme(name: str) -> None:
     themes, _ = load_themes()
     if name not in themes:
         raise BadInput(f"there is no theme {name!r}: {', '.join(themes)}")
+
+
+def signal_hang_up(descriptor: int) -> None:
+    """Let a thread send this process SIGHUP when the terminal on `descriptor` hangs up.
+
+    The kernel signals only the first program of the session, and once that has ended the job in its
+    foreground. The first may live on: make does, in a terminal opened for `make run`. Each read
+    then returns at once, with nothing. A file that is no terminal is not watched.
+    """
+    if os.isatty(descriptor):
+        threading.Thread(
+            target=_await_hang_up, args=(descriptor,), daemon=True, name="hang-up"
+        ).start()
+
+
+def _await_hang_up(descriptor: int) -> None:
+    terminal = select.poll()
+    terminal.register(descriptor, 0)  # no event is asked for: a hang-up is always told
+    while not terminal.poll(HANG_UP_PERIOD_S * 1000):
+        continue
+    os.kill(os.getpid(), signal.SIGHUP)

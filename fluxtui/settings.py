@@ -64,7 +64,7 @@ class Choices:
 
 OFF_ON = (False, True)
 CHOICES: dict[str, Choices] = {
-    "theme": Choices((), "colours; your own lie in themes/ beside the settings"),
+    "theme": Choices((), "colours; your own themes go in themes/ next to this file"),
     "refresh_hz": Choices((1.0, 2.0, 4.0, 8.0), "times a second that the screen is drawn"),
     "low_bandwidth": Choices(OFF_ON, "once a second, 16 colours, no animation: for slow lines"),
     "smooth": Choices(OFF_ON, "the loss with its moving average"),

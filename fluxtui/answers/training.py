@@ -76,13 +76,13 @@ TRAINING_QUESTIONS = (
     TrainingQuestion(
         field="epochs", key="train.epochs", group="Length", name="epochs",
         kind="passes", default="1", clears="steps",
-        reason="one pass over the data; more than three seldom teach more",
+        reason="one pass over the data; more than three rarely help",
         turns=(1.0, 2.0, 3.0, 5.0, 10.0),
     ),
     TrainingQuestion(
         field="steps", key="train.steps", group="Length", name="steps",
         kind="count", default="by epochs", clears="epochs",
-        reason="the epochs decide; a number here takes their place",
+        reason="the epochs decide; a number here replaces them",
         turns=(100, 200, 500, 1000, 5000),
     ),
     TrainingQuestion(

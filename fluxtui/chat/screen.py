@@ -36,7 +36,7 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("help",), "help"),
     (("chat_up", "chat_down"), "scroll"),
 )
-LEAVES_NEXT = "press it once more to leave: the conversation is not kept"
+LEAVES_NEXT = "press again to leave; the conversation is not saved"
 
 
 class ChatScreen(Ground, ActionScreen[None]):

@@ -26,6 +26,7 @@ def heading(view: View, width: int) -> Line:
         parts.append((("×", "evaluation"), *pair(" eval", loss_text(view.state.evaluation.loss))))
     if view.compared is not None:
         parts.append((("╌", OTHER), (f" {view.compared.name}", "text")))
+        parts.append((("+", OTHER), (" its eval", "text")))
     if view.chart.log_scale:
         parts.append((("log", "warn"),))
     if view.chart.by_tokens:

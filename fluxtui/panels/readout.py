@@ -81,9 +81,9 @@ def _evaluation(found: tuple[int, float] | None) -> Line:
 def _missing(other: ComparedRun, step: int, width: int) -> Line:
     """Say that the other run never reached this place."""
     buckets = other.state.loss.buckets
-    last = f", its last is {buckets[-1].last}" if buckets else ""
+    last = f"; its last is {buckets[-1].last}" if buckets else ""
     return dropped_to_fit(
-        [((f" {other.name}", OTHER), (f" has no step {step}{last}", "dim"))], width
+        [((f" {other.name}", OTHER), (f" did not reach step {step}{last}", "dim"))], width
     )
 
 

@@ -97,7 +97,7 @@ def _advice(view: View, width: int) -> list[Line]:
     note = f"  cannot be applied: {because}" if because and held else ""
     lines: list[Line] = [(*_title("Advice"), (note, "warn"))]
     if not held:
-        follows = "" if view.status.ended else ": it follows from the last 20 steady steps"
+        follows = "" if view.status.ended else ": it needs 20 steps of steady speed"
         lines.append(((f"  {no_advice(view)}{follows}", "dim"),))
     selected = min(view.advice_at, len(held) - 1)
     for at, given in enumerate(held):

@@ -22,7 +22,7 @@ NAME_CELLS = 16
 VALUE_CELLS = 18
 KEYS_CELLS = 16
 ID_CELLS = 22
-OTHER_KEYS = 'Other keys: a table [keys] there, such as stop = "ctrl+q"'
+OTHER_KEYS = 'To change keys: add a table [keys] to that file, such as stop = "ctrl+q"'
 
 
 class SettingsScreen(RunScreen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fluxtui.sources.source import Batch
 from fluxtui.state.status import Link, Process
 
 LIVENESS_PERIOD_S = 1.0
+PROGRESS = re.compile(r"step \d+/\d+ ")  # the line of the trainer's log after each step
 MANY_EVENTS = 500  # so many events in one poll mean that there are probably more
 
 
@@ -115,4 +117,5 @@ def last_words(run: RunDir) -> str:
     if message:
         return printable(str(message))
     lines = [printable(raw.decode("utf-8", "replace")).strip() for raw in tail_lines(run.log)]
-    return native_end(lines) or next(filter(None, lines), "")
+    last = native_end(lines) or next(filter(None, lines), "")
+    return "" if PROGRESS.match(last) else last  # a line of progress is no cause

@@ -88,7 +88,7 @@ def _gone(state: RunState, link: Link) -> Status | None:
     if link.last_words:
         told += f": {link.last_words}"
     if state.checkpoint is not None:
-        told += f"; --resume auto goes on from step {state.checkpoint.step}"
+        told += f"; resume it from step {state.checkpoint.step} in the list of runs"
     return _in_state("dead", told)
 
 

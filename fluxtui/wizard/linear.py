@@ -41,8 +41,15 @@ from fluxtui.answers.launching import (
     engine_arguments,
     place_of,
     prepare,
+    run_folder_problem,
 )
 from fluxtui.answers.question import AdapterQuestion, Field, Option, SourceQuestion
+from fluxtui.answers.training import (
+    TRAINING_QUESTIONS,
+    TrainingQuestion,
+    changes_of,
+    read_answer,
+)
 from fluxtui.wizard import linear_lines
 from fluxtui.wizard.checks.answer_checks import Check, checked
 from fluxtui.wizard.checks.known_runs import (
@@ -52,19 +59,19 @@ from fluxtui.wizard.checks.known_runs import (
     runs_to_resume,
     runs_to_watch,
 )
-from fluxtui.wizard.dialogue import Ask, GoBack, Leave, Say, completing
+from fluxtui.wizard.dialogue import Ask, Dialogue, GoBack, Leave, Say, completing
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.background import with_method
 from fluxtui.wizard.engine.ranked import dial_settings
-from fluxtui.wizard.linear_training import TrainingDialogue
 from fluxtui.wizard.pages.preview import config_text
+from fluxtui.wizard.pages.training import value_and_reason
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 T = TypeVar("T", bound=Answer)
 GREETING = "FluxTrain. Enter takes the answer in brackets, b goes back, q leaves."
 
 
-class LinearWizard(TrainingDialogue):
+class LinearWizard(Dialogue):
     """Walks through the steps."""
 
     def __init__(
@@ -90,7 +97,7 @@ class LinearWizard(TrainingDialogue):
             "model": lambda: self._source(questions.MODEL),
             "data": self._data,
             "method": self._method,
-            "training": self.training,
+            "training": self._training,
             "hardware": self._hardware,
             "strategy": self._strategy,
             "preview": self._preview,
@@ -174,7 +181,7 @@ class LinearWizard(TrainingDialogue):
         self._plan()
         self._know(methods={method: self._planned_with(method) for method in METHODS})
         self._tell(linear_lines.methods_lines(self.view))
-        self._say("How shall it learn?")
+        self._say("Choose a method")
         method = self._choose(questions.method_options(), self.view.answers.method)
         changed = method != self.view.answers.method
         self._answer(method=method, **({"dial_settings": {}} if changed else {}))
@@ -205,6 +212,39 @@ class LinearWizard(TrainingDialogue):
                 self._answer(targets="" if said == "auto" else said)
         else:
             self._number(field, question.name)
+
+    def _training(self) -> None:
+        """Tell every setting with its reason, and change those that are named by their number."""
+        while True:
+            self._plan()
+            self._say("Training settings")
+            self._tell(linear_lines.training_lines(self.view))
+            last = len(TRAINING_QUESTIONS)
+            text = self._read(f"1 to {last} changes one, Enter goes on: ")
+            if not text:
+                return
+            if text.isdecimal() and 1 <= int(text) <= last:
+                self._setting(TRAINING_QUESTIONS[int(text) - 1])
+            else:
+                self._say(f"error: {text!r} is no number from 1 to {last}")
+
+    def _setting(self, question: TrainingQuestion) -> None:
+        """Ask for one setting of the training."""
+        value, _ = value_and_reason(self.view, question)
+        kind = "folder" if question.kind == "folder" else "text"
+        with completing(kind):
+            text = self._read(f"{question.name}, auto for {question.default} [{value}]: ")
+        if not text:
+            return
+        try:
+            read = read_answer(question, text)
+            problem = run_folder_problem(text) if kind == "folder" and read else ""
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        if problem:
+            self._say(f"error: {problem}")
+            return
+        self._answer(**changes_of(question, read))
 
     def _hardware(self) -> None:
         fresh: list[str] = []

@@ -46,7 +46,7 @@ def pair_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def inspection_lines(found: InspectionAnswer) -> list[str]:
-    """Lengths in words, and the samples: what is learnt of them and what is only seen."""
+    """Lengths in words, and the samples: which parts are trained on and which are context."""
     lengths = sorted(found.lengths)
     at = [lengths[round(share * (len(lengths) - 1))] for share in (0.5, 0.9, 1.0)]
     lines = [
@@ -63,7 +63,7 @@ def inspection_lines(found: InspectionAnswer) -> list[str]:
 def piece_lines(pieces: Sequence[TextPiece]) -> list[str]:
     """Mark every line of a sample as trained on or as context."""
     return [
-        f"{'learnt' if piece.learnt else 'seen'}: {line}"
+        f"{'trained on' if piece.learnt else 'context'}: {line}"
         for piece in pieces
         for line in piece.text.splitlines()
         if line.strip()
@@ -124,7 +124,11 @@ def trial_lines(trial: DryRunAnswer) -> list[str]:
         + (f", error {row.error}" if row.error else "")
         for row in trial.rows()
     ]
-    warning = ["error: more than there is: turn the dial to fit"] if trial.is_over_limit else []
+    warning = (
+        ["error: needs more memory than there is: set the dial to fit"]
+        if trial.is_over_limit
+        else []
+    )
     return [*lines, *warning, trial.eta_text()]
 
 

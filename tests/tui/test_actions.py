@@ -56,7 +56,7 @@ def test_keymap_footer_and_help_come_from_the_registry() -> None:
 
 def test_the_footer_keeps_the_important_keys_when_short() -> None:
     short, wide = text_of(footer_line("dashboard", 40)), text_of(footer_line("dashboard", 200))
-    assert "d detach" in short and "export" not in short and "export" in wide
+    assert "d detach" in short and "picture" not in short and "picture" in wide
     assert "resume" in text_of(footer_line("dashboard", 200, paused=True))
     assert [action.label for action in footer_actions("log")].count("filter") == 1
 

@@ -18,7 +18,7 @@ from fluxtui.panels import PANELS
 from fluxtui.panels.cards import rows_of
 from fluxtui.panels.residency import card_tiles, tiles
 from fluxtui.screens import arrangement
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.plan import plan_lines
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.run import RunState

@@ -199,7 +199,7 @@ def test_by_tokens_a_run_is_compared_at_as_many_tokens(state: RunState, made: Mo
 def test_a_run_that_never_came_so_far_says_so(state: RunState, made: ModuleType) -> None:
     view = View(state=state, compared=ComparedRun("short", slower(made, 20)))
     text = drawn(changed(view, chart=ChartSettings(crosshair=70)), "readout", 120, 2)
-    assert "short has no step 70, its last is 20" in text
+    assert "short did not reach step 70; its last is 20" in text
 
 
 def test_tokens_between_two_known_steps_are_interpolated() -> None:

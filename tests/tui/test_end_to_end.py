@@ -30,7 +30,7 @@ def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) ->
         ("step 2 of 9", "✓ architecture"),
         ("step 3 of 9", "As the model sees it"),
         ("step 4 of 9", "FITS"),
-        ("step 5 of 9", "How shall it train?"),
+        ("step 5 of 9", "Training settings"),
         ("step 6 of 9", "rates measured"),
         ("step 7 of 9", "Chosen for you: why?"),
         ("step 8 of 9", "Before it starts"),
@@ -96,7 +96,7 @@ def test_answers_survive_a_killed_wizard(desk: Desk) -> None:
     first = desk.open(size=(80, 24))
     first.until("What would you like to do?")
     first.press("\r")
-    first.until("Which model shall learn?")
+    first.until("Choose a model")
     first.press("\x1b[B\x1b[B")  # down, down
     first.until("▸ Folder")
     first.press("/models/mine")

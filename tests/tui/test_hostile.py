@@ -22,7 +22,7 @@ from fluxtui.answers.answers import Answers
 from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
 from fluxtui.screens.chrome import header_line, notice_lines, status_line
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.plan import plan_lines
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link

@@ -19,7 +19,7 @@ from fluxtui.app import FluxApp
 from fluxtui.csv_tables import csv_of
 from fluxtui.panels.lanes import KINDS, PANEL
 from fluxtui.plots.lane_bars import Kind, bar, cells_of, ruler
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link

@@ -12,7 +12,7 @@ import pytest
 
 from fluxtui.panels import PANELS
 from fluxtui.panels.machine import machine_line
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.sources.gpu import GpuReader, processes_of, throttling
 from fluxtui.sources.machine_sampler import MachineSampler, watch
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample

@@ -19,7 +19,7 @@ from fluxtui.panels.panel import gain_text, share_text, whole_share, whole_text
 from fluxtui.panels.progress import clock_text, eta
 from fluxtui.plots.bars import gauge
 from fluxtui.screens.chrome import header_line
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link

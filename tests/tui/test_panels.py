@@ -21,7 +21,7 @@ from fluxtui.panels.progress import eta, slow_step_s
 from fluxtui.panels.residency import tiles
 from fluxtui.screens.chrome import header_line, notice_lines, status_line
 from fluxtui.screens.dialogs import help_lines
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.plan import plan_lines
 from fluxtui.screens.run_rows import run_detail
 from fluxtui.state.run import RunState

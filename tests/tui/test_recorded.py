@@ -10,7 +10,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtui.panels import PANELS
 from fluxtui.panels.block import bytes_of, name_of
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link
 from fluxtui.state.view import View

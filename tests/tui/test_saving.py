@@ -12,7 +12,7 @@ import pytest
 from fluxtui.actions.table import find
 from fluxtui.csv_tables import csv_of, rows_held
 from fluxtui.panels import PANELS
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.run_actions import free_path
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View

@@ -13,7 +13,7 @@ import pytest
 
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import PipeReader
-from fluxtui.sources.following import News, follow
+from fluxtui.sources.followed_run import News, follow
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.machine_sampler import MachineSampler
 from fluxtui.sources.replay import ReplaySource

@@ -14,7 +14,7 @@ from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
 from fluxtui.screens.chrome import notice_lines
 from fluxtui.screens.dialogs import StopDialog
-from fluxtui.screens.framed import framed
+from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.settings import load_settings, save_settings
 from fluxtui.state.run import RunState

@@ -59,7 +59,7 @@ def test_enter_alone_starts_the_demo(folder: Path) -> None:
     assert person.said[0] == GREETING
     assert load_draft(folder / "draft.json") is None
     for line in (
-        "learnt: So it is.<|end|>", "seen: <|user|>Why?", "Full fits",
+        "trained on: So it is.<|end|>", "context: <|user|>Why?", "Full fits",
         "rates measured", "RAM: 2.00 MiB of 2.00 GiB, 2.00 GiB left",
     ):  # fmt: skip
         assert any(said.startswith(line) for said in person.said), line
@@ -112,7 +112,7 @@ def test_b_goes_back_and_loses_nothing(folder: Path) -> None:
     person = Person(folder, ["1", "1", "1", "77", "b", "b"])
     outcome = person.wizard().run()
     assert isinstance(outcome, Launch)
-    assert person.said.count("Which model shall learn?") >= 2
+    assert person.said.count("Choose a model") >= 2
     assert "data.sequence_length=77" in outcome.arguments
 
 
@@ -208,8 +208,8 @@ def test_a_tiny_run_from_the_first_question_to_its_end_on_a_dumb_terminal(tmp_pa
     )  # fmt: skip
     assert typed.to_the_end() == 0, typed.text
     assert "\x1b" not in typed.text
-    assert "Which model shall learn?" in typed.text
-    assert "learnt: " in typed.text
+    assert "Choose a model" in typed.text
+    assert "trained on: " in typed.text
     assert "step 3/3" in typed.text
     assert "finished after step 3" in typed.text
     [run] = (tmp_path / "runs").iterdir()

@@ -325,7 +325,7 @@ def test_a_trial_over_the_limit_says_so(known: WizardView, wizard_pilot: ModuleT
     host = {"predicted": 1, "measured": 10, "limit": 5}
     trial = convert({**wizard_pilot.TRIAL, "host_bytes": host}, DryRunAnswer)
     shown = preview_page(dataclasses.replace(known, trial=Asked(value=trial)), 92).plain
-    assert "more than there is" in shown
+    assert "more memory than there is" in shown
 
 
 def test_the_yaml_is_in_the_column_beside_where_there_is_one(known: WizardView) -> None:

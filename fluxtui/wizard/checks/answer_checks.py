@@ -30,7 +30,7 @@ from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_fold
 
 _DEMO_MODEL = (
     ("architecture", "Llama, a few million parameters"),
-    ("weights", "random; made when the run starts, nothing is downloaded"),
+    ("weights", "random, created when the run starts; nothing is downloaded"),
 )
 _DEMO_DATA = (
     ("format", "text, one document for each docstring"),
@@ -181,7 +181,7 @@ def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Ch
             error=f"{hub_id} is not on this machine and HF_HUB_OFFLINE is set: unset it, or "
             "choose a folder"
         )
-    return Check(facts=(("place", "not on this machine yet: downloaded before it is planned"),))
+    return Check(facts=(("place", "not on this machine; it is downloaded before planning"),))
 
 
 CHECKS: Mapping[StepName, Callable[[Answers], Check]] = {

@@ -16,7 +16,7 @@ HISTOGRAM_LINES = 3
 SAMPLE_LINES = 8
 FIRST_SAMPLE_LINES = 4  # where the screen is low: it must stand above the fold
 NAME_CELLS = 16
-LEGEND = "▌ is learnt, the rest is only seen"
+LEGEND = "▌ trained on; the rest is context (masked)"
 
 
 def data_page(view: WizardView, width: int) -> Content:
@@ -52,8 +52,8 @@ def _refused(view: WizardView, check: Check | None, width: int) -> Content:
     if check is None or "set data." not in (check.error or ""):
         return found
     how = (
-        f"{view.key('wizard_read_as')} reads the data in the next shape; other settings of the "
-        "data are given as in fluxtrain-tui --set 'data.columns={text: body}'"
+        f"{view.key('wizard_read_as')} tries the next format; to set columns, start the app "
+        "with fluxtrain-tui --set 'data.columns={text: body}'"
     )
     return Content("\n\n").join([found, drawing.paragraph(how, width, drawing.MUTED)])
 

@@ -17,7 +17,7 @@ def hardware_page(view: WizardView, width: int) -> Content:
     if asked.refusal is not None:
         cure = (
             f"Press {view.key('wizard_again')} to measure again, or {view.key('wizard_next')} to "
-            "go on: the plan then says less about time."
+            "go on: the plan then cannot predict times."
         )
         return Content("\n").join(
             [head, *now_lines(view, width), Content(""), refused(asked.refusal, cure, width)]

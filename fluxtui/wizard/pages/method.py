@@ -30,7 +30,7 @@ _NAME_CELLS = 9
 def method_page(view: WizardView, width: int) -> Content:
     """Draw the question, its cards, their trade-offs, and the questions about adapters."""
     keys = view.key("wizard_method_before", "wizard_method_after")
-    lines = [drawing.heading("How shall it learn?", f"{keys} choose", width), _limits(view, width)]
+    lines = [drawing.heading("Choose a method", f"{keys} choose", width), _limits(view, width)]
     lines += [_cards(view, width), *_given_up(view, width)]
     lines += _trouble(view, width)
     questions = _questions(view, width)
@@ -101,7 +101,7 @@ def _limits(view: WizardView, width: int) -> Content:
     if plan.device_budget_bytes:
         parts.insert(0, f"{'GPU' if plan.device == 'cuda' else 'buffers'} "
                         f"{bytes_text(plan.device_budget_bytes)}")  # fmt: skip
-    text = f"may be used: {', '.join(parts)}" if parts else ""
+    text = f"available: {', '.join(parts)}" if parts else ""
     return Content.styled(drawing.shortened(text, width), drawing.MUTED)
 
 

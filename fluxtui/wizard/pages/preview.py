@@ -102,8 +102,8 @@ def disk_line(plan: PlanAnswer) -> str:
     count, each = plan_preview.checkpoints(plan), plan.checkpoint_bytes
     plural = "s" * (count != 1)
     return (
-        f"disk: about {count} checkpoint{plural} of {bytes_text(each)} are written, "
-        f"{bytes_text(count * each)} in all; {stays}"
+        f"disk: {stays}; about {count} checkpoint{plural} of {bytes_text(each)} are written in "
+        "turn, and older ones deleted"
     )
 
 
@@ -180,7 +180,7 @@ def _compared(trial: DryRunAnswer, width: int) -> Content:
             )
         )
     if trial.is_over_limit:
-        lines.append(drawing.problem("more than there is: turn the dial to fit", width))
+        lines.append(drawing.problem("needs more memory than there is: set the dial to fit", width))
     return Content("\n").join(lines)
 
 

@@ -27,7 +27,7 @@ AS_SET = "as set"
 def training_page(view: WizardView, width: int, cursor: int = 0, problem: str = "") -> Content:
     """Draw a line for each question; below, the reason of the chosen one or a `problem`."""
     keys = view.key("wizard_value_before", "wizard_value_after")
-    hint = f"{keys} change, {view.key('wizard_edit')} types one"
+    hint = f"{keys} change, {view.key('wizard_edit')} types a value"
     lines = [drawing.heading("Training settings", hint, width)]
     if not view.short:
         lines.append(Content(""))
@@ -61,14 +61,14 @@ def value_and_reason(view: WizardView, question: TrainingQuestion) -> tuple[str,
             f"set here{effect}; the default is {question.default}: {question.reason}"
         )
     if question.field == "steps" and plan is not None and not _of_the_run(plan, question):
-        return answer_text(question, None), f"{plan.steps_text} by the epochs: {question.reason}"
+        return answer_text(question, None), f"{plan.steps_text}, from the epochs: {question.reason}"
     own = _of_the_run(plan, question)
     if question.clears and getattr(answers, question.clears) is not None:
         other = question_of(question.clears).name
-        return "-", f"without effect, as the {other} are set; a value here takes their place"
+        return "-", f"not used, as the {other} are set; a value here replaces them"
     if own is not None:
         if question.field == "epochs":
-            return "-", "without effect, as the demo has a number of steps; a value takes its place"
+            return "-", "not used, as the demo sets a number of steps; a value here replaces it"
         why = "the demo's own" if answers.is_demo else "as the run's settings say"
         return answer_text(question, own), f"{why}; elsewhere {question.default}: {question.reason}"
     if choice is not None:

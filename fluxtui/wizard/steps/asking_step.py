@@ -33,7 +33,7 @@ class AskingStep(Step):
 
     def make_box(self) -> Input:
         """Make the field, which stands first on the page."""
-        return Entry(placeholder="as the plan says", id="number-input")
+        return Entry(placeholder="auto", id="number-input")
 
     def take_focus(self) -> None:
         """Focus the page itself, so that its keys work."""
