@@ -1,4 +1,4 @@
-"""Check that no modules of a package import each other in a circle.
+"""Check that imports go one way: no circle of modules, and none of the parts of any package.
 
     python .ci/check_imports.py FOLDER...
 
@@ -13,6 +13,8 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+MOST_ROOMS = 15  # at the top of a package
 
 Graph = Mapping[str, set[str]]
 
@@ -79,16 +81,48 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
+def parts_of(package: str, graph: Graph) -> Graph:
+    """Return what the files and folders directly in `package` import of each other."""
+    inside = f"{package}."
+    found: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        if not module.startswith(inside):
+            continue
+        part = _part(module, inside)
+        reached = {_part(other, inside) for other in imported if other.startswith(inside)}
+        found.setdefault(part, set()).update(reached - {part})
+    return found
+
+
+def _part(module: str, inside: str) -> str:
+    return inside + module.removeprefix(inside).partition(".")[0]
+
+
 def problems(root: Path) -> list[str]:
     """Return what is wrong in the package in `root`, in words."""
     modules = modules_of(root)
     graph = {name: imports_of(name, path, modules) for name, path in modules.items()}
-    return [
-        f"{len(circle)} modules import each other, such as "
+    said = [_told("modules", graph, circle) for circle in circles(graph)]
+    for package in sorted(name for name, path in modules.items() if path.name == "__init__.py"):
+        parts = parts_of(package, graph)
+        said += [_told(f"parts of {package}", parts, circle) for circle in circles(parts)]
+    rooms = [path.parent for path in root.glob("*/__init__.py")]
+    if len(rooms) > MOST_ROOMS:
+        said.append(
+            f"{root.name} has {len(rooms)} rooms, more than {MOST_ROOMS}: a stranger ranks few"
+        )
+    for room in rooms:
+        if not (ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "").strip():
+            said.append(f"{room.name}/__init__.py does not say what the room is for")
+    return said
+
+
+def _told(what: str, graph: Graph, circle: list[str]) -> str:
+    return (
+        f"{len(circle)} {what} import each other, such as "
         + " -> ".join(way(graph, circle[0], circle[0]))
         + f"; all of them: {', '.join(circle)}"
-        for circle in circles(graph)
-    ]
+    )
 
 
 def main(roots: Sequence[str]) -> int:

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from fluxtrain import _native
 from fluxtrain._native import GradientFormat, Pass, StateFormat, WeightFormat
-from fluxtrain.adamw.hyper import Hyper, coefficients
-from fluxtrain.adamw.reference import encode, rounding
-from fluxtrain.device.arena import HostArena
+from fluxtrain.core.adamw.hyper import Hyper, coefficients
+from fluxtrain.core.adamw.reference import encode, rounding
+from fluxtrain.core.device.arena import HostArena
 from fluxtrain.plan.states import STATE_BLOCK
 
 OF_STREAM, OF_FP32 = 0.95, 1.5  # what is wanted

@@ -31,9 +31,9 @@ from random_model import random_model
 from step_timeline import StepTimeline, profiled
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fluxtrain.calibration.measured_constants import measure_constants
 from fluxtrain.data.batches import Batch
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.measured_constants import measure_constants
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.models.kernels import choose_kernels
@@ -44,7 +44,7 @@ from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import block_inputs_on_host_bytes, by_tier
 from fluxtrain.plan.request import Auto, RunRequest
-from fluxtrain.planning.placing import model_facts
+from fluxtrain.train.placing.placing import model_facts
 
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
 CONTEXT_GIB = 0.8  # CUDA's own share of the process's memory, with Triton's kernels
@@ -134,7 +134,7 @@ def wrapped(
     is to be said of it. The model is on the host, as after loading, and block timing has the GPU
     alone."""
     import fluxtrain
-    from fluxtrain.wrapping.engine import engine_of
+    from fluxtrain.core.wrap.engine import engine_of
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)

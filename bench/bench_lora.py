@@ -29,7 +29,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.methods.adapters import attach_adapters
 from fluxtrain.methods.targets import find_targets
 from fluxtrain.models.kernels import choose_kernels

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
+from fluxtrain.core.quantization.layout import PackedLayout
+from fluxtrain.core.quantization.packing import pack, unpack
 from fluxtrain.plan.states import PACKED_FORMATS
-from fluxtrain.quantization.layout import PackedLayout
-from fluxtrain.quantization.packing import pack, unpack
 
 HEAD = "isa      threads  format        pack   unpack   Gparam/s"
 

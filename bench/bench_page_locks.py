@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
-from fluxtrain.device import arena as arenas
-from fluxtrain.hardware.fresh_memory import fresh, touch
+from fluxtrain.core.device import arena as arenas
+from fluxtrain.machine.fresh_memory import fresh, touch
 from fluxtrain.units import GIB
 
 

@@ -39,7 +39,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from fluxtrain import _native
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.machine import read_machine
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "planner.md"

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from children import Stopped, run_python, stoppable
 
-from fluxtrain.optimizer.third_party_packages import THIRD_PARTY
-from fluxtrain.telemetry.events import StepFinished
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.core.optimizer.third_party_packages import THIRD_PARTY
+from fluxtrain.events.events import StepFinished
+from fluxtrain.events.journal import read_events
 
 FORMATS = ("fp32", "bf16", "8bit")
 HALF = "float16"  # its fp32 masters are FluxTrain's own: no other optimizer takes it

@@ -20,10 +20,10 @@ from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.device.device import open_device
-from fluxtrain.trace.ring import RingWriter
-from fluxtrain.trace.step_cutter import StepCutter
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.core.device.device import open_device
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.events.trace.ring import RingWriter
+from fluxtrain.train.observe.step_cutter import StepCutter
 
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 ROUND = 4  # steps with, then as many without; the first of each round is not counted

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fluxtrain.device import multi_gpu_streams
+from fluxtrain.core.device import multi_gpu_streams
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.request import Order, ParallelRequest
@@ -18,8 +19,7 @@ from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.planning import cards as planning
-from fluxtrain.wrapping.engine import Engine
+from fluxtrain.train.placing import cards as planning
 
 _SIZE = 6144  # of the products that slow a card down: half a millisecond, far above a launch
 

@@ -22,15 +22,15 @@ import torch
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.events.trace.attribution import Attribution, attribute
+from fluxtrain.events.trace.export import THREADS
+from fluxtrain.events.trace.lanes import Interval, StepLanes
 from fluxtrain.plan.cost.calibration import Calibration
 from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.cost.step import Cost, cost
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.planning.placing import model_facts
-from fluxtrain.trace.attribution import Attribution, attribute
-from fluxtrain.trace.export import THREADS
-from fluxtrain.trace.lanes import Interval, StepLanes
+from fluxtrain.train.placing.placing import model_facts
 
 GIB = 1 << 30
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from fluxtrain.client.machine import Machine
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.units import bytes_text, rate_text
 
 PACKAGES = ("transformers", "liger-kernel", "deepspeed")

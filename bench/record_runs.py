@@ -20,8 +20,8 @@ from pathlib import Path
 
 from children import Stopped, run_python, started_python, stoppable
 
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.reader import JournalFollower
+from fluxtrain.events import events as ev
+from fluxtrain.events.reader import JournalFollower
 
 RECORDED = Path(__file__).parents[1] / "tests" / "tui" / "recorded"
 RUNS = Path("/tmp/fluxtrain/runs")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wizard_pages import PAGES, draw_page
 
-from fluxtrain.telemetry.reader import JournalFollower
+from fluxtrain.events.reader import JournalFollower
 from fluxtui.app import FluxApp
 from fluxtui.app_base import StartScreen
 from fluxtui.sources.replay import ReplaySource

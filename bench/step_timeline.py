@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from fluxtrain.trace.attribution import attribute
-from fluxtrain.trace.export import write_trace
-from fluxtrain.trace.lanes import StepLanes
-from fluxtrain.trace.ring import read_ring
-from fluxtrain.trace.timeline import TimelineThread
-from fluxtrain.wrapping.engine import Engine
+from fluxtrain.core.wrap.engine import Engine
+from fluxtrain.events.trace.attribution import attribute
+from fluxtrain.events.trace.export import write_trace
+from fluxtrain.events.trace.lanes import StepLanes
+from fluxtrain.events.trace.ring import read_ring
+from fluxtrain.train.observe.timeline import TimelineThread
 
 WARM_UP_STEPS = 3
 

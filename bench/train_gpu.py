@@ -31,13 +31,13 @@ from children import Stopped, started_python, stoppable
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fluxtrain.telemetry.events import (
+from fluxtrain.events.events import (
     AnyEvent,
     CheckpointWritten,
     EvaluationFinished,
     StepFinished,
 )
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events.journal import read_events
 
 SHAPES = Path(__file__).with_name("shapes.yaml")
 GIB = 1 << 30

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from fluxtrain.client.doctor import DoctorAnswer
 from fluxtrain.commands.doctor.findings import findings
 from fluxtrain.commands.doctor.screen import screen
+from fluxtrain.events.answers.doctor import DoctorAnswer
 
 PAGE = Path(__file__).with_name("doctor.md")
 RECORDED = Path(__file__).with_name("doctor")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fluxtrain.interrupts import ImmediateInterrupts
+from fluxtrain.commands.interrupts import ImmediateInterrupts
 
 
 def main() -> int:

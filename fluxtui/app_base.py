@@ -21,9 +21,9 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.signal import Signal
 
-from fluxtrain.rundir.process import boot_id
-from fluxtrain.rundir.run_dir import runs_root
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.printable import printable
+from fluxtrain.events.run_folder.process import boot_id
+from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import RUN_SCREENS, Action
@@ -50,7 +50,7 @@ from fluxtui.themes import (
 from fluxtui.widgets.screen_updates import PartsUpdate
 
 if TYPE_CHECKING:
-    from fluxtrain.rundir.launch import TrainerProcess
+    from fluxtrain.events.run_folder.launch import TrainerProcess
     from fluxtui.sources.machine_sampler import MachineSampler
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]

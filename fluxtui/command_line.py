@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir.finding import LAST, find_run
-from fluxtrain.telemetry.printable import printable_lines
+from fluxtrain.events.printable import printable_lines
+from fluxtrain.events.run_folder.finding import LAST, find_run
 from fluxtui.answers.answers import (
     BASES,
     DATA_FORMATS,

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from fluxtrain.telemetry.events import Event
+from fluxtrain.events.events import Event
 from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.panels.card_colours import card_of
 from fluxtui.panels.lanes import shown

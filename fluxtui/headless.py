@@ -12,10 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from fluxtrain.errors import EXIT_FINISHED, EXIT_INTERRUPTED, BadInput
-from fluxtrain.rundir.launch import TRAINER
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.rundir.states import state_of_exit
-from fluxtrain.telemetry.events import (
+from fluxtrain.events.events import (
     AnyEvent,
     Done,
     EvaluationFinished,
@@ -23,8 +20,11 @@ from fluxtrain.telemetry.events import (
     Hello,
     StepFinished,
 )
-from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.reader import JournalFollower
+from fluxtrain.events.printable import printable
+from fluxtrain.events.reader import JournalFollower
+from fluxtrain.events.run_folder.launch import TRAINER
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.run_folder.states import state_of_exit
 from fluxtrain.units import count_text, duration_text, loss_text
 from fluxtui.sources.journal import last_words
 

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput, FluxTrainError
-from fluxtrain.rundir.finding import LAST, find_run, newest_training
-from fluxtrain.rundir.run_dir import RunDir, runs_root
-from fluxtrain.rundir.standard_streams import open_standard_streams
-from fluxtrain.telemetry.printable import printable, printable_lines
-from fluxtrain.telemetry.typed import typed
+from fluxtrain.events.printable import printable, printable_lines
+from fluxtrain.events.run_folder.finding import LAST, find_run, newest_training
+from fluxtrain.events.run_folder.run_dir import RunDir, runs_root
+from fluxtrain.events.run_folder.standard_streams import open_standard_streams
+from fluxtrain.events.typed import typed
 from fluxtui.answers.answers import Answers
 from fluxtui.command_line import answers_of, forget_odd_sizes, make_parser
 
 if TYPE_CHECKING:
     from textual.screen import Screen
 
-    from fluxtrain.rundir.launch import TrainerProcess
+    from fluxtrain.events.run_folder.launch import TrainerProcess
     from fluxtui.app import FluxApp
 
 LEAVING_S = 2.0  # threads that read files get so long to end
@@ -249,7 +249,7 @@ def _run(app: FluxApp) -> None:
 async def _end_tasks() -> None:
     """Cancel what still runs, and wait until the engines that it ends are gone: a loop that is
     closed before says so for each."""
-    from fluxtrain.client.asking import wait_for_engines
+    from fluxtrain.events.answers.asking import wait_for_engines
 
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:

@@ -26,7 +26,7 @@ from textual.filter import LineFilter, Monochrome, NoColor
 from textual.theme import Theme
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.printable import printable
 
 _NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 DEFAULT_THEME = "flux-dark"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fluxtrain.live.edit import with_count
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.settings import LiveSettings, SettingName
+from fluxtrain.train.live.edit import with_count
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.settings import LiveSettings, SettingName
 
 _COUNTS: tuple[SettingName, ...] = (
     "device_groups", "resident_blocks", "blocks_without_recompute",

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import PlacementRequest
-from fluxtrain.wrapping.engine import Engine, engine_of
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 96
 

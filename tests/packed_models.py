@@ -10,9 +10,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.core.quantization import reference
+from fluxtrain.core.quantization.layout import PackedLayout
 from fluxtrain.plan.states import PackedFormat
-from fluxtrain.quantization import reference
-from fluxtrain.quantization.layout import PackedLayout
 
 LAYOUTS: list[dict[str, Any]] = [
     {"offload": "none"},

@@ -11,10 +11,10 @@ TYPE_CHECKING = False  # as `typing` would say, which takes longer than all else
 if TYPE_CHECKING:
     from typing import Any
 
-    from fluxtrain.optimizer.grad_scaler import GradScaler
-    from fluxtrain.optimizer.plain_state import plain_optimizer_state
+    from fluxtrain.core.optimizer.grad_scaler import GradScaler
+    from fluxtrain.core.optimizer.plain_state import plain_optimizer_state
+    from fluxtrain.core.wrap.wrap import auto_wrap, sync, unwrap, wrap
     from fluxtrain.plan.request import PlacementRequest
-    from fluxtrain.wrapping.wrap import auto_wrap, sync, unwrap, wrap
 
 __all__ = [
     "GradScaler",
@@ -27,10 +27,10 @@ __all__ = [
     "wrap",
 ]
 
-_LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.wrapping.wrap")
+_LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.core.wrap.wrap")
 _LAZY["PlacementRequest"] = "fluxtrain.plan.request"
-_LAZY["GradScaler"] = "fluxtrain.optimizer.grad_scaler"
-_LAZY["plain_optimizer_state"] = "fluxtrain.optimizer.plain_state"
+_LAZY["GradScaler"] = "fluxtrain.core.optimizer.grad_scaler"
+_LAZY["plain_optimizer_state"] = "fluxtrain.core.optimizer.plain_state"
 
 
 def __getattr__(name: str) -> Any:

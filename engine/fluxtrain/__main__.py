@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fluxtrain.interrupts import ImmediateInterrupts
-from fluxtrain.parent import end_with_parent
+from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.files.parent import end_with_parent
 
 
 def main() -> None:

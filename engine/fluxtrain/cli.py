@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.main import get_command
 
-from fluxtrain import init_cli, result_cli
-from fluxtrain.commands import options
+from fluxtrain.commands import init_cli, options, result_cli
+from fluxtrain.commands.interrupts import ImmediateInterrupts
 from fluxtrain.commands.options import (
     Config,
     Debug,
@@ -30,11 +30,10 @@ from fluxtrain.commands.options import (
     folder_of,
     overrides_of,
 )
+from fluxtrain.commands.output import complain, hush_libraries, leave, print_json, say, silent, tell
 from fluxtrain.errors import EXIT_FINISHED, BadInput, FluxTrainError, NoSpace
-from fluxtrain.hardware import allocator, openmp
-from fluxtrain.interrupts import ImmediateInterrupts
-from fluxtrain.output import complain, hush_libraries, leave, print_json, say, silent, tell
-from fluxtrain.rundir.standard_streams import open_standard_streams
+from fluxtrain.events.run_folder.standard_streams import open_standard_streams
+from fluxtrain.machine import allocator, openmp
 from fluxtrain.units import loss_text
 
 if TYPE_CHECKING:
@@ -82,8 +81,8 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
-    from fluxtrain.checkpoint.recovery import find, new_run, resumed_config, truly_told
-    from fluxtrain.trace.export import check_trace_path, traced
+    from fluxtrain.events.trace.export import check_trace_path, traced
+    from fluxtrain.train.checkpoint.recovery import find, new_run, resumed_config, truly_told
 
     if trace is not None:
         check_trace_path(trace)
@@ -103,8 +102,8 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 
     def opened(run_dir: Path) -> None:
         if not json and live_fd is None:
-            from fluxtrain.telemetry.printable import printable
-            from fluxtrain.telemetry.typed import typed
+            from fluxtrain.events.printable import printable
+            from fluxtrain.events.typed import typed
 
             with contextlib.suppress(NoSpace):  # for what is printed: the run has its own disk
                 say(f"run: {printable(str(run_dir))}")
@@ -218,7 +217,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     """Export a trained adapter, or merge it into its base. Nothing is written if a check fails."""
     with ImmediateInterrupts():
         from fluxtrain.commands import export as exporting
-        from fluxtrain.exporting.adapter_export import ExportRequest
+        from fluxtrain.results.export.adapter_export import ExportRequest
 
     request = ExportRequest(
         named=named, to=to, merge=merge, onto=onto, dtype=dtype, base=base, other_base=other_base,
@@ -243,9 +242,9 @@ def probe(
     debug: Debug = False,
 ) -> None:
     """Measure this machine and the disk of the runs."""
-    from fluxtrain.hardware.probe.probe import probe as measure
-    from fluxtrain.hardware.probe.table import probe_text
-    from fluxtrain.rundir.run_dir import runs_root
+    from fluxtrain.events.run_folder.run_dir import runs_root
+    from fluxtrain.measure.probe.probe import probe as measure
+    from fluxtrain.measure.probe.table import probe_text
 
     found = measure(runs_root(), fresh=fresh, report=None if json and not progress else complain)
     if json:
@@ -267,7 +266,7 @@ def doctor(
     with ImmediateInterrupts():
         from fluxtrain.commands.doctor.examine import examine
         from fluxtrain.commands.doctor.screen import screen
-    from fluxtrain.rundir.run_dir import runs_root
+    from fluxtrain.events.run_folder.run_dir import runs_root
 
     report = examine(runs_root(), fresh=fresh, say=silent if json else complain)
     if json:
@@ -294,7 +293,7 @@ def trace(
 
     Works while the run trains, and after whatever ended it.
     """
-    from fluxtrain.trace.export import exported, summarised
+    from fluxtrain.events.trace.export import exported, summarised
 
     text, facts = summarised(run) if summary else exported(run, output)
     if json:
@@ -314,8 +313,8 @@ def schema() -> None:
 @app.command()
 def runs(json: Json = False, debug: Debug = False) -> None:
     """List the runs, newest first ($FLUXTRAIN_RUNS, or ./runs)."""
-    from fluxtrain.rundir.run_dir import list_runs, runs_root
-    from fluxtrain.telemetry.printable import printable
+    from fluxtrain.events.printable import printable
+    from fluxtrain.events.run_folder.run_dir import list_runs, runs_root
 
     if runs_root().is_file():
         raise BadInput(f"{runs_root()} is a file: set FLUXTRAIN_RUNS to the folder of the runs")
@@ -362,9 +361,9 @@ def undo(run: Named, json: Json = False, debug: Debug = False) -> None:
 
 def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -> None:
     """Send a command to a running trainer; raise its refusal as an error of the user."""
-    from fluxtrain.rundir.control import send_command
-    from fluxtrain.rundir.finding import find_run
-    from fluxtrain.rundir.run_dir import RunDir
+    from fluxtrain.events.run_folder.control import send_command
+    from fluxtrain.events.run_folder.finding import find_run
+    from fluxtrain.events.run_folder.run_dir import RunDir
 
     answer = send_command(RunDir(find_run(run)).socket, command, arguments)
     if json:

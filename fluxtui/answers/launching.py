@@ -8,10 +8,10 @@ import shlex
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
+from fluxtrain.events.run_folder.launch import TrainerProcess, start_trainer
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.typed import typed_line
 from fluxtrain.files.atomic import storage_error, write_bytes
-from fluxtrain.rundir.launch import TrainerProcess, start_trainer
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.typed import typed_line
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.configuring import (
     as_arguments,

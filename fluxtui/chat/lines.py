@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fluxtrain.telemetry.printable import printable_lines
+from fluxtrain.events.printable import printable_lines
 from fluxtrain.units import duration_text
 from fluxtui.chat.state import ChatState, Turn
 from fluxtui.widgets.spans import BLANK, Line, Span, wrapped

@@ -10,9 +10,9 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.widgets import Input
 
-from fluxtrain.client.asking import EngineRefused
-from fluxtrain.client.talking import Talk
-from fluxtrain.telemetry.printable import printable_lines
+from fluxtrain.events.answers.asking import EngineRefused
+from fluxtrain.events.answers.talking import Talk
+from fluxtrain.events.printable import printable_lines
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.actions.table import ACTIONS, Action

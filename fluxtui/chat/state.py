@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fluxtrain.client.generation import Answered, Ask, Ended, Event, Ready, Refused, Text
+from fluxtrain.events.answers.generation import Answered, Ask, Ended, Event, Ready, Refused, Text
 
 TEMPERATURES = (None, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0)
 TOP_PS = (None, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtrain.telemetry.events import AdviceGiven
+from fluxtrain.events.events import AdviceGiven
 from fluxtui.panels.panel import Panel
 from fluxtui.panels.trials import asked_line, no_advice, promise, trial_line
 from fluxtui.state.changes import ranked

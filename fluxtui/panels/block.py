@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxtrain.telemetry.events import Move, ResidencySampled
+from fluxtrain.events.events import Move, ResidencySampled
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.panels.card_colours import card_of, letter_of, role_of
 from fluxtui.panels.moves import ARROWS

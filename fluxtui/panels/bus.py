@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtrain.telemetry.events import CardTraffic, StepFinished, TrafficSampled
+from fluxtrain.events.events import CardTraffic, StepFinished, TrafficSampled
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note, whole_share
 from fluxtui.plots.bars import sparks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fluxtrain.telemetry.events import CardMemory, CardPlan, CardTraffic, MemorySampled
+from fluxtrain.events.events import CardMemory, CardPlan, CardTraffic, MemorySampled
 from fluxtrain.units import UNKNOWN, bytes_text, rate_text
 from fluxtui.panels.bus import label_of
 from fluxtui.panels.card_colours import card_of, role_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtrain.telemetry.events import MemorySampled
+from fluxtrain.events.events import MemorySampled
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.memory import CATEGORIES, LETTERS, UNTRAINED
 from fluxtui.panels.panel import Panel, share_text

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from fluxtrain.trace.attribution import QUEUED_LATE, Attribution, attribute
-from fluxtrain.trace.lanes import CARD_LANES, Interval, StepLanes, without_evaluation
-from fluxtrain.trace.ring import Recorded
+from fluxtrain.events.trace.attribution import QUEUED_LATE, Attribution, attribute
+from fluxtrain.events.trace.lanes import CARD_LANES, Interval, StepLanes, without_evaluation
+from fluxtrain.events.trace.ring import Recorded
 from fluxtrain.units import duration_text
 from fluxtui.panels.card_colours import role_of
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note, whole_share

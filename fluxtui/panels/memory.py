@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fluxtrain.telemetry.events import MemorySampled
+from fluxtrain.events.events import MemorySampled
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note
 from fluxtui.plots.bars import Part, partition

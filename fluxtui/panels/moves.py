@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtrain.telemetry.events import Move
+from fluxtrain.events.events import Move
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.panels.panel import Panel, stale_note
 from fluxtui.state.view import View

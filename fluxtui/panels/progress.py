@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fluxtrain.telemetry.events import StepFinished
+from fluxtrain.events.events import StepFinished
 from fluxtrain.units import UNKNOWN, count_text, duration_text, loss_text, number_text, power_text
 from fluxtui.panels.panel import Panel, pair, time_left_s, whole_text
 from fluxtui.plots.bars import gauge

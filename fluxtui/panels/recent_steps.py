@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fluxtrain.telemetry.events import StepFinished
+from fluxtrain.events.events import StepFinished
 from fluxtrain.units import duration_text, loss_text
 from fluxtui.panels.panel import Panel
 from fluxtui.panels.step import LETTERS, parts_of

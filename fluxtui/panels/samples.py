@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fluxtrain.telemetry.events import SampleGenerated
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.events import SampleGenerated
+from fluxtrain.events.printable import printable
 from fluxtrain.units import duration_text
 from fluxtui.panels.panel import Panel, key_of
 from fluxtui.state.samples import Round, round_at

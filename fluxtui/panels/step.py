@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fluxtrain.telemetry.events import StepFinished
+from fluxtrain.events.events import StepFinished
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.bus import stall_line
 from fluxtui.panels.panel import Panel, pair, stale_note

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtrain.telemetry.events import AdviceGiven
+from fluxtrain.events.events import AdviceGiven
 from fluxtrain.units import duration_text, speed_text
 from fluxtui.panels.panel import gain_text, key_of
 from fluxtui.state.changes import TriedChange, ranked

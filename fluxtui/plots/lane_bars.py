@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from fluxtrain.trace.lanes import Interval
+from fluxtrain.events.trace.lanes import Interval
 from fluxtrain.units import duration_text
 from fluxtui.widgets.spans import Line, Span
 

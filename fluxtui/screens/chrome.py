@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import Hello
+from fluxtrain.events.events import Hello
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.units import count_text, loss_text
 from fluxtui.panels.panel import key_of, whole_text
 from fluxtui.panels.progress import fitting_eta

@@ -11,7 +11,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.printable import printable
 from fluxtrain.units import bytes_text
 from fluxtui.actions.table import ACTIONS, GROUPS, Action
 from fluxtui.app_base import AppBase

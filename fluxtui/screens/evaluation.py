@@ -12,9 +12,9 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from fluxtrain.client.asking import EngineRefused, ask_engine
-from fluxtrain.client.evaluation import EvaluationAnswer
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.answers.asking import EngineRefused, ask_engine
+from fluxtrain.events.answers.evaluation import EvaluationAnswer
+from fluxtrain.events.printable import printable
 from fluxtrain.units import UNKNOWN, duration_text, loss_text, number_text
 from fluxtui.screens.dialogs import DIALOG_CSS
 

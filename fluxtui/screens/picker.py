@@ -16,7 +16,7 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from fluxtrain.rundir.run_dir import RunSummary, list_runs
+from fluxtrain.events.run_folder.run_dir import RunSummary, list_runs
 from fluxtui.app_base import AppBase
 from fluxtui.screens.dialogs import DIALOG_CSS
 from fluxtui.screens.run_rows import run_row

@@ -10,7 +10,7 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import BindingType
 
-from fluxtrain.telemetry.events import Planned
+from fluxtrain.events.events import Planned
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rough_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.panels.advice import rows as advice_rows

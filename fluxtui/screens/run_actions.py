@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.rundir.run_dir import RunDir, RunSummary
-from fluxtrain.rundir.states import RunState
-from fluxtrain.telemetry.events import AdviceGiven
+from fluxtrain.events.events import AdviceGiven
+from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary
+from fluxtrain.events.run_folder.states import RunState
 from fluxtrain.units import UNKNOWN
 from fluxtui.app_base import AppBase
 from fluxtui.panels.panel import key_of
@@ -91,7 +91,7 @@ def apply_advice(app: AppBase, advice: AdviceGiven | None) -> None:
 
 
 def _ask(app: AppBase, socket: Path, command: str, arguments: dict[str, Any] | None) -> None:
-    from fluxtrain.rundir.control import send_command
+    from fluxtrain.events.run_folder.control import send_command
 
     try:
         answer = send_command(socket, command, arguments)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.cells import set_cell_size
 
-from fluxtrain.rundir.run_dir import RunSummary
+from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtrain.units import UNKNOWN, duration_text, loss_text
 from fluxtui.panels.panel import time_left_s, whole_text
 from fluxtui.state.freshness import SLOWEST_STEP_FACTOR, STEP_FLOOR_S

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.geometry import Size
 
-from fluxtrain.telemetry.typed import typed
+from fluxtrain.events.typed import typed
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.app_base import AppBase

@@ -15,8 +15,8 @@ from textual.binding import BindingType
 from textual.widgets import Input
 
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.files.atomic import read_json
-from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.units import bytes_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.panels.machine import machine_line
@@ -247,7 +247,7 @@ class RunsScreen(RunScreen):
     def _resume_if(self, run: RunSummary, trust: tuple[str, ...], resume: bool | None) -> None:
         if not resume:
             return
-        from fluxtrain.rundir.launch import start_trainer
+        from fluxtrain.events.run_folder.launch import start_trainer
 
         try:
             reason = cannot_resume(RunDir(run.path).summary(), self.flux.view)  # as it is by now

@@ -11,8 +11,8 @@ from typing import Any
 from textual.app import App
 from textual.message import Message
 
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.trace.ring import RingReader
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.trace.ring import RingReader
 from fluxtui.sources.source import RunSource
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Link

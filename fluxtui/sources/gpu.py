@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.printable import printable
 from fluxtui.state.machine_sample import GpuProcess, GpuSample
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h). Idle (0x1), clocks that the user set

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from fluxtrain.errors import native_end
+from fluxtrain.events.events import AnyEvent, Done, Failed, Gauge, Hello
+from fluxtrain.events.journal import tail_lines
+from fluxtrain.events.printable import printable
+from fluxtrain.events.reader import JournalFollower, PipeReader, SchemaTooNew
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.atomic import read_json
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Gauge, Hello
-from fluxtrain.telemetry.journal import tail_lines
-from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.reader import JournalFollower, PipeReader, SchemaTooNew
 from fluxtui.sources.source import Batch
 from fluxtui.state.status import Link, Process
 

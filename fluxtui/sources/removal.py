@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
-from fluxtrain.files.opening import open_plain
-from fluxtrain.rundir.own_files import (
+from fluxtrain.events.printable import printable
+from fluxtrain.events.run_folder.own_files import (
     Rule,
     Visited,
     model_files,
@@ -23,8 +23,8 @@ from fluxtrain.rundir.own_files import (
     open_folder,
     visit,
 )
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.files.opening import open_plain
 
 _HERE = RunDir(".")
 # Files that a run writes, and `fluxtrain trace` by default.

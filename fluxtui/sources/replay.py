@@ -8,9 +8,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from fluxtrain.telemetry.events import AnyEvent
-from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.reader import JournalFollower, SchemaTooNew
+from fluxtrain.events.events import AnyEvent
+from fluxtrain.events.printable import printable
+from fluxtrain.events.reader import JournalFollower, SchemaTooNew
 from fluxtui.sources.source import Batch
 from fluxtui.state.status import Link
 from fluxtui.state.steady import SteadyClock

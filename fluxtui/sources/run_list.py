@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fluxtrain.rundir.run_dir import RunSummary
+from fluxtrain.events.run_folder.run_dir import RunSummary
 
 Column = Literal["state", "run", "step", "loss", "left", "age", "model"]
 FIRST_DOWN: frozenset[Column] = frozenset({"step"})  # whose largest value is looked for first

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fluxtrain.telemetry.events import AnyEvent
+from fluxtrain.events.events import AnyEvent
 from fluxtui.state.status import Link
 
 

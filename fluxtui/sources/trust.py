@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.atomic import read_json
-from fluxtrain.rundir.run_dir import RunDir
 
 TRUST = ("--set", "model.trust_remote_code=true")  # after the user was asked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 
 ADVICE_LIMIT = 8
 TRIALS_LIMIT = 16

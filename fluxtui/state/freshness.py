@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fluxtrain.rundir.states import HEARTBEAT_LATE_S
-from fluxtrain.telemetry.events import (
+from fluxtrain.events.events import (
     Event,
     Heartbeat,
     MeasuringChange,
@@ -15,6 +14,7 @@ from fluxtrain.telemetry.events import (
     StepFinished,
     TrafficSampled,
 )
+from fluxtrain.events.run_folder.states import HEARTBEAT_LATE_S
 
 Kind = TypeVar("Kind", bound=Event)
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeGuard, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from fluxtrain.telemetry.events import Event
+from fluxtrain.events.events import Event
 
 Item = TypeVar("Item")
 Sample = TypeVar("Sample", bound=Event)

@@ -11,9 +11,9 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
-from fluxtrain.rundir.states import state_of_exit
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.choices import setting_name
+from fluxtrain.events import events as ev
+from fluxtrain.events.choices import setting_name
+from fluxtrain.events.run_folder.states import state_of_exit
 from fluxtrain.units import bytes_text, duration_text, loss_text, speed_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History, spaced

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fluxtrain.telemetry.events import SampleGenerated
+from fluxtrain.events.events import SampleGenerated
 
 ROUNDS_LIMIT = 64
 ANSWERS_LIMIT = 64  # of a round

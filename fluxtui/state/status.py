@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fluxtrain.rundir.states import RunState as RunDirState
-from fluxtrain.rundir.states import state_of_exit, state_word
-from fluxtrain.telemetry.typed import typed_line
+from fluxtrain.events.run_folder.states import RunState as RunDirState
+from fluxtrain.events.run_folder.states import state_of_exit, state_word
+from fluxtrain.events.typed import typed_line
 from fluxtrain.units import duration_text
 from fluxtui.state.run import RunState
 

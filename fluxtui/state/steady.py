@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fluxtrain.telemetry.events import Event, Hello
+from fluxtrain.events.events import Event, Hello
 
 SET_S = 0.5  # a difference beyond it is a clock that was set; below it clocks only drift
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fluxtrain.trace.ring import SLOTS, Recorded
+from fluxtrain.events.trace.ring import SLOTS, Recorded
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fluxtrain.telemetry.events import Event
+from fluxtrain.events.events import Event
 from fluxtui.state.freshness import age_s, fresh, limit_s
 from fluxtui.state.machine_sample import MachineSample
 from fluxtui.state.run import RunState

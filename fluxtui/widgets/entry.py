@@ -6,7 +6,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 from textual.widgets import Input
 
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.printable import printable
 
 
 class Entry(Input):

@@ -11,7 +11,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from fluxtrain.telemetry.printable import printable
+from fluxtrain.events.printable import printable
 from fluxtui.themes import PLAIN, Palette
 from fluxtui.widgets.spans import BLANK, Line, differing, fitted
 from fluxtui.widgets.strips import BriefStrip

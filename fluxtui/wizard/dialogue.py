@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from fluxtrain.telemetry.printable import printable_lines
+from fluxtrain.events.printable import printable_lines
 from fluxtui.answers.question import Option
 from fluxtui.wizard.steps.paths import completions
 

@@ -17,7 +17,7 @@ from textual.dom import DOMNode
 from textual.signal import Signal
 from textual.widgets import ContentSwitcher
 
-from fluxtrain.rundir.run_dir import RunSummary, runs_root
+from fluxtrain.events.run_folder.run_dir import RunSummary, runs_root
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.actions.table import ACTIONS, Action

@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fluxtrain.client.answer import Answer
-from fluxtrain.client.asking import EngineRefused, ask_engine
-from fluxtrain.client.dry_run import DryRunAnswer
-from fluxtrain.client.inspection import InspectionAnswer
-from fluxtrain.client.plan import PlanAnswer
-from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.asking import EngineRefused, ask_engine
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.plan import PlanAnswer
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.files.atomic import free_bytes
-from fluxtrain.rundir.run_dir import runs_root
 from fluxtui.answers import questions
 from fluxtui.answers.answers import (
     DIAL,

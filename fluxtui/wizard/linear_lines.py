@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxtrain.client.dry_run import DryRunAnswer
-from fluxtrain.client.inspection import InspectionAnswer, TextPiece
-from fluxtrain.client.plan import PlanAnswer, PlanOption
-from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.inspection import InspectionAnswer, TextPiece
+from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
+from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtrain.units import bytes_text
 from fluxtui.answers.answers import METHODS, Answers
 from fluxtui.answers.questions import METHOD_TITLES

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from fluxtrain.client.export import ExportAnswer
-from fluxtrain.exporting.adapter_export import ExportRequest, export
+from fluxtrain.events.answers.export import ExportAnswer
+from fluxtrain.results.export.adapter_export import ExportRequest, export
 
 
 def make_adapter(base: Path, to: Path, *, fp32: bool = False, **settings: Any) -> Path:

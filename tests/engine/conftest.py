@@ -26,13 +26,13 @@ from transformers import (
 )
 
 from fluxtrain import _native
-from fluxtrain.client.machine import Machine
 from fluxtrain.commands import preview
+from fluxtrain.core.updates import updates
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.data.demo import train_tokenizer
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.models.generation import sample_text
-from fluxtrain.updates import updates
-from fluxtrain.wrapping.engine import Engine
 from tests.engine import forked
 from tests.engine.deferred_models import Hold
 from tests.engine.half_models import half_model
@@ -150,8 +150,8 @@ def _short_calibrations() -> Iterator[None]:
         return read_machine(), RATES if elsewhere is None else elsewhere.per_s
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fluxtrain.calibration.measured_constants.is_calm_after", lambda _: False)
-        patch.setattr("fluxtrain.calibration.repeats.MOST_REPEATS", 1)
+        patch.setattr("fluxtrain.measure.measured_constants.is_calm_after", lambda _: False)
+        patch.setattr("fluxtrain.measure.repeats.MOST_REPEATS", 1)
         patch.setattr(preview, "_measured", measured)
         yield
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.optimizer.state_shards import state_shards
-from fluxtrain.updates import updates
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.optimizer.state_shards import state_shards
+from fluxtrain.core.updates import updates
+from fluxtrain.core.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 MAX_NORM = 0.3  # no power of two: then order and number of roundings show

@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.device import cuda_device as devices
-from fluxtrain.device import page_locks
-from fluxtrain.device.page_locks import PageLocks
-from fluxtrain.device.recorder import HostClock, Recorder
-from fluxtrain.device.stalls import Stalls
-from fluxtrain.device.worker import Worker
-from fluxtrain.wrapping import wrap as wrapping
+from fluxtrain.core.device import cuda_device as devices
+from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.page_locks import PageLocks
+from fluxtrain.core.device.recorder import HostClock, Recorder
+from fluxtrain.core.device.stalls import Stalls
+from fluxtrain.core.device.worker import Worker
+from fluxtrain.core.wrap import wrap as wrapping
 
 _PAUSES_S = (0.0, 0.0, 0.0, 0.003)  # of a copy
 _HOME = 10  # times: so slow that the next pass finds gradients on their way

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fluxtrain.device import page_locks
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.device.page_locks import PageLocks
+from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.device.page_locks import PageLocks
 
 
 class Granted(PageLocks):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.memory.segment import Member
-from fluxtrain.updates.loss_scale import FIRST, LossScale
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.core.memory.segment import Member
+from fluxtrain.core.updates.loss_scale import FIRST, LossScale
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 HALF = torch.float16

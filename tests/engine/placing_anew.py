@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fluxtrain.live.apply_placement import apply_placement
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.group_placement import table_of
-from fluxtrain.wrapping.engine import Engine
+from fluxtrain.train.live.apply_placement import apply_placement
 
 
 def placed_anew(engine: Engine, **counts: Any) -> Placement:

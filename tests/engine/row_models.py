@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 VOCABULARY, HIDDEN = 600, 32

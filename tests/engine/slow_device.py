@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.device.staging import host_copy
-from fluxtrain.device.stalls import Stalls
-from fluxtrain.device.transfer import Transfer
-from fluxtrain.updates import updates
-from fluxtrain.wrapping import wrap as wrapping
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.device.staging import host_copy
+from fluxtrain.core.device.stalls import Stalls
+from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.updates import updates
+from fluxtrain.core.wrap import wrap as wrapping
 
 _LONGEST_S = 0.004  # of a delay; a step of the tests' models takes some 0.02
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.memory.activation_offload import MOST_DOWNLOADS, ActivationOffload
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.memory.activation_offload import MOST_DOWNLOADS, ActivationOffload
+from fluxtrain.core.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 

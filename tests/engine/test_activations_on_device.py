@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, block_inputs_on_host_bytes, offloading_blocks
-from fluxtrain.wrapping.engine import Engine, engine_of
-from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.placing_anew import turn_to
 from tests.wrap_with import wrap_with
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain._native import AdamWStep
-from fluxtrain.adamw.hyper import Coefficients, Hyper, coefficients
+from fluxtrain.core.adamw.hyper import Coefficients, Hyper, coefficients
 from fluxtrain.errors import BadInput
 
 STEPS = st.integers(min_value=1, max_value=10**6)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fluxtrain import _native
-from fluxtrain.adamw import dynamic_map, reference
-from fluxtrain.adamw.dynamic_map import BLOCK
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.fp32 import quiet
-from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
-from fluxtrain.adamw.kernels import step_
-from fluxtrain.adamw.reference import Rounding, States8, decode, encode, rounding
+from fluxtrain.core.adamw import dynamic_map, reference
+from fluxtrain.core.adamw.dynamic_map import BLOCK
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.fp32 import quiet
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.core.adamw.kernels import step_
+from fluxtrain.core.adamw.reference import Rounding, States8, decode, encode, rounding
 from tests.engine.low_bit_states import (
     HYPER,
     ISAS,

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluxtrain.adamw import fp32, reference
-from fluxtrain.adamw.fp32 import rounded_sqrt
-from fluxtrain.adamw.hyper import Hyper, coefficients
-from fluxtrain.adamw.reference import decode, encode
+from fluxtrain.core.adamw import fp32, reference
+from fluxtrain.core.adamw.fp32 import rounded_sqrt
+from fluxtrain.core.adamw.hyper import Hyper, coefficients
+from fluxtrain.core.adamw.reference import decode, encode
 
 BIT_PATTERNS = st.integers(min_value=0, max_value=2**32 - 1)
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.adamw import reference
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
-from fluxtrain.adamw.kernels import Part, accumulate_, step_, sum_squares
-from fluxtrain.adamw.reference import decode, encode
-from fluxtrain.adamw.torch_adamw import step_by_torch_
+from fluxtrain.core.adamw import reference
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.core.adamw.kernels import Part, accumulate_, step_, sum_squares
+from fluxtrain.core.adamw.reference import decode, encode
+from fluxtrain.core.adamw.torch_adamw import step_by_torch_
 from tests.engine.low_bit_states import any_floats
 
 pytestmark = pytest.mark.usefixtures("isa_put_back")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.exporting import attached
 from fluxtrain.models import loading
+from fluxtrain.results.export import attached
 from tests.engine.adapter_folders import exported, make_adapter
 from tests.engine.used_models import opened
 

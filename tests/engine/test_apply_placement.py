@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 import fluxtrain
+from fluxtrain.core.memory.group_memory import GroupMemory
+from fluxtrain.core.memory.window import Window
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.apply_placement import apply_placement
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.settings import LiveSettings
-from fluxtrain.memory.group_memory import GroupMemory
-from fluxtrain.memory.window import Window
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.wrapping.engine import Engine, engine_of
-from fluxtrain.wrapping.grouping import facts_of
+from fluxtrain.train.live.apply_placement import apply_placement
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.settings import LiveSettings
 from tests.live_settings import settings_with
 from tests.wrap_with import wrap_with
 

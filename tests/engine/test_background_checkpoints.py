@@ -18,19 +18,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.checkpoint import background, shard_file
-from fluxtrain.checkpoint.background import BackgroundWrite
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.config.schema import load_config
+from fluxtrain.core.optimizer.state_shards import Held
 from fluxtrain.errors import Diverged
-from fluxtrain.optimizer.state_shards import Held
-from fluxtrain.planning import snapshot as choosing
-from fluxtrain.planning.snapshot import choose_snapshot
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.train.checkpoint import background, shard_file
+from fluxtrain.train.checkpoint.background import BackgroundWrite
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.loop import TrainingLoop
+from fluxtrain.train.placing import snapshot as choosing
+from fluxtrain.train.placing.snapshot import choose_snapshot
 from fluxtrain.train.run import train
 from fluxtrain.train.run_plan import RunPlan
 from tests.engine import forked

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fluxtrain.cli import main
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from tests.engine import forked
 
 

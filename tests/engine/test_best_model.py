@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fluxtrain.checkpoint import checkpoint as checkpoint_module
-from fluxtrain.checkpoint.checkpoint import Checkpoint
-from fluxtrain.checkpoint.recovery import locate
-from fluxtrain.checkpoint.run_state import RunState
-from fluxtrain.checkpoint.shard_file import read_tensors
-from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput, Interrupted
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint import checkpoint as checkpoint_module
+from fluxtrain.train.checkpoint.checkpoint import Checkpoint
+from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.checkpoint.shard_file import read_tensors
+from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.wrapping.engine import engine_of
 
 bnb = pytest.importorskip("bitsandbytes")
 Quantise = Callable[[nn.Linear], nn.Module]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.block import chunking, room
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.block import chunking, room
+from fluxtrain.core.wrap.engine import engine_of
 
 ROWS, WIDTH = 8, 16
 

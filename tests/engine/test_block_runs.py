@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fluxtrain.runtime.stats import BlockSizes, runs_of
-from fluxtrain.telemetry.events import BlockRun
+from fluxtrain.core.runtime.stats import BlockSizes, runs_of
+from fluxtrain.events.events import BlockRun
 
 Block = tuple[str, BlockSizes]
 

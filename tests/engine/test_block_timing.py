@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.calibration import block_timing as timing_module
-from fluxtrain.calibration.block_timing import STEPS, BlockTimer, BlockTimes
-from fluxtrain.calibration.small_model import ALL_CHECKED
-from fluxtrain.updates.norm import GradNorm
-from fluxtrain.wrapping.block_discovery import take_apart
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.core.updates.norm import GradNorm
+from fluxtrain.core.wrap.block_discovery import take_apart
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.measure import block_timing as timing_module
+from fluxtrain.measure.block_timing import STEPS, BlockTimer, BlockTimes
+from fluxtrain.measure.small_model import ALL_CHECKED
 from tests.engine.calibration_rows import batch_of
 
 

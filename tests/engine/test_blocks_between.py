@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS = 8

@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Diverged
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
 
@@ -25,7 +25,7 @@ def test_the_block_where_it_began_and_the_last_checkpoint_are_named(
     run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     where: str, layer: int, depth: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("fluxtrain.gradients.host_gradients.ring_depth", lambda _: depth)
+    monkeypatch.setattr("fluxtrain.core.gradients.host_gradients.ring_depth", lambda _: depth)
     compute, forward, step = TrainingLoop._compute, LlamaMLP.forward, 0
 
     def computed(loop: Any, clock: Any) -> Any:

@@ -18,30 +18,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import fluxtrain
-from fluxtrain.calibration import measured_constants as constants_module
-from fluxtrain.calibration.block_timing import COPIES
-from fluxtrain.calibration.calibrate import Patience, calibrate
-from fluxtrain.calibration.measured_constants import known_constants, measure_constants
-from fluxtrain.calibration.peaks import (
+from fluxtrain.commands import preview as preview_module
+from fluxtrain.commands.preview import preview
+from fluxtrain.config.schema import demo_config
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.data.batches import Batch
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure import measured_constants as constants_module
+from fluxtrain.measure.block_timing import COPIES
+from fluxtrain.measure.calibrate import Patience, calibrate
+from fluxtrain.measure.measured_constants import known_constants, measure_constants
+from fluxtrain.measure.peaks import (
     host_peak_bytes,
     measure_host_peak_anew,
     recent_host_peak_bytes,
 )
-from fluxtrain.calibration.small_model import NotCalibrated
-from fluxtrain.client.machine import Machine
-from fluxtrain.commands import preview as preview_module
-from fluxtrain.commands.preview import preview
-from fluxtrain.config.schema import demo_config
-from fluxtrain.data.batches import Batch
-from fluxtrain.errors import DoesNotFit
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe.busy_bus import busy_bus
-from fluxtrain.hardware.probe.rate import sustained_rate
+from fluxtrain.measure.probe.busy_bus import busy_bus
+from fluxtrain.measure.probe.rate import sustained_rate
+from fluxtrain.measure.small_model import NotCalibrated
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.planning.placing import model_facts
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.train.placing.placing import model_facts
 from tests.engine.calibration_rows import LENGTH, batch_of, plain_batch
 
 Tiny = Callable[..., PreTrainedModel]
@@ -50,7 +50,7 @@ Tiny = Callable[..., PreTrainedModel]
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This one, with nothing measured on it before, and nobody else on it."""
-    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: None)
+    monkeypatch.setattr("fluxtrain.measure.calibrate.others_share", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return read_machine()
 
@@ -90,7 +90,7 @@ def test_what_a_chunk_costs_beside_its_rows_is_found(
         return forward(self, hidden, *args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", slow_to_start)
-    monkeypatch.setattr("fluxtrain.calibration.block_timing.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("fluxtrain.measure.block_timing.time.perf_counter", lambda: now_s[0])
     timed = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
     for line in (timed.forward, timed.backward):  # which runs it once more
         assert line.base == pytest.approx(pause_s, rel=1e-3)
@@ -100,7 +100,7 @@ def test_what_a_chunk_costs_beside_its_rows_is_found(
 def test_without_a_gpu_the_small_model_streams_too_and_moves_what_a_step_moves(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fluxtrain.calibration.repeats.others_share", lambda _: None)
+    monkeypatch.setattr("fluxtrain.measure.repeats.others_share", lambda _: None)
     model = tiny("llama", torch.float32)
     streamed = calibrate(model, batch_of, torch.device("cpu"), (1, 4)).streamed
     assert streamed is not None
@@ -224,13 +224,13 @@ def test_a_block_timed_beside_other_programs_is_timed_again_when_those_are_gone(
 ) -> None:
     model = tiny("llama", torch.float32)
     facts = facts_of(model)
-    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: 0.5)
+    monkeypatch.setattr("fluxtrain.measure.calibrate.others_share", lambda _: 0.5)
     timed = measure_constants(facts, machine, "cpu", 4, model, batch_of)
     assert "other programs used 50% of the processors" in timed.source
     monkeypatch.setattr(constants_module, "is_calm_after", lambda share: False)
     assert measure_constants(facts, machine, "cpu", 4, model, _never).source == timed.source
     monkeypatch.setattr(constants_module, "is_calm_after", lambda share: share == 0.5)
-    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: 0.0)
+    monkeypatch.setattr("fluxtrain.measure.calibrate.others_share", lambda _: 0.0)
     again = measure_constants(facts, machine, "cpu", 4, model, batch_of)
     assert again.is_new
     assert "other programs" not in again.source
@@ -281,7 +281,7 @@ def test_the_peak_of_the_process_is_the_kernels(tmp_path: Path) -> None:
 
 PEAKS = """
 import gc, mmap
-from fluxtrain.calibration.peaks import (
+from fluxtrain.measure.peaks import (
     host_peak_bytes, measure_host_peak_anew, recent_host_peak_bytes,
 )
 b"1" * (256 << 20)

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from fluxtrain.calibration.calibrate import calibrate
-from fluxtrain.calibration.measured_constants import known_constants, measure_constants
 from fluxtrain.data.batches import Batch
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.calibrate import calibrate
+from fluxtrain.measure.measured_constants import known_constants, measure_constants
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.planning.placing import model_facts
+from fluxtrain.train.placing.placing import model_facts
 
 LENGTH = 16
 HELD_BYTES = 8 << 20  # a row: what attention with a mask keeps here until the backward pass
@@ -93,7 +93,7 @@ def test_where_no_rows_are_heavier_no_others_are_timed() -> None:
 def test_what_was_timed_with_rows_of_one_document_does_not_serve_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: None)
+    monkeypatch.setattr("fluxtrain.measure.calibrate.others_share", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine, made = read_machine(), model()
     facts = model_facts(made, made.config, LENGTH)

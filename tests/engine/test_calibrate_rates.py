@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fluxtrain.calibration import measured_constants as constants_module
-from fluxtrain.calibration.calibrate import calibrate
-from fluxtrain.calibration.measured_constants import known_constants, measure_constants
-from fluxtrain.client.machine import Machine, Rate
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import adamw_rate as adamw_rate_module
-from fluxtrain.hardware.probe.busy_bus import HostBytes, busy_bus
-from fluxtrain.hardware.probe.rate import TOO_LITTLE
+from fluxtrain.events.answers.machine import Machine, Rate
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure import measured_constants as constants_module
+from fluxtrain.measure.calibrate import calibrate
+from fluxtrain.measure.measured_constants import known_constants, measure_constants
+from fluxtrain.measure.probe import adamw_rate as adamw_rate_module
+from fluxtrain.measure.probe.busy_bus import HostBytes, busy_bus
+from fluxtrain.measure.probe.rate import TOO_LITTLE
 from fluxtrain.plan.cost.calibration import StepsNotTimed
 from fluxtrain.plan.cost.rates import rates_from
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.planning.placing import model_facts
+from fluxtrain.train.placing.placing import model_facts
 from tests.engine.calibration_rows import LENGTH, batch_of
 
 Tiny = Callable[..., PreTrainedModel]
@@ -32,7 +32,7 @@ Tiny = Callable[..., PreTrainedModel]
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This one, with nothing measured on it before, and nobody else on it."""
-    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: None)
+    monkeypatch.setattr("fluxtrain.measure.calibrate.others_share", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return read_machine()
 

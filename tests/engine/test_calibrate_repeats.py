@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.calibration import repeats as repeats_module
-from fluxtrain.calibration.block_timing import BlockTimes
-from fluxtrain.calibration.repeats import (
+from fluxtrain.measure import repeats as repeats_module
+from fluxtrain.measure.block_timing import BlockTimes
+from fluxtrain.measure.repeats import (
     MOST_REPEATS,
     REPEATS_S,
     Repeat,

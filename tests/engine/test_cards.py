@@ -12,13 +12,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.cards.transfer import SeenOnFirstCard
-from fluxtrain.device import multi_gpu_streams
+from fluxtrain.core.cards.transfer import SeenOnFirstCard
+from fluxtrain.core.device import multi_gpu_streams
+from fluxtrain.core.runtime.arrivals import arrivals_of, note_arrivals
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.plan import states
 from fluxtrain.plan.cards import residency
 from fluxtrain.plan.request import PlacementRequest
-from fluxtrain.runtime.arrivals import arrivals_of, note_arrivals
-from fluxtrain.wrapping.engine import engine_of
 from tests.on_cards import (
     LENGTH,
     ROWS,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.block.rng import RandomState
+from fluxtrain.core.block.rng import RandomState
 from tests.between_blocks import (
     BETWEEN,
     LENGTH,

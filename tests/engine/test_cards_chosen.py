@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import fluxtrain
+from fluxtrain.core.wrap import target
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.units import GIB
-from fluxtrain.wrapping import target
-from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.grouping import facts_of
 from tests.on_cards import llama, wrapped
 
 

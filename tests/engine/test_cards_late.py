@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import fluxtrain
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.wrapping import wrap as wrapping
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.wrap import wrap as wrapping
+from fluxtrain.core.wrap.engine import engine_of
 from tests.between_blocks import BETWEEN, Model, assert_close, gradients
 from tests.on_cards import ROWS, assert_same, batch, llama, trained, wrapped
 from tests.written_arguments import MODES, what_is_written_reaches_other_cards

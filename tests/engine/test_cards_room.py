@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import Engine
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import DeviceFailed
-from fluxtrain.live.apply_placement import apply_placement
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.out_of_memory import FallbackStep, fallback_steps, gpu_of
+from fluxtrain.events import events as ev
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.plan.facts import RowFacts
-from fluxtrain.telemetry import events as ev
-from fluxtrain.wrapping.engine import Engine
-from fluxtrain.wrapping.grouping import facts_of
+from fluxtrain.train.live.apply_placement import apply_placement
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.out_of_memory import FallbackStep, fallback_steps, gpu_of
 from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
 from tests.on_cards import assert_same, batch, llama, wrapped
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from fluxtrain.core.wrap import target
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.inference import placed as placing
-from fluxtrain.inference.measuring import measure, rows_that_fit
-from fluxtrain.inference.model_request import ModelRequest
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.request import PlacementRequest, RunRequest
-from fluxtrain.wrapping import target
-from fluxtrain.wrapping.grouping import facts_of
+from fluxtrain.results import placed as placing
+from fluxtrain.results.measuring import measure, rows_that_fit
+from fluxtrain.results.model_request import ModelRequest
 from tests.engine.test_generate import PROMPTS, tokens_of
 from tests.engine.used_models import greedy, opened, plain
 from tests.on_cards import llama

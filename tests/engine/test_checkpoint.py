@@ -16,20 +16,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fluxtrain.checkpoint import shard_file
-from fluxtrain.checkpoint.checkpoint import (
+from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.files.cache import Damaged
+from fluxtrain.train.checkpoint import shard_file
+from fluxtrain.train.checkpoint.checkpoint import (
     list_checkpoints,
     prune,
     read_checkpoint,
     remove_unfinished,
     write_checkpoint,
 )
-from fluxtrain.checkpoint.newest import newest_valid
-from fluxtrain.checkpoint.randomness import random_state, restore_random_state, seed_everything
-from fluxtrain.checkpoint.run_state import RunState
-from fluxtrain.checkpoint.shard_file import hash_file, write_tensors
-from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.files.cache import Damaged
+from fluxtrain.train.checkpoint.newest import newest_valid
+from fluxtrain.train.checkpoint.randomness import (
+    random_state,
+    restore_random_state,
+    seed_everything,
+)
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.checkpoint.shard_file import hash_file, write_tensors
 
 Shards = list[tuple[str, dict[str, Tensor]]]
 

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 import fluxtrain
-from fluxtrain.checkpoint import place
-from fluxtrain.checkpoint import writer as checkpoint_writer
-from fluxtrain.checkpoint.checkpoint import (
+from fluxtrain.config.cadence import Cadence
+from fluxtrain.core.device.recorder import HostClock, Recorder
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.events import events as ev
+from fluxtrain.events.announce import Announcer
+from fluxtrain.files.cache import Damaged
+from fluxtrain.methods.optimizer import EngineAdamW
+from fluxtrain.train.checkpoint import place
+from fluxtrain.train.checkpoint import writer as checkpoint_writer
+from fluxtrain.train.checkpoint.checkpoint import (
     list_checkpoints,
     read_checkpoint,
     write_checkpoint,
 )
-from fluxtrain.checkpoint.run_state import RunState
-from fluxtrain.checkpoint.writer import TRAINER_BYTES, CheckpointWriter
-from fluxtrain.config.cadence import Cadence
-from fluxtrain.device.recorder import HostClock, Recorder
-from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.files.cache import Damaged
-from fluxtrain.methods.optimizer import EngineAdamW
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.telemetry import events as ev
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.checkpoint.writer import TRAINER_BYTES, CheckpointWriter
 
 
 class FakeEngine:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint import checkpoint as checkpoints
-from fluxtrain.checkpoint import shard_file
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.checkpoint.place import CannotSave
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput, Interrupted
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
+from fluxtrain.train.checkpoint import checkpoint as checkpoints
+from fluxtrain.train.checkpoint import shard_file
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.train.checkpoint.place import CannotSave
 from fluxtrain.train.loop import TrainingLoop
 from tests.engine.test_background_checkpoints import MIB, MakeConfig, held_to, run, told
 from tests.engine.test_checkpoint_writer import FakeData, FakeEngine, state_at, writer

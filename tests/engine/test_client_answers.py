@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fluxtrain.client.answer import Answer
-from fluxtrain.client.asking import decoded
-from fluxtrain.client.doctor import DoctorAnswer
-from fluxtrain.client.dry_run import DryRunAnswer
-from fluxtrain.client.inspection import InspectionAnswer
-from fluxtrain.client.plan import PlanAnswer
-from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.asking import decoded
+from fluxtrain.events.answers.doctor import DoctorAnswer
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.plan import PlanAnswer
+from fluxtrain.events.answers.probe import ProbeAnswer
 
 
 @pytest.mark.parametrize("answer", [PlanAnswer, InspectionAnswer, DryRunAnswer])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fluxtrain.updates.norm import clip_scale, clip_scale_on_device
+from fluxtrain.core.updates.norm import clip_scale, clip_scale_on_device
 
 NORMS = st.floats(min_value=0, width=32)
 LIMITS = st.floats(min_value=0, max_value=1e6, allow_subnormal=False)

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from fluxtrain.events.trace.attribution import attribute
 from fluxtrain.plan.cost.calibration import Calibration, Line
-from fluxtrain.trace.attribution import attribute
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))

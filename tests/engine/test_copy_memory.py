@@ -8,11 +8,11 @@ import psutil
 import pytest
 import torch
 
-from fluxtrain.checkpoint import copy_memory
-from fluxtrain.checkpoint.copy_memory import CopyMemory
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.device.heap import give_back_spare, trim_heap
-from fluxtrain.reporting.host_room import give_up_caches
+from fluxtrain.core.device.heap import give_back_spare, trim_heap
+from fluxtrain.train.checkpoint import copy_memory
+from fluxtrain.train.checkpoint.copy_memory import CopyMemory
+from fluxtrain.train.observe.host_room import give_up_caches
 
 MIB = 1 << 20
 

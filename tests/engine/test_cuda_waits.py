@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.device.cuda_device import CudaTransfer
-from fluxtrain.device.current_gpu import CurrentStream
-from fluxtrain.device.stalls import Stalls
+from fluxtrain.core.device.cuda_device import CudaTransfer
+from fluxtrain.core.device.current_gpu import CurrentStream
+from fluxtrain.core.device.stalls import Stalls
 
 
 class FakeStream:

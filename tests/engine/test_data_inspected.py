@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.client.asking import decoded
-from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.commands import inspection
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.prepare import corpora
 from fluxtrain.data.reading import sampling
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.asking import decoded
+from fluxtrain.events.answers.inspection import InspectionAnswer
 from fluxtrain.train.inputs import load_inputs
 
 MakeConfig = Callable[..., Path]

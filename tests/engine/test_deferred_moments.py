@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.updates.loss_scale import LossScale
+from fluxtrain.core.updates.loss_scale import LossScale
 from tests.engine.deferred_models import HOLD_S, Hold, Training, assert_same_bits, build
 
 

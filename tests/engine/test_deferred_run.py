@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Interrupted
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
-from fluxtrain.trace.ring import read_ring
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.trace.ring import read_ring
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
 

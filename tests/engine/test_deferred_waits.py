@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.errors import Diverged
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.deferred_models import HOLD_S, MAX_NORM, Hold, Training, assert_same_bits, build
 from tests.engine.placing_anew import turn_to
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.errors import NoSpace
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.reporting.disk_wait import DiskWait
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.journal import JournalWriter, read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.journal import JournalWriter, read_events
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.train.observe.disk_wait import DiskWait
 from tests.engine.test_resume import (
     assert_same_run,
     events,

@@ -17,11 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain import _native
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.hyper import AdamWUpdate
-from fluxtrain.adamw.kernels import Backend
-from fluxtrain.client.doctor import DoctorAnswer, SelfTest
-from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor import examine as examine_module
 from fluxtrain.commands.doctor import kernel_test, self_test
 from fluxtrain.commands.doctor.examine import examine
@@ -32,9 +27,14 @@ from fluxtrain.commands.doctor.self_test import (
     run_check,
     self_tests,
 )
-from fluxtrain.hardware.disk import read_disk
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.quantization.layout import PackedLayout
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.hyper import AdamWUpdate
+from fluxtrain.core.adamw.kernels import Backend
+from fluxtrain.core.quantization.layout import PackedLayout
+from fluxtrain.events.answers.doctor import DoctorAnswer, SelfTest
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.machine.disk import read_disk
+from fluxtrain.machine.machine import read_machine
 from tests.engine import forked
 
 FAST_SETS = [name for name in _native.ISA_NAMES[1:] if _native.set_isa(name) == name]
@@ -236,7 +236,7 @@ BREAK = """
 import sys
 from fluxtrain.cli import main
 from fluxtrain.commands.doctor import kernel_test, self_test
-from fluxtrain.hardware.probe import probe
+from fluxtrain.measure.probe import probe
 def wrong(folder):
     raise kernel_test.Mismatch("3 of 9 values differ")
 if "break" in sys.argv:

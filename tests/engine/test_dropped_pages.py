@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fluxtrain.hardware.disk import read_disk
-from fluxtrain.memory.mapped import drop, resident_bytes
+from fluxtrain.core.memory.mapped import drop, resident_bytes
+from fluxtrain.machine.disk import read_disk
 from tests.engine.pages import made_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -68,9 +68,9 @@ MEASURED = textwrap.dedent("""
     import json, sys, threading, time
     import torch
     from safetensors import safe_open
-    from fluxtrain.memory.mapped import drop
-    from fluxtrain.quantization.layout import PackedLayout
-    from fluxtrain.quantization.packing import pack
+    from fluxtrain.core.memory.mapped import drop
+    from fluxtrain.core.quantization.layout import PackedLayout
+    from fluxtrain.core.quantization.packing import pack
 
     path, blocks = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)

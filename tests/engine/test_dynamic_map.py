@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.adamw import dynamic_map
-from fluxtrain.adamw.dynamic_map import BLOCK
-from fluxtrain.adamw.fp32 import mul_add
-from fluxtrain.adamw.kernels import quantise
+from fluxtrain.core.adamw import dynamic_map
+from fluxtrain.core.adamw.dynamic_map import BLOCK
+from fluxtrain.core.adamw.fp32 import mul_add
+from fluxtrain.core.adamw.kernels import quantise
 from tests.engine.low_bit_states import (
     ISAS,
     SIGNS,

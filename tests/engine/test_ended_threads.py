@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.device.worker import Worker
+from fluxtrain.core.device.worker import Worker
 
 counts_threads = pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="the threads of a process are counted in /proc"
@@ -23,9 +23,9 @@ import threading
 import time
 import torch
 from fluxtrain import _native
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.adamw.kernels import step_
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.core.adamw.kernels import step_
 
 def update():
     names = ("weights", "m", "v", "gradient")
@@ -54,7 +54,7 @@ TRAINING = """
 import os
 import torch
 import fluxtrain
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.wrap.engine import engine_of
 
 def computed():
     model(torch.randn(64, 512)).square().mean().backward()

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.checkpoint import background
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Diverged, DoesNotFit
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.models import export
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint import background
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
-from fluxtrain.wrapping.engine import Engine
 
 MakeConfig = Callable[..., Path]
 RAN_OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

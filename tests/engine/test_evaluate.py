@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fluxtrain.client.evaluation import EvaluationAnswer
 from fluxtrain.commands.evaluation import page
 from fluxtrain.config.schema import demo_config
 from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.inference import evaluate_model as evaluation
-from fluxtrain.inference.evaluate_model import EvaluationRequest, evaluate_model
-from fluxtrain.inference.model_request import FoundModel, ModelRequest
+from fluxtrain.events import events as ev
+from fluxtrain.events.answers.evaluation import EvaluationAnswer
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.plan import states
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
+from fluxtrain.results import evaluate_model as evaluation
+from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
+from fluxtrain.results.model_request import FoundModel, ModelRequest
 from tests.engine.test_lora_run import run, settings
 from tests.engine.used_models import plain, plain_with_adapter
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import EXIT_DISAGREES, BadInput, Disagrees
-from fluxtrain.exporting import merging
-from fluxtrain.exporting.agreement import agreement, kept_share, rounded_weight
-from fluxtrain.exporting.attached import put_beside
-from fluxtrain.exporting.gate import Gate, refuse_rounded_away
-from fluxtrain.exporting.source import find_adapter
 from fluxtrain.models.loading import ModelSource, load_model
+from fluxtrain.results.export import merging
+from fluxtrain.results.export.agreement import agreement, kept_share, rounded_weight
+from fluxtrain.results.export.attached import put_beside
+from fluxtrain.results.export.gate import Gate, refuse_rounded_away
+from fluxtrain.results.export.source import find_adapter
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]

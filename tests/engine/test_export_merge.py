@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fluxtrain.core.quantization import reference
+from fluxtrain.core.quantization.layout import PackedLayout
 from fluxtrain.errors import BadInput
-from fluxtrain.exporting import merging
-from fluxtrain.exporting.base_files import dequantised
 from fluxtrain.plan import states
-from fluxtrain.quantization import reference
-from fluxtrain.quantization.layout import PackedLayout
+from fluxtrain.results.export import merging
+from fluxtrain.results.export.base_files import dequantised
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]

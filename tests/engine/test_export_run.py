@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fluxtrain as engine
-from fluxtrain.client.export import ExportAnswer
 from fluxtrain.commands.export import page
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.export import ExportAnswer
 from fluxtrain.plan import states
 from tests.engine.adapter_folders import exported
 from tests.engine.test_lora_run import run, settings
@@ -76,8 +76,8 @@ def test_the_merged_model_computes_what_was_trained(
 
 @pytest.mark.slow
 def test_a_demo_run_is_merged_though_its_base_is_on_no_disk(tmp_path: Path) -> None:
-    from fluxtrain.checkpoint.recovery import locate
     from fluxtrain.config.schema import demo_config
+    from fluxtrain.train.checkpoint.recovery import locate
     from fluxtrain.train.run import train
 
     overrides = ["train.steps=2", "train.batch_rows=2", "data.sequence_length=32",

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fluxtrain.checkpoint import checkpoint as checkpoints
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.store.shard_files import Numbers, write_numbers
 from fluxtrain.errors import ReadFailed
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files import opening
 from fluxtrain.files.opening import read_again
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.train.checkpoint import checkpoint as checkpoints
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.run import train
 from tests.engine.test_foreign_checkpoints import NEWEST, resumed, two_checkpoints
 

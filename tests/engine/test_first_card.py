@@ -15,11 +15,11 @@ import torch
 import fluxtrain
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import probe as probing
-from fluxtrain.inference import opened as opening
-from fluxtrain.inference.model_request import ModelRequest
-from fluxtrain.planning import device_budget, placing
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.probe import probe as probing
+from fluxtrain.results import opened as opening
+from fluxtrain.results.model_request import ModelRequest
+from fluxtrain.train.placing import device_budget, placing
 from fluxtrain.units import GIB
 
 MakeConfig = Callable[..., Path]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.cli import main
-from fluxtrain.client.generation import Answered, Ask, Event, Refused, encoded
-from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
-from fluxtrain.decoding.sampling import Sampling
 from fluxtrain.errors import BadInput
-from fluxtrain.inference.generation_session import GenerationSession
-from fluxtrain.inference.serving import Stopping, serve
+from fluxtrain.events.answers.generation import Answered, Ask, Event, Refused, encoded
+from fluxtrain.models.generate.prompts import Prompt, Prompting, read_prompts
+from fluxtrain.models.generate.sampling import Sampling
+from fluxtrain.results.generation_session import GenerationSession
+from fluxtrain.results.serving import Stopping, serve
 from tests.engine.used_models import opened
 
 Folder = Callable[..., Path]

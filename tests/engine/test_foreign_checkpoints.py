@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fluxtrain
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.checkpoint.newest import newest_resumable
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput
 from fluxtrain.files.cache import Damaged
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.train.checkpoint.newest import newest_resumable
 from tests.conftest import EXPLORES
 from tests.engine.test_checkpoint_writer import FakeData, FakeEngine, state_at, writer
 

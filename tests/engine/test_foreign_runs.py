@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import may_keep_tokens, resumed_config
 from fluxtrain.cli import main
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
+from fluxtrain.events.run_folder.own_files import clear_model, note_model, refuse_odd_places
+from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
 from fluxtrain.files.atomic import read_json
-from fluxtrain.rundir.own_files import clear_model, note_model, refuse_odd_places
-from fluxtrain.rundir.run_dir import RunDir, list_runs
+from fluxtrain.train.checkpoint.recovery import may_keep_tokens, resumed_config
 from fluxtrain.train.session import Session
 
 Call = Callable[..., tuple[int, str]]

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.adamw import reference
-from fluxtrain.adamw.hyper import Hyper, coefficients
+from fluxtrain.core.adamw import reference
+from fluxtrain.core.adamw.hyper import Hyper, coefficients
+from fluxtrain.core.updates.loss_scale import FIRST
+from fluxtrain.core.updates.norm import clip_scale
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import MisusedModel, UnsupportedModel
 from fluxtrain.plan import states as state_formats
-from fluxtrain.updates.loss_scale import FIRST
-from fluxtrain.updates.norm import clip_scale
-from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.half_models import (
     HALF,
     HOMES,

@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fluxtrain.checkpoint.recovery import locate
-from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import load_config
+from fluxtrain.core.updates import loss_scale
+from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.errors import Diverged, Interrupted
-from fluxtrain.reporting.console import line
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.answers.plan import PlanAnswer
+from fluxtrain.events.console import line
+from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
-from fluxtrain.updates import loss_scale
-from fluxtrain.updates.loss_scale import LossScale
 
 MakeConfig = Callable[..., Path]
 OVERFLOWS = 2.0**32  # for the tiny model; a few halvings below it all is well

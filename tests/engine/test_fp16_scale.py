@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.core.updates.loss_scale import BACKOFF, FIRST, LEAST, LossScale
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.updates.loss_scale import BACKOFF, FIRST, LEAST, LossScale
-from fluxtrain.wrapping.engine import engine_of
 from tests.engine.half_models import (
     HALF,
     HOMES,

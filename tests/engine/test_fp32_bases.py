@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.guards import wrap_checks
-from fluxtrain.telemetry import events as ev
+from fluxtrain.core.guards import wrap_checks
+from fluxtrain.events import events as ev
 from tests.engine.adapter_folders import exported, make_adapter
 from tests.engine.test_lora_run import run
 from tests.engine.used_models import opened

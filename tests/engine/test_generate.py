@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from fluxtrain.decoding.prompts import Prompt, Prompting
-from fluxtrain.decoding.sampling import Sampling
-from fluxtrain.decoding.streaming import TextStream
-from fluxtrain.decoding.writing import write
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.inference.generation_session import Batches, GenerationSession
-from fluxtrain.inference.measuring import measure, rows_that_fit
-from fluxtrain.inference.opened import OpenedModel
+from fluxtrain.models.generate.prompts import Prompt, Prompting
+from fluxtrain.models.generate.sampling import Sampling
+from fluxtrain.models.generate.streaming import TextStream
+from fluxtrain.models.generate.writing import write
 from fluxtrain.plan import states
+from fluxtrain.results.generation_session import Batches, GenerationSession
+from fluxtrain.results.measuring import measure, rows_that_fit
+from fluxtrain.results.opened import OpenedModel
 from tests.engine.adapter_folders import make_adapter
 from tests.engine.test_lora_run import run, settings
 from tests.engine.used_models import greedy, opened, plain, plain_with_adapter, trained_adapter
@@ -255,11 +255,11 @@ def test_a_batch_takes_fewer_prompts_where_memory_is_short(
             model.device: 2 * 2 * 2 * 8 * 4
         }  # K, V; layers; heads; width
         assert rows_that_fit(model, measured, 20, 12) == 64
-        monkeypatch.setattr("fluxtrain.inference.measuring._free_bytes", lambda *_: 1_000_000)
+        monkeypatch.setattr("fluxtrain.results.measuring._free_bytes", lambda *_: 1_000_000)
         few = rows_that_fit(model, measured, 20, 12)
         assert 1 <= few < 10
         assert rows_that_fit(model, measured, 20, 100) < few
-        monkeypatch.setattr("fluxtrain.inference.measuring._free_bytes", lambda *_: 0)
+        monkeypatch.setattr("fluxtrain.results.measuring._free_bytes", lambda *_: 0)
         assert rows_that_fit(model, measured, 20, 12) == 1
 
 
@@ -302,7 +302,7 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
 
     import msgspec
 
-    from fluxtrain.hardware.machine import read_machine
+    from fluxtrain.machine.machine import read_machine
 
     monkeypatch.setattr("fluxtrain.models.loading._weights", never)
 

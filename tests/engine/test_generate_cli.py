@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from fluxtrain.cli import main
-from fluxtrain.client.asking import EngineRefused
-from fluxtrain.client.generation import (
+from fluxtrain.commands.generation import Chat, show_piece, stopped_by_interrupts
+from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.asking import EngineRefused
+from fluxtrain.events.answers.generation import (
     Answered,
     Ask,
     Event,
@@ -30,13 +32,11 @@ from fluxtrain.client.generation import (
     encoded,
     read_event,
 )
-from fluxtrain.client.talking import Talk
-from fluxtrain.commands.generation import Chat, show_piece, stopped_by_interrupts
-from fluxtrain.decoding.prompts import Prompting, read_prompts
-from fluxtrain.decoding.sampling import Sampling
-from fluxtrain.errors import BadInput
-from fluxtrain.inference.generation_session import GenerationSession
-from fluxtrain.inference.serving import Stopping, serve
+from fluxtrain.events.answers.talking import Talk
+from fluxtrain.models.generate.prompts import Prompting, read_prompts
+from fluxtrain.models.generate.sampling import Sampling
+from fluxtrain.results.generation_session import GenerationSession
+from fluxtrain.results.serving import Stopping, serve
 from tests.engine.used_models import greedy, opened, plain
 
 Folder = Callable[..., Path]
@@ -356,7 +356,7 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_read() -> None:
 @pytest.mark.slow
 def test_a_model_without_adapters_reads_no_package_of_adapters() -> None:
     code = (
-        "import sys, fluxtrain.commands.generation, fluxtrain.inference.evaluate_model\n"
+        "import sys, fluxtrain.commands.generation, fluxtrain.results.evaluate_model\n"
         "print({'peft', 'bitsandbytes'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config
 
 import fluxtrain
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.wrap.engine import engine_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from bench_gpu import batch

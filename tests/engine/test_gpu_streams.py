@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.device.arena import HostArena
+from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.wrap import wrap as wrapping
 from fluxtrain.errors import Diverged
 from fluxtrain.plan import depths, heads
-from fluxtrain.wrapping import wrap as wrapping
 from tests.engine.gpu_streams import streaming
 from tests.engine.row_models import inputs, llama
 from tests.wrap_with import wrap_with

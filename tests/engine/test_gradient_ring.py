@@ -8,15 +8,15 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.core.gradients.host_gradients import GradientRing
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import DoesNotFit, MisusedModel
-from fluxtrain.gradients.host_gradients import GradientRing
-from fluxtrain.memory.group import Group
 from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.group_placement import GroupPlacement
-from fluxtrain.wrapping.engine import Engine, engine_of
-from fluxtrain.wrapping.grouping import facts_of
 from tests.wrap_with import wrap_with
 
 LAYERS = 8
@@ -76,7 +76,7 @@ def test_a_host_with_room_for_the_ring_alone_runs_steps_in_backward_only(
         for in_backward in (True, False)
     )
     room = Capacity(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
-    monkeypatch.setattr("fluxtrain.wrapping.target.free_capacity", lambda *_: room)
+    monkeypatch.setattr("fluxtrain.core.wrap.target.free_capacity", lambda *_: room)
     wrap_with(
         LlamaForCausalLM(CONFIG).to(torch.bfloat16),
         device="cpu",

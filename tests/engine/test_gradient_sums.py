@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.gradients.gradients import Gradients
-from fluxtrain.memory.group import Group
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.gradients.gradients import Gradients
+from fluxtrain.core.memory.group import Group
 from fluxtrain.plan.group_placement import GroupPlacement
 
 CPU = torch.device("cpu")

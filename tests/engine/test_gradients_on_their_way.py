@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 Make = Callable[..., Any]

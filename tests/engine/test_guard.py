@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import RunConfig, load_config
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, DoesNotFit
-from fluxtrain.hardware.disk import read_disk
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.disk import read_disk
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.models import loading as models
-from fluxtrain.planning import preflight
-from fluxtrain.planning.preflight import checkpoints_written, disk_room
 from fluxtrain.train import run
+from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.placing import preflight
+from fluxtrain.train.placing.preflight import checkpoints_written, disk_room
 from fluxtrain.train.run import train
 from fluxtrain.units import MIB
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.hardware.probe import pin_rate as pinning
-from fluxtrain.hardware.probe.bandwidth import (
+from fluxtrain.measure.probe import pin_rate as pinning
+from fluxtrain.measure.probe.bandwidth import (
     BUS_RATES,
     COPY_BYTES,
     at_most_threads,
@@ -20,7 +20,7 @@ from fluxtrain.hardware.probe.bandwidth import (
     matmul_rate,
     sample_bytes,
 )
-from fluxtrain.hardware.probe.pin_rate import LEAST_BYTES, pin_rate
+from fluxtrain.measure.probe.pin_rate import LEAST_BYTES, pin_rate
 from fluxtrain.units import GIB, MIB
 
 

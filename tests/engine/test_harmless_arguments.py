@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.cli import main
-from fluxtrain.output import complain, tell
+from fluxtrain.commands.output import complain, tell
 from fluxtui import launch
 
 EVIL = "\x1b]0;title\x07\x1b[31m\x9b2J\u202egnp\r\x08\udcff"

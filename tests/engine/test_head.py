@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fluxtrain
+from fluxtrain.core.head.lazy_logits import LazyLogits
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
-from fluxtrain.head.lazy_logits import LazyLogits
 from fluxtrain.plan import heads
-from fluxtrain.wrapping.engine import engine_of
 from tests.engine.head_models import (
     FUSED,
     LENGTH,

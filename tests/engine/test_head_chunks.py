@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.core.memory.group import prepare_move
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.live import apply_placement as applying
-from fluxtrain.memory.group import prepare_move
 from fluxtrain.plan import heads
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.train.live import apply_placement as applying
 from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 from tests.wrap_with import wrap_with

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.plan import heads
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.row_models import HIDDEN, VOCABULARY, inputs, trained
 from tests.engine.test_head_chunks import WORDS, agree, head_of, in_vocab_chunks, qwen
 

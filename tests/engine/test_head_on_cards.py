@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import fluxtrain
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.head import on_all_cards
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.head import on_all_cards
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.plan.cards.shares import LANDED_SLOPES, SENT_SLOPES
 from fluxtrain.plan.heads import HeadDealing
-from fluxtrain.wrapping.engine import Engine
 from tests.on_cards import VOCABULARY, batch, llama, wrapped
 
 

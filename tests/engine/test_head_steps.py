@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.head.lazy_logits import LazyLogits
+from fluxtrain.core.head.lazy_logits import LazyLogits
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.plan import heads
-from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.head_models import WIDTH, WORDS, Tower, agree, batch, cross_entropy
 from tests.engine.test_uncomputed_logits import log_loss
 from tests.wrap_with import wrap_with

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.updates import updates
+from fluxtrain.core.updates import updates
 from tests.engine.deferred_models import GIVEN_UP_S, Hold, Training, assert_same_bits, build
 
 SEEN_S = 0.25  # in which what may begin has begun
@@ -108,7 +108,7 @@ def test_a_program_that_ends_waits_for_no_pass() -> None:
     program = (
         "import time\n"
         "from tests.engine.deferred_models import Training, build\n"
-        "from fluxtrain.updates import updates\n"
+        "from fluxtrain.core.updates import updates\n"
         "updates.LONGEST_GATE_S = 60.0\n"
         "training = Training(build(), deferred=True, cards=2)\n"
         "training.backward()\n"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.gradients.gradients import Gradients
-from fluxtrain.gradients.host_gradients import Arrival
-from fluxtrain.memory.group import Group
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.gradients.gradients import Gradients
+from fluxtrain.core.gradients.host_gradients import Arrival
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.plan import heads
 from fluxtrain.plan.group_placement import GroupPlacement
-from fluxtrain.wrapping.engine import engine_of
 from tests.engine.row_models import inputs, llama, wrapped
 from tests.wrap_with import wrap_with
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
-from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 CONFIG = LlamaConfig(

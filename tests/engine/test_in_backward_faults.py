@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
+from fluxtrain.core.updates import updates
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.errors import Diverged, MisusedModel
-from fluxtrain.updates import updates
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.plain_models import adamw
 from tests.engine.test_in_backward_graphs import Deep, batch, distance, plain
 from tests.wrap_with import wrap_with

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.errors import Diverged, MisusedModel
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.plain_models import Net, adamw
 from tests.wrap_with import wrap_with
 

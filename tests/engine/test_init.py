@@ -13,7 +13,7 @@ from fluxtrain.cli import main
 from fluxtrain.commands.preview import preview
 from fluxtrain.commands.starter import COMMENTS
 from fluxtrain.config.schema import RunConfig, load_config, settings
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
 
 

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fluxtrain.adamw import dynamic_map, triton_adamw, triton_low_bit
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.adamw.kernels import step_
-from fluxtrain.adamw.reference import Rounding
-from fluxtrain.device.current_gpu import launching_on
-from fluxtrain.head import token_loss
+from fluxtrain.core.adamw import dynamic_map, triton_adamw, triton_low_bit
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.core.adamw.kernels import step_
+from fluxtrain.core.adamw.reference import Rounding
+from fluxtrain.core.device.current_gpu import launching_on
+from fluxtrain.core.head import token_loss
 
 TENSORS_ON = 1
 ONE = torch.tensor(1.0)

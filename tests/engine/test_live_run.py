@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Interrupted
-from fluxtrain.rundir.control import CommandAnswer, send_command
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.control import CommandAnswer, send_command
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
-from fluxtrain.wrapping.engine import Engine
 from tests.engine import forked
 
 MakeConfig = Callable[..., Path]

@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.block import block
-from fluxtrain.head import loss as head_loss
-from fluxtrain.memory.activation_offload import ActivationOffload
-from fluxtrain.memory.pinned_pool import PinnedBuffer
-from fluxtrain.memory.unit import Unit
+from fluxtrain.core.block import block
+from fluxtrain.core.head import loss as head_loss
+from fluxtrain.core.memory.activation_offload import ActivationOffload
+from fluxtrain.core.memory.pinned_pool import PinnedBuffer
+from fluxtrain.core.memory.unit import Unit
+from fluxtrain.core.runtime.context import Context
+from fluxtrain.core.runtime.passes import bound
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.plan.footprint import HIDDEN_AT_LOSS, INPUTS_IN_FLIGHT
-from fluxtrain.runtime.context import Context
-from fluxtrain.runtime.passes import bound
-from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS, TOKENS, HIDDEN, CHUNK = 4, 16, 64, 2

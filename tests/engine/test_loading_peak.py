@@ -34,12 +34,12 @@ import ctypes, gc, json, os, re, sys, threading, time
 folder, dtype, adopts, groups = sys.argv[1], sys.argv[2], sys.argv[3] == "adopts", sys.argv[4:]
 import torch
 import fluxtrain
-import fluxtrain.wrapping.wrap
-from fluxtrain.memory.mapped import copied_bytes
+import fluxtrain.core.wrap.wrap
+from fluxtrain.core.memory.mapped import copied_bytes
 from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.guard import loading_bytes
-from fluxtrain.wrapping.grouping import facts_of
+from fluxtrain.core.wrap.grouping import facts_of
 from transformers.models import llama, mixtral
 torch.set_num_threads(1)
 ctypes.CDLL(None).mallopt(-8, 4)  # M_ARENA_MAX

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from fluxtrain.core.wrap import wrap as wrapping
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.planning.placing import RanOutLoading
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtrain.train import run as runs
-from fluxtrain.wrapping import wrap as wrapping
+from fluxtrain.train.placing.placing import RanOutLoading
 from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
 
 MESSAGE = "CUDA out of memory. Tried to allocate 1.00 GiB.\nAnd more."

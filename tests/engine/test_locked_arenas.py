@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.device import cpu_device as devices
-from fluxtrain.device.arena import HostArena
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.device.page_locks import PageLocks
-from fluxtrain.device.staging import Staging
-from fluxtrain.device.transfer import Transfer
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device import cpu_device as devices
+from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.device.page_locks import PageLocks
+from fluxtrain.core.device.staging import Staging
+from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.granted import Granted, granting
 from tests.wrap_with import wrap_with
 

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import load_config
+from fluxtrain.core.quantization.packing import pack
 from fluxtrain.errors import BadInput, Interrupted
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
 from fluxtrain.plan import states
-from fluxtrain.quantization.packing import pack
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
 
@@ -252,7 +252,7 @@ def test_a_second_start_reads_the_packed_weights_of_the_first(
         pack(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr("fluxtrain.memory.packed.pack", counted)
+        patch.setattr("fluxtrain.core.memory.packed.pack", counted)
         assert losses(run(config, tmp_path / "second", *given)) == first
         timing = packs  # a block that was timed is packed from its copies
         kept.write_bytes(b"damaged" + kept.read_bytes()[7:])

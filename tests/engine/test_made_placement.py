@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import fluxtrain
+from fluxtrain.core.wrap import target
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.choices.placement import Placement, placement_of
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.request import PlacementRequest
-from fluxtrain.wrapping import target
-from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.grouping import facts_of
 
 ENGINE = Path(fluxtrain.__file__).parent
 

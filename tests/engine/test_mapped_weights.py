@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from fluxtrain.memory.mapped import cool, copied_bytes
+from fluxtrain.core.memory.mapped import cool, copied_bytes
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import ModelSource, load_model
-from fluxtrain.planning.placing import loaded_bytes
+from fluxtrain.train.placing.placing import loaded_bytes
 from tests.engine.conftest import VOCABULARY
 
 ModelFolder = Callable[..., Path]

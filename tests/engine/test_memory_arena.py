@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fluxtrain.device import page_locks
-from fluxtrain.device.arena import ALIGNMENT_BYTES, HostArena, aligned
-from fluxtrain.device.page_locks import PageLocks
+from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.arena import ALIGNMENT_BYTES, HostArena, aligned
+from fluxtrain.core.device.page_locks import PageLocks
+from fluxtrain.core.memory.group import Group, prepare_move
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.memory.group import Group, prepare_move
 from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.pages import made_bytes, made_bytes_at, mapped
 
@@ -260,7 +260,7 @@ def test_a_type_that_cannot_be_trained_is_refused_and_may_be_frozen() -> None:
 PEAK = """
 import sys, torch, fluxtrain
 from torch import nn
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.wrap.engine import engine_of
 
 def value(key):
     lines = open("/proc/self/status").read().splitlines()

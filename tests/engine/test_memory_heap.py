@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.device.heap import FORGOTTEN_BLOCKS, SPARE_BYTES, Heap, private_bytes
+from fluxtrain.core.device.heap import FORGOTTEN_BLOCKS, SPARE_BYTES, Heap, private_bytes
 from fluxtrain.units import MIB
 
 
@@ -103,8 +103,8 @@ DEEP = """
 import torch
 from torch import nn
 import fluxtrain
-from fluxtrain.device.heap import private_bytes, trim_heap
-from fluxtrain.runtime import passes
+from fluxtrain.core.device.heap import private_bytes, trim_heap
+from fluxtrain.core.runtime import passes
 
 class Block(nn.Module):
     def __init__(self):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.gradients.row_sum import RowTransfer, Scatter, norm_by_rows
-from fluxtrain.memory.rows import Gather, Places, RowBuffers
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.gradients.row_sum import RowTransfer, Scatter, norm_by_rows
+from fluxtrain.core.memory.rows import Gather, Places, RowBuffers
 
 
 def table_of(flat: Tensor) -> Tensor:

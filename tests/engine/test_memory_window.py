@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.device.stalls import Stalls
-from fluxtrain.memory.group import Group
-from fluxtrain.memory.window import Window
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.device.stalls import Stalls
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.memory.window import Window
 from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.slow_device import SlowDevice
 

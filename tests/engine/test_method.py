@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import MethodSettings, load_config, validate
 from fluxtrain.errors import BadInput
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
 from fluxtrain.methods import method as methods
 from fluxtrain.methods.method import METHODS, FullFineTuning, method_of
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]

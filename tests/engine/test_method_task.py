@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.config.schema import RunConfig, load_config
 from fluxtrain.errors import BadInput
+from fluxtrain.events.events import SampleFit
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.methods import method
 from fluxtrain.methods.objective import BoundTask, Part, Task
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import SampleFit
+from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.run import train
 from tests.engine.toy_objectives import Pairs, Preference, Stream
 

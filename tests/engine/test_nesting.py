@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
-from fluxtrain.block.recompute import gradient_ends
-from fluxtrain.guards.arguments import flatten
-from fluxtrain.guards.nesting import put_together, take_apart
-from fluxtrain.memory.module_buffers import WrittenBuffers
+from fluxtrain.core.block.recompute import gradient_ends
+from fluxtrain.core.guards.arguments import flatten
+from fluxtrain.core.guards.nesting import put_together, take_apart
+from fluxtrain.core.memory.module_buffers import WrittenBuffers
 
 Pair = namedtuple("Pair", "one other")  # what users write
 X, Y = torch.ones(2), nn.Parameter(torch.zeros(3))

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.calibration.calibrate import calibrate
-from fluxtrain.checkpoint.checkpoint import read_checkpoint
-from fluxtrain.checkpoint.randomness import seed_everything
-from fluxtrain.checkpoint.run_state import RunState
-from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.cadence import Cadence
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.events import events as ev
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.console import line
+from fluxtrain.measure.calibrate import calibrate
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.plan.facts import Offload
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.reporting.console import line
-from fluxtrain.telemetry import events as ev
+from fluxtrain.train.checkpoint.checkpoint import read_checkpoint
+from fluxtrain.train.checkpoint.randomness import seed_everything
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.requests import Requests
-from fluxtrain.wrapping.engine import engine_of
 from tests.engine.toy_objectives import LATENT, Case, flow_matching, preference
 
 RATE = 1e-2

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.decoding.sampling import Sampling, _mend
-from fluxtrain.decoding.streaming import text_of
-from fluxtrain.decoding.writing import write
 from fluxtrain.errors import BadInput, Interrupted
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.models import generation
+from fluxtrain.models.generate.sampling import Sampling, _mend
+from fluxtrain.models.generate.streaming import text_of
+from fluxtrain.models.generate.writing import write
 from fluxtrain.models.generation import stops_of
 from fluxtrain.models.loading import ModelSource, load_model
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train import run as run_module
 from fluxtrain.train.samples import TrainedModel
 from tests.hostile import many
@@ -62,8 +62,8 @@ def test_any_value_to_draw_by_is_mended(told: dict[str, Any]) -> None:
 
 
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ev.AnyEvent]:
-    from fluxtrain.checkpoint.recovery import new_run
     from fluxtrain.config.schema import demo_config
+    from fluxtrain.train.checkpoint.recovery import new_run
 
     monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path))
     config = demo_config(["train.steps=1", "data.sequence_length=32", "train.batch_rows=2"])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_NO_SPACE, BadInput, FluxTrainError, NoSpace
+from fluxtrain.events import events as ev
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.models.export import save_folder
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
 from fluxtrain.train.session import Session
 from tests.engine.test_background_checkpoints import MakeConfig, run, told
 from tests.engine.test_killed_while_saving import run as go_on

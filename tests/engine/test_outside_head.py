@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
 from fluxtrain.plan import states
-from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 Make = Callable[..., Any]

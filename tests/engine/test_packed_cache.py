@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fluxtrain.quantization import cache_file, packed_cache
-from fluxtrain.quantization.packed_cache import PackedCache, cache_folder, cache_key
+from fluxtrain.core.quantization import cache_file, packed_cache
+from fluxtrain.core.quantization.packed_cache import PackedCache, cache_folder, cache_key
 
 SIZES = {"blocks.0": 70_001, "blocks.1": 3, "blocks.2": 4096, "head": 200_000}
 KEY = "0123456789abcdef"
@@ -158,7 +158,7 @@ def test_a_line_cut_off_by_a_kill_is_not_believed(tmp_path: Path, tail: bytes) -
 CHILD = textwrap.dedent("""
     import sys, time
     from pathlib import Path
-    from fluxtrain.quantization import cache_file
+    from fluxtrain.core.quantization import cache_file
     from tests.engine.test_packed_cache import start
     cache_file.PIECE_BYTES = 10_000
     print("ready", flush=True)

@@ -19,10 +19,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.plan import states
 from fluxtrain.plan.states import PACKED_FORMATS, PackedFormat
-from fluxtrain.wrapping.engine import engine_of
 from tests.packed_models import BASE, LAYOUTS, LEAST, adapted, llama, trained, with_unpacked
 
 

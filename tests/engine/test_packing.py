@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluxtrain import _native
+from fluxtrain.core.quantization import packing, reference
+from fluxtrain.core.quantization.layout import BLOCK, NESTED, PackedLayout
+from fluxtrain.core.quantization.packing import pack, unpack
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.states import PACKED_FORMATS, PackedFormat
-from fluxtrain.quantization import packing, reference
-from fluxtrain.quantization.layout import BLOCK, NESTED, PackedLayout
-from fluxtrain.quantization.packing import pack, unpack
 
 pytestmark = pytest.mark.usefixtures("isa_put_back")
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.device import cpu_device as devices
-from fluxtrain.device import page_locks
-from fluxtrain.device.page_locks import PageLocks
-from fluxtrain.device.staging import Staging, host_copy
-from fluxtrain.planning.preflight import page_locks_of
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device import cpu_device as devices
+from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.page_locks import PageLocks
+from fluxtrain.core.device.staging import Staging, host_copy
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.train.placing.preflight import page_locks_of
 
 KIB = 1 << 10
 

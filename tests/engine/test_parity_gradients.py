@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.wrap.engine import engine_of
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 STREAMED = ("weights", "max", "optimizer")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.adamw import reference
-from fluxtrain.adamw.hyper import Hyper, coefficients
-from fluxtrain.updates.norm import clip_scale
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.adamw import reference
+from fluxtrain.core.adamw.hyper import Hyper, coefficients
+from fluxtrain.core.updates.norm import clip_scale
+from fluxtrain.core.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
-from fluxtrain.reporting.progress import Progress
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
+from fluxtrain.train.observe.progress import Progress
 from fluxtrain.train.run import train
 
 PAUSE_S = 1.5

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import fluxtrain
-from fluxtrain.device import cpu_device as devices
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.memory.activation_offload import ActivationOffload
-from fluxtrain.memory.pinned_pool import PinnedPool
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device import cpu_device as devices
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.memory.activation_offload import ActivationOffload
+from fluxtrain.core.memory.pinned_pool import PinnedPool
+from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.granted import Granted, granting
 from tests.engine.placing_anew import turn_to
 from tests.wrap_with import wrap_with

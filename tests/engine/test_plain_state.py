@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import fluxtrain
+from fluxtrain.core.updates.loss_scale import LossScale
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.updates.loss_scale import LossScale
-from fluxtrain.wrapping.engine import engine_of
 from tests.engine import half_models
 from tests.engine.plain_models import Pair, adamw, net, train, trained
 

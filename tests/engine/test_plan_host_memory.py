@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fluxtrain.config.schema import demo_config
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.models.demo_model import demo_model
-from fluxtrain.planning.placing import decide, loaded_bytes, model_facts
+from fluxtrain.train.placing.placing import decide, loaded_bytes, model_facts
 
 
 def test_the_demo_takes_the_host_memory_that_its_plan_predicts(tmp_path: Path) -> None:

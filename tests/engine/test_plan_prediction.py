@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.plan import heads
 from fluxtrain.plan.choices.placement import Placement, place
 from fluxtrain.plan.facts import Capacity, RowFacts, activation_estimate
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.wrapping.engine import Engine, engine_of
-from fluxtrain.wrapping.grouping import facts_of
 
 ROWS, LENGTH = 4, 10
 Tiny = Callable[..., PreTrainedModel]

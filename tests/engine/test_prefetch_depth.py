@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import fluxtrain
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.errors import BadInput
-from fluxtrain.memory.group import Group
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS = 8

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import pytest
 
-from fluxtrain.device.recorder import Border, HostClock, Recorder
-from fluxtrain.trace.attribution import attribute
-from fluxtrain.trace.lanes import StepLanes
-from fluxtrain.trace.step_cutter import StepCutter
+from fluxtrain.core.device.recorder import Border, HostClock, Recorder
+from fluxtrain.events.trace.attribution import attribute
+from fluxtrain.events.trace.lanes import StepLanes
+from fluxtrain.train.observe.step_cutter import StepCutter
 
 
 class At(NamedTuple):

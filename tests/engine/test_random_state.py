@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.device import multi_gpu_streams
-from fluxtrain.hardware.probe.bandwidth import matmul_rate
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device import multi_gpu_streams
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.measure.probe.bandwidth import matmul_rate
 from tests.on_cards import batch, llama
 
 PACKAGE = Path(fluxtrain.__file__).parent

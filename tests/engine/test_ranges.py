@@ -8,12 +8,12 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.adamw.hyper import Hyper
-from fluxtrain.memory.group import Group
+from fluxtrain.core.adamw.hyper import Hyper
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.updates.updates import ranges
 from fluxtrain.methods.parameter_groups import parameter_groups
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.states import StateFormat
-from fluxtrain.updates.updates import ranges
 
 DECAYED, NOT = Hyper(lr=1e-2, weight_decay=0.1), Hyper(lr=1e-2, weight_decay=0.0)
 MATRIX, VECTOR = (5, 8), (40,)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
-from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 CHECKED_STEPS = 3  # recomputes that run to the end, to be compared with the forward

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.checkpoint.recovery import Target
 from fluxtrain.config.schema import load_config
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Diverged
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.methods.causal_lm import CausalLM
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
 from fluxtrain.train.step_outcome import MOST_IN_A_ROW
-from fluxtrain.wrapping.engine import Engine
 
 MakeConfig = Callable[..., Path]
 CLIPS = {"train__max_grad_norm": 1.0, "train__evaluate_every": "end"}

@@ -20,8 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from fluxtrain.cli import main
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import (
+from fluxtrain.events.events import (
     CheckpointWritten,
     Done,
     EvaluationFinished,
@@ -30,7 +29,8 @@ from fluxtrain.telemetry.events import (
     LogWritten,
     StepFinished,
 )
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train.evaluate import evaluate
 from tests.engine import forked
 
@@ -206,7 +206,7 @@ def test_a_second_interrupt_ends_at_once(run_config: RunConfig, tmp_path: Path) 
 
 _INTERRUPTED_TWICE = """
 import signal, sys
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train.session import Session
 
 with Session(RunDir(sys.argv[1])) as session:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.gradients.row_sum import Scatter
+from fluxtrain.core.gradients.row_sum import Scatter
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.plan import depths
-from fluxtrain.wrapping.engine import engine_of
 from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import (
     HIDDEN,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Diverged
-from fluxtrain.wrapping.engine import Engine
 from tests.engine.deferred_models import GIVEN_UP_S
 from tests.engine.row_models import by_rows, equal, inputs, llama, trained, wrapped
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.commands import inspection
 from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import load_config
@@ -20,6 +19,7 @@ from fluxtrain.data.rendering.named import NAMED, use_template
 from fluxtrain.data.row import Origin, Row
 from fluxtrain.data.sequence_length import choose_row_length
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.inspection import InspectionAnswer
 from tests.engine.mask_grounds import TEMPLATES, tokenizer_of
 from tests.engine.test_masks import encoded, learnt, row_of
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
 
 

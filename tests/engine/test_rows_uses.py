@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
+from fluxtrain.core.runtime.host_ids import HostIds
 from fluxtrain.errors import BadInput
-from fluxtrain.runtime.host_ids import HostIds
 from tests.engine.row_models import (
     HIDDEN,
     VOCABULARY,

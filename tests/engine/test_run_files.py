@@ -11,8 +11,8 @@ import pytest
 
 import fluxtrain
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.train.run_files import write_run_file
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.reporting.run_log import RunLog
-from fluxtrain.rundir.launch import start_trainer
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.launch import start_trainer
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.train.observe.run_log import RunLog
 from fluxtrain.train.session import Session
 from fluxtui.sources.journal import last_words
 
@@ -122,7 +122,7 @@ def test_a_session_that_cannot_be_had_gives_back_what_it_took(tmp_path: Path) ->
 def test_a_crash_in_native_code_is_in_the_log_and_in_words(tmp_path: Path) -> None:
     program = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from fluxtrain.reporting.run_log import RunLog\n"
+        "from fluxtrain.train.observe.run_log import RunLog\n"
         "RunLog(Path(sys.argv[1]) / 'engine.log')\nos.abort()\n"
     )
     ended = subprocess.run([sys.executable, "-c", program, tmp_path], check=False)

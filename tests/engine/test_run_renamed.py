@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.rundir import holding
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
+from fluxtrain.events.run_folder import holding
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train import final_model
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import Run

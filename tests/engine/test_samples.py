@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
-from fluxtrain.decoding import writing
 from fluxtrain.errors import BadInput, Interrupted
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.models.generate import writing
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.commands import inspection
 from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import load_config
-from fluxtrain.telemetry.events import LogWritten, Planned, SampleFit
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events.events import LogWritten, Planned, SampleFit
+from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.machine.failures import as_told
 from fluxtrain.methods.method import METHODS
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
-from fluxtrain.reporting.failures import as_told
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
 from tests.engine.adapter_folders import exported, make_adapter
 from tests.engine.test_lora_run import run, settings
 

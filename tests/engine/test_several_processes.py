@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
-from fluxtrain.wrapping.engine import engine_of
 from tests.engine import forked
 from tests.on_cards import batch, llama
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fluxtrain
-from fluxtrain.block import block
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.block import block
+from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.slow_device import scalers_on_a_gpu, slowed
 from tests.wrap_with import wrap_with
 

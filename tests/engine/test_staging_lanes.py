@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.gradients.host_gradients import GradientStaging
-from fluxtrain.wrapping import wrap as wrapping
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.gradients.host_gradients import GradientStaging
+from fluxtrain.core.wrap import wrap as wrapping
+from fluxtrain.core.wrap.engine import engine_of
 from tests.on_cards import batch, llama, wrapped
 
 SIZE_BYTES = 64

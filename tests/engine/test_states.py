@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.adamw import reference
-from fluxtrain.adamw.hyper import Hyper, coefficients
-from fluxtrain.adamw.reference import States8, rounding
+from fluxtrain.core.adamw import reference
+from fluxtrain.core.adamw.hyper import Hyper, coefficients
+from fluxtrain.core.adamw.reference import States8, rounding
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.updates.norm import clip_scale
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
-from fluxtrain.memory.group import Group
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.group_placement import GroupPlacement
-from fluxtrain.updates.norm import clip_scale
-from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.grouping import facts_of
 from tests.wrap_with import wrap_with
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])

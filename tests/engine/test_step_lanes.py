@@ -14,19 +14,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
-from fluxtrain.device.recorder import Border, HostClock, Note, Recorder
-from fluxtrain.telemetry.events import StepFinished
-from fluxtrain.telemetry.journal import read_events
-from fluxtrain.trace.attribution import attribute
-from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes
-from fluxtrain.trace.ring import read_ring
-from fluxtrain.trace.step_cutter import StepCutter
-from fluxtrain.trace.timeline import RECENT_STEPS, TimelineThread
+from fluxtrain.core.device.recorder import Border, HostClock, Note, Recorder
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.events.events import StepFinished
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.trace.attribution import attribute
+from fluxtrain.events.trace.lanes import BUSY_LANES, Interval, StepLanes
+from fluxtrain.events.trace.ring import read_ring
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.evaluate import evaluate
+from fluxtrain.train.observe.step_cutter import StepCutter
+from fluxtrain.train.observe.timeline import RECENT_STEPS, TimelineThread
 from fluxtrain.train.run import train
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.2")
@@ -229,7 +229,7 @@ def test_nothing_is_noted_outside_a_step_and_an_evaluation_is_one_interval() -> 
 
 
 def test_notes_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fluxtrain.device.recorder._MOST_NOTES", 10)
+    monkeypatch.setattr("fluxtrain.core.device.recorder._MOST_NOTES", 10)
     recorder = Recorder(HostClock())
     recorder.begin_step(1)
     for _ in range(50):
@@ -253,7 +253,7 @@ class Never:
 def test_what_is_never_known_holds_up_some_steps_and_is_then_counted_as_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fluxtrain.trace.step_cutter._MOST_WAITING", 2)
+    monkeypatch.setattr("fluxtrain.train.observe.step_cutter._MOST_WAITING", 2)
     recorder = Recorder(HostClock())
     cutter = StepCutter(recorder)
     recorder.begin_step(1)
@@ -344,7 +344,7 @@ def test_a_timeline_that_fails_on_the_way_is_told_once_and_stops_recording(
     said: list[str] = []
     recorder = Recorder(HostClock())
     thread = TimelineThread(tmp_path / "timeline.ring", said.append)
-    monkeypatch.setattr("fluxtrain.trace.ring.RingWriter.write", fail)
+    monkeypatch.setattr("fluxtrain.events.trace.ring.RingWriter.write", fail)
     thread.watch(recorder)
     recorder.begin_step(1)
     recorder.begin_step(2)

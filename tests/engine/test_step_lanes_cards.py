@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.device.recorder import Border, HostClock, Recorder
-from fluxtrain.trace.attribution import attribute
-from fluxtrain.trace.lanes import StepLanes
-from fluxtrain.trace.step_cutter import StepCutter
+from fluxtrain.core.device.recorder import Border, HostClock, Recorder
+from fluxtrain.events.trace.attribution import attribute
+from fluxtrain.events.trace.lanes import StepLanes
+from fluxtrain.train.observe.step_cutter import StepCutter
 from tests.on_cards import batch, llama, wrapped
 
 

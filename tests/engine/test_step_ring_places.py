@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.events import LogWritten, StepFinished
-from fluxtrain.telemetry.journal import read_events
-from fluxtrain.trace import ring
+from fluxtrain.events.events import LogWritten, StepFinished
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.trace import ring
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fluxtrain.core.wrap.block_discovery import take_apart
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.wrapping.block_discovery import take_apart
 
 
 def tree(**children: nn.Module) -> nn.Module:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.device.transfer import Transfer
+from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.errors import BadInput
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 

@@ -15,25 +15,25 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fluxtrain
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.cli import main
 from fluxtrain.config.schema import load_config, validate
-from fluxtrain.errors import EXIT_BAD_INPUT, BadInput, Diverged, Interrupted, MisusedModel
-from fluxtrain.optimizer import third_party_packages as third_party
-from fluxtrain.optimizer.third_party import ThirdPartyOptimizer
-from fluxtrain.optimizer.third_party_packages import (
+from fluxtrain.core.optimizer import third_party_packages as third_party
+from fluxtrain.core.optimizer.third_party import ThirdPartyOptimizer
+from fluxtrain.core.optimizer.third_party_packages import (
     THIRD_PARTY,
     ThirdParty,
     check_third_party,
     third_party_optimizer,
 )
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.core.wrap.grouping import facts_of
+from fluxtrain.errors import EXIT_BAD_INPUT, BadInput, Diverged, Interrupted, MisusedModel
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
-from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.grouping import facts_of
 
 MakeConfig = Callable[..., Path]
 NAME = "bnb-adamw-8bit"

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fluxtrain
-from fluxtrain.calibration import calibrate as calibrate_module
-from fluxtrain.calibration import timed_steps as steps_module
-from fluxtrain.calibration.block_timing import BlockTimes
-from fluxtrain.calibration.timed_steps import Kind, StepTimes, _between, _one_to_next, time_steps
+from fluxtrain.core.memory.activation_offload import ActivationOffload
+from fluxtrain.core.memory.window import Window
+from fluxtrain.core.wrap.block_discovery import take_apart
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.memory.activation_offload import ActivationOffload
-from fluxtrain.memory.window import Window
+from fluxtrain.measure import calibrate as calibrate_module
+from fluxtrain.measure import timed_steps as steps_module
+from fluxtrain.measure.block_timing import BlockTimes
+from fluxtrain.measure.timed_steps import Kind, StepTimes, _between, _one_to_next, time_steps
 from fluxtrain.plan.cost.calibration import Line, StepsNotTimed
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import host_update, rate_of_update
@@ -27,7 +28,6 @@ from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
-from fluxtrain.wrapping.block_discovery import take_apart
 from tests.engine.calibration_rows import batch_of
 
 Tiny = Callable[..., PreTrainedModel]
@@ -113,7 +113,7 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 ) -> None:
     import time
 
-    from fluxtrain.updates import updates
+    from fluxtrain.core.updates import updates
 
     pause_s = 0.02
     step: Callable[..., None] = updates.step_

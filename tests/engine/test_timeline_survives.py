@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.cli import main
-from fluxtrain.trace.export import recorded_steps, write_trace
-from fluxtrain.trace.ring import RingReader, read_ring
+from fluxtrain.events.trace.export import recorded_steps, write_trace
+from fluxtrain.events.trace.ring import RingReader, read_ring
 from tests.engine import forked
 
 

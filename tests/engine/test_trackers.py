@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import RunConfig, load_config, validate
 from fluxtrain.errors import BadInput
-from fluxtrain.reporting.trackers import opening
-from fluxtrain.reporting.trackers.feed import TrackerFeed
-from fluxtrain.reporting.trackers.opening import Trackers, refuse_missing_trackers
-from fluxtrain.reporting.trackers.tracker import TrackedRun
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.observe.trackers import opening
+from fluxtrain.train.observe.trackers.feed import TrackerFeed
+from fluxtrain.train.observe.trackers.opening import Trackers, refuse_missing_trackers
+from fluxtrain.train.observe.trackers.tracker import TrackedRun
 from fluxtrain.train.run import train
 from tests.engine import tracker_fakes as fakes
 
@@ -287,8 +287,8 @@ def test_tensorboards_own_reader_finds_the_run_and_its_resume(
 def test_a_process_does_not_wait_for_a_tracker_that_hangs_in_its_last_words() -> None:
     code = (
         "import atexit, sys, threading, time\n"
-        "from fluxtrain.output import leave\n"
-        "from fluxtrain.reporting.trackers.feed import THREAD\n"
+        "from fluxtrain.commands.output import leave\n"
+        "from fluxtrain.train.observe.trackers.feed import THREAD\n"
         "atexit.register(time.sleep, 100)\n"
         "threading.Thread(target=time.sleep, args=(100,), name=THREAD + 'x', daemon=True).start()\n"
         "print('told')\n"

@@ -13,22 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fluxtrain.checkpoint.recovery import locate
-from fluxtrain.client.machine import Card, Rate
 from fluxtrain.config.schema import load_config
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.live.setup import live_changes
+from fluxtrain.events import events as ev
+from fluxtrain.events.answers.machine import Card, Rate
+from fluxtrain.events.journal import read_events
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.planning import cards as planning
-from fluxtrain.planning import placing
-from fluxtrain.planning.placing import undealt_choice
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.live.setup import live_changes
+from fluxtrain.train.placing import cards as planning
+from fluxtrain.train.placing import placing
+from fluxtrain.train.placing.placing import undealt_choice
 from fluxtrain.train.run import train
 from fluxtrain.units import GIB
-from fluxtrain.wrapping.grouping import facts_of
 from tests.on_cards import llama
 
 MakeConfig = Callable[..., Path]
@@ -224,7 +224,7 @@ def test_the_first_card_of_a_plan_is_the_current_one(
         raise Wrapped
 
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
-    monkeypatch.setattr("fluxtrain.wrapping.wrap.wrap_placed", wrap_placed)
+    monkeypatch.setattr("fluxtrain.core.wrap.wrap.wrap_placed", wrap_placed)
     placement: Any = SimpleNamespace(card=card, cards=[SimpleNamespace(index=at) for at in cards])
     loaded: Any = SimpleNamespace(model=None, weight_files=())
     facts: Any = SimpleNamespace(scales_its_loss=False)

@@ -11,7 +11,7 @@ import pytest
 from fluxtrain.commands import dry_run as trial
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import DoesNotFit, Interrupted
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train.run import train
 from tests.engine import forked
 

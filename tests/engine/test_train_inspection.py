@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from fluxtrain.client.asking import decoded
-from fluxtrain.client.inspection import InspectedSample, InspectionAnswer
 from fluxtrain.commands import inspection
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.packing import IGNORED
 from fluxtrain.data.reading import sampling
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.asking import decoded
+from fluxtrain.events.answers.inspection import InspectedSample, InspectionAnswer
 from fluxtrain.train.inputs import load_inputs
 
 MakeConfig = Callable[..., Path]

@@ -15,21 +15,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fluxtrain
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config import schedule
 from fluxtrain.config.schema import RunConfig, load_config
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.data.batches import BatchSource, in_order
 from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.control import send_command
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.parameter_groups import parameter_groups
-from fluxtrain.rundir.control import send_command
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.inputs import load_inputs
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
-from fluxtrain.wrapping.engine import Engine, engine_of
 
 
 def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
@@ -203,7 +203,7 @@ def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
         return real(self, max_norm, losses)
 
     monkeypatch.setattr(Engine, "clip_grad_norm", clip)
-    monkeypatch.setattr("fluxtrain.gradients.host_gradients.ring_depth", lambda _: depth)
+    monkeypatch.setattr("fluxtrain.core.gradients.host_gradients.ring_depth", lambda _: depth)
     rates = ["train.learning_rate=1e15", "train.warmup_steps=0"] if what == "loss" else []
     rates.append(f"train.max_grad_norm={limit}")
     with pytest.raises(Diverged) as caught:

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.checkpoint.recovery import locate
-from fluxtrain.client.machine import Rate
 from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import demo_config, load_config, settings
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.events import events as ev
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.answers.machine import Rate
+from fluxtrain.events.choices import SETTINGS, setting_name
+from fluxtrain.events.journal import read_events
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.models.demo_model import demo_model
-from fluxtrain.planning.placing import decide, model_facts
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.reporting.gauges import GaugeThread, TrafficWindow, bus_ceilings
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.choices import SETTINGS, setting_name
-from fluxtrain.telemetry.journal import read_events
-from fluxtrain.trace.step_clock import PHASES, StepClock
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.inputs import load_inputs
+from fluxtrain.train.observe.gauges import GaugeThread, TrafficWindow, bus_ceilings
+from fluxtrain.train.observe.step_clock import PHASES, StepClock
+from fluxtrain.train.placing.placing import decide, model_facts
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]
@@ -220,7 +220,7 @@ def test_a_budget_on_the_cpu_bounds_the_plan() -> None:
 
 def test_the_clock_gives_each_phase_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("fluxtrain.trace.step_clock.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("fluxtrain.train.observe.step_clock.time.perf_counter", lambda: now_s[0])
     clock = StepClock(torch.device("cpu"))
     for phase, seconds in (
         ("data", 0.02),
@@ -294,7 +294,7 @@ def test_bus_ceilings_are_those_that_a_probe_measured_on_this_machine(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert bus_ceilings() == (None, None)
     rates = {"h2d_pinned": Rate(5e10, "256 MiB"), "d2h_pinned": Rate(None, "no GPU")}
-    monkeypatch.setattr("fluxtrain.reporting.gauges.known_rates", lambda _: rates)
+    monkeypatch.setattr("fluxtrain.train.observe.gauges.known_rates", lambda _: rates)
     assert bus_ceilings() == (5e10, None)
     thread, kept = gauges()
     engine: Any = FakeEngine()
@@ -314,9 +314,9 @@ def test_the_ceiling_of_several_cards_is_that_of_all_at_once(
 ) -> None:
     one = {"h2d_pinned": Rate(5e10, ""), "d2h_pinned": Rate(5e10, "")}
     two = {**one, "card1_h2d_pinned": Rate(1e10, ""), "cards_h2d": Rate(5.5e10, "")}
-    monkeypatch.setattr("fluxtrain.reporting.gauges.known_rates", lambda _: one)
+    monkeypatch.setattr("fluxtrain.train.observe.gauges.known_rates", lambda _: one)
     assert bus_ceilings(2) == (None, None)
-    monkeypatch.setattr("fluxtrain.reporting.gauges.known_rates", lambda _: two)
+    monkeypatch.setattr("fluxtrain.train.observe.gauges.known_rates", lambda _: two)
     assert bus_ceilings(2) == (5.5e10, None)
     assert bus_ceilings(4) == (None, None)  # others than those that were measured together
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.cli import main
-from fluxtrain.rundir.launch import start_trainer
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.frames import decode_line
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.frames import decode_line
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.launch import start_trainer
+from fluxtrain.events.run_folder.run_dir import RunDir
 from tests.process_state import changes, process_state
 
 MakeConfig = Callable[..., Path]

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import has_run, locate, stored_config
 from fluxtrain.config.schema import demo_config
-from fluxtrain.device.recorder import HostClock, Recorder
+from fluxtrain.core.device.recorder import HostClock, Recorder
 from fluxtrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_DOES_NOT_FIT,
@@ -23,11 +22,12 @@ from fluxtrain.errors import (
     Interrupted,
     NoSpace,
 )
-from fluxtrain.rundir.control import send_command
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.frames import decode_line
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.frames import decode_line
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.control import send_command
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.train.checkpoint.recovery import has_run, locate, stored_config
 from fluxtrain.train.requests import Allowance
 from fluxtrain.train.session import Session
 from tests.refused_threads import refuse_thread

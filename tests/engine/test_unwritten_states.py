@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.updates import updates
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.updates import updates
 from tests.engine.pages import made_bytes
 
 

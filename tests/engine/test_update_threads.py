@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.adamw import kernels
-from fluxtrain.adamw.kernels import update_threads
-from fluxtrain.updates import updates
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.adamw import kernels
+from fluxtrain.core.adamw.kernels import update_threads
+from fluxtrain.core.updates import updates
+from fluxtrain.core.wrap.engine import engine_of
 
 
 @pytest.mark.parametrize(("cores", "used"), [(2, None), (4, 3), (8, 7), (16, 14), (64, 56)])

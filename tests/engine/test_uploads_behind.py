@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.device.arena import HostArena
-from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.device.cuda_device import CudaDevice, CudaTransfer
-from fluxtrain.device.transfer import Transfer
-from fluxtrain.gradients.gradients import Gradients
-from fluxtrain.memory.group import Group
+from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.device.cuda_device import CudaDevice, CudaTransfer
+from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.gradients.gradients import Gradients
+from fluxtrain.core.memory.group import Group
 from tests.engine.granted import Granted, granting
 from tests.engine.slow_device import SlowDevice
 from tests.engine.test_host_gradients import Told, group, of, one_pass

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.decoding import writing
-from fluxtrain.decoding.prompts import Prompt, Prompting
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.inference import generation_session as sessions
-from fluxtrain.inference.generation_session import Batches, GenerationSession
-from fluxtrain.inference.measuring import measure
+from fluxtrain.events import events as ev
 from fluxtrain.methods.causal_lm import CausalLM
-from fluxtrain.reporting.host_room import HostRoom
-from fluxtrain.telemetry import events as ev
+from fluxtrain.models.generate import writing
+from fluxtrain.models.generate.prompts import Prompt, Prompting
+from fluxtrain.results import generation_session as sessions
+from fluxtrain.results.generation_session import Batches, GenerationSession
+from fluxtrain.results.measuring import measure
+from fluxtrain.train.observe.host_room import HostRoom
 from fluxtrain.train.session import Session as RunSession
 from fluxtrain.units import GIB, MIB
 from tests.engine.test_evaluate import evaluated

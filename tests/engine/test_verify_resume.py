@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save
 
 from fluxtrain.cli import main
 from fluxtrain.commands import verify_resume as verifying
+from fluxtrain.commands.output import silent
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.output import silent
 from tests.engine import forked
 from tests.engine.test_foreign_checkpoints import listed_again
 

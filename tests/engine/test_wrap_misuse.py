@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
-from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 

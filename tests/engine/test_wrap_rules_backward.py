@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.core.head.lazy_logits import LazyLogits
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged, MisusedModel
-from fluxtrain.head.lazy_logits import LazyLogits
-from fluxtrain.wrapping.engine import engine_of
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 

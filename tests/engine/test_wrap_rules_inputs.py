@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel, UnsupportedModel
-from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
-from fluxtrain.wrapping.engine import engine_of
 
 Make = Callable[..., torch.optim.Optimizer]
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel, UnsupportedModel
-from fluxtrain.wrapping.engine import engine_of
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 

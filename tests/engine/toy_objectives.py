@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from fluxtrain.checkpoint.randomness import seed_everything
 from fluxtrain.methods.objective import B, BoundTask, Objective
+from fluxtrain.train.checkpoint.randomness import seed_everything
 
 WORDS, WIDTH, LENGTH, LATENT = 11, 8, 5, 6
 

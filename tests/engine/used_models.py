@@ -12,13 +12,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fluxtrain.exporting.base_files import dequantised
-from fluxtrain.inference.opened import ModelRequest, OpenedModel, open_model
+from fluxtrain.core.wrap.block_discovery import take_apart
+from fluxtrain.core.wrap.grouping import group_parameters
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.model_files import base_key, check_model_folder
 from fluxtrain.plan.states import StorageFormat
-from fluxtrain.wrapping.block_discovery import take_apart
-from fluxtrain.wrapping.grouping import group_parameters
+from fluxtrain.results.export.base_files import dequantised
+from fluxtrain.results.opened import ModelRequest, OpenedModel, open_model
 from tests.engine.adapter_folders import make_adapter
 
 

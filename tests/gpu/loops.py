@@ -11,21 +11,21 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.cadence import Cadence
+from fluxtrain.core.updates.loss_scale import LossScale
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.events import StepFinished
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundTask
 from fluxtrain.methods.optimizer import EngineAdamW
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.telemetry.events import StepFinished
+from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.requests import Requests
-from fluxtrain.updates.loss_scale import LossScale
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS, ROWS, TOKENS, WORDS, WIDTH = 6, 8, 128, 4096, 512

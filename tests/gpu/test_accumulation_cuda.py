@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.device.arena import HostArena
-from fluxtrain.device.cuda_device import CudaDevice, CudaTransfer
-from fluxtrain.device.page_locks import LOCKS
+from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.device.cuda_device import CudaDevice, CudaTransfer
+from fluxtrain.core.device.page_locks import LOCKS
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
-from fluxtrain.wrapping.engine import engine_of
 from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.adamw.kernels import backend_for, step_
-from fluxtrain.adamw.reference import decode, encode
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.core.adamw.kernels import backend_for, step_
+from fluxtrain.core.adamw.reference import decode, encode
 
 pytestmark = pytest.mark.gpu
 

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.live.apply_placement import apply_placement
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.settings import LiveSettings
 from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.train.live.apply_placement import apply_placement
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.settings import LiveSettings
 from fluxtrain.units import MIB
-from fluxtrain.wrapping.engine import Engine, engine_of
-from fluxtrain.wrapping.grouping import facts_of
 from tests.live_settings import settings_with
 from tests.wrap_with import wrap_with
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
-from fluxtrain.wrapping.engine import engine_of
 from tests.gpu.numbers_of_cards import NUMBERS_OF_CARDS
 from tests.wrap_with import wrap_with
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fluxtrain.calibration.calibrate import calibrate
 from fluxtrain.data.batches import Batch
-from fluxtrain.hardware.probe.adamw_rate import adamw_rate
-from fluxtrain.hardware.probe.busy_bus import HostBytes, busy_bus
+from fluxtrain.measure.calibrate import calibrate
+from fluxtrain.measure.probe.adamw_rate import adamw_rate
+from fluxtrain.measure.probe.busy_bus import HostBytes, busy_bus
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.models.demo_model import demo_model

@@ -15,9 +15,10 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.calibration.calibrate import calibrate
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.data.batches import Batch
-from fluxtrain.hardware.probe.others import BUSY_SHARE, LOOK_S, others_share, read_use
+from fluxtrain.measure.calibrate import calibrate
+from fluxtrain.measure.probe.others import BUSY_SHARE, LOOK_S, others_share, read_use
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import Calibration
@@ -25,8 +26,7 @@ from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.states import StateFormat
-from fluxtrain.planning.placing import model_facts
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.train.placing.placing import model_facts
 from tests.gpu.test_calibrate import batch_of
 
 pytestmark = pytest.mark.gpu

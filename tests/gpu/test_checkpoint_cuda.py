@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import validate
-from fluxtrain.planning.snapshot import Snapshot
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.placing.snapshot import Snapshot
 from fluxtrain.train.run import train
 from fluxtrain.train.run_plan import RunPlan
 from tests.gpu.exactly import exactly

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.optimizer.state_shards import state_shards
-from fluxtrain.updates import updates
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.core.optimizer.state_shards import state_shards
+from fluxtrain.core.updates import updates
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fluxtrain.errors import Disagrees
-from fluxtrain.exporting import merging
 from fluxtrain.plan import states
+from fluxtrain.results.export import merging
 from tests.engine.adapter_folders import exported, make_adapter
 from tests.engine.conftest import SENTENCES, VOCABULARY, tiny_model
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.adamw.kernels import step_
-from fluxtrain.adamw.reference import rounding
-from fluxtrain.memory.group import Group
-from fluxtrain.updates.loss_scale import FIRST, LossScale
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.core.adamw.kernels import step_
+from fluxtrain.core.adamw.reference import rounding
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.updates.loss_scale import FIRST, LossScale
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.data.demo import train_tokenizer
-from fluxtrain.decoding.sampling import Sampling
-from fluxtrain.decoding.writing import write
-from fluxtrain.inference.evaluate_model import EvaluationRequest, evaluate_model
-from fluxtrain.inference.measuring import measure, rows_that_fit
-from fluxtrain.inference.opened import ModelRequest, open_model
+from fluxtrain.models.generate.sampling import Sampling
+from fluxtrain.models.generate.writing import write
+from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
+from fluxtrain.results.measuring import measure, rows_that_fit
+from fluxtrain.results.opened import ModelRequest, open_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[5, 90, 91, 92, 93, 17], [31, 32, 33], list(range(60, 80))]

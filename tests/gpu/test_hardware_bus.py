@@ -9,12 +9,12 @@ import torch
 from msgspec.structs import asdict
 
 from fluxtrain.commands.doctor.self_test import check_streaming
-from fluxtrain.hardware.device import check_accelerator
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe.bandwidth import BUS_RATES, bus_rates, matmul_rate
-from fluxtrain.hardware.probe.pin_rate import pin_rate
-from fluxtrain.hardware.probe.probe import PROBE_LIMIT_S, probe
-from fluxtrain.hardware.probe.table import probe_text
+from fluxtrain.machine.device import check_accelerator
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.probe.bandwidth import BUS_RATES, bus_rates, matmul_rate
+from fluxtrain.measure.probe.pin_rate import pin_rate
+from fluxtrain.measure.probe.probe import PROBE_LIMIT_S, probe
+from fluxtrain.measure.probe.table import probe_text
 from fluxtrain.units import MIB
 
 pytestmark = [

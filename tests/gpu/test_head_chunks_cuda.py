@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.head.token_loss import (
+from fluxtrain.core.head.token_loss import (
     FusedLogits,
     PlainLogits,
     SoftmaxSums,
@@ -20,9 +20,9 @@ from fluxtrain.head.token_loss import (
     logits_of,
     spans,
 )
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.head.token_loss import FusedLogits, VocabRange, WholeLoss, add_product_
+from fluxtrain.core.head.token_loss import FusedLogits, VocabRange, WholeLoss, add_product_
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,11 +9,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.device import page_locks
-from fluxtrain.device.arena import HostArena
-from fluxtrain.device.cuda_device import CudaDevice
-from fluxtrain.memory.activation_offload import ActivationOffload
-from fluxtrain.memory.window import Window
+from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.device.cuda_device import CudaDevice
+from fluxtrain.core.memory.activation_offload import ActivationOffload
+from fluxtrain.core.memory.window import Window
 
 pytestmark = pytest.mark.gpu
 SIZE = 32 << 20

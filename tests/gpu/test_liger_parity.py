@@ -31,9 +31,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 import fluxtrain
-from fluxtrain.head.token_loss import FusedLogits
+from fluxtrain.core.head.token_loss import FusedLogits
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.models.kernels import choose_kernels
-from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

@@ -25,12 +25,12 @@ import json, re, sys, threading, time
 from pathlib import Path
 import torch
 import fluxtrain
-import fluxtrain.wrapping.wrap
+import fluxtrain.core.wrap.wrap
 from fluxtrain.models.export import save_model
 from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.plan.footprint import Layout, saving_bytes
 from fluxtrain.plan.guard import loading_bytes
-from fluxtrain.wrapping.grouping import facts_of
+from fluxtrain.core.wrap.grouping import facts_of
 from transformers.models import llama
 
 def held():  # by this process alone: no pages of files

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import validate
 from fluxtrain.data.demo import demo_files
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
 
 pytestmark = pytest.mark.gpu

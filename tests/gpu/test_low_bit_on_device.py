@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.fp32 import quiet
-from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.adamw.kernels import backend_for, step_
-from fluxtrain.adamw.reference import encode, rounding
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.fp32 import quiet
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.core.adamw.kernels import backend_for, step_
+from fluxtrain.core.adamw.reference import encode, rounding
+from fluxtrain.core.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

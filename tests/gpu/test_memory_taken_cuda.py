@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.config.schema import validate
 from fluxtrain.data.demo import demo_files
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
 from fluxtrain.methods.causal_lm import CausalLM
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train import loop as loops
 from fluxtrain.train import run as runs
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import Run, train
 from fluxtrain.train.samples import Samples

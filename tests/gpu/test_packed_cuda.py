@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import fluxtrain
+from fluxtrain.core.quantization import reference, triton_unpack
+from fluxtrain.core.quantization.layout import PackedLayout
 from fluxtrain.plan import states
 from fluxtrain.plan.states import PACKED_FORMATS, PackedFormat
-from fluxtrain.quantization import reference, triton_unpack
-from fluxtrain.quantization.layout import PackedLayout
 from tests.packed_models import LAYOUTS, LEAST, adapted, llama, trained, with_unpacked
 
 pytestmark = pytest.mark.gpu

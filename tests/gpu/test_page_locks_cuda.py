@@ -13,10 +13,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.device import page_locks
-from fluxtrain.device.arena import HostArena
-from fluxtrain.device.page_locks import PageLocks
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.device.page_locks import PageLocks
+from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.pages import mapped
 from tests.wrap_with import wrap_with
 

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.device.cuda_device import CudaDevice
-from fluxtrain.device.page_locks import LOCKS
-from fluxtrain.memory.activation_offload import ActivationOffload
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.device.cuda_device import CudaDevice
+from fluxtrain.core.device.page_locks import LOCKS
+from fluxtrain.core.memory.activation_offload import ActivationOffload
+from fluxtrain.core.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

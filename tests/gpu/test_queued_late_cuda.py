@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from fluxtrain.device.cuda_device import CudaDevice
-from fluxtrain.trace.attribution import attribute
-from fluxtrain.trace.lanes import StepLanes
-from fluxtrain.trace.step_cutter import StepCutter
+from fluxtrain.core.device.cuda_device import CudaDevice
+from fluxtrain.events.trace.attribution import attribute
+from fluxtrain.events.trace.lanes import StepLanes
+from fluxtrain.train.observe.step_cutter import StepCutter
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.units import MIB
-from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

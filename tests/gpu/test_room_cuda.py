@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.wrap.engine import engine_of
 from tests.on_cards import ROWS, batch, wide
 
 pytestmark = [

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.models.known_packing import known_packing
-from fluxtrain.wrapping.engine import engine_of
 from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 

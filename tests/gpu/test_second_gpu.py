@@ -15,7 +15,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.wrap.engine import engine_of
 from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 
@@ -80,7 +80,7 @@ def test_a_model_on_a_gpu_that_is_not_current_trains_to_the_bits_of_one_on_the_c
 TRAIN = """
 import json, sys, torch
 from pathlib import Path
-from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.config.schema import validate
 from fluxtrain.train.run import train
 config = validate({

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.device.arena import HostArena
-from fluxtrain.device.page_locks import LOCKS
+from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.device.page_locks import LOCKS
 from fluxtrain.plan import heads
 from tests.gpu.loops import STREAMED, VOCAB_CHUNK_BYTES, Training
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.device.cuda_device import CudaDevice
-from fluxtrain.device.current_gpu import CurrentStream
-from fluxtrain.device.recorder import CudaClock, Recorder
-from fluxtrain.trace.attribution import attribute
-from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes
-from fluxtrain.trace.step_cutter import StepCutter
-from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.core.device.cuda_device import CudaDevice
+from fluxtrain.core.device.current_gpu import CurrentStream
+from fluxtrain.core.device.recorder import CudaClock, Recorder
+from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.events.trace.attribution import attribute
+from fluxtrain.events.trace.lanes import BUSY_LANES, Interval, StepLanes
+from fluxtrain.train.observe.step_cutter import StepCutter
 from tests.wrap_with import wrap_with
 
 pytestmark = [

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import fluxtrain
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.core.wrap.engine import engine_of
 from tests.gpu.exactly import exactly
 from tests.gpu.numbers_of_cards import NUMBERS_OF_CARDS
 from tests.wrap_with import wrap_with

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.optimizer.third_party import ThirdPartyOptimizer
-from fluxtrain.optimizer.third_party_packages import THIRD_PARTY, third_party_optimizer
+from fluxtrain.core.optimizer.third_party import ThirdPartyOptimizer
+from fluxtrain.core.optimizer.third_party_packages import THIRD_PARTY, third_party_optimizer
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS
-from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.grouping import facts_of
 
 pytestmark = pytest.mark.gpu
 NAMES = pytest.mark.parametrize("name", list(THIRD_PARTY))

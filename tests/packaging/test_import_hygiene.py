@@ -64,7 +64,7 @@ def test_a_command_looks_after_ctrl_c_before_python_has_read_much() -> None:
         text=True,
     )  # fmt: skip
     brought = set(finished.stdout.split())
-    assert "fluxtrain.interrupts" in brought
+    assert "fluxtrain.commands.interrupts" in brought
     assert not brought & {"typing", "enum", "re", "signal"}
 
 
@@ -82,7 +82,7 @@ def test_a_package_for_programs_needs_no_torch_and_no_configuration_library(pack
 
 
 def test_the_configuration_and_the_hardware_facts_need_no_torch() -> None:
-    brought = brought_in_by("fluxtrain.config.schema", *modules_of("fluxtrain.hardware"))
+    brought = brought_in_by("fluxtrain.config.schema", *modules_of("fluxtrain.machine"))
     assert not brought & (TORCH | APP)
 
 

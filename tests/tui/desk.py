@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pyte
 
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 
 TINY = (
     *("--set", "data.sequence_length=32", "--set", "train.batch_rows=2"),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from fluxtrain.telemetry import events as ev
-from fluxtrain.trace.lanes import Interval, StepLanes
-from fluxtrain.trace.ring import RingWriter
+from fluxtrain.events import events as ev
+from fluxtrain.events.trace.lanes import Interval, StepLanes
+from fluxtrain.events.trace.ring import RingWriter
 from fluxtui.panels.card_colours import letter_of
 from tests.tui import made_runs as made
 

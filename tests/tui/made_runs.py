@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from fluxtrain.telemetry import events as ev
-from fluxtrain.trace.lanes import Interval, StepLanes
-from fluxtrain.trace.ring import RingWriter
+from fluxtrain.events import events as ev
+from fluxtrain.events.trace.lanes import Interval, StepLanes
+from fluxtrain.events.trace.ring import RingWriter
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import Batch
 from fluxtui.state.status import Process

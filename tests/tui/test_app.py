@@ -244,7 +244,7 @@ async def test_the_log_filters_and_follows(run: Path, made: ModuleType) -> None:
 
 
 async def test_a_long_log_scrolls_with_arrows_and_vim_keys(run: Path, made: ModuleType) -> None:
-    from fluxtrain.telemetry import events as ev
+    from fluxtrain.events import events as ev
 
     lines = [ev.LogWritten(level="info", text=f"line number {i:03}") for i in range(200)]
     made.write(run / "events.ndjson", made.stamped([made.hello(), made.step(1), *lines]))

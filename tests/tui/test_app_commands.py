@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.rundir.control import ControlServer
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.control import ControlServer
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.app import FluxApp
 from fluxtui.screens.dialogs import StopDialog
 from fluxtui.screens.panel_screen import PanelScreen
@@ -51,7 +51,7 @@ async def test_a_key_reaches_the_trainer_and_its_answer_is_shown(
 
 
 async def test_p_resumes_a_paused_run(run: Path, made: ModuleType) -> None:
-    from fluxtrain.telemetry import events as ev
+    from fluxtrain.events import events as ev
 
     paused = [*made.training(20), *made.stamped([ev.PhaseChanged(phase="paused")],
                                                 made.training(80)[-1].wall_s)]  # fmt: skip

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 from msgspec.structs import replace as with_fields
 
-from fluxtrain.telemetry.events import Planned
-from fluxtrain.trace.ring import RingReader
+from fluxtrain.events.events import Planned
+from fluxtrain.events.trace.ring import RingReader
 from fluxtui.app import FluxApp
 from fluxtui.csv_tables import csv_of
 from fluxtui.panels import PANELS

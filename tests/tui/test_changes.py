@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
-from fluxtrain.rundir.control import ControlServer
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
+from fluxtrain.events.run_folder.control import ControlServer
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.units import bytes_text
 from fluxtui.app import FluxApp
 from fluxtui.panels.trials import headline, trial_line, why_not

@@ -13,10 +13,10 @@ import pytest
 from textual.pilot import Pilot
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.rundir.control import CommandAnswer, send_command
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import ChangeApplied, StepFinished
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events.events import ChangeApplied, StepFinished
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.control import CommandAnswer, send_command
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.app import FluxApp
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.journal import JournalSource

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fluxtrain.client.generation import Answered, Ready, Refused, Text
+from fluxtrain.events.answers.generation import Answered, Ready, Refused, Text
 from fluxtui.app import FluxApp
 from fluxtui.chat.lines import conversation, took, turn_lines
 from fluxtui.chat.screen import ChatScreen

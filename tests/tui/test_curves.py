@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtui.panels import PANELS
 from fluxtui.panels.chart import Trace, chart, place_of, step_at, x_range
 from fluxtui.panels.loss import pick, traces

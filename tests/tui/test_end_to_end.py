@@ -205,7 +205,7 @@ def test_a_crash_of_the_app_restores_the_terminal_and_leaves_training_alone(desk
 
 HANGING = """
 import sys, threading
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui import launch
 from fluxtui.sources.journal import JournalSource
 polls = []

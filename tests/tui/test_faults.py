@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtui.app import FluxApp
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import Batch

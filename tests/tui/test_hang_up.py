@@ -16,7 +16,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from tests.tui.desk import Desk, Terminal
 
 APP = (sys.executable, "-P", "-m", "fluxtui")

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.frames import Skipped, classify_line, encode_frame
-from fluxtrain.telemetry.printable import printable, printable_lines, printable_texts
-from fluxtrain.telemetry.reader import JournalFollower
+from fluxtrain.events import events as ev
+from fluxtrain.events.frames import Skipped, classify_line, encode_frame
+from fluxtrain.events.printable import printable, printable_lines, printable_texts
+from fluxtrain.events.reader import JournalFollower
 from fluxtui import csv_tables
 from fluxtui.answers.answers import Answers
 from fluxtui.app import FluxApp

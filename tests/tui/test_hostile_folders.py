@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.run_folder.control import NotReachable, send_command
+from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
 from fluxtrain.files.atomic import read_json
-from fluxtrain.rundir.control import NotReachable, send_command
-from fluxtrain.rundir.run_dir import RunDir, list_runs
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.draft import answers_from_run, load_draft
 from fluxtui.app import FluxApp
@@ -83,7 +83,7 @@ def test_an_endless_or_deeply_nested_file_is_no_answer(
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from fluxtrain.rundir.run_dir import list_runs
+from fluxtrain.events.run_folder.run_dir import list_runs
 from fluxtui.sources.journal import JournalSource
 if os.getuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)

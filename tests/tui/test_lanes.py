@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.telemetry.reader import JournalFollower
-from fluxtrain.trace.lanes import Interval, StepLanes
-from fluxtrain.trace.ring import SLOTS, RingReader, RingWriter
+from fluxtrain.events.reader import JournalFollower
+from fluxtrain.events.trace.lanes import Interval, StepLanes
+from fluxtrain.events.trace.ring import SLOTS, RingReader, RingWriter
 from fluxtui.app import FluxApp
 from fluxtui.csv_tables import csv_of
 from fluxtui.panels.lanes import KINDS, PANEL

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import Done, EvaluationFinished, Failed, Hello, StepFinished
-from fluxtrain.telemetry.typed import typed
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import Done, EvaluationFinished, Failed, Hello, StepFinished
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.typed import typed
 from fluxtui import launch
 from fluxtui.answers.answers import Answers
 from fluxtui.command_line import answers_of, make_parser

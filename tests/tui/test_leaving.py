@@ -12,9 +12,9 @@ import pytest
 # An app whose worker is cancelled when it is left, as Textual does it, beside an engine that runs.
 LEFT = """
 import asyncio, gc, pathlib, sys, time
-from fluxtrain.client.asking import ask_engine
-from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.client.talking import Talk
+from fluxtrain.events.answers.asking import ask_engine
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.talking import Talk
 from fluxtui import launch
 
 PROGRAM = (sys.executable, "-c", sys.argv[1], sys.argv[2])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtui.screens.log import LogScreen, marked
 from fluxtui.state.history import History
 from fluxtui.state.log_lines import HELD_LIMIT, LEVELS, HeldLog, LogFilter

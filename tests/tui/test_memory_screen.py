@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtrain.units import bytes_text
 from fluxtui.panels import PANELS
 from fluxtui.panels.block import bytes_of, name_of

@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir.run_dir import RunDir, list_runs
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.reader import JournalFollower
+from fluxtrain.events import events as ev
+from fluxtrain.events.reader import JournalFollower
+from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
 from fluxtui.app import FluxApp
 from fluxtui.headless import follow_lines
 from fluxtui.panels.progress import body as progress

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.reporting.console import line
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import Done, EvaluationFinished, StepFinished
-from fluxtrain.telemetry.frames import decode_line
+from fluxtrain.events.console import line
+from fluxtrain.events.events import Done, EvaluationFinished, StepFinished
+from fluxtrain.events.frames import decode_line
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.units import duration_text, loss_text, number_text, power_text
 from fluxtui.headless import event_line
 from fluxtui.panels import PANELS

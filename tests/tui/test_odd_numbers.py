@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtrain.units import power_text
 from fluxtui import csv_tables
 from fluxtui.panels import PANELS

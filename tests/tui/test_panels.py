@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.rundir.run_dir import RunSummary
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
+from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtrain.units import number_text, power_text
 from fluxtui.headless import event_line
 from fluxtui.panels import PANELS

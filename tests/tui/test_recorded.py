@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.reader import JournalFollower
+from fluxtrain.events import events as ev
+from fluxtrain.events.reader import JournalFollower
 from fluxtui.panels import PANELS
 from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.screens.panel_screen import framed

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir import own_files
-from fluxtrain.rundir.own_files import model_files, note_model, of_model, others_in
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder import own_files
+from fluxtrain.events.run_folder.own_files import model_files, note_model, of_model, others_in
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.sources import removal
 from fluxtui.sources.removal import contents, remove_run
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
+from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.launching import prepare
 from fluxtui.screens.dialogs import DeleteDialog, ResumeDialog
@@ -335,7 +335,7 @@ async def test_a_click_on_the_footer_is_its_key(
 async def test_resume_starts_the_trainer_on_the_runs_own_folder(
     runs: Path, made: ModuleType, app_pilot: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fluxtrain.rundir.launch import start_trainer
+    from fluxtrain.events.run_folder.launch import start_trainer
 
     begun: list[Any] = []
     stand_in = ("/bin/sh", "-c", 'echo "$@" > "$3/begun"; sleep 600', "sh")
@@ -344,7 +344,7 @@ async def test_resume_starts_the_trainer_on_the_runs_own_folder(
         begun.append(start_trainer(arguments, run_dir, stand_in))
         return begun[0]
 
-    monkeypatch.setattr("fluxtrain.rundir.launch.start_trainer", start)
+    monkeypatch.setattr("fluxtrain.events.run_folder.launch.start_trainer", start)
     made.write(runs / "other" / "events.ndjson", made.failed())
     app = app_pilot.app_on(runs / "ours", made, start_screen="runs")
     async with app.run_test(size=SIZE) as pilot:

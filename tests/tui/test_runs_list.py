@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
-from fluxtrain.rundir.states import STATES, state_of_exit, state_word
+from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
+from fluxtrain.events.run_folder.states import STATES, state_of_exit, state_word
 from fluxtui.screens.dialogs import ResumeDialog
 from fluxtui.screens.run_actions import way_on
 from fluxtui.screens.run_rows import STATE_ROLES, columns, run_row
@@ -80,7 +80,7 @@ def test_every_state_has_a_colour_and_a_word_that_the_dashboard_has_too(
     made: ModuleType, tmp_path: Path
 ) -> None:
     assert set(STATE_ROLES) == set(STATES)
-    from fluxtrain.telemetry import events as ev
+    from fluxtrain.events import events as ev
 
     def done(code: int) -> ev.Done:
         return ev.Done(exit_code=code, step=3, seconds=1.0, loss=None, evaluation_loss=None,
@@ -108,8 +108,8 @@ def test_every_state_has_a_colour_and_a_word_that_the_dashboard_has_too(
 
 
 def test_headless_lines_the_log_and_the_trainer_say_the_same_word(made: ModuleType) -> None:
-    from fluxtrain.reporting.console import line
-    from fluxtrain.telemetry import events as ev
+    from fluxtrain.events import events as ev
+    from fluxtrain.events.console import line
     from fluxtui.headless import event_line
 
     for code in (0, 130, 143, 1):
@@ -253,7 +253,7 @@ async def test_resume_asks_first_and_names_step_and_checkpoint(
         started.append(str(run_dir))
         raise OSError("not in a test")
 
-    monkeypatch.setattr("fluxtrain.rundir.launch.start_trainer", start)
+    monkeypatch.setattr("fluxtrain.events.run_folder.launch.start_trainer", start)
     app = app_pilot.app_on(runs / "three", made, start_screen="runs")
     async with app.run_test(size=SIZE) as pilot:
         screen = await on_list(pilot, app, app_pilot)

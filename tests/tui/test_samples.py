@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import Panel
 from fluxtui.screens import arrangement

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtui.panels.progress import eta
 from fluxtui.screens.chrome import link_notes
 from fluxtui.sources.replay import ReplaySource

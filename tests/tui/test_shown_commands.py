@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.config.schema import RunConfig, config_of, demo_config, validate
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.answers.answers import Answers, with_data, with_model
 from fluxtui.answers.configuring import answers_from_config, configuration
 from fluxtui.answers.launching import command_text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from fluxtrain.rundir.run_dir import RunSummary
+from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtui.app import FluxApp
 
 Compare = Callable[..., bool]

@@ -11,8 +11,8 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.reader import PipeReader
+from fluxtrain.events import events as ev
+from fluxtrain.events.reader import PipeReader
 from fluxtui.sources.followed_run import News, follow
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.machine_sampler import MachineSampler

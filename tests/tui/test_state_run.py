@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtui.screens.chrome import badge
 from fluxtui.state.freshness import LIMITS_S, fresh, limit_s
 from fluxtui.state.run import _FOLDS, LOG_LIMIT, RunState

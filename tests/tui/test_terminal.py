@@ -18,8 +18,8 @@ import msgspec
 import psutil
 import pytest
 
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.terminal import Output
 from tests.tui.desk import TINY, Desk, Terminal
 

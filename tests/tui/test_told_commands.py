@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.telemetry.events import Done
+from fluxtrain.events.events import Done
 from fluxtui import launch
 from fluxtui.actions.table import find
 from fluxtui.answers.answers import Answers

@@ -67,7 +67,7 @@ async def test_resuming_asks_before_code_runs_and_says_so_to_the_trainer(
         begun.append(arguments)
         raise OSError("not in a test")
 
-    monkeypatch.setattr("fluxtrain.rundir.launch.start_trainer", start)
+    monkeypatch.setattr("fluxtrain.events.run_folder.launch.start_trainer", start)
     made.write(tmp_path / "runs" / "ours" / "events.ndjson", made.training(80))
     foreign = a_run(tmp_path / "runs" / "foreign", made, trusts)
     app = app_pilot.app_on(tmp_path / "runs" / "ours", made, start_screen="runs")

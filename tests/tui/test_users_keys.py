@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.telemetry import events as ev
+from fluxtrain.events import events as ev
 from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
 from fluxtui.screens.chrome import notice_lines

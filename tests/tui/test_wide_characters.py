@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from fluxtrain.client.inspection import TextPiece
-from fluxtrain.rundir.run_dir import RunSummary
+from fluxtrain.events.answers.inspection import TextPiece
+from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtui.panels.log import rows
 from fluxtui.panels.moves import short_name
 from fluxtui.screens.run_rows import run_row

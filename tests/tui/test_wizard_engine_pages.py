@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fluxtrain.client.asking import EngineRefused
+from fluxtrain.events.answers.asking import EngineRefused
 from fluxtui.answers.answers import Answers
 from fluxtui.wizard.engine.ranked import dial_settings, with_settings_of_the_dial
 

@@ -16,7 +16,7 @@ import pytest
 
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir.launch import start_trainer
+from fluxtrain.events.run_folder.launch import start_trainer
 from fluxtui.answers import launching
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.draft import save_draft

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fluxtrain.config.schema import demo_config, load_config
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui import launch
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.draft import load_draft, save_draft

@@ -14,10 +14,10 @@ from msgspec import convert
 from msgspec.structs import replace
 from textual.content import Content
 
-from fluxtrain.client.dry_run import DryRunAnswer
-from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.errors import EXIT_BUG, EXIT_DOES_NOT_FIT
-from fluxtrain.telemetry.events import CardLeftOut, CardPlan
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.events import CardLeftOut, CardPlan
 from fluxtui.answers.answers import Answers
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.wizard.checks.answer_checks import Check

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
-from fluxtrain.rundir.run_dir import RunDir, list_runs
+from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.draft import load_draft, save_draft
 from fluxtui.answers.launching import Attach

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
-from fluxtrain.rundir.run_dir import RunSummary
-from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.reader import JournalFollower
+from fluxtrain.events import events as ev
+from fluxtrain.events.reader import JournalFollower
+from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtui.actions.table import ACTIONS
 from fluxtui.panels import PANELS
 from fluxtui.panels.advice import PANEL as ADVICE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.telemetry.events import Hello, MemorySampled, StepFinished
+from fluxtrain.events.events import Hello, MemorySampled, StepFinished
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from fluxtrain.client.machine import Gpu, Machine
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.events.answers.machine import Gpu, Machine
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.units import GIB
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fluxtrain.live.edit import MemoryInUse
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.run_facts import RunFacts, StepFacts
 from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.train.live.edit import MemoryInUse
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.run_facts import RunFacts, StepFacts
 from fluxtrain.units import GIB, MIB
 
 BLOCK_BYTES = 100 * MIB

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.trace.attribution import Attribution, attribute, median_step, summary_lines
-from fluxtrain.trace.lanes import BUSY_LANES, LANES, Interval, StepLanes
+from fluxtrain.events.trace.attribution import Attribution, attribute, median_step, summary_lines
+from fluxtrain.events.trace.lanes import BUSY_LANES, LANES, Interval, StepLanes
 
 
 def step_of(*intervals: tuple[str, str, float, float], length_s: float = 1.0) -> StepLanes:

@@ -14,7 +14,7 @@ import bench_table
 from measured_on import bus_line, command, commands, machine_line
 from verdicts import Slow, beside, counted, judged, slow_references
 
-from fluxtrain.client.machine import Machine
+from fluxtrain.events.answers.machine import Machine
 
 BENCH = Path(__file__).parents[2] / "bench"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from fluxtrain.commands.output import say
 from fluxtrain.config.schema import json_schema
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
-from fluxtrain.live.settings import LIVE_SETTINGS
-from fluxtrain.output import say
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.typed import typed_line
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.typed import typed_line
+from fluxtrain.train.live.settings import LIVE_SETTINGS
 
 EXIT_CODES = ("0 finished", "1 a bug", "2 bad", "3 does not fit", "4 diverged", "5 no space")
 
@@ -144,7 +144,7 @@ def test_closed_standard_streams_are_no_error_and_no_file_takes_their_numbers(
     line = f"{sys.executable} -m fluxtrain schema <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], check=False, cwd=tmp_path).returncode == 0
     program = (
-        "from fluxtrain.rundir.standard_streams import open_standard_streams as whole\n"
+        "from fluxtrain.events.run_folder.standard_streams import open_standard_streams as whole\n"
         "whole()\n"
         "print('to nobody'); import sys; print('nor here', file=sys.stderr)\n"
         "file = open('journal', 'w')\n"
@@ -187,7 +187,7 @@ def test_no_command_at_all_shows_what_there_is(tmp_path: Path) -> None:
 INTERRUPTED = """
 import os, signal, sys
 from fluxtrain.cli import main
-import fluxtrain.rundir.run_dir as rundir
+import fluxtrain.events.run_folder.run_dir as rundir
 rundir.list_runs = lambda: os.kill(os.getpid(), signal.SIGINT)
 main(["runs"])
 """
@@ -204,7 +204,7 @@ def test_an_interrupt_of_any_command_is_told_and_ends_with_130(tmp_path: Path) -
 
 def test_signs_that_an_output_does_not_have_become_marks(tmp_path: Path) -> None:
     program = (
-        "from fluxtrain.rundir.standard_streams import open_standard_streams as whole\n"
+        "from fluxtrain.events.run_folder.standard_streams import open_standard_streams as whole\n"
         "whole()\n"
         "import sys; print('f\u00fcr'); print('na\u00efve', file=sys.stderr)\n"
     )

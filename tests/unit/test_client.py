@@ -14,13 +14,13 @@ import msgspec
 import psutil
 import pytest
 
-from fluxtrain.client.answer import Answer
-from fluxtrain.client.asking import EngineRefused, ask_engine, decoded, last_words
-from fluxtrain.client.dry_run import DryRunAnswer
-from fluxtrain.client.inspection import InspectionAnswer
-from fluxtrain.client.plan import PlanAnswer
-from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import EXIT_BUG
+from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.asking import EngineRefused, ask_engine, decoded, last_words
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.plan import PlanAnswer
+from fluxtrain.events.answers.probe import ProbeAnswer
 from tests.tui import wizard_pilot
 
 ANSWERS: tuple[tuple[type[Answer], dict[str, Any]], ...] = (

@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.rundir import control
-from fluxtrain.rundir.control import CommandAnswer, ControlServer, NotReachable, send_command
+from fluxtrain.events.run_folder import control
+from fluxtrain.events.run_folder.control import (
+    CommandAnswer,
+    ControlServer,
+    NotReachable,
+    send_command,
+)
 
 
 def answer_command(command: str, arguments: dict[str, Any]) -> tuple[bool, str]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import DeviceFailed
-from fluxtrain.hardware.failed_card import device_failure
-from fluxtrain.reporting.failures import as_told
+from fluxtrain.machine.failed_card import device_failure
+from fluxtrain.machine.failures import as_told
 
 
 class NvmlError(Exception):

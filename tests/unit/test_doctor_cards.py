@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.client.machine import TOGETHER, Card, Rate
-from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor.several_cards import several_cards_findings
-from fluxtrain.hardware.disk import read_disk
-from fluxtrain.hardware.probe import peers
-from fluxtrain.hardware.probe import probe as probing
-from fluxtrain.hardware.probe.card_rates import (
+from fluxtrain.events.answers.machine import TOGETHER, Card, Rate
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.machine.disk import read_disk
+from fluxtrain.machine.seen_cards import cards_seen
+from fluxtrain.measure.probe import peers
+from fluxtrain.measure.probe import probe as probing
+from fluxtrain.measure.probe.card_rates import (
     further_card_names,
 )
-from fluxtrain.hardware.probe.peers import NO_ACCESS, WRONG, peer_names
-from fluxtrain.hardware.probe.table import card_lines, card_rows
-from fluxtrain.hardware.seen_cards import cards_seen
+from fluxtrain.measure.probe.peers import NO_ACCESS, WRONG, peer_names
+from fluxtrain.measure.probe.table import card_lines, card_rows
 from tests.unit.fake_cards import Cuda, gpu, machine
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.client.doctor import Finding
-from fluxtrain.client.machine import Disk, Gpu, GpuProcess, Machine, Rate
-from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor.findings import LEVELS, findings, ranked
-from fluxtrain.hardware.probe.bandwidth import BUS_RATES
+from fluxtrain.events.answers.doctor import Finding
+from fluxtrain.events.answers.machine import Disk, Gpu, GpuProcess, Machine, Rate
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.measure.probe.bandwidth import BUS_RATES
 from fluxtrain.units import GIB
 
 SOUND_RATES = {

@@ -19,8 +19,8 @@ from fluxtrain.data.reading.request import read_request
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
 from fluxtrain.files.atomic import check_space, storage_error
 from fluxtrain.files.temporary import moved_by, temporary_folder, written_in
+from fluxtrain.machine.failures import as_told
 from fluxtrain.models.export import save_folder
-from fluxtrain.reporting.failures import as_told
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.client.export import ExportAnswer
 from fluxtrain.commands import export as export_command
 from fluxtrain.commands.verify_resume import verify_resume
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import EXIT_TERMINATED, Interrupted
+from fluxtrain.events.answers.export import ExportAnswer
 from fluxtrain.files.terminations import terminations_told
 from fluxtrain.models.export import save_folder
 

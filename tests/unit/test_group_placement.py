@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fluxtrain.core.memory.group_memory import refuse_tiers
 from fluxtrain.errors import BadInput
-from fluxtrain.memory.group_memory import refuse_tiers
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, by_tier, keepable_count, kept_count, streamed_count
 from fluxtrain.plan.group_placement import (

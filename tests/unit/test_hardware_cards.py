@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.client.machine import TOGETHER, GpuProcess, Rate
-from fluxtrain.hardware.probe import card_rates as rates
-from fluxtrain.hardware.probe.card_rates import (
+from fluxtrain.events.answers.machine import TOGETHER, GpuProcess, Rate
+from fluxtrain.machine.seen_cards import cards_seen, of_one_generation
+from fluxtrain.measure.probe import card_rates as rates
+from fluxtrain.measure.probe.card_rates import (
     further_card_names,
     further_card_rates,
     rates_together,
 )
-from fluxtrain.hardware.probe.copies import TorchCopies
-from fluxtrain.hardware.probe.peers import NO_ACCESS, WRONG, peer_names, peer_rates
-from fluxtrain.hardware.seen_cards import cards_seen, of_one_generation
+from fluxtrain.measure.probe.copies import TorchCopies
+from fluxtrain.measure.probe.peers import NO_ACCESS, WRONG, peer_names, peer_rates
 from fluxtrain.units import GIB, MIB
 from tests.unit.fake_cards import Cuda, gpu, machine
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from fluxtrain.client.machine import Gpu, Machine, Rate
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import probe as probing
-from fluxtrain.hardware.probe.probe import FAILED_AGE_S, probe
-from fluxtrain.hardware.probe.rate import TOO_LITTLE, failed
-from fluxtrain.hardware.probe.table import age_text
+from fluxtrain.events.answers.machine import Gpu, Machine, Rate
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.probe import probe as probing
+from fluxtrain.measure.probe.probe import FAILED_AGE_S, probe
+from fluxtrain.measure.probe.rate import TOO_LITTLE, failed
+from fluxtrain.measure.probe.table import age_text
 from fluxtrain.units import GIB
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.client.machine import Gpu, GpuProcess
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.hardware.device import check_accelerator
-from fluxtrain.hardware.gpu import Gpus, read_gpus
+from fluxtrain.events.answers.machine import Gpu, GpuProcess
+from fluxtrain.machine.device import check_accelerator
+from fluxtrain.machine.gpu import Gpus, read_gpus
 from fluxtrain.units import GIB
 
 

@@ -20,7 +20,7 @@ PROGRAM = """
 import json, sys
 for tasks in sys.argv[1:]:
     open(tasks, "w").write("0")  # this process
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.machine import read_machine
 machine = read_machine()
 print(json.dumps([machine.memory_limit_bytes, machine.memory_total_bytes,
                   machine.memory_available_bytes, machine.cpu_quota, machine.cores]))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.hardware.cgroup import CgroupLimits, cgroup_limits, quota_cores
-from fluxtrain.hardware.disk import read_disk
-from fluxtrain.hardware.gpu import Gpus
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.cgroup import CgroupLimits, cgroup_limits, quota_cores
+from fluxtrain.machine.disk import read_disk
+from fluxtrain.machine.gpu import Gpus
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.units import GIB, MIB
 
 NO_GPU = Gpus(gpus=(), driver=None, reason="no driver")
@@ -167,7 +167,7 @@ def test_no_wish_raises_the_instruction_set_above_the_processors(
 
 def test_the_instruction_set_is_the_one_that_the_native_library_uses() -> None:
     program = (
-        "from fluxtrain import _native; from fluxtrain.hardware.machine import read_machine; "
+        "from fluxtrain import _native; from fluxtrain.machine.machine import read_machine; "
         "print(_native.isa(), read_machine().instruction_set)"
     )
     for wish in ("", "scalar", "avx2"):
@@ -208,8 +208,8 @@ def test_the_real_machine_has_cores_and_memory() -> None:
 
 def test_reading_the_machine_brings_no_torch() -> None:
     program = (
-        "import sys\nfrom fluxtrain.hardware import cgroup, device, disk, machine\n"
-        "from fluxtrain.hardware.probe import bandwidth, disk_rate, probe\nmachine.read_machine()\n"
+        "import sys\nfrom fluxtrain.machine import cgroup, device, disk, machine\n"
+        "from fluxtrain.measure.probe import bandwidth, disk_rate, probe\nmachine.read_machine()\n"
         "assert 'torch' not in sys.modules"
     )
     path = os.pathsep.join(filter(None, sys.path))

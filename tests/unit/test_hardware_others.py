@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fluxtrain.hardware.probe import others
-from fluxtrain.hardware.probe.others import (
+from fluxtrain.measure.probe import others
+from fluxtrain.measure.probe.others import (
     BUSY_SHARE,
     Use,
     beside_text,

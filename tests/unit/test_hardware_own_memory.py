@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.hardware.gpu import own_process_bytes
+from fluxtrain.machine.gpu import own_process_bytes
 from fluxtrain.units import GIB
 
 ME = 4_000_001  # above what the kernel gives out, so that nobody here has it

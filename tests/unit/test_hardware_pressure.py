@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.hardware.system import memory_waited_s
+from fluxtrain.machine.system import memory_waited_s
 
 TEXT = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg60=0 avg300=0 total=7\n"
 

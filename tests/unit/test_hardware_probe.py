@@ -12,20 +12,20 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from fluxtrain import _native
-from fluxtrain.client.machine import Gpu, GpuProcess, Rate, rate_value_text
-from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.hardware.disk import read_disk
-from fluxtrain.hardware.gpu import Gpus
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import disk_rate
-from fluxtrain.hardware.probe import probe as probing
-from fluxtrain.hardware.probe.adamw_rate import PARAMETER_BYTES, PARAMETERS, adamw_rate
-from fluxtrain.hardware.probe.bandwidth import BUS_RATES
-from fluxtrain.hardware.probe.disk_rate import disk_rates
-from fluxtrain.hardware.probe.probe import probe, sustained_threads
-from fluxtrain.hardware.probe.rate import TOO_LITTLE, best_rate
-from fluxtrain.hardware.probe.table import (
+from fluxtrain.events.answers.machine import Gpu, GpuProcess, Rate, rate_value_text
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.machine.disk import read_disk
+from fluxtrain.machine.gpu import Gpus
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.probe import disk_rate
+from fluxtrain.measure.probe import probe as probing
+from fluxtrain.measure.probe.adamw_rate import PARAMETER_BYTES, PARAMETERS, adamw_rate
+from fluxtrain.measure.probe.bandwidth import BUS_RATES
+from fluxtrain.measure.probe.disk_rate import disk_rates
+from fluxtrain.measure.probe.probe import probe, sustained_threads
+from fluxtrain.measure.probe.rate import TOO_LITTLE, best_rate
+from fluxtrain.measure.probe.table import (
     age_text,
     machine_rows,
     probe_rows,
@@ -49,7 +49,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probing, "others_share", lambda _: None)  # of the machine of the tests
     monkeypatch.setattr(
-        "fluxtrain.hardware.machine.read_gpus",
+        "fluxtrain.machine.machine.read_gpus",
         lambda: Gpus(gpus=(), driver=None, reason="none here"),
     )
     monkeypatch.setattr(probing, "host_copy_rate", lambda *_, threads: measure("copy", 71e9))
@@ -357,7 +357,7 @@ def test_the_best_of_several_calls_counts_and_the_first_only_warms_up(
         calls.append(seconds)
         now_s[0] += seconds
 
-    monkeypatch.setattr("fluxtrain.hardware.probe.rate.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("fluxtrain.measure.probe.rate.time.perf_counter", lambda: now_s[0])
     durations = iter([0.001, 0.2, 0.02, 0.05])
     rate = best_rate(1.0, lambda: works(next(durations)), repeats=3, limit_s=10)
     assert rate == pytest.approx(1 / 0.02)  # not the warm-up, which was the fastest here

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.hardware.gpu import Gpus
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.system import read_system, wished_threads
+from fluxtrain.machine.gpu import Gpus
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.machine.system import read_system, wished_threads
 
 FREQUENCY = "sys/devices/system/cpu/cpu0/cpufreq"
 PAGES = "sys/kernel/mm/transparent_hugepage/enabled"

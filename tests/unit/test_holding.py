@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.rundir.control import ControlServer
-from fluxtrain.rundir.holding import Holding
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.control import ControlServer
+from fluxtrain.events.run_folder.holding import Holding
+from fluxtrain.events.run_folder.run_dir import RunDir
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.hardware.machine import memory_left
-from fluxtrain.reporting import host_room
-from fluxtrain.reporting.host_room import HostRoom, least_bytes
+from fluxtrain.machine.machine import memory_left
+from fluxtrain.train.observe import host_room
+from fluxtrain.train.observe.host_room import HostRoom, least_bytes
 from fluxtrain.units import GIB, MIB
 
 TOTAL = 24 * GIB

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from fluxtrain.config.schema import demo_config, validate
 from fluxtrain.config.text import apply_overrides, parse_yaml
-from fluxtrain.decoding.prompts import read_prompts
 from fluxtrain.errors import BadInput
+from fluxtrain.events.reader import JournalFollower, SchemaTooNew
+from fluxtrain.events.run_folder.control import CommandAnswer, ControlServer
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.models.generate.prompts import read_prompts
 from fluxtrain.models.model_files import safetensors_header
-from fluxtrain.rundir.control import CommandAnswer, ControlServer
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.reader import JournalFollower, SchemaTooNew
 from fluxtrain.train.requests import COMMANDS, Requests
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.run import RunState

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fluxtrain.checkpoint.recovery import resumed_config
 from fluxtrain.config.schema import demo_config
-from fluxtrain.decoding.prompts import read_prompts
 from fluxtrain.errors import BadInput
+from fluxtrain.events.run_folder.own_files import model_files, of_model, others_in
+from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
+from fluxtrain.events.trace.ring import RingReader, read_ring
+from fluxtrain.models.generate.prompts import read_prompts
 from fluxtrain.plan.machine_file import read_machine_file
-from fluxtrain.rundir.own_files import model_files, of_model, others_in
-from fluxtrain.rundir.run_dir import RunDir, list_runs
-from fluxtrain.trace.ring import RingReader, read_ring
+from fluxtrain.train.checkpoint.recovery import resumed_config
 from tests.hostile import many
 from tests.unit.test_hostile_inputs import timed, values
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from fluxtrain.commands.interrupts import _EXIT_INTERRUPTED, ImmediateInterrupts
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
-from fluxtrain.interrupts import _EXIT_INTERRUPTED, ImmediateInterrupts
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from tests.engine import forked
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.trace.attribution import attribute, summary_lines
-from fluxtrain.trace.export import trace_events
-from fluxtrain.trace.lanes import Interval, StepLanes, merged_to_fit
-from fluxtrain.trace.ring import RingWriter, read_ring
+from fluxtrain.events.trace.attribution import attribute, summary_lines
+from fluxtrain.events.trace.export import trace_events
+from fluxtrain.events.trace.lanes import Interval, StepLanes, merged_to_fit
+from fluxtrain.events.trace.ring import RingWriter, read_ring
 
 
 def step_of(*intervals: tuple[int, str, str, float, float]) -> StepLanes:

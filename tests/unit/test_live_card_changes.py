@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.edit import MemoryInUse, changed, settings_after
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.settings import Change, SettingName, count_of
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.request import RunRequest
+from fluxtrain.train.live.edit import MemoryInUse, changed, settings_after
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.settings import Change, SettingName, count_of
 from fluxtrain.units import GIB
 from tests.unit.test_plan_cards_choose import MODEL
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from fluxtrain import errors
-from fluxtrain.checkpoint.newest import refuse_other_run
+from fluxtrain.commands.output import tell
 from fluxtrain.commands.paths import refuse_missing_paths
 from fluxtrain.config.schema import demo_config, load_config, settings, validate
 from fluxtrain.config.text import parse_yaml
 from fluxtrain.errors import BadInput, brief, readable
-from fluxtrain.output import tell
+from fluxtrain.train.checkpoint.newest import refuse_other_run
 
 LONG = "A" + "x" * 100_000 + "Z"
 WORDS = "A" + "word " * 20_000 + "Z"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.parent import end_with_parent, environment_of_child
+from fluxtrain.files.parent import end_with_parent, environment_of_child
 
 # Never ends, in native code that holds the interpreter: no thread of the process could end it.
 ENDLESS = """
 import os, sys
-from fluxtrain.parent import end_with_parent
+from fluxtrain.files.parent import end_with_parent
 end_with_parent()
 open(sys.argv[-1], "w").write(f"{os.getpid()} {'FLUXTRAIN_PARENT' in os.environ}")
 sum(range(10**14))
@@ -24,15 +24,15 @@ sum(range(10**14))
 
 ASKING = """
 import asyncio, sys
-from fluxtrain.client.asking import ask_engine
-from fluxtrain.client.inspection import InspectionAnswer
+from fluxtrain.events.answers.asking import ask_engine
+from fluxtrain.events.answers.inspection import InspectionAnswer
 program = (sys.executable, "-c", sys.argv[1])
 asyncio.run(ask_engine(InspectionAnswer, sys.argv[2], program=program))
 """
 
 TALKING = """
 import asyncio, sys
-from fluxtrain.client.talking import Talk
+from fluxtrain.events.answers.talking import Talk
 async def talk():
     begun = await Talk.begin(sys.argv[2], program=(sys.executable, "-c", sys.argv[1]))
     async for _ in begun.events():

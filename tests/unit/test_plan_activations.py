@@ -9,10 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.live.edit import changed
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.out_of_memory import fallback_steps
-from fluxtrain.live.settings import Change, LiveSettings
 from fluxtrain.plan.choices.activations import left_on_device, staying_words
 from fluxtrain.plan.choices.placement import place
 from fluxtrain.plan.choices.ranked import Frontier
@@ -28,6 +24,10 @@ from fluxtrain.plan.footprint import (
 )
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
+from fluxtrain.train.live.edit import changed
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.out_of_memory import fallback_steps
+from fluxtrain.train.live.settings import Change, LiveSettings
 from tests.unit.live_ground import BLOCKS, ground
 from tests.unit.test_plan_properties import models
 from tests.unit.test_plan_timed import (

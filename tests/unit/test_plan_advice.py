@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.live.advice import (
+from fluxtrain.plan.cost.calibration import Calibration, Line
+from fluxtrain.plan.spread import spread_out
+from fluxtrain.train.live.advice import (
     LEAST_GAIN,
     MOST_ADVICE,
     Advice,
     advise,
     promising,
 )
-from fluxtrain.live.edit import MemoryInUse, settings_after
-from fluxtrain.live.run_facts import RunFacts
-from fluxtrain.live.settings import Change
-from fluxtrain.plan.cost.calibration import Calibration, Line
-from fluxtrain.plan.spread import spread_out
+from fluxtrain.train.live.edit import MemoryInUse, settings_after
+from fluxtrain.train.live.run_facts import RunFacts
+from fluxtrain.train.live.settings import Change
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, group, steps
 

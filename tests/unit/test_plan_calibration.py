@@ -21,7 +21,7 @@ from fluxtrain.plan.cost.rates import Rates, rates_from
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.planning.prediction import WARMING_STEPS, compared, steady_step_s
+from fluxtrain.train.placing.prediction import WARMING_STEPS, compared, steady_step_s
 
 seconds = st.floats(1e-6, 1e3)
 TRIED = Calibration(

@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from fluxtrain.live.edit import changed
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.settings import Change
 from fluxtrain.plan.cards.choose import place_on_cards
 from fluxtrain.plan.cards.rates import CardsRates
 from fluxtrain.plan.cards.request import Order, ParallelRequest
@@ -18,6 +15,9 @@ from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import FP32_BYTES, ModelFacts
 from fluxtrain.plan.footprint import HIDDEN_AT_LOSS, footprint
 from fluxtrain.plan.heads import logits_bytes
+from fluxtrain.train.live.edit import changed
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.settings import Change
 from fluxtrain.units import GIB
 from tests.unit.test_plan_cards_choose import HIDDEN, MODEL, ROW, SET, TWO, machine, model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fluxtrain.live.effect import FEWEST_STEPS, STEPS, Effect
+from fluxtrain.train.live.effect import FEWEST_STEPS, STEPS, Effect
 
 
 def effect(before: list[float], after: list[float], predicted: float | None = None) -> Effect:

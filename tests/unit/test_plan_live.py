@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.live.edit import MemoryInUse, settings_after
-from fluxtrain.live.settings import LIVE_SETTINGS, Change, parse_change
+from fluxtrain.train.live.edit import MemoryInUse, settings_after
+from fluxtrain.train.live.settings import LIVE_SETTINGS, Change, parse_change
 from fluxtrain.units import GIB, MIB
 from tests.live_settings import settings_with
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
-from fluxtrain.hardware.probe.adamw_rate import adamw_rate
+from fluxtrain.measure.probe.adamw_rate import adamw_rate
 from fluxtrain.plan.choices.placement import Placement, place
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.calibration import Calibration, Line

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.checkpoint.recovery import Target, find, has_run, truly_told
 from fluxtrain.errors import EXIT_TERMINATED, BadInput, FluxTrainError, Interrupted
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.trace.ring import RingWriter
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.trace.ring import RingWriter
+from fluxtrain.train.checkpoint.recovery import Target, find, has_run, truly_told
 
 STOPPED = Interrupted("stopped before a step was made", EXIT_TERMINATED)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.trace.lanes import (
+from fluxtrain.events.trace.lanes import (
     LANES,
     Interval,
     StepLanes,
@@ -21,7 +21,7 @@ from fluxtrain.trace.lanes import (
     unpacked,
     whole,
 )
-from fluxtrain.trace.ring import SLOT_BYTES, SLOTS, RingReader, RingWriter, read_ring
+from fluxtrain.events.trace.ring import SLOT_BYTES, SLOTS, RingReader, RingWriter, read_ring
 
 
 def step_of(step: int, blocks: int = 4, **fields: object) -> StepLanes:
@@ -231,6 +231,6 @@ def test_a_step_of_many_blocks_fits_its_slot_with_the_shortest_merged() -> None:
 
 def test_a_lane_of_a_later_version_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     record = packed(step_of(1), 0, SLOT_BYTES)
-    monkeypatch.setattr("fluxtrain.trace.lanes.LANES", ("gpu",))
+    monkeypatch.setattr("fluxtrain.events.trace.lanes.LANES", ("gpu",))
     assert {one.lane for one in unpacked(record).intervals} == {"gpu"}
     assert head_of(record).intervals == 8

@@ -17,17 +17,17 @@ import msgspec
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_NO_SPACE, BadInput, NoSpace
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import Done, Failed
+from fluxtrain.events.run_folder.process import ProcessMark
+from fluxtrain.events.run_folder.run_dir import RunDir, runs_root
 from fluxtrain.files import atomic
-from fluxtrain.rundir.process import ProcessMark
-from fluxtrain.rundir.run_dir import RunDir, runs_root
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import Done, Failed
 
 Make = Callable[..., Any]
 
 LOCK_AND_WAIT = """
 import sys
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 lock = RunDir(sys.argv[1]).lock()
 print("locked", flush=True)
 sys.stdin.read()
@@ -37,7 +37,7 @@ sys.stdin.read()
 WRITE_AS_NOBODY = """
 import json, os, sys
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 if os.getuid() == 0:
     os.setgroups([])
     os.setgid(65534)
@@ -207,7 +207,7 @@ def test_a_full_file_system_is_no_space_with_path_and_bytes(tmp_path: Path) -> N
     program = f"""
 import json
 from fluxtrain.errors import NoSpace
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.atomic import write_bytes
 run = RunDir({str(folder / "run")!r})
 run.path.mkdir()

@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fluxtrain.rundir import process
-from fluxtrain.rundir.process import ProcessMark
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import Heartbeat
+from fluxtrain.events.events import Heartbeat
+from fluxtrain.events.run_folder import process
+from fluxtrain.events.run_folder.process import ProcessMark
+from fluxtrain.events.run_folder.run_dir import RunDir
 
 LIVENESS = """
 import sys
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 print(RunDir(sys.argv[1]).liveness())
 """
 

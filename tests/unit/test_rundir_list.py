@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from fluxtrain.rundir.run_dir import RunDir, list_runs
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import Done
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import Done
+from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
 
 Make = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from step_timeline import middle, timed_steps
 
-from fluxtrain.trace.lanes import StepLanes
+from fluxtrain.events.trace.lanes import StepLanes
 
 
 def steps(*lengths_s: float) -> list[StepLanes]:

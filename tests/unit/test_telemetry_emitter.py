@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import Done, Heartbeat, LogWritten, PhaseChanged, StepFinished
-from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.live import PENDING_FRAMES
-from fluxtrain.telemetry.reader import PipeReader
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import Done, Heartbeat, LogWritten, PhaseChanged, StepFinished
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.live import PENDING_FRAMES
+from fluxtrain.events.reader import PipeReader
 
 Make = Callable[..., Any]
 
@@ -256,8 +256,8 @@ def test_a_full_disk_raises_once_and_what_was_written_stays_readable(tmp_path: P
 import json, resource, threading
 from pathlib import Path
 from fluxtrain.errors import NoSpace
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import Done, Heartbeat, LogWritten
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import Done, Heartbeat, LogWritten
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 emitter = Emitter(Path({str(tmp_path / "events.ndjson")!r}))
 raised = []

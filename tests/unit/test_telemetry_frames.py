@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import EXIT_BAD_INPUT
-from fluxtrain.telemetry.events import (
+from fluxtrain.events.events import (
     FRAME_LIMIT_BYTES,
     CardMemory,
     ChoiceMade,
@@ -24,7 +24,7 @@ from fluxtrain.telemetry.events import (
     Planned,
     StepFinished,
 )
-from fluxtrain.telemetry.frames import (
+from fluxtrain.events.frames import (
     SchemaTooNew,
     Skipped,
     classify_line,

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import Heartbeat, StepFinished
-from fluxtrain.telemetry.frames import SchemaTooNew, Skipped, encode_frame
-from fluxtrain.telemetry.journal import JournalWriter, last_event, read_events, tail_lines
-from fluxtrain.telemetry.reader import JournalFollower, PipeReader
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import Heartbeat, StepFinished
+from fluxtrain.events.frames import SchemaTooNew, Skipped, encode_frame
+from fluxtrain.events.journal import JournalWriter, last_event, read_events, tail_lines
+from fluxtrain.events.reader import JournalFollower, PipeReader
 
 Make = Callable[..., Any]
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir.launch import TRAINER, TrainerProcess, start_trainer
-from fluxtrain.rundir.process import ProcessMark
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import Done, PhaseChanged
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.events.events import Done, PhaseChanged
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.launch import TRAINER, TrainerProcess, start_trainer
+from fluxtrain.events.run_folder.process import ProcessMark
+from fluxtrain.events.run_folder.run_dir import RunDir
 
 TRAINER_PROGRAM = """
 import os, sys, time
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import Done, LogWritten, PhaseChanged
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import Done, LogWritten, PhaseChanged
+from fluxtrain.events.run_folder.run_dir import RunDir
 
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 run = RunDir(arguments["--run-dir"])
@@ -109,7 +109,7 @@ def test_the_trainer_leaves_no_descriptor_of_the_app_open(run: RunDir, command: 
 def test_the_trainer_survives_an_app_that_is_killed(run: RunDir, command: list[str]) -> None:
     app_program = f"""
 import os, sys, time
-from fluxtrain.rundir.launch import start_trainer
+from fluxtrain.events.run_folder.launch import start_trainer
 arguments = ["--ticks", "100", "--until", {str(run.path / "killed")!r}]
 trainer = start_trainer(arguments, {str(run.path)!r}, {command!r})
 print(trainer.pid, flush=True)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.trace.export import (
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.trace.export import (
     THREADS,
     check_trace_path,
     recorded_steps,
@@ -21,8 +21,8 @@ from fluxtrain.trace.export import (
     traced,
     write_trace,
 )
-from fluxtrain.trace.lanes import Interval, StepLanes
-from fluxtrain.trace.ring import RingWriter
+from fluxtrain.events.trace.lanes import Interval, StepLanes
+from fluxtrain.events.trace.ring import RingWriter
 
 STEPS = [
     StepLanes(
@@ -118,7 +118,7 @@ def test_a_full_disk_leaves_no_half_of_a_trace(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fluxtrain.trace.export.os.replace", full)
+    monkeypatch.setattr("fluxtrain.events.trace.export.os.replace", full)
     with pytest.raises(OSError, match="free some space"):
         write_trace(tmp_path / "trace.json", STEPS, "demo")
     assert list(tmp_path.iterdir()) == []

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.live.adviser import Setup
-from fluxtrain.live.changes import LiveChanges
-from fluxtrain.live.edit import MemoryInUse
-from fluxtrain.live.effect import STEPS
-from fluxtrain.live.live_run import LiveRun
-from fluxtrain.live.settings import LiveSettings
+from fluxtrain.events import events as ev
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.planning.prediction import Promise
-from fluxtrain.telemetry import events as ev
+from fluxtrain.train.live.adviser import Setup
+from fluxtrain.train.live.changes import LiveChanges
+from fluxtrain.train.live.edit import MemoryInUse
+from fluxtrain.train.live.effect import STEPS
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.settings import LiveSettings
+from fluxtrain.train.placing.prediction import Promise
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
 

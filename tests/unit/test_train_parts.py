@@ -15,11 +15,11 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import TrainSettings
 from fluxtrain.errors import BadInput, DoesNotFit, Interrupted, NoSpace
+from fluxtrain.events import events as ev
+from fluxtrain.events.console import PlainConsole, line
 from fluxtrain.files.opening import _too_large
-from fluxtrain.reporting.console import PlainConsole, line
-from fluxtrain.reporting.failures import as_told
-from fluxtrain.reporting.progress import Progress
-from fluxtrain.telemetry import events as ev
+from fluxtrain.machine.failures import as_told
+from fluxtrain.train.observe.progress import Progress
 from fluxtrain.train.requests import Requests, Signals
 
 

@@ -1,1 +1,1 @@
-"""The commands beside `train`: plan, inspect, dry-run, doctor."""
+"""The commands of `fluxtrain` beside `train`, and what their output has in common."""

@@ -14,29 +14,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fluxtrain.checkpoint.recovery import Target
-from fluxtrain.checkpoint.writer import CheckpointWriter
-from fluxtrain.client.dry_run import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
+from fluxtrain.events.answers.dry_run import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
+from fluxtrain.events.events import AnyEvent, PhaseChanged, Planned, StepFinished
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.atomic import read_json
 from fluxtrain.files.temporary import temporary_folder
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.methods.method import usual_rate
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, Planned, StepFinished
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint.recovery import Target
+from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.run import Run, train
 from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:
-    from fluxtrain.checkpoint.run_state import RunState
     from fluxtrain.methods.engine import TrainingEngine
     from fluxtrain.methods.objective import BoundTask, Cursor
     from fluxtrain.methods.optimizer import Optimizer
+    from fluxtrain.train.checkpoint.run_state import RunState
     from fluxtrain.train.session import Session
 
 STEPS = 3

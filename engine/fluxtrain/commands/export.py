@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fluxtrain.client.export import ExportAnswer
-from fluxtrain.exporting.adapter_export import ExportRequest
-from fluxtrain.exporting.adapter_export import export as export_folder
+from fluxtrain.events.answers.export import ExportAnswer
 from fluxtrain.files.terminations import terminations_told
+from fluxtrain.results.export.adapter_export import ExportRequest
+from fluxtrain.results.export.adapter_export import export as export_folder
 from fluxtrain.units import bytes_text, duration_text
 
 

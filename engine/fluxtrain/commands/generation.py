@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.client.generation import Event, Expected, Progress, Ready, encoded
-from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
-from fluxtrain.decoding.sampling import Sampling
-from fluxtrain.decoding.writing import Written
 from fluxtrain.errors import BadInput, Interrupted
-from fluxtrain.inference.generation_session import Batches, GenerationSession
-from fluxtrain.inference.model_request import ModelRequest
-from fluxtrain.inference.opened import open_model
-from fluxtrain.inference.serving import Stopping, serve
-from fluxtrain.telemetry.printable import printable_lines
+from fluxtrain.events.answers.generation import Event, Expected, Progress, Ready, encoded
+from fluxtrain.events.printable import printable_lines
+from fluxtrain.models.generate.prompts import Prompt, Prompting, read_prompts
+from fluxtrain.models.generate.sampling import Sampling
+from fluxtrain.models.generate.writing import Written
+from fluxtrain.results.generation_session import Batches, GenerationSession
+from fluxtrain.results.model_request import ModelRequest
+from fluxtrain.results.opened import open_model
+from fluxtrain.results.serving import Stopping, serve
 from fluxtrain.units import duration_text
 
 Tell = Callable[[str], None]

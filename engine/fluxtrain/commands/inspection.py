@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from fluxtrain.client.inspection import InspectedFile, InspectedSample, InspectionAnswer, TextPiece
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
 from fluxtrain.data.encoding.notes import Notes
@@ -23,9 +22,15 @@ from fluxtrain.data.reading.sampling import sampled
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens, in_memory
+from fluxtrain.events.answers.inspection import (
+    InspectedFile,
+    InspectedSample,
+    InspectionAnswer,
+    TextPiece,
+)
 from fluxtrain.methods.text_task import counted
 from fluxtrain.models.loading import pad_id
-from fluxtrain.planning.row_length import FirstSamples, tokenizer_of, with_row_length
+from fluxtrain.train.placing.row_length import FirstSamples, tokenizer_of, with_row_length
 from fluxtrain.units import count_text
 
 SAMPLES = 3

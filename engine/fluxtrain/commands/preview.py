@@ -9,19 +9,21 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fluxtrain.calibration.measured_constants import Constants, known_constants
-from fluxtrain.client.machine import Machine
-from fluxtrain.client.plan import PlanAnswer, PlannedMethod, PlannedModel
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, settings
+from fluxtrain.core.guards.wrap_checks import refuse_several_processes
 from fluxtrain.data.batches import refuse_larger_step
 from fluxtrain.data.prepare import check_sequence_length, corpora
 from fluxtrain.data.reading.request import ReadRequest, read_request
 from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
-from fluxtrain.guards.wrap_checks import refuse_several_processes
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe.probe import Report, probe
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.events.answers.plan import PlanAnswer, PlannedMethod, PlannedModel
+from fluxtrain.events.events import ChoiceMade
+from fluxtrain.events.run_folder.run_dir import runs_root
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.measured_constants import Constants, known_constants
+from fluxtrain.measure.probe.probe import Report, probe
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.text_task import counted, read_as
 from fluxtrain.models.copies import Copied
@@ -30,14 +32,15 @@ from fluxtrain.models.loading import ModelSource, open_empty
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
-from fluxtrain.planning.forecast import (
+from fluxtrain.train.inputs import DEMO
+from fluxtrain.train.placing.forecast import (
     Forecast,
     card_lines,
     forecast_of,
     plan_lines,
     planned_layout,
 )
-from fluxtrain.planning.placing import (
+from fluxtrain.train.placing.placing import (
     capacity_of,
     card_capability,
     choose_device,
@@ -46,12 +49,13 @@ from fluxtrain.planning.placing import (
     model_facts_for,
     optimizer_in_backward,
 )
-from fluxtrain.planning.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
-from fluxtrain.planning.row_length import FirstSamples, first_samples, with_row_length
-from fluxtrain.planning.snapshot import snapshot_of
-from fluxtrain.rundir.run_dir import runs_root
-from fluxtrain.telemetry.events import ChoiceMade
-from fluxtrain.train.inputs import DEMO
+from fluxtrain.train.placing.preflight import (
+    disk_room,
+    page_locks_planned,
+    refuse_what_does_not_fit,
+)
+from fluxtrain.train.placing.row_length import FirstSamples, first_samples, with_row_length
+from fluxtrain.train.placing.snapshot import snapshot_of
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"

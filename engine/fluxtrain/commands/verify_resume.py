@@ -19,18 +19,18 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from fluxtrain.checkpoint.checkpoint import Checkpoint, read_checkpoint, step_folder
-from fluxtrain.checkpoint.shard_file import read_tensors
-from fluxtrain.client.dry_run import ResumeAnswer
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_BUG, BadInput, FluxTrainError
+from fluxtrain.events.answers.dry_run import ResumeAnswer
+from fluxtrain.events.events import StepFinished
+from fluxtrain.events.journal import read_events
+from fluxtrain.events.run_folder.run_dir import RunDir, runs_root
 from fluxtrain.files.atomic import read_json, storage_error
 from fluxtrain.files.folders import unfinished_folder
+from fluxtrain.files.parent import environment_of_child
 from fluxtrain.files.terminations import terminations_told
-from fluxtrain.parent import environment_of_child
-from fluxtrain.rundir.run_dir import RunDir, runs_root
-from fluxtrain.telemetry.events import StepFinished
-from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint, step_folder
+from fluxtrain.train.checkpoint.shard_file import read_tensors
 
 STEPS = 8
 _TRAIN = (sys.executable, "-P", "-m", "fluxtrain", "train")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fluxtrain.config.schema import TrainSettings
-from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.events.events import ChoiceMade
 
 WARMUP_SHARE = 0.03
 WARMUP_LIMIT_STEPS = 100

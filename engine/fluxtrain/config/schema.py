@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from fluxtrain.client.plan import Setting
 from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.errors import explain
 from fluxtrain.config.sample_settings import SampleSettings
@@ -21,6 +20,7 @@ from fluxtrain.config.section import Section, Several
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.config.tracker_settings import TrackerSettings
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.plan import Setting
 from fluxtrain.plan.cards.request import ParallelRequest
 from fluxtrain.plan.request import Auto, PlacementRequest, Positive
 from fluxtrain.plan.states import OptimizerName, PackedFormat

@@ -1,0 +1,1 @@
+"""Files to rows to tokens to packed batches."""

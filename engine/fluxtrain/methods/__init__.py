@@ -1,1 +1,1 @@
-"""What is trained, and with which loss: method, objective, optimizer."""
+"""What is trained, on what, by which loss: method, task, objective, optimizer."""

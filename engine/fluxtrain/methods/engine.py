@@ -13,14 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fluxtrain.device.device import Device
-from fluxtrain.optimizer.state_shards import Held
+from fluxtrain.core.device.device import Device
+from fluxtrain.core.optimizer.state_shards import Held
+from fluxtrain.core.runtime.counters import Traffic
+from fluxtrain.core.runtime.stats import BlockFacts
+from fluxtrain.core.updates.loss_scale import LossScale
+from fluxtrain.core.updates.norm import GradNorm
+from fluxtrain.events.events import MemorySampled, Move, ResidencySampled
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.runtime.counters import Traffic
-from fluxtrain.runtime.stats import BlockFacts
-from fluxtrain.telemetry.events import MemorySampled, Move, ResidencySampled
-from fluxtrain.updates.loss_scale import LossScale
-from fluxtrain.updates.norm import GradNorm
 
 
 class TrainingEngine(Protocol):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import MethodSettings, RunConfig
+from fluxtrain.events.events import ChoiceMade
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.text_task import Tell, Waits, text_task
 from fluxtrain.models.beside import write_adapter_files
@@ -21,7 +22,6 @@ from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.saving_trial import try_saving
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.states import StorageFormat
-from fluxtrain.telemetry.events import ChoiceMade
 
 DEMO = "demo"
 FRESH_RATE = 3e-3

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from fluxtrain.telemetry.events import ChoiceMade, SampleFit
+    from fluxtrain.events.events import ChoiceMade, SampleFit
 
 Part = Literal["trained", "held_out"]
 B = TypeVar("B")  # a micro-batch: what one forward and one backward pass take

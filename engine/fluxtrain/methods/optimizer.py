@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.config.schema import TrainSettings
+from fluxtrain.core.optimizer.third_party import ThirdPartyOptimizer
+from fluxtrain.core.optimizer.third_party_packages import third_party_optimizer
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.methods.parameter_groups import parameter_groups
-from fluxtrain.optimizer.third_party import ThirdPartyOptimizer
-from fluxtrain.optimizer.third_party_packages import third_party_optimizer
-from fluxtrain.wrapping.engine import engine_of
 
 if TYPE_CHECKING:
     from fluxtrain.methods.engine import TrainingEngine

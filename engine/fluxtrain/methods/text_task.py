@@ -18,10 +18,10 @@ from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import NAMED
 from fluxtrain.data.shapes.keys import TITLES
+from fluxtrain.events.events import ChoiceMade, SampleFit
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundTask, Part, Prompt, Task
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.telemetry.events import ChoiceMade, SampleFit
 
 PROMPT_CHARACTERS = 60
 _LOOKED_AT_ROWS = 64  # of the data, for the tokens of its chat template

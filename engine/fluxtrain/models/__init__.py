@@ -1,1 +1,1 @@
-"""Model folders: read, loaded, exported."""
+"""Model folders: read, loaded, checked, saved; text from a model (`generate`)."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
 from fluxtrain.errors import BadInput
+from fluxtrain.events.events import PlacedAlike
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, by_tier, kept_count, streamed
 from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.states import StorageFormat
-from fluxtrain.telemetry.events import PlacedAlike
 
 Tier = Literal["device", "host", "disk"]  # where bytes live between their uses
 Kind = Literal["weights", "state", "gradients"]  # of a group's bytes

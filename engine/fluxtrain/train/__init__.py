@@ -1,1 +1,1 @@
-"""The life of a run: inputs, plan, session, steps, requests, evaluation."""
+"""The life of a run: inputs, plan, session, steps, checkpoints, changes, what is observed."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.schema import TrainSettings
-from fluxtrain.telemetry.events import StoppedEarly
+from fluxtrain.events.events import StoppedEarly
+from fluxtrain.train.checkpoint.run_state import RunState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fluxtrain.checkpoint.randomness import randomness_of
-from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.events.events import EvaluationFinished
 from fluxtrain.methods.objective import B, Objective
-from fluxtrain.telemetry.events import EvaluationFinished
+from fluxtrain.train.checkpoint.randomness import randomness_of
+from fluxtrain.train.checkpoint.run_state import RunState
 
 SEED = 0  # for what an evaluation draws (noise, timesteps), so that all draw the same
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fluxtrain.checkpoint.newest import with_cure
-from fluxtrain.checkpoint.run_state import RunState
-from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.schema import TrainSettings
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.events.run_folder import own_files
 from fluxtrain.files.cache import Damaged
-from fluxtrain.rundir import own_files
+from fluxtrain.train.checkpoint.newest import with_cure
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.checkpoint.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     from fluxtrain.methods.engine import TrainingEngine

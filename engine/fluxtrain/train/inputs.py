@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from fluxtrain.checkpoint.randomness import seed_everything
-from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.rendering.named import use_template
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.events.events import ChoiceMade
+from fluxtrain.machine.failures import first_line
 from fluxtrain.methods.method import method_of
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.text_task import Tell, TextTask, Waits, told_of_untrained_tokens
@@ -30,10 +31,9 @@ from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.models.precision import Capability
 from fluxtrain.plan import states
 from fluxtrain.plan.guard import DiskCapacity
-from fluxtrain.planning.placing import RanOutLoading, card_capability
-from fluxtrain.planning.preflight import refuse_before_loading
-from fluxtrain.reporting.failures import first_line
-from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.train.checkpoint.randomness import seed_everything
+from fluxtrain.train.placing.placing import RanOutLoading, card_capability
+from fluxtrain.train.placing.preflight import refuse_before_loading
 from fluxtrain.train.session import Session
 
 Opened = TypeVar("Opened")

@@ -11,26 +11,26 @@ from typing import Generic
 import torch
 from torch import nn
 
-from fluxtrain.checkpoint.randomness import random_state, restore_random_state
-from fluxtrain.checkpoint.run_state import RunState
-from fluxtrain.checkpoint.writer import CheckpointWriter
 from fluxtrain.config.cadence import Cadence
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
-from fluxtrain.live.changes import LiveChanges
-from fluxtrain.live.out_of_memory import gpu_of, out_of_memory
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.events import RunPhase, StepFinished
 from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import B, BoundTask
 from fluxtrain.methods.optimizer import Optimizer, set_learning_rate
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.reporting.progress import Progress
-from fluxtrain.telemetry.events import RunPhase, StepFinished
-from fluxtrain.trace.step_clock import StepClock
+from fluxtrain.train.checkpoint.randomness import random_state, restore_random_state
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.evaluate import Evaluation, evaluate, evaluation_event
+from fluxtrain.train.live.changes import LiveChanges
+from fluxtrain.train.live.out_of_memory import gpu_of, out_of_memory
+from fluxtrain.train.observe.progress import Progress
+from fluxtrain.train.observe.step_clock import StepClock
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.samples import Samples
 from fluxtrain.train.step_outcome import Computed, QueuedStep, Refusals
-from fluxtrain.wrapping.engine import engine_of
 
 
 @dataclass(frozen=True, kw_only=True)

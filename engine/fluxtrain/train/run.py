@@ -10,42 +10,42 @@ from typing import Any
 
 import msgspec
 
-from fluxtrain.calibration.peaks import measured_peaks
-from fluxtrain.checkpoint import writer as checkpoint_writer
-from fluxtrain.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
-from fluxtrain.checkpoint.fingerprint import fingerprint
-from fluxtrain.checkpoint.newest import batch_rows_of, newest_resumable, with_cure
-from fluxtrain.checkpoint.randomness import fix_threads
-from fluxtrain.checkpoint.recovery import Target
-from fluxtrain.checkpoint.writer import CheckpointWriter
-from fluxtrain.client.machine import Machine
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.core.guards.wrap_checks import refuse_several_processes
 from fluxtrain.errors import Interrupted, is_panic
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.events.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
+from fluxtrain.events.run_folder import own_files
 from fluxtrain.files.cache import Damaged
-from fluxtrain.guards.wrap_checks import refuse_several_processes
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.live.changes import LiveChanges
-from fluxtrain.live.setup import live_changes
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.peaks import measured_peaks
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.objective import BoundTask, Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
 from fluxtrain.models.generation import sample_text
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.plan.guard import DiskCapacity
-from fluxtrain.planning.placing import choose_device, dtype_choice, wrapped
-from fluxtrain.planning.prediction import compared, steady_step_s
-from fluxtrain.planning.preflight import disk_room, page_locks_of
-from fluxtrain.planning.row_length import with_row_length
-from fluxtrain.reporting.trackers.opening import refuse_missing_trackers
-from fluxtrain.rundir import own_files
-from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.train import final_model
+from fluxtrain.train.checkpoint import writer as checkpoint_writer
+from fluxtrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
+from fluxtrain.train.checkpoint.fingerprint import fingerprint
+from fluxtrain.train.checkpoint.newest import batch_rows_of, newest_resumable, with_cure
+from fluxtrain.train.checkpoint.randomness import fix_threads
+from fluxtrain.train.checkpoint.recovery import Target
+from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.early_stopping import EarlyStopping
 from fluxtrain.train.inputs import Inputs, opened_once_more, ready_inputs
+from fluxtrain.train.live.changes import LiveChanges
+from fluxtrain.train.live.setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
+from fluxtrain.train.observe.trackers.opening import refuse_missing_trackers
+from fluxtrain.train.placing.placing import choose_device, dtype_choice, wrapped
+from fluxtrain.train.placing.prediction import compared, steady_step_s
+from fluxtrain.train.placing.preflight import disk_room, page_locks_of
+from fluxtrain.train.placing.row_length import with_row_length
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.samples import Samples, TrainedModel, prompts_of

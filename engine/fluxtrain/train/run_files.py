@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import fluxtrain
-from fluxtrain.calibration.measured_constants import Constants
-from fluxtrain.client.machine import Machine
-from fluxtrain.client.plan import PlannedTime
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.events.answers.plan import PlannedTime
+from fluxtrain.events.events import Hello, Planned
+from fluxtrain.events.run_folder.process import ProcessMark
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.rundir.process import ProcessMark
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import Hello, Planned
-from fluxtrain.trace.step_clock import PHASES
+from fluxtrain.train.observe.step_clock import PHASES
 
 if TYPE_CHECKING:
     from fluxtrain.methods.engine import TrainingEngine

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fluxtrain.calibration.measured_constants import Constants, measure_constants
-from fluxtrain.calibration.peaks import host_peak_bytes
-from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.events.events import ChoiceMade, Planned, SampleFit
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.measure.measured_constants import Constants, measure_constants
+from fluxtrain.measure.peaks import host_peak_bytes
 from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import BoundBatch, Task
 from fluxtrain.models.loading import LoadedModel
@@ -17,9 +19,9 @@ from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.group_placement import alike
 from fluxtrain.plan.guard import DiskCapacity
-from fluxtrain.planning.device_budget import hold_to_budget
-from fluxtrain.planning.forecast import forecast_of
-from fluxtrain.planning.placing import (
+from fluxtrain.train.placing.device_budget import hold_to_budget
+from fluxtrain.train.placing.forecast import forecast_of
+from fluxtrain.train.placing.placing import (
     as_it_is_now,
     capacity_of,
     decide,
@@ -27,10 +29,8 @@ from fluxtrain.planning.placing import (
     model_facts_for,
     optimizer_in_backward,
 )
-from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
-from fluxtrain.planning.snapshot import Snapshot, snapshot_of
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.events import ChoiceMade, Planned, SampleFit
+from fluxtrain.train.placing.preflight import copied_now, refuse_what_does_not_fit
+from fluxtrain.train.placing.snapshot import Snapshot, snapshot_of
 from fluxtrain.train.run_files import write_plan_file
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fluxtrain.checkpoint.randomness import randomness_of
 from fluxtrain.config.sample_settings import SampleSettings
-from fluxtrain.decoding.prompts import Prompt, Prompting, read_prompts
-from fluxtrain.decoding.sampling import Sampling
-from fluxtrain.decoding.writing import Written, room_for, write
 from fluxtrain.errors import BadInput, is_panic
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.events import SampleGenerated
+from fluxtrain.models.generate.prompts import Prompt, Prompting, read_prompts
+from fluxtrain.models.generate.sampling import Sampling
+from fluxtrain.models.generate.writing import Written, room_for, write
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.telemetry.events import SampleGenerated
+from fluxtrain.train.checkpoint.randomness import randomness_of
 
 SEED = 0
 _SETTING = "samples.prompts"

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import (
     EXIT_BAD_INPUT,
@@ -25,22 +24,23 @@ from fluxtrain.errors import (
     Interrupted,
     ReadFailed,
 )
-from fluxtrain.hardware.failed_card import device_failure
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.reporting.console import JsonConsole, PlainConsole, to_standard_output
-from fluxtrain.reporting.disk_wait import DiskWait
-from fluxtrain.reporting.failures import as_told
-from fluxtrain.reporting.gauges import GaugeThread
-from fluxtrain.reporting.host_room import HostRoom
-from fluxtrain.reporting.run_log import RunLog
-from fluxtrain.reporting.trackers.opening import Trackers
-from fluxtrain.rundir.control import ControlServer
-from fluxtrain.rundir.holding import Holding
-from fluxtrain.rundir.own_files import refuse_odd_places
-from fluxtrain.rundir.run_dir import RunDir
-from fluxtrain.telemetry.emitter import Emitter
-from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
-from fluxtrain.trace.timeline import TimelineThread
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.console import JsonConsole, PlainConsole, to_standard_output
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import CommandAnswered, Done, Event, Failed
+from fluxtrain.events.run_folder.control import ControlServer
+from fluxtrain.events.run_folder.holding import Holding
+from fluxtrain.events.run_folder.own_files import refuse_odd_places
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.machine.failed_card import device_failure
+from fluxtrain.machine.failures import as_told
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.observe.disk_wait import DiskWait
+from fluxtrain.train.observe.gauges import GaugeThread
+from fluxtrain.train.observe.host_room import HostRoom
+from fluxtrain.train.observe.run_log import RunLog
+from fluxtrain.train.observe.timeline import TimelineThread
+from fluxtrain.train.observe.trackers.opening import Trackers
 from fluxtrain.train.requests import COMMANDS, Allowance, Requests, Signals
 
 COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE = 0.5, 100  # in the journal

@@ -11,16 +11,16 @@ from typing import Any, Generic
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.checkpoint.randomness import random_state, restore_random_state
-from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.core.updates.loss_scale import LEAST
+from fluxtrain.core.updates.norm import GradNorm
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged
+from fluxtrain.events.announce import Announcer
 from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import B, Objective
-from fluxtrain.reporting.announce import Announcer
-from fluxtrain.trace.step_clock import StepClock
-from fluxtrain.updates.loss_scale import LEAST
-from fluxtrain.updates.norm import GradNorm
-from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.train.checkpoint.randomness import random_state, restore_random_state
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.observe.step_clock import StepClock
 
 MOST_IN_A_ROW = 5  # after so many the weights are at fault, not a row of the data
 _TOLD_ONE_BY_ONE = 10

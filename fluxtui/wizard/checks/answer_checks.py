@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
-from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.answers.answers import (
     HUB_DATA,
     HUB_SCHEME,

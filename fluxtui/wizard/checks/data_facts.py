@@ -15,12 +15,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fluxtrain.client.inspection import TextPiece
 from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.row import Row
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.inspection import TextPiece
 from fluxtrain.units import bytes_text
 from fluxtui.home import expanded
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.files.atomic import read_json
-from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.units import UNKNOWN, duration_text, loss_text
 from fluxtui.answers.answers import DEMO
 from fluxtui.answers.question import Option

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from textual.screen import Screen
 
-from fluxtrain.client.answer import Answer
-from fluxtrain.client.asking import EngineRefused, ask_engine
+from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.asking import EngineRefused, ask_engine
 
 T = TypeVar("T", bound=Answer)
 

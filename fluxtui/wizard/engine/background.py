@@ -14,10 +14,10 @@ from typing import Any
 
 from textual.screen import Screen
 
-from fluxtrain.client.dry_run import DryRunAnswer
-from fluxtrain.client.inspection import InspectionAnswer
-from fluxtrain.client.plan import PlanAnswer, PlanOption
-from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
+from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtui.answers.answers import METHODS, Answers, Method
 from fluxtui.answers.configuring import ADAPTERS, chosen_settings, yaml_text
 from fluxtui.answers.launching import engine_arguments

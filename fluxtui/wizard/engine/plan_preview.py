@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fluxtrain.client.plan import PlanAnswer
+from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.units import count_text
 from fluxtui.words import counted
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.client.asking import ask_engine
-from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.asking import ask_engine
+from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.configuring import AGGRESSIVENESS, yaml_text
 from fluxtui.answers.launching import engine_arguments

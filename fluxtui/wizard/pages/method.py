@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
+from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.units import UNKNOWN, bytes_text, count_text, predicted_text
 from fluxtui.answers.answers import METHODS, Method
 from fluxtui.answers.questions import (

@@ -7,8 +7,8 @@ from typing import Any
 
 from textual.content import Content
 
-from fluxtrain.client.dry_run import DryRunAnswer
-from fluxtrain.client.plan import PlanAnswer
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.units import bytes_text, predicted_text
 from fluxtui.answers.configuring import yaml_text
 from fluxtui.answers.launching import command_text

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
-from fluxtrain.client.plan import PlanAnswer, PlanOption
-from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
+from fluxtrain.events.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, predicted_text
 from fluxtui.answers.answers import DIAL
 from fluxtui.wizard.engine.plan_preview import (

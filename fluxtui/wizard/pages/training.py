@@ -6,7 +6,7 @@ from typing import Any
 
 from textual.content import Content
 
-from fluxtrain.client.plan import PlanAnswer
+from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtui.answers.training import (
     TRAINING_QUESTIONS,
     TrainingQuestion,

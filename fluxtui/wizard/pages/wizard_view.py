@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fluxtrain.client.dry_run import DryRunAnswer
-from fluxtrain.client.inspection import InspectionAnswer
-from fluxtrain.client.plan import PlanAnswer, PlanOption
-from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.rundir.run_dir import RunSummary
+from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtui.actions.key_map import joined
 from fluxtui.actions.table import find
 from fluxtui.answers.answers import Answers, Method

@@ -15,7 +15,7 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from fluxtrain.telemetry.printable import printable_lines
+from fluxtrain.events.printable import printable_lines
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.answers.question import Option
 from fluxtui.widgets.spans import cut, cut_in_front

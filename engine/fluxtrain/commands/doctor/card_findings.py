@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fluxtrain.client.doctor import Finding
-from fluxtrain.client.machine import Gpu
-from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.hardware.probe.pin_rate import SAMPLE_BYTES
-from fluxtrain.hardware.probe.table import link_text
+from fluxtrain.events.answers.doctor import Finding
+from fluxtrain.events.answers.machine import Gpu
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.measure.probe.pin_rate import SAMPLE_BYTES
+from fluxtrain.measure.probe.table import link_text
 from fluxtrain.units import bytes_text, duration_text, rate_text
 
 # PCI Express, bytes a second of one lane each way after its encoding (PCI-SIG).

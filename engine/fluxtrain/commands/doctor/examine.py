@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fluxtrain.client.doctor import DoctorAnswer
 from fluxtrain.commands.doctor.findings import findings
 from fluxtrain.commands.doctor.versions import versions
-from fluxtrain.hardware.probe.probe import probe
+from fluxtrain.events.answers.doctor import DoctorAnswer
+from fluxtrain.measure.probe.probe import probe
 
 
 def examine(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fluxtrain.client.doctor import Finding, Level
-from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.commands.doctor.card_findings import card_findings
 from fluxtrain.commands.doctor.host_findings import host_findings
 from fluxtrain.commands.doctor.several_cards import several_cards_findings
+from fluxtrain.events.answers.doctor import Finding, Level
+from fluxtrain.events.answers.probe import ProbeAnswer
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.adamw.dynamic_map import BLOCK
-from fluxtrain.adamw.flat import Flat
-from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.adamw.kernels import Backend, accumulate_, step_, sum_squares
-from fluxtrain.adamw.reference import encode, rounding
 from fluxtrain.commands.doctor.same import Mismatch, same_bits
+from fluxtrain.core.adamw.dynamic_map import BLOCK
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.core.adamw.kernels import Backend, accumulate_, step_, sum_squares
+from fluxtrain.core.adamw.reference import encode, rounding
+from fluxtrain.core.quantization import reference
+from fluxtrain.core.quantization.layout import PackedLayout
+from fluxtrain.core.quantization.packing import pack, unpack
 from fluxtrain.plan.states import PACKED_FORMATS, STATE_FORMATS, StateFormat
-from fluxtrain.quantization import reference
-from fluxtrain.quantization.layout import PackedLayout
-from fluxtrain.quantization.packing import pack, unpack
 
 ELEMENTS = 100_003  # several threads, and a tail that fills no vector
 HYPER = Hyper(lr=1e-3, weight_decay=0.1)

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.checkpoint.shard_file import hash_file, read_tensors, write_tensors
-from fluxtrain.client.doctor import SelfTest
 from fluxtrain.commands.doctor.kernel_test import check_kernels
 from fluxtrain.commands.doctor.same import Mismatch, same_bits
+from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.core.wrap.wrap import wrap
 from fluxtrain.errors import NoSpace
+from fluxtrain.events.answers.doctor import SelfTest
 from fluxtrain.files.folders import unfinished_folder
 from fluxtrain.files.temporary import FULL
+from fluxtrain.train.checkpoint.shard_file import hash_file, read_tensors, write_tensors
 from fluxtrain.units import bytes_text
-from fluxtrain.wrapping.engine import engine_of
-from fluxtrain.wrapping.wrap import wrap
 
 STEPS = 3
 ROWS, CHUNK_ROWS, SEQUENCE_LENGTH, VOCABULARY = 4, 2, 32, 128

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fluxtrain.client.doctor import Finding
-from fluxtrain.client.machine import card_rate_name
-from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.hardware.probe.peers import WRONG
+from fluxtrain.events.answers.doctor import Finding
+from fluxtrain.events.answers.machine import card_rate_name
+from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.measure.probe.peers import WRONG
 from fluxtrain.units import rate_text
 
 ALIKE = 0.8  # of the fastest card's bus: a slower one is in another slot

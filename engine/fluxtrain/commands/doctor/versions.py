@@ -6,7 +6,7 @@ import platform
 from importlib import metadata
 
 import fluxtrain
-from fluxtrain.client.machine import Machine
+from fluxtrain.events.answers.machine import Machine
 
 _PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "textual")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fluxtrain.errors import DoesNotFit
+from fluxtrain.events.events import CardLeftOut
 from fluxtrain.plan.cards.capacity import CardsCapacity, usable_cards
 from fluxtrain.plan.cards.dealing import DealtCard, check_given, deal
 from fluxtrain.plan.cards.explain import cards_left_out, choices_of_cards, one_card_choice
@@ -35,7 +36,6 @@ from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import RunRequest, check
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS
-from fluxtrain.telemetry.events import CardLeftOut
 
 WORTH_A_CARD = 0.98  # of the best throughput: fewer cards that reach it are preferred
 WORTH_ALL_HEADS = 0.99  # of the time with the head dealt less, at most

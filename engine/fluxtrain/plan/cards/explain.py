@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fluxtrain.events.events import CardLeftOut, ChoiceMade
 from fluxtrain.plan.cards.capacity import CardsCapacity
 from fluxtrain.plan.cards.option import Option
 from fluxtrain.plan.cards.request import ParallelRequest
@@ -12,7 +13,6 @@ from fluxtrain.plan.cards.shares import EDGES_CARD
 from fluxtrain.plan.choices.reasons import embedding_choice, head_choice
 from fluxtrain.plan.cost.moments import DEFERRED, WITH_WEIGHTS
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.telemetry.events import CardLeftOut, ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
 
 _HOST_BOUND = ("update", "host memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from fluxtrain.events.events import ChoiceMade
 from fluxtrain.plan.cards.pipeline import PipelineTime
 from fluxtrain.plan.cards.residency import Settled
 from fluxtrain.plan.cards.shares import EDGES_CARD, Dealt
@@ -12,7 +13,6 @@ from fluxtrain.plan.facts import OFFLOADS
 from fluxtrain.plan.footprint import Footprint, Layout, kept_count
 from fluxtrain.plan.group_placement import GroupPlacement, table_of
 from fluxtrain.plan.heads import HeadDealing
-from fluxtrain.telemetry.events import ChoiceMade
 
 _BINDS = {
     "compute": "the GPUs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fluxtrain.client.machine import TOGETHER, card_rate_name, peer_name
+from fluxtrain.events.answers.machine import TOGETHER, card_rate_name, peer_name
 from fluxtrain.plan.cost.calibration import Calibration, Line
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import BF16_UPDATE_BYTES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fluxtrain.events.events import ChoiceMade
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import Layout, by_tier, rows_of_table
-from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, duration_text, rate_text
 
 CROSSINGS = (

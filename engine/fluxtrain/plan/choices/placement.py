@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.events.events import CardLeftOut, CardPlan, ChoiceMade
 from fluxtrain.plan.choices.activations import left_on_device
 from fluxtrain.plan.choices.reasons import choices_of, refusal
 from fluxtrain.plan.facts import (
@@ -51,7 +52,6 @@ from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import RunRequest, check, count_or
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.plan.spread import DeviceFirst
-from fluxtrain.telemetry.events import CardLeftOut, CardPlan, ChoiceMade
 
 __all__ = ["Capacity", "ModelFacts", "Placement", "RunRequest", "place", "place_for_any_rows",
            "placement_of"]  # fmt: skip

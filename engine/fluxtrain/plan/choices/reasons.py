@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fluxtrain.events.choices import setting_name
+from fluxtrain.events.events import ChoiceMade
 from fluxtrain.plan.choices.activations import staying_words
 from fluxtrain.plan.cost.moments import moments_choice
 from fluxtrain.plan.cost.prefetch import without_times
@@ -23,8 +25,6 @@ from fluxtrain.plan.heads import reason as head_reason
 from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
 from fluxtrain.plan.tables import reason as embedding_reason
-from fluxtrain.telemetry.choices import setting_name
-from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text
 
 SHORTEST_TOKENS = 32  # nobody is told to train on less

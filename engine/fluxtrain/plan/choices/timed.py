@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fluxtrain.events.choices import setting_name
+from fluxtrain.events.events import ChoiceMade
 from fluxtrain.plan.choices.activations import staying_words
 from fluxtrain.plan.choices.placement import Placement, place, placement_of
 from fluxtrain.plan.choices.ranked import Frontier, TimedLayout
@@ -30,8 +32,6 @@ from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
 from fluxtrain.plan.heads import CHUNKS_GAIN
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
-from fluxtrain.telemetry.choices import setting_name
-from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
 
 _KEEPS_NONE = "every block computes its activations again: no room is left to keep them"

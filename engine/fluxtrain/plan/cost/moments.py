@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from fluxtrain.events.events import ChoiceMade
 from fluxtrain.plan.cost.step import Cost
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import Layout, by_tier
-from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import duration_text
 
 DEFERRED, WITH_WEIGHTS = "deferred", "with_weights"

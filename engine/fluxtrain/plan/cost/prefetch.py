@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fluxtrain.events.events import ChoiceMade
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
@@ -30,7 +31,6 @@ from fluxtrain.plan.footprint import (
     streamed,
     streamed_count,
 )
-from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, duration_text
 
 LOOKS_AHEAD = 16  # parts of the model, at most, for the next ones that are to be copied

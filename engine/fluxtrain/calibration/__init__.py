@@ -1,1 +1,0 @@
-"""Measure the constants of a plan on this machine, before the run."""

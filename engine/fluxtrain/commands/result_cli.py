@@ -1,0 +1,111 @@
+"""The commands that use a trained model: `fluxtrain evaluate` and `fluxtrain generate`."""
+
+from __future__ import annotations
+
+import typer
+
+from fluxtrain.commands import options
+from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.commands.output import complain, print_json, say, silent
+from fluxtrain.errors import BadInput
+
+
+def register(app: typer.Typer, epilog: str) -> None:
+    """Add the commands to the command line."""
+    app.command(epilog=epilog)(evaluate)
+    app.command(epilog=epilog)(generate)
+
+
+def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
+    model: options.Model,
+    data: options.EvaluatedData = None,
+    sets: options.DataSets = None,
+    sequence_length: options.RowTokens = None,
+    rows: options.BatchRows = None,
+    base: options.Base = None,
+    other_base: options.OtherBase = False,
+    packed: options.Packed = None,
+    dtype: options.UsedDtype = "auto",
+    device: options.Device = None,
+    cards: options.UsedCards = None,
+    offload: options.Offload = "auto",
+    budget_gib: options.Budget = None,
+    trust: options.Trust = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Compute the loss and the perplexity of a model on data, also of one larger than the card."""
+    from fluxtrain.results.naming import refuse_missing
+
+    refuse_missing(model)
+    with ImmediateInterrupts():
+        from fluxtrain.commands.evaluation import page
+        from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
+        from fluxtrain.results.model_request import ModelRequest
+
+    request = EvaluationRequest(
+        model=ModelRequest(
+            named=model, base=base, other_base=other_base, packed=packed, dtype=dtype,
+            device=device, cards=cards, offload=offload, budget_gib=budget_gib,
+            trust_remote_code=trust,
+        ),
+        data=data, rows=rows, sequence_length=sequence_length, overrides=tuple(sets or ()),
+    )  # fmt: skip
+    found = evaluate_model(request, silent if json else complain)
+    if json:
+        print_json(found)
+    else:
+        say(page(found))
+
+
+def generate(  # noqa: PLR0913, PLR0917 - as above
+    model: options.Model,
+    prompt: options.Prompt = None,
+    prompts: options.Prompts = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    seed: options.DrawSeed = None,
+    system: options.SystemWords = "",
+    plain: options.Plain = False,
+    rows: options.BatchRows = None,
+    base: options.Base = None,
+    other_base: options.OtherBase = False,
+    packed: options.Packed = None,
+    dtype: options.UsedDtype = "auto",
+    device: options.Device = None,
+    cards: options.UsedCards = None,
+    offload: options.Offload = "auto",
+    budget_gib: options.Budget = None,
+    trust: options.Trust = False,
+    json: options.JsonLines = False,
+    debug: options.Debug = False,
+) -> None:
+    """Chat with a model in the terminal, answer one prompt, or those of a file in batches."""
+    from fluxtrain.results.naming import refuse_missing
+
+    refuse_missing(model)
+    if prompts is not None and not prompts.expanduser().exists():
+        raise BadInput(f"{prompts} does not exist: check --prompts")
+    with ImmediateInterrupts():
+        from fluxtrain.commands import generation
+        from fluxtrain.models.generate.sampling import Sampling
+        from fluxtrain.results.model_request import ModelRequest
+
+    request = generation.GenerationRequest(
+        model=ModelRequest(
+            named=model, base=base, other_base=other_base, packed=packed, dtype=dtype,
+            device=device, cards=cards, offload=offload, budget_gib=budget_gib,
+            trust_remote_code=trust,
+        ),
+        sampling=Sampling(
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        ),
+        prompts=prompts, prompt=prompt, rows=rows, system=system, plain=plain,
+    )  # fmt: skip
+    if json:
+        generation.answer_in_json(request)
+    elif prompts is not None or prompt is not None:
+        generation.answer_prompts(request, complain, say)
+    else:
+        generation.chat(request, complain)

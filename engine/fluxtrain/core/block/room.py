@@ -1,0 +1,79 @@
+"""Device memory that runs out inside of a block: it is computed again with fewer rows at once.
+
+So a training goes on where another program takes memory, or where rows are longer than any before.
+A trainer that redoes whole steps, and tells of it, switches this off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fluxtrain.core.memory.unit import Unit
+from fluxtrain.core.runtime.context import Context
+
+_CURE = (
+    "fluxtrain: {name} ran out of device memory with {rows} rows at once, and fewer are "
+    "impossible: wrap the model with offload='max', give it shorter rows, or close other programs "
+    "on this GPU"
+)
+
+
+def halve_chunk(
+    context: Context, unit: Unit, rows: int | None, error: torch.OutOfMemoryError
+) -> None:
+    """Let blocks compute half as many rows at once from now on. Raises `error`, with the cure in a
+    note, where that is impossible: one row is left, or the trainer redoes the step.
+
+    rows: that ran out; None: the block's arguments carry none.
+    """
+    if not context.retries_blocks:
+        raise error
+    uncut = rows is not None and 0 < context.chunk_rows < rows  # it runs on the whole batch alone
+    if rows is None or rows < 2 or uncut or unit.group.kind != "block":
+        note_cure(unit, rows, error)
+        raise error
+    context.chunk_rows = rows // 2
+    tell(context, unit, rows)
+
+
+def give_back(device: torch.device) -> None:
+    """Give back what torch keeps of device memory that is free: cut for the rows that ran out, it
+    would hold fewer rows with gaps between them."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def put_together(halves: Sequence[list[Tensor]], at: int, *, rows: bool) -> Tensor:
+    """Return one gradient of a chunk from those of its halves, of which it is the rows or the sum.
+    Where there is no room for it beside them, they wait on the host."""
+    pair = [half[at] for half in halves]
+    try:
+        return _joined(pair, rows=rows)
+    except torch.OutOfMemoryError:
+        pass
+    device, pair = pair[0].device, [part.cpu() for part in pair]
+    for half in halves:
+        half[at] = pair[0]  # nothing else holds what was on the device
+    give_back(device)
+    return _joined(pair, rows=rows).to(device)
+
+
+def _joined(pair: list[Tensor], *, rows: bool) -> Tensor:
+    return torch.cat(pair) if rows else sum(pair[1:], pair[0])
+
+
+def note_cure(unit: Unit, rows: int | None, error: torch.OutOfMemoryError) -> None:
+    """Add to the error what would help."""
+    error.add_note(_CURE.format(name=unit.name, rows=rows or "all"))
+
+
+def tell(context: Context, unit: Unit, rows: int) -> None:
+    """Say that a block is computed again with half of these rows."""
+    context.say(
+        f"device memory ran out in {unit.name} with {rows} rows at once: it is computed again with "
+        f"{rows // 2}, and sums are taken in another order; chunk_rows={rows // 2} avoids the "
+        "second attempt"
+    )

@@ -1,0 +1,101 @@
+"""`Device`, what the engine asks of a device, and how one is opened.
+
+Uploads and downloads run beside the computation, one queue a direction. A third queue holds uploads
+that follow other copies (gradient sums that are still being downloaded), so that uploads of weights
+need not wait behind them. On CUDA the queues are streams; on CPU they are threads, and the "device"
+is a separate buffer in host memory, so that streaming is exercised for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.device.cuda_device import CudaDevice
+from fluxtrain.core.device.multi_gpu_streams import Joins
+from fluxtrain.core.device.recorder import Recorder
+from fluxtrain.core.device.stalls import Stalls
+from fluxtrain.core.device.transfer import Transfer
+
+
+class Device(Protocol):
+    """What the engine asks of a device."""
+
+    torch_device: torch.device
+    stalls: Stalls
+    recorder: Recorder
+    pins: bool  # host memory should be page-locked
+    lanes: int  # that blocks may compute on beside each other; see `computing`
+
+    def upload(
+        self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
+        follows: Sequence[Transfer] = (), *, urgent: bool = False,
+    ) -> Transfer:  # fmt: skip
+        """Copy host `source` to device `to`.
+
+        The copy starts once the update `after` is done, the point `free` of the computation has
+        passed and the transfers `follows` have arrived. While it waits for `follows` it delays only
+        other uploads that follow transfers. urgent: do not queue behind uploads that wait for their
+        `after`.
+        """
+
+    def download(self, to: Tensor, source: Tensor) -> Transfer:
+        """Copy device `source` to host `to` once the computation queued so far is done."""
+
+    def read(self, point: Any, to: Tensor, source: Tensor) -> None:
+        """Copy device `source`, as it is after the point, to host `to` on this thread, beside the
+        computation. One thread at a time."""
+
+    def for_copies(self, memory: Tensor) -> Tensor:
+        """Return `memory` (on the device), registered for the copies: when it is freed, it is
+        reused only after the copies that are under way have ended."""
+
+    def mark(self) -> Any:
+        """Mark this point of the computation, for `upload(free=...)`."""
+
+    def computing(self, *, joins: Joins = "now", lane: int = 0) -> AbstractContextManager[None]:
+        """Compute inside on a stream of this device's own, where it is one of several; code outside
+        waits for it. Of two lanes each computes by itself. joins: after what code outside has
+        queued on this device until `now`, or until the `last` time that this was asked; or `no`."""
+
+    def used_here(self, tensor: Tensor) -> None:
+        """Record a tensor that another lane has allocated on this lane's stream."""
+
+    def wait_for(self, point: Any) -> None:
+        """Make the computation wait for a point of this device's or another's."""
+
+    def wait_outside(self, point: Any) -> None:
+        """Make code outside of `computing` wait for a point, and no block."""
+
+    def landing(self, like: Tensor) -> Tensor:
+        """Return memory on this device for a tensor such as `like`, which comes from another."""
+
+    def hand_out(self, made: Tensor) -> None:
+        """Keep the memory of a tensor that was made inside of `computing` until code outside, which
+        gets it, is done with it."""
+
+    def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
+        """Copy `source`, which `sender`'s computation has at the points `after`, to `to` on this
+        device; return the point when it is there. Nothing else waits for the copy."""
+
+    def keep_pace(self) -> None:
+        """Wait until the computation is at most a few blocks behind this thread."""
+
+    def tidy(self) -> None:
+        """Give back memory that is free and that no block needs; called between two blocks."""
+
+    def close(self) -> None:
+        """Finish the copies under way and end the threads."""
+
+
+def open_device(torch_device: torch.device, *, one_of_several: bool = False) -> Device:
+    """Open the device that computes on `torch_device`, alone or as one of several."""
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device, one_of_several=one_of_several)
+    return CpuDevice()

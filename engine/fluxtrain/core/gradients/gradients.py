@@ -1,0 +1,360 @@
+"""`Gradients`: the open sums of a backward pass, by group; and `FlatSum`, the usual kind.
+
+All gradients of one group in one backward pass are summed flat and in fp32 on the device. When the
+block's backward is done the sum is rounded to the weights' dtype and downloaded in one transfer a
+segment. fp16 gradients that overflow arrive as infinity: their norms show it, and the step is
+skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.gradients.embedding_sum import EmbeddingSum
+from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients, Report, apply_scales
+from fluxtrain.core.gradients.row_sum import RowSum, norm_by_rows
+from fluxtrain.core.gradients.vocab_chunk_sum import VocabChunkSum
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.memory.segment import Member, Segment
+
+
+class OpenSum(Protocol):
+    """The gradients of one group in one backward pass, of any kind."""
+
+    def add_rows(self, rows: RowSum) -> None:
+        """Add the gradient of rows of the embedding that is the group's weight."""
+
+    def finish(self, *, passing: bool) -> None:
+        """Round the sum, take its norms, download it and set `HostGradients.arrivals`."""
+
+
+class Gradients:
+    """Sums each group's gradients over a backward pass; used by the thread that runs it.
+
+    A group has one flat sum at most, and beside it one of parts: the vocabulary chunks of a head
+    (whose weight may be used whole elsewhere in the model), or the rows of an embedding.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        downloaded: Report,
+        uploaded: Report,
+        arrivals: dict[Group, Arrival] | None = None,
+    ) -> None:
+        """`arrivals`: gradients on the host, which several devices' sums share."""
+        self._device = device
+        self.host = HostGradients(device, downloaded, uploaded, arrivals)
+        # shared by groups that finish within their backward, by the lane that they compute on
+        self._scratch: dict[int, Tensor] = {}
+        self._views = MemberViews()
+        self._flat: dict[Group, FlatSum] = {}
+        self._parts: dict[Group, VocabChunkSum | EmbeddingSum] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of open sums, of staging, and of rows that stay for further passes."""
+        flats = [total.flat for total in list(self._flat.values())]  # other threads ask
+        flats += list(self._scratch.values())
+        held = {id(flat.untyped_storage()): flat.nbytes for flat in flats}
+        parts = sum(total.device_bytes for total in list(self._parts.values()))
+        return sum(held.values()) + parts + self.host.device_bytes
+
+    def prefetch(self, group: Group) -> None:
+        """Prefetch the host's accumulated gradient before this group's backward, if that backward
+        alone adds to it."""
+        if group.users <= 1 and group.rows is None:
+            self.host.prefetch(group)
+
+    def add(
+        self, group: Group, member: Member, gradient: Tensor, *, may_keep: bool = False
+    ) -> None:
+        """Add one gradient (member.shape, any float dtype, on the device) to the group's sum.
+
+        may_keep: the caller has no further use for the tensor; where it is all of the group's sum
+        (the head's weight, 1.2 GB of fp32 for a 3B model) it becomes the sum without a copy.
+        """
+        if may_keep and group not in self._flat and can_become_sum(group, gradient):
+            flat = gradient.view(-1)
+            self._flat[group] = FlatSum(group, flat, self.host, self._views, of=member)
+            return
+        self.add_all([(group, member, gradient)])
+
+    def add_all(self, arriving: Iterable[tuple[Group, Member, Tensor]]) -> None:
+        """Add gradients of different parameters, as `add` does; the first ones of a block are
+        copied in one launch."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        for group, member, gradient in arriving:
+            total = self._flat.get(group) or self._begin_flat(group)
+            total.add(member, gradient, copies)
+        copy_all(copies)
+
+    def add_rows(self, group: Group, rows: RowSum) -> None:
+        """Add rows of an embedding's gradient; those of a tied one belong to the head's sum. Where
+        the embedding is all of its group, `finish` follows at once."""
+        total: OpenSum | None = self._parts.get(group)
+        if total is None and group.by_rows:
+            total = self._parts[group] = EmbeddingSum(group, self.host)
+        elif total is None:
+            total = self._flat.get(group) or self._begin_flat(group)
+        total.add_rows(rows)
+
+    def add_vocab_chunk(
+        self, group: Group, member: Member, first: int, values: Tensor, *, rows: int, passing: bool
+    ) -> None:
+        """Add rows of a member's gradient from `first` on, (n, ...) in fp32 on the device: all of
+        this backward pass, downloaded at once. `finish` follows when every row was given.
+
+        rows: of the largest chunk; passing: as for `finish`."""
+        total = self._parts.get(group)
+        assert not isinstance(total, EmbeddingSum)
+        if total is not None and total.has(member, first):  # of another loss in the same pass
+            self._parts.pop(group).finish(passing=False)
+            total = None
+        if total is None:
+            total = self._parts[group] = VocabChunkSum(group, self.host, passing=passing)
+        total.add(member, first, values, rows)
+
+    def zeros_for_chunk(self, shape: torch.Size) -> Tensor:
+        """Return zeros (shape) in fp32 to sum one chunk of a gradient in; the memory serves the
+        next chunk too."""
+        count, flat = shape.numel(), self._scratch.get(0)
+        if flat is None or flat.numel() < count or self._is_taken(flat):
+            flat = torch.empty(count, dtype=torch.float32, device=self._device.torch_device)
+        return flat[:count].zero_().view(shape)
+
+    def is_open(self, group: Group) -> bool:
+        """True while a sum of this group is on the device."""
+        return group in self._flat or group in self._parts
+
+    def open_groups(self) -> list[Group]:
+        """Return the groups with a sum on the device."""
+        return list(dict.fromkeys([*self._flat, *self._parts]))
+
+    def discard(self) -> None:
+        """Drop unfinished sums (a backward pass raised)."""
+        self._flat.clear()
+        self._parts.clear()
+        self.host.discard_prefetched()
+
+    def finish(self, group: Group, *, passing: bool = False) -> None:
+        """Round the group's sum, take its norms and download it: the group's backward is done.
+
+        passing: the group's update follows at once, so that its gradients need memory only until
+        then; waits for an earlier group's update when all of that memory is lent.
+        """
+        found: list[OpenSum | None]
+        found = [self._parts.pop(group, None), self._flat.pop(group, None)]
+        for total in found:
+            if total is not None:
+                total.finish(passing=passing)
+
+    def stage_only(self, sizes: set[int]) -> None:
+        """Free staging buffers of other sizes; downloads from them must be done."""
+        self.host.staging.keep_only(sizes)
+        self._views.forget()
+
+    def _begin_flat(self, group: Group) -> FlatSum:
+        flat = self._memory_for(group)
+        stays = flat is self._scratch.get(group.lane)
+        total = FlatSum(group, flat, self.host, self._views, flat_stays=stays)
+        self._flat[group] = total
+        return total
+
+    def _memory_for(self, group: Group) -> Tensor:
+        """Return fp32 memory for the group's sum; groups with several users, whose sums stay open
+        until the end of the pass, get memory of their own."""
+        n = group.trained_elements
+        device = self._device.torch_device
+        scratch = self._scratch.get(group.lane)
+        if group.users > 1 or (scratch is not None and self._is_taken(scratch)):
+            return torch.empty(n, dtype=torch.float32, device=device)
+        if scratch is None or scratch.numel() < n:
+            self._views.forget()
+            scratch = self._scratch[group.lane] = torch.empty(n, dtype=torch.float32, device=device)
+        return scratch
+
+    def _is_taken(self, scratch: Tensor) -> bool:
+        return any(total.flat is scratch for total in self._flat.values())
+
+
+class FlatSum:
+    """The sum of one group.
+
+    `views` are of memory that is used again and again: of staging, and of `flat` if `flat_stays`.
+    of: `flat` is the gradient of this member, which is all that the group has.
+    """
+
+    def __init__(
+        self, group: Group, flat: Tensor, host: HostGradients, views: MemberViews, *,
+        flat_stays: bool = False, of: Member | None = None,
+    ) -> None:  # fmt: skip
+        self.group = group
+        self.flat = flat  # (trained_elements,) fp32
+        self._host, self._views = host, views
+        self._touched = set[int]() if of is None else {of.index}  # members with a gradient
+        self._parts: dict[int, Tensor] = {}  # of `flat`, by member index, in the members' shapes
+        cuts = views if flat_stays else MemberViews()
+        for segment, part in self._segments():
+            members = zip(segment.members, cuts.of(segment, part), strict=True)
+            self._parts |= {member.index: view for member, view in members}
+
+    def add(self, member: Member, gradient: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Add a member's gradient; the first one is appended to `copies` (to, source) instead."""
+        part = self._parts[member.index]
+        if member.index in self._touched:
+            part.add_(gradient)
+        else:
+            copies.append((part, gradient))
+            self._touched.add(member.index)
+
+    def add_rows(self, rows: RowSum) -> None:
+        """Add rows of a tied embedding to the gradient of the head, which is the same weight."""
+        member = self.group.members[0]
+        embedding = self._parts[member.index]
+        if member.index not in self._touched:
+            embedding.zero_()
+            self._touched.add(member.index)
+        embedding.index_add_(0, rows.on_device, rows.values.float())
+
+    def finish(self, *, passing: bool) -> None:
+        """Round the sum, take the norms and download it; a group on the device keeps it there."""
+        group, host = self.group, self._host
+        host.wait_for_update(group)
+        self._clear_untouched()
+        host.allocate(group, passing=passing)
+        stays = group.is_on("device", "gradients")
+        host.arrivals[group] = self._store_on_device() if stays else self._download()
+        for index in self._touched:
+            group.members[index].has_gradient = True
+
+    def _download(self) -> Arrival:
+        """Download the sum, rounded, or in fp32 with what earlier backward passes left there."""
+        group, host = self.group, self._host
+        transfers: list[Transfer] = []
+        norms: list[Tensor] = []
+        members: list[Member] = []
+        follows = host.transfers_in_place(group)
+        host.take_rows(group)  # more than rows is added
+        for segment, flat in self._segments():
+            mine = [m for m in segment.members if m.has_gradient or m.index in self._touched]
+            if any(m.has_gradient for m in mine):
+                host.add_stored(group, segment, flat, follows)
+                norms.append(norms_of([self._parts[m.index] for m in mine], group))
+                host.scatter.forget(segment.gradient)
+                transfers += host.download_sum(group, segment, flat)
+            elif mine:
+                segment.is_wide = False
+                host.scatter.forget(segment.gradient)
+                to, size_bytes = segment.gradient, segment.size_bytes
+                transfer, staged = host.staging.download(group, to, flat, size_bytes)
+                norms += self._norms(segment, staged)
+                host.staging.read_until_now(size_bytes, staged)
+                transfers.append(transfer)
+            members += mine
+        return Arrival.of(transfers, norms, members)
+
+    def _store_on_device(self) -> Arrival:
+        """Store the sum, or add it to what earlier backward passes left, on the device."""
+        group = self.group
+        members = [m for s in group.trained for m in s.members if m.index in self._touched]
+        norms: list[Tensor] = []
+        again = group.has_gradient
+        for segment, flat in self._segments():
+            mine = [m for m in segment.members if m.index in self._touched]
+            if again:
+                apply_scales(mine)
+                group.memory.widen_gradient(segment)
+            to = segment.gradient
+            if not again and len(mine) == len(segment.members):
+                to.copy_(flat)
+                mine = []
+            for member in mine:
+                into, arrived = member.slice(to), member.slice(flat)
+                (into.add_ if again and member.has_gradient else into.copy_)(arrived)
+            norms += self._norms(segment, to)
+        return Arrival.of([], norms, members)
+
+    def _norms(self, segment: Segment, flat: Tensor) -> list[Tensor]:
+        """Return the norms of the segment's rounded gradients `flat` as one tensor, or none where
+        it has no gradient."""
+        views = zip(segment.members, self._views.of(segment, flat), strict=True)
+        mine = [view for member, view in views if member.index in self._touched]
+        return [norms_of(mine, self.group)] if mine else []
+
+    def _segments(self) -> Iterator[tuple[Segment, Tensor]]:
+        """Yield each trained segment with its range of `flat`."""
+        start = 0
+        for segment in self.group.trained:
+            yield segment, self.flat[start : start + segment.elements]
+            start += segment.elements
+
+    def _clear_untouched(self) -> None:
+        """Zero padding and members without a gradient, so that whole ranges can be updated."""
+        end = base = 0
+        for segment in self.group.trained:
+            for member in segment.by_offset:
+                if member.index in self._touched:
+                    if end < base + member.offset:
+                        self.flat[end : base + member.offset].zero_()
+                    end = base + member.offset + member.count
+            base += segment.elements
+        if end < base:
+            self.flat[end:base].zero_()
+
+
+def can_become_sum(group: Group, gradient: Tensor) -> bool:
+    """True when this gradient of a member is laid out as all of the group's flat sum."""
+    flat = gradient.dtype == torch.float32 and gradient.is_contiguous()
+    return flat and gradient.numel() == group.trained_elements
+
+
+class MemberViews:
+    """Views of the members' ranges, made once: a slice and a view for each parameter of a block
+    cost the thread that queues its backward pass more than a copy does."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Segment, int], list[Tensor]] = {}  # they hold what they are views of
+
+    def of(self, segment: Segment, flat: Tensor) -> list[Tensor]:
+        """Return the ranges of the segment's members, in their order and shapes, of `flat`
+        (elements,), which must be memory that is used again and again: views are kept."""
+        key = segment, flat.data_ptr()
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = [member.slice(flat) for member in segment.members]
+        return found
+
+    def forget(self) -> None:
+        """Drop all views, since some of their memory is freed."""
+        self._made.clear()
+
+
+def copy_all(copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy each (to, source), all `to` of one dtype; in one launch if the sources are of one dtype
+    too: for mixed lists torch's fused copy took the first tensor's (pytorch/pytorch#173383)."""
+    if len({source.dtype for _, source in copies}) == 1:
+        torch._foreach_copy_([to for to, _ in copies], [source for _, source in copies])
+        return
+    for to, source in copies:
+        to.copy_(source)
+
+
+def norms_of(views: list[Tensor], group: Group) -> Tensor:
+    """Return the 2-norms (views,) in fp32 of rounded gradients of the group.
+
+    Their memory is taken first and as one: scalars made beside the norm's own temporaries would
+    keep malloc from reusing those (a quarter of a gigabyte for a model of 0.2 on CPU).
+    """
+    if group.by_rows:
+        return torch.stack([norm_by_rows(view).squeeze(0) for view in views])
+    norms = torch.empty(len(views), dtype=torch.float32, device=views[0].device)
+    for view, norm in zip(views, norms.unbind(), strict=True):
+        torch.linalg.vector_norm(view, dtype=torch.float32, out=norm)
+    return norms

@@ -1,0 +1,141 @@
+"""Activation offload: block inputs that wait on the host between forward and backward.
+
+An input is downloaded as soon as its block has run, and uploaded again while the block after it (in
+forward order) is in its backward pass. The last inputs, which the backward pass needs first, are
+still on the device then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.memory.pinned_pool import PinnedBuffer, PinnedPool
+
+MOST_DOWNLOADS = 2  # under way at a time: the host must not run further ahead of the copies
+_PREFETCHED = 1  # inputs that are uploaded before they are fetched
+
+
+@dataclass(eq=False)
+class OffloadedActivation:
+    """The copy of one tensor on the host."""
+
+    host: Tensor
+    download: Transfer
+    source: Tensor | None  # kept until the copy has been made, or its memory would be reused
+    version: int  # of `source` when it was downloaded
+    previous: Callable[[], OffloadedActivation | None]  # offloaded just before, while it lives
+    for_copies: Callable[[Tensor], object]  # of the device
+    buffer: PinnedBuffer | None  # that `host` is in, where it is page-locked
+    give_back: Callable[[PinnedBuffer], None]
+    on_device: Tensor | None = None  # uploaded again; arrived once `upload` is
+    upload: Transfer | None = None
+
+    @property
+    def unchanged_source(self) -> Tensor | None:
+        """The tensor itself, while its memory is kept and no code has written to it."""
+        source = self.source
+        return source if source is not None and source._version == self.version else None
+
+    def __del__(self) -> None:
+        if self.on_device is not None:  # never fetched: the backward pass raised
+            self.for_copies(self.on_device)
+        if self.buffer is not None:
+            self.buffer.unawaited = self.upload if self.on_device is not None else None
+            self.give_back(self.buffer)
+
+
+class ActivationOffload:
+    """Offloads the block inputs of one engine to the host, and uploads them for backward."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._downloading: deque[OffloadedActivation] = deque()
+        self._pool = PinnedPool()
+        self._last: Callable[[], OffloadedActivation | None] = lambda: None
+        self.offloaded_count = 0  # tensors, so far
+
+    def offload(
+        self, tensors: Sequence[Tensor], needs: Sequence[bool]
+    ) -> dict[int, OffloadedActivation]:
+        """Start to download the tensors that need gradients; return their copies by position.
+
+        Waits for the oldest copy when too many are under way, or their memory would never be free
+        for the blocks that are queued next.
+        """
+        offloaded: dict[int, OffloadedActivation] = {}
+        for i, (tensor, needed) in enumerate(zip(tensors, needs, strict=True)):
+            if needed and tensor.is_contiguous():
+                buffer, host = self._host_memory(tensor)
+                source = tensor.detach()
+                download = self._device.download(host, source)
+                self._device.recorder.copied("d2h", "activations", "", download)
+                offloaded[i] = OffloadedActivation(
+                    host, download, source, source._version, self._last, self._device.for_copies,
+                    buffer, self._pool.give_back,
+                )  # fmt: skip
+                self._last = weakref.ref(offloaded[i])
+                self.offloaded_count += 1
+                self._downloading.append(offloaded[i])
+        while self._downloading and (
+            len(self._downloading) > MOST_DOWNLOADS or self._downloading[0].download.done()
+        ):
+            self._downloading[0].download.wait_host()
+            self._downloading.popleft().source = None
+        return offloaded
+
+    def fetch(self, activation: OffloadedActivation) -> Tensor:
+        """Return the tensor on the device, where the computation waits for it; start to upload the
+        one that the backward pass needs next."""
+        self._start_upload(activation)
+        if activation.on_device is not None and activation.upload is not None:
+            found, transfer = activation.on_device, activation.upload  # it followed the download
+        else:
+            assert activation.source is not None
+            # the computation reuses this memory next, so it waits for the download
+            found, transfer = activation.source, activation.download
+        transfer.wait_compute("activations")
+        self._device.used_here(found)  # another lane may have begun its upload
+        activation.on_device = activation.source = None
+        if activation in self._downloading:
+            self._downloading.remove(activation)
+        following = activation.previous()
+        for _ in range(_PREFETCHED):
+            if following is None:
+                break
+            self._start_upload(following)
+            following = following.previous()
+        return found
+
+    def newest(self) -> OffloadedActivation | None:
+        """Return the activation that was offloaded last, while its pass lives."""
+        return self._last()
+
+    def give_back(self) -> None:
+        """Free the host memory that no activation is in now."""
+        self._pool.clear()
+
+    def _host_memory(self, tensor: Tensor) -> tuple[PinnedBuffer | None, Tensor]:
+        """Return host memory of the tensor's shape, and the pinned buffer that it is in."""
+        if not self._device.pins or tensor.numel() == 0:
+            return None, torch.empty(tensor.shape, dtype=tensor.dtype)
+        buffer = self._pool.take(tensor.nbytes)
+        return buffer, buffer.tensor_like(tensor)
+
+    def _start_upload(self, activation: OffloadedActivation) -> None:
+        if activation.on_device is not None or activation.unchanged_source is not None:
+            return
+        device = self._device
+        activation.on_device = torch.empty_like(activation.host, device=device.torch_device)
+        activation.upload = device.upload(
+            activation.on_device, activation.host, None, device.mark(),
+            follows=[activation.download],
+        )  # fmt: skip
+        device.recorder.copied("h2d", "activations", "", activation.upload)

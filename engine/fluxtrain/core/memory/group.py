@@ -1,0 +1,151 @@
+"""`Group`: parameters that are copied, computed with and updated together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from fluxtrain.core.device.arena import MapMemory
+from fluxtrain.core.device.worker import Job
+from fluxtrain.core.memory.group_layout import GroupLayout
+from fluxtrain.core.memory.group_memory import GroupMemory
+from fluxtrain.core.memory.packed import Kept
+from fluxtrain.core.memory.segment import MASTERS, Member
+from fluxtrain.machine.fresh_memory import fresh
+from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
+from fluxtrain.plan.states import StateFormat, StorageFormat
+
+if TYPE_CHECKING:
+    from fluxtrain.core.memory.rows import RowBuffers
+
+
+class GroupJobs:
+    """What runs beside the training and reads or writes a group's memory on the host."""
+
+    def __init__(self) -> None:
+        self.pending: Future[None] | None = None  # an update under way: its weights
+        self.moments: Job | None = None  # what of an update comes after its weights
+        self.saving: Future[None] | None = None  # a copy for a checkpoint, before the next update
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an update of the group, or its moments, is not done."""
+        return any(job is not None and not job.done() for job in (self.pending, self.moments))
+
+    def wait(self) -> None:
+        """Block until no update of the group is under way, nor its moments; raise what made one
+        fail. From then on nothing reads or writes its weights, states and gradients on the host."""
+        moments = self.moments
+        self.wait_for_weights()
+        if moments is not None:
+            try:
+                moments.result()
+            finally:  # an interrupted wait (Ctrl-C) leaves the job to the next wait
+                if self.moments is moments and moments.done():
+                    self.moments = None
+
+    def wait_for_weights(self) -> None:
+        """Block until the weights are updated; moments, which touch no weights, may go on."""
+        pending = self.pending
+        if pending is not None:
+            try:
+                pending.result()
+            finally:
+                if self.pending is pending and pending.done():
+                    self.pending = None
+
+
+class Group(GroupLayout):
+    """A layout with its memory, the jobs that use it, and the versions of its weights."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: Literal["block", "edge"],
+        states: StateFormat = "fp32",
+        frozen: StorageFormat = "plain",
+    ) -> None:
+        super().__init__(name, kind, states, frozen)
+        row = GroupPlacement(name=name, kind=kind)
+        self.memory = GroupMemory(self, row, torch.device("cpu"), pin=False)
+        self.jobs = GroupJobs()
+        self.lane = 0  # of its card's compute streams, for its unit
+        self.version = 0  # counts changes of the weights
+        self.frozen_version = 0  # counts changes of the frozen ones
+        self.users = 0  # units that compute with this group
+        self.by_rows = False  # one embedding and nothing else: norms are taken row by row
+        self.rows: RowBuffers | None = None  # what its rows pass through, in place of a slot
+
+    def place(
+        self,
+        placement: GroupPlacement,
+        device: torch.device,
+        *,
+        pin: bool,
+        kept: Kept | None = None,
+        drops: bool = False,
+        maps: MapMemory = fresh,
+    ) -> None:
+        """Fix the layout, and move the weights into memory where `placement` has them; see
+        `GroupMemory` and its `take_weights`."""
+        self.lay_out()
+        self.memory = GroupMemory(self, placement, device, pin=pin, maps=maps)
+        self.memory.take_weights(kept=kept, drops=drops)
+
+    @property
+    def placement(self) -> GroupPlacement:
+        """Its row of the placement table."""
+        return self.memory.placement
+
+    @placement.setter
+    def placement(self, row: GroupPlacement) -> None:
+        self.memory.placement = row
+
+    def is_on(self, tier: Tier, kind: Kind = "weights") -> bool:
+        """Return whether bytes of this kind live on `tier`."""
+        return self.memory.placement.is_on(tier, kind)
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(m.has_gradient for m in self.members)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it was ever updated, so that it has moments."""
+        return any(s.m is not None for s in self.trained)
+
+    def weights_changed(self, *, frozen: bool) -> None:
+        """Make copies on the device stale; `frozen`: those of the frozen weights too."""
+        self.version += 1
+        self.frozen_version += frozen
+
+    def forget_moments(self, member: Member) -> None:
+        """Begin a member's optimizer state anew; the master stays (updates must be done)."""
+        member.step = 0
+        for name, view in member.states().items():
+            if name not in MASTERS:
+                view.zero_()
+
+
+def moves(group: Group, placement: GroupPlacement) -> bool:
+    """Return whether weights, states or gradients of `group` change their tier for `placement`."""
+    return any(group.placement.tier_of(kind) != placement.tier_of(kind) for kind in KINDS)
+
+
+def prepare_move(group: Group, placement: GroupPlacement, *, pin: bool) -> Callable[[], None]:
+    """Take the memory for `group` where `placement` has it; calling what is returned moves the
+    group there and cannot fail.
+
+    Its updates must be done, its gradients have arrived, and nothing compute with it. Every bit
+    stays. pin: host memory that a GPU copies from. Raises DoesNotFit; the group is as it was.
+    """
+    prepared = group.memory.prepare_move(placement, pin=pin)
+
+    def move() -> None:
+        group.memory = prepared()
+        group.weights_changed(frozen=True)
+
+    return move

@@ -1,0 +1,270 @@
+"""The memory of a group: for each kind of bytes (weights, gradients, optimizer state) its tier, its
+allocations there, and its move to another tier. This is where another tier plugs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.core.device.arena import HostArena, MapMemory, aligned, device_flat, own_storage_view
+from fluxtrain.core.memory.group_layout import GroupLayout
+from fluxtrain.core.memory.mapped import drop
+from fluxtrain.core.memory.packed import Kept, pack_segment, placeholder
+from fluxtrain.core.memory.segment import MASTERS, SCALES, Member, Segment
+from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.machine.fresh_memory import fresh
+from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind
+from fluxtrain.units import bytes_text
+
+_LEAST_DROPPED_BYTES = 1 << 20  # a smaller weight is not worth a look at the memory map
+_TENSORS: dict[Kind, tuple[str, ...]] = {  # of a segment, beside its weights
+    "weights": (),
+    "state": (*MASTERS, "m", "v", *SCALES),
+    "gradients": ("rounded", "wide"),
+}
+
+Span = tuple[torch.dtype, int, int]  # of a flat tensor: dtype, elements, offset in bytes
+
+
+def refuse_tiers(rows: Iterable[GroupPlacement]) -> None:
+    """Raise BadInput for rows that ask for tiers that no code moves bytes to and from yet."""
+    for row in rows:
+        for kind in KINDS:
+            if row.is_on("disk", kind):
+                raise BadInput(f"{row.name}: {kind} cannot live on disk yet: use device or host")
+        if len({row.tier_of(kind) for kind in KINDS}) > 1:
+            raise BadInput(
+                f"{row.name}: weights on {row.weights}, state on {row.state} and gradients on "
+                f"{row.gradients} cannot be apart yet: use one tier for all three"
+            )
+
+
+class GroupMemory:
+    """A group's memory by kind, on the tiers of `placement`.
+
+    pin: lock the host's weights and gradients in memory, for a GPU that copies from and to them.
+    maps: gives the host's memory (see `HostArena`).
+    """
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        placement: GroupPlacement,
+        device: torch.device,
+        *,
+        pin: bool,
+        maps: MapMemory = fresh,
+    ) -> None:
+        self.placement, self.pin = placement, pin
+        self.flat_weights: Tensor | None = None  # (weight_bytes,) uint8, where the weights live
+        self.views: list[Tensor] = []  # of the weights there, by member index
+        self._name, self._members, self._segments = layout.name, layout.members, layout.segments
+        self._weight_bytes = layout.weight_bytes
+        self._device, self._maps = device, maps
+        self._arenas: dict[Kind, list[HostArena]] = {kind: [] for kind in KINDS}
+
+    @property
+    def _trained(self) -> list[Segment]:
+        return [segment for segment in self._segments if segment.trained]
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(arena.pinned_bytes for arenas in self._arenas.values() for arena in arenas)
+
+    def allocate(
+        self, kind: Kind, size_bytes: int, spans: list[Span]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Take zeroed memory where the group has this kind of bytes; return all of it (bytes,) and
+        a flat tensor for each span. A forked process can read weights and nothing else."""
+        if self.placement.is_on("device", kind) and self._device.type == "cuda":
+            flat = device_flat(self._device, size_bytes)
+            flat.zero_()
+            views = [flat[o : o + n * t.itemsize].view(t) for t, n, o in spans]
+            return flat, views
+        pin = self.pin and kind != "state"
+        arena = HostArena(size_bytes, pin=pin, for_forks=kind == "weights", maps=self._maps)
+        self._arenas[kind].append(arena)
+        return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
+            arena.tensor(t, n, o) for t, n, o in spans
+        ]
+
+    def _allocate_one(self, kind: Kind, dtype: torch.dtype, count: int) -> Tensor:
+        return self.allocate(kind, aligned(dtype.itemsize * count), [(dtype, count, 0)])[1][0]
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def take_weights(self, *, kept: Kept | None = None, drops: bool = False) -> None:
+        """Move the parameters' weights into memory of the group; packed ones may be `kept` from an
+        earlier start. `drops`: give back the pages of files that the weights came from, of a model
+        that nothing else reads."""
+        self.flat_weights, weights = self._allocate_weights()
+        for segment, flat in zip(self._segments, weights, strict=True):
+            segment.weights = flat
+            if segment.packed is not None:
+                pack_segment(segment, self._name, kept, drops=drops)
+        for member in self._members:
+            view = self._view_of(member)
+            if member.segment.packed is None:
+                with torch.no_grad():
+                    view.copy_(member.parameter.detach())
+                if drops and member.parameter.nbytes >= _LEAST_DROPPED_BYTES:
+                    drop(member.parameter.detach(), from_cache=False)
+            self.views.append(view)
+            member.parameter.data = view
+            member.write_version = member.parameter._version
+
+    def _allocate_weights(self) -> tuple[Tensor, list[Tensor]]:
+        spans = [(*s.stored, s.offset_bytes) for s in self._segments]
+        return self.allocate("weights", self._weight_bytes, spans)
+
+    def _view_of(self, member: Member) -> Tensor:
+        """Return the member's weights where they live, in its shape, with a storage of its own; a
+        placeholder without values for packed ones."""
+        if member.segment.packed is not None:
+            return placeholder(member)
+        assert self.flat_weights is not None
+        dtype = member.segment.dtype
+        offset = member.segment.offset_bytes + member.offset * dtype.itemsize
+        if self.flat_weights.device.type == "cuda":
+            flat = own_storage_view(self.flat_weights, dtype, member.count, offset)
+        else:
+            flat = self._arenas["weights"][0].tensor(dtype, member.count, offset)
+        return flat.view(member.shape)
+
+    # -- optimizer state ---------------------------------------------------------------------------
+
+    def ensure_state(self) -> list[Tensor]:
+        """Allocate the optimizer state, moments of zero, on first use; return those tensors of it
+        that are on the host and were never written."""
+        unwritten = list[Tensor]()
+        for segment in self._trained:
+            if segment.m is not None:
+                continue
+            wanted = segment.wanted_states()
+            spans, total = list[Span](), 0
+            for dtype, count in wanted.values():
+                spans.append((dtype, count, total))
+                total += aligned(dtype.itemsize * count)
+            _, flats = self.allocate("state", total, spans)
+            for name, flat in zip(wanted, flats, strict=True):
+                setattr(segment, name, flat)
+                if name != "master" and flat.device.type == "cpu":
+                    unwritten.append(flat)
+            if segment.master is not None:
+                segment.masters_are_weights()
+        return unwritten
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def ensure_gradient(self) -> None:
+        """Allocate the gradients' memory in each segment's dtype."""
+        for segment in self._trained:
+            if segment.rounded is None:
+                segment.rounded = self._allocate_one("gradients", segment.dtype, segment.elements)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there is memory for the gradients."""
+        return all(segment.rounded is not None for segment in self._trained)
+
+    def give_up_gradients(self) -> list[int]:
+        """Leave the gradients without memory; return the addresses where they had it."""
+        held = [segment.rounded for segment in self._trained if segment.rounded is not None]
+        for segment in self._trained:
+            segment.rounded = None
+        return [flat.data_ptr() for flat in held]
+
+    def drop_gradient_arenas(self, addresses: set[int]) -> None:
+        """Free the host arenas of gradients that begin at these addresses."""
+        arenas = self._arenas["gradients"]
+        self._arenas["gradients"] = [arena for arena in arenas if arena.address not in addresses]
+
+    def take_gradients_of(self, other: GroupMemory) -> None:
+        """Take over the memory of gradients that are used up, of a group with segments of the same
+        sizes."""
+        for mine, theirs in zip(self._trained, other._trained, strict=True):
+            mine.rounded, theirs.rounded = theirs.rounded, None
+
+    def widen_gradient(self, segment: Segment) -> None:
+        """Keep this step's gradients of the segment in fp32 (several backward passes a step)."""
+        if segment.is_wide or segment.dtype == torch.float32:
+            return
+        rounded = segment.gradient
+        self.take_wide_gradient(segment)
+        segment.gradient.copy_(rounded)
+
+    def take_wide_gradient(self, segment: Segment) -> None:
+        """Make memory in fp32 that of this step's gradients; the caller puts them there."""
+        if segment.dtype == torch.float32:
+            return
+        if segment.wide is None:
+            segment.wide = self._allocate_one("gradients", torch.float32, segment.elements)
+        segment.is_wide = True
+
+    # -- moving ------------------------------------------------------------------------------------
+
+    def prepare_move(self, placement: GroupPlacement, *, pin: bool) -> Callable[[], GroupMemory]:
+        """Take memory on the tiers of `placement` for the kinds that change theirs; calling what is
+        returned copies them there, every bit, and returns the memory to use from then on.
+
+        Raises DoesNotFit; this memory stays as it is then.
+        """
+        there = copy(self)
+        there.placement, there.pin = placement, pin
+        moving = [k for k in KINDS if placement.tier_of(k) != self.placement.tier_of(k)]
+        there._arenas = {kind: [] if kind in moving else self._arenas[kind] for kind in KINDS}
+        weights: list[Tensor] = []
+        try:
+            if "weights" in moving:
+                there.flat_weights, weights = there._allocate_weights()
+            held = [
+                (s, name, there._like(kind, s, name))
+                for kind in moving
+                for s, name in self._held(kind)
+            ]
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            flats = [getattr(s, name) for kind in moving for s, name in self._held(kind)]
+            need = self._weight_bytes + sum(flat.nbytes for flat in flats)
+            raise DoesNotFit(f"{bytes_text(need)} of {self._name} find no room: {error}") from error
+
+        def move() -> GroupMemory:
+            with torch.no_grad():
+                for segment, name, to in held:
+                    to.copy_(getattr(segment, name))
+                    setattr(segment, name, to)
+            if "weights" in moving:
+                there._move_weights(self, weights)
+            self.flat_weights, self.views, self._arenas = None, [], {}  # freed before other moves
+            return there
+
+        return move
+
+    def _move_weights(self, before: GroupMemory, weights: list[Tensor]) -> None:
+        """Copy the weights here from where they were, and make them the parameters' own data;
+        `weights` are the segments' parts of this memory."""
+        n = self._weight_bytes
+        assert before.flat_weights is not None and self.flat_weights is not None
+        with torch.no_grad():
+            self.flat_weights[:n].copy_(before.flat_weights[:n])
+        for segment, flat in zip(self._segments, weights, strict=True):
+            segment.weights = flat
+        self.views = [self._view_of(member) for member in self._members]
+        for member, view in zip(self._members, self.views, strict=True):
+            parameter, kind = member.parameter, member.parameter.__class__
+            parameter.__class__ = nn.Parameter  # a wrapped one at rest notes what reads its data
+            parameter.data = view
+            parameter.__class__ = kind
+            member.write_version = parameter._version
+            member.fingerprint = None
+
+    def _held(self, kind: Kind) -> list[tuple[Segment, str]]:
+        """Name the tensors of a kind that the segments have beside their weights."""
+        names = _TENSORS[kind]
+        return [(s, name) for s in self._segments for name in names if getattr(s, name) is not None]
+
+    def _like(self, kind: Kind, segment: Segment, name: str) -> Tensor:
+        flat: Tensor = getattr(segment, name)
+        return self._allocate_one(kind, flat.dtype, flat.numel())

@@ -1,0 +1,171 @@
+"""Parameters of one dtype that are adjacent in memory, and their optimizer state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.core.device.arena import aligned
+from fluxtrain.core.quantization.layout import PackedLayout, padded
+from fluxtrain.plan.states import STATE_BLOCK, StateFormat, StorageFormat
+
+MASTERS = ("lo", "master")  # what completes the weights to fp32 masters
+SCALES = ("m_scale", "v_scale")
+_MOMENT_DTYPES: dict[StateFormat, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "8bit": torch.uint8,
+}
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a group: its place, and the state of its gradient and updates."""
+
+    parameter: nn.Parameter
+    name: str
+    segment: Segment
+    count: int
+    shape: torch.Size
+    index: int  # position in Group.members
+    offset: int = 0  # elements from the segment's start; set by `Segment.lay_out`
+    step: int = 0  # optimizer steps taken
+    write_version: int = 0  # parameter._version when its bytes were last known
+    has_gradient: bool = False
+    gradient_scale: float = 1.0  # not yet applied to the stored gradient
+    fingerprint: int | None = None  # of the bytes, while code outside may write to them
+
+    @property
+    def trained(self) -> bool:
+        return self.segment.trained
+
+    def slice(self, flat: Tensor) -> Tensor:
+        """Return this member's range of a flat tensor of its segment, in its own shape."""
+        return flat[self.offset : self.offset + self.count].view(self.shape)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The member's gradient as stored in its group's memory (its scale not applied), in its
+        shape."""
+        return self.slice(self.segment.gradient)
+
+    def states(self) -> dict[str, Tensor]:
+        """Return views of this member's optimizer state by name: `lo` or `master`, `m`, `v` in its
+        shape, and the scales of 8-bit moments (blocks,); empty before the first step."""
+        first, stop = self.offset // STATE_BLOCK, -(-(self.offset + self.count) // STATE_BLOCK)
+        return {
+            name: flat[first:stop] if name in SCALES else self.slice(flat)
+            for name, flat in self.segment.states().items()
+        }
+
+
+@dataclass(eq=False)
+class Segment:
+    """Adjacent members of one dtype, one format of optimizer states, and one storage format."""
+
+    dtype: torch.dtype
+    trained: bool
+    format: StateFormat = "fp32"  # of the moments
+    storage: StorageFormat = "plain"  # of the weights: other formats are packed, and frozen
+    seed: int = 0  # of the moments' random rounding
+    offset_bytes: int = 0
+    elements: int = 0  # with padding between members
+    members: list[Member] = field(default_factory=list)
+    by_offset: list[Member] = field(default_factory=list)  # in memory order: set by `lay_out`
+    weights: Tensor | None = None  # (elements,) in the group's tier: `hi`, or the fp32 master;
+    # of a packed segment (size_bytes,) uint8
+    lo: Tensor | None = None  # (elements,) int16
+    master: Tensor | None = None  # (elements,) fp32, of fp16 weights
+    m: Tensor | None = None  # (elements,) fp32, bf16, or 8-bit codes
+    v: Tensor | None = None
+    m_scale: Tensor | None = None  # (blocks,) fp32, of 8-bit codes
+    v_scale: Tensor | None = None
+    rounded: Tensor | None = None  # (elements,) gradients in the segment's dtype
+    wide: Tensor | None = None  # the same in fp32, once a second backward pass has added to them
+    is_wide: bool = False  # which of the two holds this step's gradients
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the weights as they are stored."""
+        packed = self.packed
+        return self.dense_bytes if packed is None else packed.size_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the weights as they are computed with."""
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def stored(self) -> tuple[torch.dtype, int]:
+        """The dtype and the count of the weights' flat tensor."""
+        if self.packed is None:
+            return self.dtype, self.elements
+        return torch.uint8, self.size_bytes
+
+    @cached_property
+    def packed(self) -> PackedLayout | None:
+        """The layout of packed weights, once all members are there; None for plain ones."""
+        if self.storage == "plain":
+            return None
+        return PackedLayout.of(self.storage, [member.shape for member in self.members])
+
+    @property
+    def split(self) -> bool:
+        """True when the weights are the upper halves of fp32 masters."""
+        return self.dtype == torch.bfloat16
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the optimizer state by name; empty before the first step."""
+        named = {name: getattr(self, name) for name in (*MASTERS, "m", "v", *SCALES)}
+        return {name: flat for name, flat in named.items() if flat is not None}
+
+    def masters_are_weights(self, member: Member | None = None) -> None:
+        """Set the masters of `member` (None: of all) from its weights, which were written to."""
+        assert self.weights is not None
+
+        def of(flat: Tensor) -> Tensor:
+            return flat if member is None else member.slice(flat)
+
+        if self.lo is not None:
+            of(self.lo).zero_()
+        if self.master is not None:
+            of(self.master).copy_(of(self.weights))
+
+    def wanted_states(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Return the dtype and element count of each array of the optimizer state, by name."""
+        n, dtype = self.elements, _MOMENT_DTYPES[self.format]
+        wanted = {"m": (dtype, n), "v": (dtype, n)}
+        if self.split:
+            wanted["lo"] = (torch.int16, n)
+        elif self.dtype == torch.float16:
+            wanted["master"] = (torch.float32, n)
+        if self.format == "8bit":
+            wanted |= dict.fromkeys(SCALES, (torch.float32, -(-n // STATE_BLOCK)))
+        return wanted
+
+    def lay_out(self) -> None:
+        """Give each member its offset. Vectors (norms, biases) follow all matrices: users exempt
+        vectors from weight decay, so that each kind is one range with equal hyperparameters."""
+        self.by_offset = sorted(self.members, key=lambda member: len(member.shape) < 2)
+        offset = 0
+        for member in self.by_offset:
+            member.offset = offset
+            offset += self.allot(self.dtype.itemsize, member.count)
+
+    def allot(self, itemsize: int, count: int) -> int:
+        """Return the elements that a member of `count` elements takes, with its padding."""
+        if self.storage != "plain":
+            return padded(count)
+        if self.format == "8bit":  # a block of states belongs to one parameter
+            return -(-count // STATE_BLOCK) * STATE_BLOCK
+        return aligned(count * itemsize) // itemsize
+
+    @property
+    def gradient(self) -> Tensor:
+        """This step's gradients (elements,), where the group stores them."""
+        flat = self.wide if self.is_wide else self.rounded
+        assert flat is not None, "no gradient has arrived yet"
+        return flat

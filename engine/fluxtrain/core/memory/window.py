@@ -1,0 +1,346 @@
+"""Device slots that groups' weights are copied into ahead of the computation, and a scratch.
+
+Some groups have a slot to themselves (resident); the others share the rest. A slot keeps its
+content until it is needed for another group, so the last blocks of the forward pass are still
+there when the backward pass starts. Packed weights are copied as they are, and unpacked into the
+scratch when their block computes. `CopiesAhead` learns the order in which units run and prefetches
+the next ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fluxtrain.core.device.arena import device_flat
+from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.memory.packed import unpack_group
+from fluxtrain.core.memory.unit import Unit
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.cost.prefetch import LOOKS_AHEAD
+from fluxtrain.units import bytes_text
+
+Report = Callable[[Group, str, Transfer, int], None]  # group, cause, the copy, bytes
+
+
+class Scratch:
+    """One buffer as large as the largest block's dense weights, used by one block at a time.
+
+    It is filled on the compute stream, so no copy waits for it. Its address never changes: tensors
+    that autograd saved of a block's weights are right again once the block is unpacked again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Tensor | None = None
+        self._holds: tuple[Group, int] | None = None  # with the version of its frozen weights
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The buffer (size_bytes,) uint8; None while no group is packed."""
+        return self._memory
+
+    def make(self, size_bytes: int) -> None:
+        """Allocate the buffer, once. Raises DoesNotFit."""
+        if size_bytes <= self.size_bytes:
+            return
+        assert self._memory is None, "views of the scratch would point to freed memory"
+        try:
+            self._memory = device_flat(self._device, size_bytes)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(
+                f"{bytes_text(size_bytes)} for one block's unpacked weights do not fit on the "
+                "device: close other programs on this GPU"
+            ) from error
+
+    def fill(self, group: Group, flat: Tensor) -> None:
+        """Unpack the group's weights from its device copy, if they are not there."""
+        holds = group, group.frozen_version
+        if self._memory is None or not group.dense_bytes or self._holds == holds:
+            return
+        self._holds = None
+        unpack_group(group.segments, flat, self._memory)
+        self._holds = holds
+
+
+@dataclass(eq=False)
+class Slot:
+    """Device memory for one group's weights at a time."""
+
+    flat: Tensor  # (size_bytes,) uint8
+    owner: Group | None = None  # set for a resident slot: no other group may use it
+    group: Group | None = None
+    version: int = -1  # of the group's weights that are in (or on their way into) this slot
+    frozen_version: int = -1  # of its frozen weights, likewise
+    transfer: Transfer | None = None
+    users: int = 0  # computations that are using it now
+    free: object = None  # the point after which it may be overwritten
+    used_at: int = 0
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def views_of(self, group: Group, scratch: Scratch) -> list[Tensor]:
+        """Return the group members' weights in this slot, by index, and its packed ones' in the
+        scratch; the views are made once."""
+        key = id(group)
+        if key not in self.views:
+            with torch.inference_mode(False):  # they stay for training passes that come later
+                self.views[key] = group.device_views(self.flat, scratch.memory)
+        return self.views[key]
+
+
+class Window:
+    """The slots, and the group in each. Used by the thread that drives the computation."""
+
+    def __init__(self, device: Device, report: Report) -> None:
+        self.device = device
+        self.slots: list[Slot] = []
+        self.scratch = Scratch(device.torch_device)
+        self._where: dict[Group, Slot] = {}
+        self._owners: set[Group] = set()
+        self._at_device: dict[Group, list[Tensor]] = {}  # views, of packed groups that live there
+        self._report = report
+        self._clock = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots, and of the scratch."""
+        return sum(slot.flat.nbytes for slot in self.slots) + self.scratch.size_bytes
+
+    def add_slot(self, size_bytes: int, owner: Group | None = None) -> Slot:
+        """Allocate one more slot; `owner` makes it that group's own.
+
+        Raises DoesNotFit; the slots that are there stay.
+        """
+        try:
+            flat = self.device.for_copies(device_flat(self.device.torch_device, size_bytes))
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(
+                f"a device slot of {bytes_text(size_bytes)} does not fit beside the "
+                f"{bytes_text(self.size_bytes)} of slots already there: use offload='max', or "
+                "close other programs on this GPU"
+            ) from error
+        # the computation may still read an earlier tensor in this memory
+        slot = Slot(flat, owner=owner, free=self.device.mark())
+        self.slots = [*self.slots, slot]  # a new list: other threads read the old one
+        if owner is not None:
+            self._owners.add(owner)
+            self._leave_shared_slot(owner)
+        return slot
+
+    def _leave_shared_slot(self, group: Group) -> None:
+        """Forget that the group is in a slot, where others may overwrite it: a block that keeps its
+        activations refers to its weights from its forward pass until its backward pass."""
+        shared = self._where.pop(group, None)
+        if shared is not None:
+            shared.group, shared.version, shared.frozen_version = None, -1, -1
+
+    def remove_slot(self, slot: Slot) -> None:
+        """Free the slot's memory, after a copy under way into it."""
+        assert slot.users == 0, "a computation uses this slot"
+        if slot.transfer is not None:
+            slot.transfer.wait_host()
+        if slot.group is not None and self._where.get(slot.group) is slot:
+            del self._where[slot.group]
+        self.slots = [other for other in self.slots if other is not slot]
+        if slot.owner is not None:
+            self._owners.discard(slot.owner)
+
+    def share_slot(self, slot: Slot) -> None:
+        """Let other groups use the slot of one that owned it; what is in it stays."""
+        if slot.owner is not None:
+            self._owners.discard(slot.owner)
+            slot.owner = None
+
+    def holds(self, group: Group) -> Slot | None:
+        """Return the slot with the group's current weights, arrived or being uploaded."""
+        slot = self._where.get(group)
+        if slot is None or slot.version != group.version:
+            return None
+        return None if slot.transfer is not None and slot.transfer.failed() else slot
+
+    def is_shared_by(self, groups: Collection[Group]) -> bool:
+        """True when one of these groups has no slot of its own."""
+        return any(group not in self._owners for group in groups)
+
+    def prefetch(self, group: Group, keep: Collection[Group] = ()) -> bool:
+        """Start to upload the group's weights, if they are not there; False if no slot is free.
+
+        `keep` are groups that are needed sooner: at the turn from forward to backward, the least
+        recently used of them is the next one.
+        """
+        if group.is_on("device") or (group.rows and group.by_rows) or self.holds(group) is not None:
+            return True
+        slot = self._free_slot(group, keep)
+        if slot is None:
+            return False
+        self._fill(slot, group, "prefetch")
+        return True
+
+    def take(self, group: Group) -> list[Tensor]:
+        """Return the group's device weights by member index; the computation waits for them.
+
+        Every `take` is followed by one `release`.
+        """
+        slot = self.holds(group)
+        if slot is None:
+            slot = self._free_slot(group, steal=True)
+            if slot is None:
+                raise RuntimeError(f"no device slot is free for {group.name}")
+            self._fill(slot, group, "demand")
+        assert slot.transfer is not None
+        slot.transfer.wait_compute("weights")
+        self.scratch.fill(group, slot.flat)  # may run out of memory: the slot is not in use yet
+        views = slot.views_of(group, self.scratch)
+        slot.users += 1
+        self._clock += 1
+        slot.used_at = self._clock
+        return views
+
+    def unpack(self, group: Group) -> list[Tensor] | None:
+        """Return the weights of a group that lives on the device, by member index, with its packed
+        ones in the scratch; None for a group without packed ones."""
+        if not group.dense_bytes:
+            return None
+        assert group.memory.flat_weights is not None
+        self.scratch.fill(group, group.memory.flat_weights)
+        if group not in self._at_device:
+            with torch.inference_mode(False):
+                views = group.device_views(group.memory.flat_weights, self.scratch.memory)
+            self._at_device[group] = views
+        return self._at_device[group]
+
+    def release(self, group: Group) -> None:
+        """Let the slot be overwritten once the computation queued so far has run."""
+        slot = self._where[group]
+        slot.users -= 1
+        if slot.users == 0:
+            slot.free = self.device.mark()
+
+    def forget(self, group: Group) -> None:
+        """Make copies on the device stale, by the version: the stored weights have changed."""
+        group.weights_changed(frozen=True)
+
+    def drain(self) -> None:
+        """Wait for all copies under way; `take` raises what made one fail."""
+        for slot in self.slots:
+            if slot.transfer is not None:
+                with contextlib.suppress(Exception):
+                    slot.transfer.wait_host()
+
+    def _free_slot(
+        self, group: Group, keep: Collection[Group] = (), *, steal: bool = False
+    ) -> Slot | None:
+        own = next((s for s in self.slots if s.owner is group), None)
+        if own is not None:
+            return own if own.users == 0 else None
+        shared = [
+            s
+            for s in self.slots
+            if s.owner is None
+            and s.users == 0
+            and s.flat.nbytes >= group.weight_bytes
+            and (steal or not self._awaited(s))
+            and not any(s.group is g and self.holds(g) is s for g in keep)
+        ]
+        return min(shared, key=lambda s: (self._awaited(s), s.used_at), default=None)
+
+    def _awaited(self, slot: Slot) -> bool:
+        """True when the slot has a prefetched group that was not used yet: another prefetch must
+        not overwrite it."""
+        return slot.used_at < 0 and slot.group is not None and self.holds(slot.group) is slot
+
+    def _fill(self, slot: Slot, group: Group, cause: str) -> None:
+        """Start to upload the group's weights; the trained ones alone where the frozen ones of
+        their present version are in the slot."""
+        self._let_pass(slot.transfer)
+        has_frozen = (
+            slot.group is group
+            and slot.frozen_version == group.frozen_version
+            and slot.transfer is not None
+            and not slot.transfer.failed()
+            and group.trained_bytes > 0
+        )
+        stop = group.trained_bytes if has_frozen else group.weight_bytes
+        if slot.group is not None and self._where.get(slot.group) is slot:
+            del self._where[slot.group]
+        slot.group, slot.version = group, group.version
+        slot.frozen_version = group.frozen_version
+        slot.used_at = -1
+        self._where[group] = slot
+        assert group.memory.flat_weights is not None
+        slot.transfer = self.device.upload(
+            slot.flat[:stop], group.memory.flat_weights[:stop], group.jobs.pending, slot.free
+        )
+        self._report(group, cause, slot.transfer, stop)
+
+    def _let_pass(self, before: Transfer | None) -> None:
+        """Wait for an obsolete copy into the same slot that still waits for an update. It would
+        overwrite the next copy: a device queues a copy only when the update is done."""
+        if before is None or before.failed() or before.instants() is not None:
+            return
+        started_s = time.perf_counter()
+        with contextlib.suppress(Exception):  # `take` raises it
+            before.wait_host()
+        self.device.stalls.add_host("update", time.perf_counter() - started_s)
+
+
+class CopiesAhead:
+    """Prefetches weights in the order in which units ran last, forward and backward."""
+
+    def __init__(self, window: Window, groups: Sequence[Group], card: int = 0) -> None:
+        """`groups` are those of the whole model, of which `card` copies its own."""
+        self._window, self._groups, self._card = window, groups, card
+        self._following: dict[tuple[str, Unit | None], Unit] = {}
+        self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
+        self._lock = threading.RLock()
+
+    def reach(self, direction: str, unit: Unit, slots: int) -> None:
+        """Note that a unit is about to compute, after the last one, and prefetch the next units."""
+        with self._lock:
+            self._following[direction, self._last[direction]] = unit
+            self._last[direction] = unit
+            self._copy(direction, unit, slots)
+
+    def begin_next_step(self, slots: int) -> None:
+        """Prefetch the first units of the next forward, each as soon as it is updated."""
+        with self._lock:
+            self._copy("forward", None, slots)
+
+    def end_pass(self) -> None:
+        """Treat the next unit as the first of its pass."""
+        self._last = {"forward": None, "backward": None}
+
+    def _copy(self, direction: str, unit: Unit | None, slots: int) -> None:
+        mine = (group.placement for group in self._groups if group.placement.card == self._card)
+        if all(placement.is_on("device") for placement in mine):
+            return
+        near = set(unit.groups) if unit is not None else set()
+        seen: list[Unit] = [] if unit is None else [unit]
+        wanted = max(1, slots - 1)
+        while wanted and len(seen) <= LOOKS_AHEAD:
+            unit = self._following.get((direction, unit))
+            if unit is None or unit in seen:
+                break
+            seen.append(unit)
+            if unit.in_vocab_chunks and unit.vocab_chunks is not None and direction == "forward":
+                unit.vocab_chunks.prefetch(0)
+                unit.vocab_chunks.prefetch(1)
+            copied = [group for group in unit.copied if not group.is_on("device")]
+            near.update(copied)
+            started = [self._window.prefetch(group, near) for group in copied]
+            if not all(started):
+                break
+            wanted -= self._window.is_shared_by(copied)

@@ -1,0 +1,203 @@
+"""`Context`: the state that blocks, head, embedding and optimizer of one wrapped model share.
+
+`Engine` adds the methods that a trainer calls; the units and the optimizer know only `Context`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fluxtrain.core.device.device import Device
+from fluxtrain.core.gradients.gradients import Gradients
+from fluxtrain.core.gradients.host_gradients import Arrival
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.memory.segment import Member
+from fluxtrain.core.memory.unit import Unit
+from fluxtrain.core.runtime.card import Card
+from fluxtrain.core.runtime.counters import Counters
+from fluxtrain.core.runtime.graphs import Graphs
+from fluxtrain.core.runtime.host_ids import HostIds
+from fluxtrain.core.runtime.use import Use
+from fluxtrain.core.updates.loss_scale import LossScale
+from fluxtrain.core.updates.norm import GradNorm
+from fluxtrain.core.updates.updates import Updates
+from fluxtrain.plan.choices.placement import Placement
+
+_LOG = logging.getLogger("fluxtrain")
+
+
+class UpdatesInBackward(Protocol):
+    """A step under way that updates each group as soon as its gradients are complete."""
+
+    updated: set[Group]
+    guard: GradNorm | None
+
+    def is_of(self, optimizer: Optimizer) -> bool: ...
+    def is_of_this_pass(self) -> bool: ...
+    def is_orphaned(self) -> bool: ...
+    def was_refused(self) -> bool: ...
+    def uses_up_now(self, group: Group) -> bool: ...
+    def refuse_updated(self, groups: Iterable[Group]) -> None: ...
+    def take(self, group: Group) -> None: ...
+    def end(self) -> None: ...
+    def drop(self) -> None: ...
+
+
+class Context:
+    """The state of one wrapped model.
+
+    Used by the thread that runs the model (and by autograd's thread in the backward pass). Copies
+    and updates run beside it.
+    """
+
+    def __init__(self, devices: Sequence[Device], placement: Placement, *, overlap: bool) -> None:
+        self.plan = placement
+        self.use = Use()
+        self.overlap = overlap
+        self.chunk_rows = placement.chunk_rows or 0  # 0: chosen at the first forward
+        self.retries_blocks = True  # that run out of device memory, with fewer rows at once
+        self.head_tokens: int | None = None  # tokens a chunk of the head; None: by memory
+        self.lazy_without_gradients = False
+        self.units: list[Unit] = []
+        self.groups: list[Group] = []
+        self.loose: list[nn.Parameter] = []
+        self.owners: dict[Group, dict[int, Owner]] = {}
+        self.counters = Counters(devices)
+        self.arrivals: dict[Group, Arrival] = {}  # gradients on the host
+        self.cards = [
+            Card(number, device, self.groups, self.counters, self.arrivals)
+            for number, device in enumerate(devices)
+        ]
+        device = devices[0]
+        device.recorder.lead([other.recorder for other in devices[1:]])
+        self.updates = Updates(
+            self.arrivals,
+            device,
+            defers_moments=placement.deferred_moments,
+            holds_moments=len(devices) > 1,
+        )
+        self.host_ids = HostIds()
+        self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
+        self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.graphs = Graphs()
+        self.norm: GradNorm | None = None  # asked for since the last step
+        self.norm_before: GradNorm | None = None  # of the last step
+        self.step_in_backward: UpdatesInBackward | None = None  # the step under way, if it is one
+        self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
+        self.thread = 0  # of the last forward
+        self._said: set[str] = set()
+
+    @property
+    def device(self) -> Device:
+        """The first card's device: inputs, loss and what stands outside of blocks are there."""
+        return self.cards[0].device
+
+    def card_of(self, unit: Unit) -> Card:
+        """Return the card that the unit runs on."""
+        return self.cards[unit.card]
+
+    def gradients_of(self, group: Group) -> Gradients:
+        """Return the sums that the group's gradients go into."""
+        return self.cards[group.placement.card].gradients
+
+    @cached_property
+    def last_block(self) -> Unit | None:
+        """The block that the forward pass comes to last, as the model lists them."""
+        return next((one for one in reversed(self.units) if one.group.kind == "block"), None)
+
+    def begin_next_step(self) -> None:
+        """Prefetch the first units of the next forward, each as soon as it is updated."""
+        for card in self.cards:
+            card.ahead.begin_next_step(self.plan.slots_of(card.number))
+
+    def say(self, text: str) -> None:
+        """Log a warning for the user, once for each text."""
+        if text not in self._said:
+            self._said.add(text)
+            _LOG.warning(text)
+
+    def flush(self) -> None:
+        """Wait for all updates under way; raise what made one fail."""
+        self.updates.wait()
+        if self.loss_scale is not None:
+            self.loss_scale.take_back_skipped()
+
+    def wait_for_skipped(self) -> None:
+        """Wait for the last step if it may have been skipped, before the next one is counted: a
+        skipped step is no step of its parameters."""
+        norm, self.norm_before = self.norm_before, None
+        if norm is not None and norm.skips and norm.refuses():
+            self.flush()
+
+    @property
+    def partly_updated(self) -> bool:
+        """True while a step in backward has updated some groups and not all."""
+        return self.step_in_backward is not None and bool(self.step_in_backward.updated)
+
+    def expect_gradients(self, groups: Iterable[Group]) -> None:
+        """Prepare for gradients of these groups. Raises MisusedModel when this step has updated
+        one of them already; forgets a step in backward whose loss was given up."""
+        self.forget_orphaned_step()
+        if self.step_in_backward is not None and not self.step_in_backward.is_of_this_pass():
+            self.step_in_backward = None
+            self.say(
+                "begin_step_in_backward has no effect: the loss that it was given is not part of "
+                "this backward pass. Give it the loss that backward() is called on"
+            )
+        if self.step_in_backward is not None:
+            self.step_in_backward.refuse_updated(groups)
+
+    def forget_broken_pass(self) -> None:
+        """Drop unfinished gradients of the last backward pass, if it raised."""
+        if self.graphs.broke_off:
+            self.abandon_backward()
+
+    def forget_orphaned_step(self) -> None:
+        """Drop the gradients of a step in backward whose optimizer is gone."""
+        if self.step_in_backward is not None and self.step_in_backward.is_orphaned():
+            self.step_in_backward.drop()
+            self.step_in_backward = None
+
+    def abandon_backward(self) -> None:
+        """Drop the incomplete sums of a backward pass that raised, whose end was never called."""
+        self.graphs.abandon_pass()
+        for card in self.cards:
+            card.ahead.end_pass()
+            card.gradients.discard()
+        if self.step_in_backward is not None:
+            self.updates.forget_refused()
+            self.step_in_backward.end()
+            self.step_in_backward = None
+
+
+class Owner:
+    """Ties one parameter to its group and context; lives on the parameter as `_fluxtrain`."""
+
+    __slots__ = ("_context", "group", "hidden", "hook_key", "member", "stepper")
+
+    def __init__(self, context: Context, group: Group, member: Member) -> None:
+        self._context = weakref.ref(context)
+        self.group = group
+        self.member = member
+        self.hidden = False  # from the optimizer whose step the engine has taken over
+        self.stepper: weakref.ref[Optimizer] | None = None  # the optimizer that was adopted
+        self.hook_key: int | None = None  # of the engine's own post-accumulate-grad hook
+
+    @property
+    def name(self) -> str:
+        """The parameter's name for messages, as in `named_parameters` of the whole model."""
+        return f"{self.group.name}.{self.member.name}"
+
+    @property
+    def context(self) -> Context:
+        context = self._context()
+        assert context is not None, "the wrapped model is gone"
+        return context

@@ -1,0 +1,1 @@
+"""What a run says and where: events, journal, live pipe, run folder, typed answers. No torch."""

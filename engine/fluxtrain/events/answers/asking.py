@@ -1,0 +1,150 @@
+"""Ask the engine in a subprocess, so that torch never loads into the process that asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+from weakref import WeakSet
+
+import msgspec
+
+from fluxtrain.errors import EXIT_BUG, FluxTrainError, native_end
+from fluxtrain.events.answers.answer import Answer
+from fluxtrain.files.parent import environment_of_child
+
+T = TypeVar("T", bound=Answer)
+_LINE_LIMIT_BYTES = 1 << 24
+_STARTED = WeakSet[asyncio.subprocess.Process]()
+
+
+class EngineRefused(FluxTrainError):
+    """The engine answered with an error; the message is its own last line."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+async def ask_engine(
+    answer: type[T],
+    *arguments: str,
+    program: tuple[str, ...] = (),
+    said: Callable[[str], None] = lambda line: None,
+    environment: Mapping[str, str] | None = None,
+) -> T:
+    """Run the command of `answer` with `--json` and `arguments`, and return what it prints.
+
+    Cancelling the task ends the process, and so does the end of this one. `said` gets every line of
+    its standard error as it comes; `environment` is added to ours; `program` replaces
+    `python -m fluxtrain`.
+
+    Raises:
+        EngineRefused: the process failed, or printed something else than such an answer.
+    """
+    started_by = program or (sys.executable, "-P", "-m", "fluxtrain")
+    command = (*started_by, answer.COMMAND, "--json", *arguments)
+    starting = asyncio.ensure_future(
+        start_engine(command, {**environment_of_child(), **(environment or {})})
+    )
+    ended = asyncio.ensure_future(_ended(starting, said))
+    try:
+        code, output, errors = await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        process = await starting
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its helpers too
+        await ended  # to the end of its pipes, so that nothing is left open
+        raise
+    if code:
+        raise EngineRefused(last_words(errors, code), code)
+    return decoded(answer, output)
+
+
+def decoded(answer: type[T], output: str | bytes) -> T:
+    """Read what a command printed; fields that `answer` does not have are ignored.
+
+    Raises:
+        EngineRefused: it is not what an engine of this version answers.
+    """
+    try:
+        return msgspec.convert(json.loads(output), answer)
+    except msgspec.ValidationError as error:
+        raise EngineRefused(f"its answer cannot be understood: {error}", EXIT_BUG) from error
+    except (ValueError, RecursionError):
+        raise EngineRefused("the engine's answer is not JSON", EXIT_BUG) from None
+
+
+async def start_engine(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: int = asyncio.subprocess.DEVNULL,
+) -> asyncio.subprocess.Process:
+    """Start a command in a session of its own, with pipes for its output."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=stdin,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env=environment,
+        limit=_LINE_LIMIT_BYTES,
+    )
+    _STARTED.add(process)
+    return process
+
+
+def close_pipes(process: asyncio.subprocess.Process) -> None:
+    """Close the pipes of a process, and kill it if it still runs."""
+    process._transport.close()  # type: ignore[attr-defined]  # no public way
+
+
+async def wait_for_engines() -> None:
+    """Wait until the processes that were started are gone, as a loop must before it is closed."""
+    await asyncio.gather(*(process.wait() for process in _STARTED))
+
+
+async def _ended(
+    starting: asyncio.Future[asyncio.subprocess.Process], said: Callable[[str], None]
+) -> tuple[int, bytes, bytes]:
+    """Exit code, standard output and standard error."""
+    process = await starting
+    try:
+        output, errors = await asyncio.gather(_all(process.stdout), _lines(process.stderr, said))
+        return await process.wait(), output, errors
+    except asyncio.CancelledError:  # by a loop that closes next, when its pipes could not be
+        close_pipes(process)
+        raise
+
+
+async def _all(stream: asyncio.StreamReader | None) -> bytes:
+    assert stream is not None
+    return await stream.read()
+
+
+async def _lines(stream: asyncio.StreamReader | None, said: Callable[[str], None]) -> bytes:
+    """Everything of `stream`; each line is told when it comes."""
+    assert stream is not None
+    read = []
+    async for line in stream:
+        read.append(line)
+        text = line.decode(errors="replace").strip()
+        if text:
+            said(text)
+    return b"".join(read)
+
+
+def last_words(errors: bytes, exit_code: int) -> str:
+    """The line that says why a process failed: its own error line, else the last one."""
+    lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    if not lines:
+        return f"the engine ended with exit code {exit_code} and said nothing"
+    if (crash := native_end(lines)) is not None:
+        return crash
+    told = [line for line in lines if line.startswith(("error:", "this is a bug"))]
+    return (told or lines)[-1].removeprefix("error:").strip()

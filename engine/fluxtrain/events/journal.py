@@ -1,0 +1,185 @@
+"""The journal: every lifecycle event of a run, in order, without a gap in `seq`.
+
+`seq` counts journal frames (1, 2, 3 ...) and goes on after a resume, so a reader can check that
+nothing is missing. A process killed in the middle of a line leaves a torn tail: readers stop before
+it, and the next writer cuts it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.errors import BadInput
+from fluxtrain.events.events import (
+    FRAME_LIMIT_BYTES,
+    AnyEvent,
+    Done,
+    Failed,
+    Heartbeat,
+    Hello,
+    PhaseChanged,
+    RunPhase,
+    StepFinished,
+)
+from fluxtrain.events.frames import SchemaTooNew, Skipped, classify_line, decode_line
+from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.opening import open_plain, open_to_write
+from fluxtrain.units import bytes_text
+
+TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
+TORN_LIMIT_BYTES = 256 << 20  # far more than a writer that was killed leaves
+
+
+class JournalWriter:
+    """Appends whole frames. The lock of the run directory ensures one writer at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            raise storage_error(path, error) from error
+        self._end = self._cut_torn_tail()
+        last = last_event(path)
+        self.last_seq = last.seq if last is not None else 0
+
+    def append(self, frame: bytes) -> None:
+        """Hand one whole frame to the operating system, or raise `NoSpace` and leave no trace."""
+        written = 0
+        try:
+            while written < len(frame):
+                written += os.write(self._descriptor, frame[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._end)
+            raise storage_error(self.path, error, len(frame)) from error
+        self._end += written
+
+    def close(self) -> None:
+        """Make the journal survive a power cut, then close it."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _cut_torn_tail(self) -> int:
+        size = os.fstat(self._descriptor).st_size
+        end = size
+        while end > 0:
+            start = max(0, end - TAIL_BYTES)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+            if size - end > TORN_LIMIT_BYTES:
+                os.close(self._descriptor)
+                raise BadInput(
+                    f"{self.path} has no line in its last {bytes_text(TORN_LIMIT_BYTES)}, so no "
+                    "run wrote it: move it away, or choose another --run-dir"
+                )
+        if end < size:
+            os.ftruncate(self._descriptor, end)
+        return end
+
+
+def read_events(path: Path, on_skipped: list[Skipped] | None = None) -> Iterator[AnyEvent]:
+    """Return all events of a journal; append the reasons of skipped lines to `on_skipped`.
+
+    A torn last line is ignored. Raises `SchemaTooNew` for another major version of the schema.
+    """
+    with io.BufferedReader(open_plain(path, follow=True)) as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            event = classify_line(line)
+            if not isinstance(event, Skipped):
+                yield event
+            elif on_skipped is not None:
+                on_skipped.append(event)
+
+
+def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
+    """Return the whole lines in a file's last `limit_bytes`, newest first; [] without a file."""
+    try:
+        with open_plain(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - limit_bytes)
+            file.seek(start)
+            lines = file.read(limit_bytes).split(b"\n")
+    except OSError:
+        return []
+    whole = lines[:-1] if start == 0 else lines[1:-1]
+    return whole[::-1]
+
+
+def last_event(path: Path) -> AnyEvent | None:
+    """Return the newest readable event of a journal, reading only its end."""
+    for line in tail_lines(path):
+        event = decode_line(line)
+        if event is not None:
+            return event
+    return None
+
+
+def _glance(line: bytes) -> AnyEvent | None:
+    """Return the event of a line; None for a newer version of the schema, too."""
+    try:
+        return decode_line(line)
+    except SchemaTooNew:
+        return None
+
+
+def first_hello(journal: Path) -> Hello | None:
+    """Return how a run began; None where its journal does not tell."""
+    try:
+        with open_plain(journal) as file:
+            event = _glance(file.read(1 << 16).partition(b"\n")[0])
+    except OSError:
+        return None
+    return event if isinstance(event, Hello) else None
+
+
+def newest_step(journal: Path) -> StepFinished | None:
+    """Return the newest step in the journal's end."""
+    for line in tail_lines(journal):
+        if b'"step"' in line and isinstance(event := _glance(line), StepFinished):
+            return event
+    return None
+
+
+def newest_t_s(journal: Path) -> float | None:
+    """Return the trainer's monotonic clock at the newest event in the journal's end."""
+    for line in tail_lines(journal):
+        if (event := _glance(line)) is not None:
+            return event.t_s
+    return None
+
+
+def newest_phase(journal: Path) -> RunPhase | None:
+    """Return the newest phase that the run told in the journal's end."""
+    for line in tail_lines(journal):
+        if b'"phase"' in line and isinstance(event := _glance(line), Heartbeat | PhaseChanged):
+            return event.phase
+    return None
+
+
+def ending_of_journal(journal: Path) -> dict[str, Any]:
+    """Return the content of Done or Failed, if the journal ends with one."""
+    ending: dict[str, Any] = {}
+    for line in tail_lines(journal)[:16]:
+        event = _glance(line)
+        if isinstance(event, Hello | StepFinished):
+            break
+        if isinstance(event, Done | Failed):
+            ending.setdefault("exit_code", event.exit_code)
+        if isinstance(event, Failed):
+            ending.setdefault("message", event.message)
+            ending.setdefault("refused", event.refused)
+    return ending

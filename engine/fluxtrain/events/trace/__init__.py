@@ -1,0 +1,1 @@
+"""Where a step timeline is kept and read: ring, lanes, attribution, export."""

@@ -1,1 +1,0 @@
-"""Describe the machine; `probe`, which stands above, measures its rates."""

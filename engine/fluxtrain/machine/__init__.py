@@ -1,0 +1,1 @@
+"""What this machine is: GPUs, memory, disks, limits; nothing is measured here."""

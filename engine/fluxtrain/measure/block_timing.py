@@ -1,0 +1,299 @@
+"""Time steps of the small model, apart for its blocks and for what stands outside them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fluxtrain.core.device.heap import trim_heap
+from fluxtrain.measure.peaks import measure_host_peak_anew, recent_host_peak_bytes
+from fluxtrain.measure.timing import BlockMarks, Mark, repeat_steps
+from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.plan.cost.calibration import median
+
+if TYPE_CHECKING:
+    from fluxtrain.core.wrap.engine import Engine
+
+COPIES = 2  # of the block: the second starts as every block but the first does
+STEPS = 8  # at one size, at most
+HEAT_S = 0.3  # of steps on a GPU that are not counted: a cool GPU clocks up to a sixth higher
+LIMIT_S = 0.4  # for the steps at one size on a GPU; the last may end later
+CPU_LIMIT_S = 0.25  # for the steps at one size in one repeat without a GPU
+
+
+@dataclass
+class BlockTimes:
+    """Seconds and bytes of the steps at one size, by what took them."""
+
+    rows: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    activation_bytes: int = 0
+    edge_bytes: int = 0  # taken between the loss and the last block
+    held_bytes: int = 0  # by the device after the forward pass of both copies
+    keeps: bool = False  # the copies were also run without recompute
+    kept_bytes: int = 0  # activations of both copies, without recompute
+
+    def add_step(self, **parts: float) -> None:
+        """Add the seconds of one step, by what took them."""
+        for name, seconds in parts.items():
+            self.seconds.setdefault(name, []).append(seconds)
+
+    def add(self, other: BlockTimes) -> None:
+        """Add the steps of another repeat at the same size."""
+        for name, seconds in other.seconds.items():
+            self.seconds.setdefault(name, []).extend(seconds)
+        self.activation_bytes = max(self.activation_bytes, other.activation_bytes)
+
+    def take_larger_memory(self, other: BlockTimes) -> None:
+        """Raise each number of bytes to that of `other`, where that is larger."""
+        for name in ("activation_bytes", "edge_bytes", "kept_bytes"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one block and what stands outside of blocks, forward and backward."""
+        parts = ("forward", "backward", "outside_forward", "outside_backward")
+        return sum(self.median(name) for name in parts if self.seconds.get(name))
+
+    def median(self, name: str) -> float:
+        """Return the median seconds of what is called `name`."""
+        return median(self.seconds[name])
+
+
+@dataclass
+class _Marks:
+    """Times at which a step passed its marks, by their names.
+
+    `passed` are those of the device's stream (of the host without a GPU), `queued_s` those at which
+    the host had queued the work before the mark.
+    """
+
+    passed: dict[str, list[Any]] = field(default_factory=dict)
+    queued_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def host_between(self, start: str, end: str) -> float:
+        """Sum the host's seconds from each mark `start` to its mark `end`."""
+        pairs = zip(self.queued_s[start], self.queued_s[end], strict=True)
+        return sum(after - before for before, after in pairs)
+
+
+class BlockTimer:
+    """Runs steps of the small model and times them by marks where its blocks begin and end.
+
+    On a GPU the steps follow each other as in a training: the host queues one step while the GPU
+    computes the step before. So the GPU never waits for the host, and runs at the clock rate that
+    it keeps under load.
+    """
+
+    def __init__(
+        self, small: nn.Module, engine: Engine, blocks: list[nn.Module], device: torch.device
+    ) -> None:
+        self._small, self._engine, self._device = small, engine, device
+        self._on_gpu = device.type == "cuda"
+        self._marks = _Marks()
+        self._held_bytes = 0
+        self._measures_memory = self._at_the_loss = False
+        self._times = BlockTimes(0)
+        trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
+        self._updated = sum(p.numel() for p in trained)
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
+        mine = {id(parameter) for parameter in trained}
+        self._others = [p for p in small.parameters() if p.requires_grad and id(p) not in mine]
+        self._block_marks = BlockMarks(blocks, self._pass)
+
+    def close(self) -> None:
+        """Remove the hooks from the blocks."""
+        self._block_marks.remove()
+
+    def measure(
+        self, batch: BoundBatch[Any], *, chunk_rows: int | None = None, memory: bool = True
+    ) -> BlockTimes:
+        """Time steps of `batch` in chunks of `chunk_rows` rows; None: as one chunk.
+
+        A step that warms up comes first. Without a GPU, and for a batch that is one chunk, a step
+        that measures the block's `memory` follows; its time does not count.
+        """
+        times = self._times = BlockTimes(batch.rows)
+        self._engine.chunk_rows = chunk_rows or times.rows
+        # a copy within a step would make the host wait for all work queued before it
+        batch = batch.to(self._device)
+        self._step(batch)
+        if memory and not self._on_gpu and chunk_rows is None:
+            self._step_for_memory(batch)
+        times.seconds.clear()
+        if self._on_gpu:
+            self._run_steps(batch, HEAT_S, LIMIT_S)
+            self._run_without_recompute(batch, times)
+            return times
+        repeat_steps(lambda: self._step(batch), most=STEPS, limit_s=CPU_LIMIT_S)
+        return times
+
+    def measure_memory(self, batch: BoundBatch[Any], times: BlockTimes) -> None:
+        """Raise the bytes in `times`, which are those of other rows, to what `batch` takes.
+
+        Rows of several documents need a mask, with which attention keeps more, and may come late in
+        a run.
+        """
+        other = self._times = BlockTimes(times.rows)
+        self._engine.chunk_rows = times.rows
+        # a copy within a step would make the host wait for all work queued before it
+        batch = batch.to(self._device)
+        self._step(batch)
+        if not self._on_gpu:
+            self._step_for_memory(batch)
+        elif times.keeps:
+            self._run_without_recompute(batch, other)
+        times.take_larger_memory(other)
+
+    def _run_without_recompute(self, batch: BoundBatch[Any], times: BlockTimes) -> None:
+        """Run the steps again with the blocks' activations kept, and add to `times` what differs:
+        the backward pass and the memory held."""
+        kept = self._times = BlockTimes(times.rows)
+        for unit in self._engine.units:
+            unit.recomputes = unit.group.kind != "block"
+        try:
+            self._run_steps(batch, 0.0, LIMIT_S / 2)
+        except torch.OutOfMemoryError:
+            return
+        finally:
+            for unit in self._engine.units:
+                unit.recomputes = True
+        times.seconds["kept_backward"] = kept.seconds["backward"]
+        times.keeps, times.kept_bytes = True, max(0, kept.held_bytes - times.held_bytes)
+
+    def _run_steps(self, batch: BoundBatch[Any], heat_s: float, limit_s: float) -> None:
+        """Run steps without a pause between them. Steps that the device begins after `heat_s`
+        count, but never the first step."""
+        counted: list[_Marks] = []
+        before: _Marks | None = None
+        started_s, past_s = time.perf_counter(), 0.0
+        while len(counted) < STEPS and not (counted and past_s > limit_s):
+            step = self._queue(batch)
+            if before is not None:
+                before.passed["updated"][0].synchronize()
+                past_s = time.perf_counter() - started_s - heat_s  # `step` begins on the GPU now
+                counted += [step] if past_s >= 0 else []
+            before = step
+        self._wait()
+        for step in counted:
+            self._add_to_times(step)
+
+    def _step(self, batch: BoundBatch[Any]) -> None:
+        """Run one step and wait for its end."""
+        step = self._queue(batch)
+        self._wait()
+        self._add_to_times(step)
+
+    def _step_for_memory(self, batch: BoundBatch[Any]) -> None:
+        """Run one step that measures the host memory of a block's backward pass."""
+        self._measures_memory = True
+        self._step(batch)
+        self._measures_memory = False
+
+    def _queue(self, batch: BoundBatch[Any]) -> _Marks:
+        """Queue one step on the device and return its marks."""
+        step = self._marks = _Marks()
+        self._mark("start")
+        loss = batch.loss(self._small)
+        self._mark("loss")
+        if self._on_gpu:
+            self._at_the_loss = True
+            self._begin_peak()
+        loss.backward()
+        self._mark("backward")
+        self._update()
+        for parameter in self._small.parameters():
+            parameter.grad = None
+        return step
+
+    def _add_to_times(self, step: _Marks) -> None:
+        """Add what a finished step took to the times of its size."""
+        forward_s = self._between(step, "enters", "leaves")
+        backward_s = self._between(step, "backward enters", "backward leaves")
+        host_s = step.host_between("enters", "leaves") if self._on_gpu else 0.0
+        host_backward_s = step.host_between("backward enters", "backward leaves")
+        self._times.add_step(
+            forward=forward_s / COPIES,
+            backward=backward_s / COPIES,
+            host_forward=host_s / COPIES,
+            host=(host_s + host_backward_s) / COPIES if self._on_gpu else 0.0,
+            outside_forward=max(0.0, self._between(step, "start", "loss") - forward_s),
+            outside_backward=max(0.0, self._between(step, "loss", "backward") - backward_s),
+            host_outside=step.host_between("start", "backward") - host_s - host_backward_s,
+            host_update=step.host_between("clipped", "updated") / COPIES,
+            update=self._between(step, "backward", "updated") / max(1, self._updated),
+            whole=self._between(step, "start", "backward"),
+        )
+
+    def _update(self) -> None:
+        """Clip the norm and update the weights, which stay on the device."""
+        if self._optimizer is not None:
+            self._engine.clip_grad_norm(1.0)
+        for parameter in self._others:  # to clip what no optimizer steps the host reads the norm
+            parameter.grad = None
+        self._mark("clipped")
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self._mark("updated")
+
+    def _pass(self, name: Mark) -> None:
+        """Mark where a pass of a block begins or ends, and measure what it takes."""
+        self._mark(name)
+        if name == "leaves" and self._on_gpu:
+            self._times.held_bytes = torch.cuda.memory_allocated(self._device)
+        elif name == "backward enters":
+            self._backward_enters()
+        elif name == "backward leaves":
+            self._backward_left()
+
+    def _backward_enters(self) -> None:
+        if self._on_gpu:
+            if self._at_the_loss:
+                self._at_the_loss = False
+                self._times.edge_bytes = max(self._times.edge_bytes, self._taken_bytes())
+            self._begin_peak()
+        elif self._measures_memory:
+            trim_heap()
+            self._held_bytes = measure_host_peak_anew() or 0
+
+    def _begin_peak(self) -> None:
+        """Note the memory that the device holds now and begin a new peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._held_bytes = torch.cuda.memory_allocated(self._device)
+
+    def _taken_bytes(self) -> int:
+        """Return the most bytes that were taken since `_begin_peak`."""
+        return max(0, torch.cuda.max_memory_allocated(self._device) - self._held_bytes)
+
+    def _backward_left(self) -> None:
+        if self._on_gpu:
+            taken = self._taken_bytes()
+            self._times.activation_bytes = max(self._times.activation_bytes, taken)
+        elif self._measures_memory and self._held_bytes:
+            peak = (recent_host_peak_bytes() or 0) - self._held_bytes
+            self._times.activation_bytes = max(self._times.activation_bytes, peak)
+
+    def _mark(self, name: str) -> None:
+        """Mark this point of the step: on the host's clock, and in the stream of a GPU."""
+        now: Any = time.perf_counter()
+        self._marks.queued_s.setdefault(name, []).append(now)
+        if self._on_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
+        self._marks.passed.setdefault(name, []).append(now)
+
+    def _between(self, step: _Marks, start: str, end: str) -> float:
+        """Sum the seconds from each mark `start` to its mark `end`."""
+        pairs = zip(step.passed[start], step.passed[end], strict=True)
+        if self._on_gpu:
+            return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3
+        return float(sum(after - before for before, after in pairs))
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,71 @@
+"""The files in which measurements of a machine are kept, and how long they stay valid."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.files.atomic import write_json
+from fluxtrain.units import GIB
+
+MAX_AGE_S = 7 * 86_400.0
+
+
+def cache_file(kind: str, machine: Machine, *more: object) -> Path:
+    """Return the file below $XDG_CACHE_HOME/fluxtrain for this host, CPU with the instructions that
+    may be used, memory, cards and all else that the measurement depends on (plain values)."""
+    memory = machine.memory_total_bytes
+    facts = [
+        os.uname().nodename,
+        machine.cpu_name,
+        machine.cores,
+        machine.instruction_set,
+        None if memory is None else round(memory / GIB),  # a kernel update changes it slightly
+        [(gpu.uuid, gpu.name) for gpu in machine.gpus],
+        machine.driver,
+        *more,
+    ]
+    digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "fluxtrain" / f"{kind}-{digest}.json"
+
+
+class Kept(Protocol):
+    """The content of such a file."""
+
+    @property
+    def format(self) -> int: ...
+
+    @property
+    def measured_at_s(self) -> float: ...
+
+
+_K = TypeVar("_K", bound=Kept)
+
+
+def read_kept(place: Path, kind: type[_K], file_format: int) -> _K | None:
+    """Read what was kept; None without a file, for another format, or if it is no longer valid: a
+    week old, or from the future because the clock was set back."""
+    try:
+        kept = msgspec.json.decode(place.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    age_s = time.time() - kept.measured_at_s
+    return kept if kept.format == file_format and -60 < age_s < MAX_AGE_S else None
+
+
+def keep(place: Path, kept: msgspec.Struct) -> str:
+    """Write the file, and return why that failed or ""; the next process then measures again."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, kept)
+    except (OSError, FluxTrainError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,1 @@
+"""Trained models in use: exported and merged, evaluated, asked for text."""

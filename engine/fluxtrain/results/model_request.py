@@ -1,0 +1,117 @@
+"""Finds the model that a user means, before anything large is read and before any hub is asked."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.errors import BadInput
+from fluxtrain.events.run_folder.finding import find_run
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.results.export.chosen_base import UseRequest, refuse_unknown
+from fluxtrain.results.naming import DEMO, is_run, refuse_missing
+from fluxtrain.train.checkpoint.recovery import stored_config
+
+if TYPE_CHECKING:
+    from fluxtrain.results.export.source import AdapterSource
+
+_ADAPTER = "adapter_config.json"
+_CARD = re.compile(r"[0-9]{1,4}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest(UseRequest):
+    """Any trained model as the command line names it, and where it computes."""
+
+    cards: str | None = None  # how many GPUs, or their numbers such as 0,2; None: by need
+    offload: str = "auto"
+    budget_gib: float | None = None
+
+    def check_values(self) -> None:
+        """Raise BadInput for a value that is not known."""
+        refuse_missing(self.named)
+        super().check_values()
+        refuse_unknown("--offload", self.offload, ("auto", "none", "weights", "max"))
+        _ = self.wished_cards
+        if self.budget_gib is not None and not self.budget_gib > 0:
+            raise BadInput(f"--budget-gib is {self.budget_gib}: use more than 0, or leave it out")
+
+    @property
+    def wished_cards(self) -> int | tuple[int, ...] | None:
+        """How many GPUs compute, or which; None: as few as hold the model, else all.
+
+        Raises BadInput for what is neither.
+        """
+        if self.cards is None:
+            return None
+        parts = [part.strip() for part in self.cards.split(",")]
+        if not all(map(_CARD.fullmatch, parts)) or parts == ["0"]:
+            raise BadInput(
+                f"--cards is {self.cards!r}: use how many GPUs, from 1, or their numbers with "
+                "commas, such as 0,1; leave it out for as few as hold the model"
+            )
+        numbers = tuple(map(int, parts))
+        return numbers if len(numbers) > 1 else numbers[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundModel:
+    """A model: a folder, a hub id or `demo`, or an adapter; and the run that trained it."""
+
+    path: str
+    adapter: AdapterSource | None = None
+    run: RunConfig | None = None
+    run_id: str | None = None
+
+
+def find_model(named: str) -> FoundModel:
+    """Find a model's folder, an adapter, a run's result or a hub id by its name.
+
+    Raises BadInput where a path does not exist, or a run has saved no model.
+    """
+    refuse_missing(named)
+    path = Path(named).expanduser()
+    if named == DEMO:
+        return FoundModel(path=DEMO)
+    if (path / "config.json").is_file() and not RunDir(path).run.is_file():
+        return FoundModel(path=str(path), **_run_around(path))
+    if (path / _ADAPTER).is_file():
+        return _adapter(str(path), **_run_around(path))
+    if is_run(named):
+        return _of_run(RunDir(find_run(named)))
+    return FoundModel(path=named)
+
+
+def _of_run(run_dir: RunDir) -> FoundModel:
+    config = stored_config(run_dir)
+    if config.method.name != "full":
+        return _adapter(str(run_dir.path), run=config, run_id=run_dir.path.name)
+    if not (run_dir.model / "config.json").is_file():
+        summary = run_dir.summary()
+        goes_on = f"go on with `fluxtrain train --resume {shlex.quote(str(run_dir.path))}`"
+        raise BadInput(
+            f"{run_dir.path} has saved no model yet (it is {summary.word()}): a run saves it after "
+            f"its last step; {'wait for it' if summary.state == 'running' else goes_on}"
+        )
+    return FoundModel(path=str(run_dir.model), run=config, run_id=run_dir.path.name)
+
+
+def _adapter(named: str, run: RunConfig | None = None, run_id: str | None = None) -> FoundModel:
+    from fluxtrain.results.export.source import (
+        find_adapter,  # peft is read where there are adapters
+    )
+
+    source = find_adapter(named)
+    return FoundModel(path=str(source.folder), adapter=source, run=run or source.run, run_id=run_id)
+
+
+def _run_around(folder: Path) -> dict[str, Any]:
+    """Return the run whose `model` folder this is, where it is one."""
+    parent = RunDir(folder.absolute().parent)
+    if not parent.run.is_file() or parent.model != folder.absolute():
+        return {}
+    return {"run": stored_config(parent), "run_id": parent.path.name}

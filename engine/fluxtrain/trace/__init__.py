@@ -1,1 +1,0 @@
-"""The activity of every stream and thread in the last steps: cut, kept in a ring, exported."""

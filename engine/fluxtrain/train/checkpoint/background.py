@@ -1,0 +1,171 @@
+"""Write one checkpoint on threads while training goes on, from copies made group by group.
+
+The thread `checkpoint-copy` copies the groups in the order in which the next step updates them, and
+each group's update waits for its copy (`GroupJobs.saving`), on the host or on a device; forward and
+backward only read, and wait for nothing. The thread `checkpoint` writes the copies. They hold at
+most a budget of host memory: beyond it copying waits for writing. So what is written is the state
+of one moment, bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fluxtrain.core.optimizer.state_shards import Held, Read
+from fluxtrain.train.checkpoint.checkpoint import Checkpoint
+from fluxtrain.train.checkpoint.copy_memory import CopyMemory
+
+if TYPE_CHECKING:
+    from fluxtrain.methods.engine import TrainingEngine as Engine
+
+Shard = tuple[str, "dict[str, Tensor]"]
+Write = Callable[[Iterator[Shard]], Checkpoint]
+
+
+class BackgroundWrite:
+    """A checkpoint on its way to the disk. Made and asked by the run's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        step: int,
+        write: Write,
+        budget_bytes: int,
+        memory: CopyMemory | None = None,
+    ) -> None:
+        """Take the state between two steps: all updates are done.
+
+        `write` writes the shards that it is given. The copies go into `memory`, or fresh memory.
+        What no update waits for (parameters outside of groups) is copied at once.
+        """
+        self.step = step
+        self.checkpoint: Checkpoint | None = None
+        self.error: BaseException | None = None
+        self._write, self._budget_bytes = write, budget_bytes
+        self._held_bytes, self._given_up = 0, False
+        self._room = threading.Condition()
+        self._copies: SimpleQueue[Shard | BaseException] = SimpleQueue()
+        self._engine, self._held_before_s = engine, engine.held_s
+        self._memory = memory
+        if memory is not None:
+            memory.begin()
+        self._parts: list[tuple[Shard, Held | None]] = []
+        self._copier = threading.Thread(target=self._copy, name="checkpoint-copy")
+        self._writer = threading.Thread(target=self._written, name="checkpoint")
+        try:
+            for name, tensors in engine.state_shards():
+                held = engine.hold_for_saving(name)
+                shard = (name, tensors if held is not None else _copied(tensors, memory))
+                self._parts.append((shard, held))
+            self._count = len(self._parts)
+            self._copier.start()
+            self._writer.start()
+        except BaseException:  # no memory, no thread: training goes on without
+            self._give_up()
+            raise
+
+    @property
+    def done(self) -> bool:
+        """Return whether the checkpoint is whole on disk, or has failed."""
+        return not self._writer.is_alive()
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that updates have waited for its copies."""
+        return self._engine.held_s - self._held_before_s
+
+    def wait_copied(self) -> None:
+        """Wait until nothing reads the engine's memory any more."""
+        self._copier.join()
+
+    def wait(self) -> None:
+        """Wait until it is done."""
+        self._copier.join()
+        self._writer.join()
+
+    def _give_up(self) -> None:
+        """Let the updates go on, and the copies end."""
+        with self._room:
+            self._given_up = True
+            self._room.notify_all()
+        if self._copier.ident is not None:
+            self._copier.join()
+        for _, held in self._parts:
+            if held is not None and not held.copied.done():
+                held.copied.set_result(None)
+        if self._memory is not None:
+            self._memory.end()
+
+    def _copy(self) -> None:
+        for (name, tensors), held in self._parts:
+            copies: Shard | BaseException = (name, tensors)
+            try:
+                self._wait_for_room(_bytes(tensors))
+                if held is not None and not self._given_up:
+                    copies = (name, _copied(tensors, self._memory, held.read))
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that writes
+                copies = error
+            finally:  # whatever happened, training goes on
+                if held is not None:
+                    held.copied.set_result(None)
+            self._copies.put(copies)
+        self._parts = []
+
+    def _wait_for_room(self, size_bytes: int) -> None:
+        """Wait for writing, unless no copy is held; count the copy as held."""
+        with self._room:
+            while (
+                self._held_bytes
+                and self._held_bytes + size_bytes > self._budget_bytes
+                and not self._given_up
+            ):
+                self._room.wait()
+            self._held_bytes += size_bytes
+
+    def _written(self) -> None:
+        try:
+            self.checkpoint = self._write(self._shards())
+        except BaseException as error:  # noqa: BLE001 - raised between two steps
+            self.error = error
+        finally:
+            with self._room:
+                self._given_up = True
+                self._room.notify_all()
+            self._copier.join()
+            if self._memory is not None:
+                self._memory.end()
+
+    def _shards(self) -> Iterator[Shard]:
+        for _ in range(self._count):
+            copies = self._copies.get()
+            if isinstance(copies, BaseException):
+                raise copies
+            yield copies
+            with self._room:
+                self._held_bytes -= _bytes(copies[1])
+                self._room.notify_all()
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _copied(
+    tensors: dict[str, Tensor], memory: CopyMemory | None, read: Read = Tensor.copy_
+) -> dict[str, Tensor]:
+    """Copy tensors to host memory that nothing else writes to."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        source = tensor.detach()
+        copy = (
+            torch.empty(source.shape, dtype=source.dtype) if memory is None else memory.like(source)
+        )
+        (Tensor.copy_ if source.device.type == "cpu" else read)(copy, source)
+        found[name] = copy
+    return found

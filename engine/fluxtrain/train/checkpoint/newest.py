@@ -1,0 +1,178 @@
+"""Find the newest checkpoint that is whole, and refuse those that are not, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.errors import BadInput, brief
+from fluxtrain.files.cache import Damaged
+from fluxtrain.train.checkpoint.checkpoint import (
+    TRAINER,
+    Checkpoint,
+    list_checkpoints,
+    read_checkpoint,
+    step_folder,
+)
+
+_BEFORE = {
+    "train.states": "fp32",
+    "train.optimizer": "adamw",
+}  # values in checkpoints that are older than the setting
+
+
+_LATER = ("learning rate",)  # not in checkpoints that are older than the check
+
+
+class BeyondEnd(Damaged):
+    """A checkpoint is of a step that the run does not have (any more)."""
+
+
+def newest_valid(
+    root: Path, warn: Callable[[str], None], before: str | None = None
+) -> Checkpoint | None:
+    """Find the newest checkpoint without damage; name and skip damaged ones.
+
+    before: the name of a folder; only those of earlier steps are looked at.
+    None if there are no checkpoints. Raises BadInput if all are damaged.
+    """
+    found = [path for path in list_checkpoints(root) if before is None or path.name < before]
+    for path in found:
+        try:
+            return _of_its_name(read_checkpoint(path))
+        except Damaged as damage:
+            warn(f"skipped a damaged checkpoint: {damage}")
+    if found:
+        raise _all_damaged(root)
+    return None
+
+
+def _of_its_name(checkpoint: Checkpoint) -> Checkpoint:
+    """Return it; raise Damaged for one under the name of another step, such as a copy."""
+    if checkpoint.path.name != step_folder(checkpoint.path.parent, checkpoint.step).name:
+        raise Damaged(f"{checkpoint.path.name} holds step {checkpoint.step}")
+    return checkpoint
+
+
+def newest_resumable(
+    root: Path, warn: Callable[[str], None], before: str | None = None
+) -> Checkpoint | None:
+    """Find the newest checkpoint whose trainer's state can be read too, as `newest_valid` does.
+
+    None if there are no checkpoints. Raises BadInput if none is whole, also `before` a folder.
+    """
+    while (found := newest_valid(root, warn, before)) is not None:
+        try:
+            trainer_content(found)
+            return found
+        except Damaged as damage:
+            warn(f"skipped a damaged checkpoint: {damage}")
+        before = found.path.name
+    if before is not None:
+        raise _all_damaged(root)
+    return None
+
+
+def older_resumable(
+    root: Path, warn: Callable[[str], None], refused: Checkpoint, why: Damaged
+) -> Checkpoint:
+    """Find the newest one before a checkpoint that was `refused`. Raises BadInput if none is whole:
+    for one beyond the run's end, which is whole itself, with that."""
+    kind = "checkpoint" if isinstance(why, BeyondEnd) else "damaged checkpoint"
+    warn(f"skipped a {kind}: {why}")
+    try:
+        older = newest_resumable(root, warn, refused.path.name)
+    except BadInput:
+        if isinstance(why, BeyondEnd):
+            raise why from None
+        raise
+    assert older is not None, "without an older one it raises"
+    return older
+
+
+def with_cure(damage: Damaged) -> Damaged:
+    """Add what to do about a damaged checkpoint that the user named."""
+    return Damaged(
+        f"{damage}: name another checkpoint, or the run's folder to go on from its newest whole one"
+    )
+
+
+def _all_damaged(root: Path) -> BadInput:
+    return BadInput(
+        f"all {len(list_checkpoints(root))} checkpoints under {root} are damaged: start again in "
+        "another --run-dir"
+    )
+
+
+@contextmanager
+def damage_in_words_of(checkpoint: Checkpoint, kind: type[BadInput] = BadInput) -> Iterator[None]:
+    """Raise Damaged for what a part of the run refuses to be restored to."""
+    try:
+        yield
+    except kind as error:
+        raise Damaged(f"{checkpoint.path.name}: {error}") from error
+
+
+def refuse_beyond_end(checkpoint: Checkpoint, total_steps: int) -> None:
+    """Raise BeyondEnd for a checkpoint of a step after the run's last."""
+    if checkpoint.step > total_steps:
+        raise BeyondEnd(
+            f"{checkpoint.path.name} is of step {checkpoint.step} and the run ends at step "
+            f"{total_steps}: raise train.steps (or train.epochs) if it was lowered"
+        )
+
+
+def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read what `CheckpointWriter.write` wrote. Raises Damaged where it cannot be read any more."""
+    try:
+        return checkpoint.trainer_state()
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{checkpoint.path.name}: {TRAINER} cannot be read ({error})") from None
+
+
+def batch_rows_of(checkpoint: Checkpoint) -> int:
+    """Return the rows of a micro-batch."""
+    rows: int = trainer_content(checkpoint)["fingerprint"]["batch_rows"]
+    return rows
+
+
+def refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise BadInput, with what differs, for a checkpoint of another model, data or settings."""
+    old, new = {**_BEFORE, **old}, {**_BEFORE, **new}
+    different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    different = [key for key in different if key not in _LATER or (key in old and key in new)]
+    if not different:
+        return
+    listed = "; ".join(
+        f"{brief(key)} was {brief(repr(old.get(key)))} and is {brief(repr(new.get(key)))}"
+        for key in sorted(different)
+    )
+    raise BadInput(
+        f"{path.name} belongs to another run ({listed}): resume with the settings it was made "
+        "with, or start a new run in another --run-dir"
+    )
+
+
+def chunk_rows_of(content: dict[str, Any], asked: int | None, warn: Callable[[str], None]) -> int:
+    """Return the chunk that a run goes on with: the one it had, as losses depend on it, unless the
+    user has set another one since (`asked`; None: it is not set)."""
+    had: int = content["chunk_rows"]
+    if asked is None or asked in (had, content.get("chunk_rows_set", asked)):
+        return had
+    warn(
+        f"placement.chunk_rows is {asked} now, as set, and was {had}: losses differ in their "
+        "last digits from those of a run that never stopped, and with dropout by what is drawn"
+    )
+    return asked
+
+
+def refuse_lacking(checkpoint: Checkpoint, needed: Sequence[str]) -> None:
+    """Raise Damaged for a checkpoint without a shard of one of these names."""
+    held = {name for name, _ in checkpoint.shards}
+    if lacking := [name for name in needed if name not in held]:
+        raise Damaged(
+            f"{checkpoint.path.name}: its manifest lacks {len(lacking)} of the {len(needed)} "
+            f"groups of the model, first {lacking[0]!r}"
+        )

@@ -1,0 +1,391 @@
+"""Write the checkpoints of a run when they are due, and restore the run from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fluxtrain.config.cadence import Cadence
+from fluxtrain.errors import DoesNotFit, FluxTrainError
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.events import CheckpointWritten
+from fluxtrain.events.run_folder.holding import Holding
+from fluxtrain.files.cache import Damaged
+from fluxtrain.machine.failures import as_told, first_line
+from fluxtrain.train.checkpoint.background import BackgroundWrite
+from fluxtrain.train.checkpoint.checkpoint import (
+    Checkpoint,
+    load_shard_tensors,
+    read_checkpoint,
+    step_folder,
+    write_checkpoint,
+)
+from fluxtrain.train.checkpoint.copy_memory import CopyMemory
+from fluxtrain.train.checkpoint.newest import (
+    chunk_rows_of,
+    damage_in_words_of,
+    older_resumable,
+    refuse_beyond_end,
+    refuse_lacking,
+    refuse_other_run,
+    trainer_content,
+    with_cure,
+)
+from fluxtrain.train.checkpoint.place import (
+    CannotSave,
+    make_ready,
+    make_room,
+    prune_or_tell,
+    saved,
+    stands,
+    told_of,
+    why_given_up,
+)
+from fluxtrain.train.checkpoint.randomness import (
+    random_state,
+    restore_random_state,
+    tell_of_threads,
+)
+from fluxtrain.train.checkpoint.run_state import RunState
+from fluxtrain.train.observe.disk_wait import DiskWait
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fluxtrain.methods.engine import TrainingEngine as Engine
+    from fluxtrain.methods.objective import Cursor
+    from fluxtrain.methods.optimizer import Optimizer
+
+PERIOD_S = 600.0
+TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most
+SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
+
+
+class CheckpointWriter:
+    """Writes, prunes and restores the checkpoints of one run."""
+
+    def __init__(
+        self,
+        root: Path,
+        cadence: Cadence,
+        keep: int,
+        announcer: Announcer,
+        fingerprint: dict[str, Any],
+        optimizer: Optimizer,
+        *,
+        needs_best: bool = False,
+        disk: DiskWait | None = None,
+        budget_bytes: int = 0,
+        chunk_rows: int | None = None,
+    ) -> None:
+        """`budget_bytes` of host memory may hold copies of what is written in the background; 0:
+        training always waits. `chunk_rows` is as the user set it; None: by the plan."""
+        self._root = root
+        self._cadence = cadence
+        self._keep, self._needs_best = keep, needs_best
+        self._announcer = announcer
+        self._fingerprint = fingerprint
+        self._optimizer = optimizer
+        self._disk = disk
+        self.budget_bytes = budget_bytes
+        self._state_bytes = 0  # of a checkpoint, once it is known
+        self._chunk_rows_set = chunk_rows
+        self._under_way: BackgroundWrite | None = None
+        self._memory: CopyMemory | None = None
+        self._started_s = self._held_s = 0.0
+        self._failed = False  # the last one in the background: the disk was full
+        self.last: Checkpoint | None = None
+        self._look: Callable[[], None] = lambda: None
+        self._glance = self._look
+        self.read_bytes = self.written_bytes = 0
+
+    def follow(self, holding: Holding, state_bytes: int = 0) -> None:
+        """Look where the run's folder is before each checkpoint, and from time to time. A
+        checkpoint holds `state_bytes`, where that is known."""
+        self._state_bytes = state_bytes
+        self._look, self._glance = holding.look, holding.glance
+        holding.followed_by(self._moved)
+
+    def _moved(self, old: Path, new: Path) -> None:
+        self._root = new / self._root.relative_to(old)
+        if self.last is not None and self.last.path.is_relative_to(old):
+            self.last = replace(self.last, path=new / self.last.path.relative_to(old))
+
+    def _ready(self) -> None:
+        """Raises OSError, and BadInput as `Holding.look`."""
+        self._look()
+        make_ready(self._root, self._announcer.warn)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the cadence asks for a checkpoint now; an automatic one does not while
+        another is under way."""
+        if self._under_way is not None and self._cadence.every == "auto":
+            return step >= self._cadence.total_steps
+        return self._failed or self._cadence.is_due(step)
+
+    def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
+        """Save the run between two steps; do nothing if the step is saved already.
+
+        Raises NoSpace after the wait for a full disk, and CannotSave where its folder cannot be
+        written; the previous checkpoint stays the last one. BadInput: see `Holding.look`.
+        """
+        self.finish()
+        if (standing := self._standing(state.step)) is not None:
+            return standing
+        once = partial(self._write, state, engine, data)
+        write = partial(saved, once, self._ready)
+        try:
+            return write() if self._disk is None else self._disk.until_written(write)
+        except CannotSave as error:
+            raise CannotSave(f"{error}; {self.last_text()}") from error
+
+    def save(
+        self, state: RunState, engine: Engine, data: Cursor, *, background: bool = True
+    ) -> None:
+        """Save the run between two steps, in the `background` if the plan has memory for it: `poll`
+        and `finish` tell of its end. Where its folder cannot be written, say so and go on.
+
+        Raises NoSpace as `write`.
+        """
+        started_s = time.monotonic()
+        try:
+            self.finish()
+            if not (background and self._begins(state, engine, data)):
+                self.write(state, engine, data)
+        except CannotSave as error:
+            self._failed = False
+            self._cadence.done(state.step, time.monotonic() - started_s)
+            self._announcer.warn(
+                f"step {state.step} is not saved, and the training goes on until the next "
+                f"checkpoint is due: {error}"
+            )
+
+    def _begins(self, state: RunState, engine: Engine, data: Cursor) -> bool:
+        """Begin to save the run in the background; return whether it may be, and there is room."""
+        if not self.budget_bytes or self._failed or self._standing(state.step) is not None:
+            return False
+        self._started_s = time.monotonic()
+        try:
+            self._ready()
+            self._make_room(engine, state.best_step)
+        except OSError:  # `write` tries again, or waits for room
+            return False
+        content, step, best = self._content(state, engine, data), state.step, state.best_step
+
+        def write(shards: Iterator[tuple[str, dict[str, Tensor]]]) -> Checkpoint:
+            with engine.device.recorder.working("disk", "checkpoint", f"step {step}"):
+                written = write_checkpoint(self._root, step, shards, content)
+            self._prune(step, best)
+            return written
+
+        memory = self._copy_memory()
+        try:
+            self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes, memory)
+        except (RuntimeError, MemoryError) as error:  # no thread or memory, else it is raised
+            self._given_up(step, error)
+            return False
+        self._held_s = time.monotonic() - self._started_s
+        return True
+
+    def _copy_memory(self) -> CopyMemory | None:
+        """Return the memory for copies, where the budget holds all of the state at once."""
+        if self._memory is None and 0 < self._state_bytes <= self.budget_bytes:
+            self._memory = CopyMemory(self.budget_bytes)
+        return self._memory
+
+    def poll(self, step: int) -> None:
+        """Tell of the checkpoint in the background, if it is whole since the last call, look where
+        the run's folder is, and take memory for the next copies. Raises what made it fail; a full
+        disk is waited for by the next `save`, at once."""
+        self._glance()
+        if self._cadence.nears(step) and (memory := self._copy_memory()) is not None:
+            memory.make_ahead()
+        if self._under_way is not None and self._under_way.done:
+            self.finish()
+
+    def wait_copied(self) -> None:
+        """Wait until nothing of the background reads the engine's memory."""
+        if self._under_way is not None:
+            self._under_way.wait_copied()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in the background. Raises as `poll`."""
+        under_way = self._under_way
+        if under_way is None:
+            return
+        under_way.wait()
+        self._under_way = None
+        if under_way.checkpoint is None:
+            self._given_up(under_way.step, under_way.error or AssertionError("it is done"))
+            return
+        seconds = time.monotonic() - self._started_s
+        path = self._root / under_way.checkpoint.path.name  # it may have moved since
+        held_s = self._held_s + under_way.held_s
+        self._note(replace(under_way.checkpoint, path=path), seconds, held_s)
+
+    def close(self) -> None:
+        """Wait for the checkpoint in the background where the run ends, whose own error counts."""
+        with suppress(Exception):
+            self.finish()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    def _given_up(self, step: int, error: BaseException) -> None:
+        """Go on without the checkpoint in the background, where the next one may succeed: the disk
+        was full, its files were taken away, or memory for its copies ran out. Raises any other
+        error."""
+        words = why_given_up(step, error)
+        if words is None:
+            raise error
+        if isinstance(as_told(error), DoesNotFit):
+            self.budget_bytes, self._memory = 0, None
+        self._failed = True
+        self._announcer.warn(words)
+
+    def write_last(self, state: RunState, engine: Engine, data: Cursor) -> None:
+        """Save the steps of a run that ends for want of memory; where that fails too, say so."""
+        try:
+            engine.flush()
+            if state.step > 0:
+                self.write(state, engine, data)
+        except (FluxTrainError, RuntimeError, MemoryError) as error:
+            self._announcer.warn(f"no checkpoint of step {state.step}: {first_line(error)}")
+
+    def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
+        started_s = time.monotonic()
+        self._make_room(engine, state.best_step)
+        content = self._content(state, engine, data)
+        with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
+            written = write_checkpoint(self._root, state.step, self._shards(engine), content)
+        self._prune(state.step, state.best_step)
+        self._note(written, time.monotonic() - started_s, None)
+        return written
+
+    def _prune(self, step: int, best_step: int | None) -> None:
+        prune_or_tell(self._root, self._keep, step, best_step, self._announcer.warn)
+
+    def _note(self, written: Checkpoint, seconds: float, held_s: float | None) -> None:
+        """Tell of a checkpoint that is whole, and count what it cost."""
+        self.last, self._failed = written, False
+        self._cadence.done(written.step, seconds if held_s is None else held_s)
+        self.written_bytes += written.bytes
+        self._announcer.emit(
+            CheckpointWritten(
+                step=written.step, path=str(written.path), bytes=written.bytes,
+                seconds=seconds, held_s=held_s,
+            )
+        )  # fmt: skip
+
+    def _content(self, state: RunState, engine: Engine, data: Cursor) -> dict[str, Any]:
+        """Return the trainer's part of a checkpoint."""
+        content: dict[str, Any] = {
+            "run": state.to_json(), "random": random_state(), "data": data.state_dict(),
+            "chunk_rows": engine.chunk_rows, "chunk_rows_set": self._chunk_rows_set,
+            "fingerprint": self._fingerprint, "threads": torch.get_num_threads(),
+        }  # fmt: skip
+        if engine.loss_scale is not None:
+            content["loss_scale"] = engine.loss_scale.state_dict()
+        return content
+
+    def resume(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
+        """Restore from `checkpoint`, or from the newest one before it that is whole, if it turns
+        out to lack what this model needs and the user did not name it.
+
+        Raises BadInput: none is whole, or it belongs to another run.
+        """
+        while True:
+            try:
+                return self.restore(checkpoint, engine, data)
+            except Damaged as damage:
+                if checkpoint.named:
+                    raise with_cure(damage) from None
+                older = older_resumable(self._root, self._announcer.warn, checkpoint, damage)
+            self._announcer.warn(f"took the checkpoint before it: {older.path.name}")
+            checkpoint = older
+
+    def restore(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
+        """Restore engine, data and random generators from `checkpoint`.
+
+        Raises:
+            BadInput: it belongs to another model, data or configuration; says what differs.
+            Damaged: it lacks a part of the model, or a file of it cannot be read any more.
+        """
+        content = trainer_content(checkpoint)
+        refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
+        self.refuse_incomplete(checkpoint, engine)
+        refuse_beyond_end(checkpoint, self._cadence.total_steps)
+        state = RunState.from_json(content["run"])
+        data.load_state_dict(content["data"])
+        if engine.loss_scale is not None:
+            engine.loss_scale.load_state_dict(content["loss_scale"])
+        self.load_weights(checkpoint, engine)
+        engine.chunk_rows = chunk_rows_of(content, self._chunk_rows_set, self._announcer.warn)
+        restore_random_state(content["random"])
+        tell_of_threads(content["threads"], self._announcer.warn)
+        self.last = checkpoint
+        self._cadence.done(checkpoint.step, 0.0)
+        return state
+
+    def refuse_incomplete(self, checkpoint: Checkpoint, engine: Engine) -> None:
+        """Raise Damaged for a checkpoint without a shard of every group: what is missing would keep
+        the weights that the run began with."""
+        refuse_lacking(checkpoint, (*engine.shard_names(), *self._optimizer.shard_names))
+
+    def best(self, state: RunState, engine: Engine) -> Checkpoint | None:
+        """Return the checkpoint of the best evaluation; None where there is none.
+
+        Raises Damaged.
+        """
+        if state.best_step is None:
+            return None
+        if self.last is not None and self.last.step == state.best_step:
+            return self.last
+        folder = step_folder(self._root, state.best_step)
+        if not folder.is_dir():
+            return None
+        found = read_checkpoint(folder)
+        self.refuse_incomplete(found, engine)
+        return found
+
+    def load_weights(self, checkpoint: Checkpoint, engine: Engine) -> None:
+        """Load weights and states alone, as nothing is trained afterwards. Raises Damaged."""
+        for name, tensors in load_shard_tensors(checkpoint):
+            if self._optimizer.load_state_shard(name, tensors):
+                continue
+            with damage_in_words_of(checkpoint):
+                engine.load_state_shard(name, tensors)
+        self.read_bytes += checkpoint.bytes
+
+    def _shards(self, engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        yield from engine.state_shards()
+        yield from self._optimizer.state_shards()
+
+    def _make_room(self, engine: Engine, best_step: int | None) -> None:
+        """Make room for a new checkpoint. Raises NoSpace if it does not fit even so."""
+        needed = engine.shard_bytes() + TRAINER_BYTES
+        best = step_folder(self._root, best_step) if best_step is not None else None
+        make_room(
+            self._root, needed, self._announcer.warn,
+            best=best, needs_best=self._needs_best, last=self.last_text,
+        )  # fmt: skip
+
+    def _standing(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint of `step` if it is the last one, and nobody has removed it."""
+        last = self.last
+        return last if last is not None and last.step == step and stands(last) else None
+
+    def last_text(self) -> str:
+        """Name the last good checkpoint, for messages, once it is whole."""
+        last = self.last
+        if self._under_way is not None:
+            self._under_way.wait()
+            last = self._under_way.checkpoint or last
+        return told_of(last)

@@ -1,0 +1,164 @@
+"""Give a training engine another placement or another chunk, between two optimizer steps.
+
+A placement decides only what is copied when, and where the same update is computed, so results keep
+their bits. Another chunk changes the order in which the rows' gradients are summed: results are
+then those of a run that has that chunk, within rounding of this one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fluxtrain.core.block.recompute_policy import choose_recompute
+from fluxtrain.core.memory.group import Group, moves, prepare_move
+from fluxtrain.core.memory.group_memory import refuse_tiers
+from fluxtrain.core.memory.window import Slot
+from fluxtrain.core.optimizer.optimizer_state import renew_state
+from fluxtrain.core.runtime.card import Card
+from fluxtrain.core.runtime.context import Context
+from fluxtrain.core.wrap.slots import slots_for
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.group_placement import check_groups, check_rows
+
+_Placed = tuple[Card, Slot]
+
+
+def apply_placement(context: Context, placement: Placement) -> None:
+    """Give `context` this placement, between two steps and in the thread that drives it.
+
+    Groups move whose rows name other tiers than before; then blocks get the placement's slots,
+    activations and chunk. New memory is taken before any is given back: where it runs out, all
+    stays as it was, and DoesNotFit is raised. Blocks that stop being resident leave their slots to
+    streamed blocks, which takes no memory.
+    """
+    check_groups(placement.groups, context.groups)
+    check_rows(placement.groups, cards=len(context.cards))
+    refuse_tiers(placement.groups)
+    _come_to_rest(context)
+    rows = list(zip(context.groups, placement.groups, strict=True))
+    moving = [(group, row) for group, row in rows if moves(group, row)]
+    fresh: list[_Placed] = []
+    gone: list[_Placed] = []
+    left: list[_Placed] = []
+    if moving:  # the ring lends from one host group to another
+        for card in context.cards:
+            card.gradients.host.give_ring_back(context.groups)
+    try:
+        for card in context.cards:
+            owners, streamed = slots_for(context, card.number, placement.groups)
+            freed = _owned(card, owners, fresh)
+            found = _shared(card, streamed, placement.slots_of(card.number), fresh, freed)
+            left += found
+            gone += [one for one in freed if one not in found]
+            gone += _too_many(card, streamed, placement.slots_of(card.number))
+        prepared = [
+            prepare_move(group, row, pin=context.device.pins and not row.is_on("device"))
+            for group, row in moving
+        ]
+    except DoesNotFit:
+        _remove(fresh)
+        fresh.clear()
+        _give_back(context)
+        raise
+    _remove(gone)
+    for card, slot in left:
+        card.window.share_slot(slot)
+    for move in prepared:
+        move()
+    if prepared:
+        renew_state(owner for owners in context.owners.values() for owner in owners.values())
+    gone.clear()
+    prepared.clear()
+    before, context.plan = context.plan, placement
+    for group, row in rows:
+        group.placement = row
+    _tidy(context, fewer_wait=_waiting(placement) < _waiting(before))
+    context.chunk_rows = placement.chunk_rows or context.chunk_rows
+    choose_recompute(context)
+    context.begin_next_step()
+
+
+def _waiting(placement: Placement) -> int:
+    """Count the groups whose inputs wait on the host."""
+    return sum(row.activations == "inputs_on_host" for row in placement.groups)
+
+
+def _come_to_rest(context: Context) -> None:
+    """Wait until no copy is under way to or from memory that may be given back."""
+    context.flush()  # copies may wait for updates
+    for card in context.cards:
+        card.window.drain()
+    for unit in context.units:
+        if unit.vocab_chunks is not None:
+            unit.vocab_chunks.drain()
+    for card in context.cards:
+        card.gradients.host.drain()
+
+
+def _tidy(context: Context, *, fewer_wait: bool) -> None:
+    """Free the memory of what has moved, and measure peaks anew. `fewer_wait`: fewer groups have
+    inputs on the host than before."""
+    for group in context.groups:
+        if group.rows is not None and group.is_on("device"):
+            group.rows.give_back()
+    for unit in context.units:
+        if unit.vocab_chunks is not None and not unit.in_vocab_chunks:
+            unit.vocab_chunks.give_back()
+    for card in context.cards:
+        if fewer_wait:
+            card.activation_offload.give_back()
+        mine = [g for g in context.groups if g.placement.card == card.number]
+        sent = [g for g in mine if not g.is_on("device", "gradients")]
+        card.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
+    _give_back(context)
+    for card in context.cards:
+        card.counts.measure_peaks_anew()
+
+
+def _remove(slots: list[_Placed]) -> None:
+    """Free the memory of these slots."""
+    for card, slot in slots:
+        card.window.remove_slot(slot)
+
+
+def _owned(card: Card, owners: list[Group], fresh: list[_Placed]) -> list[_Placed]:
+    """Give each of `owners` a slot of its own; return the slots of those that own none now."""
+    owned = {slot.owner: slot for slot in card.window.slots if slot.owner is not None}
+    for group in owners:
+        if group not in owned:
+            fresh.append((card, card.window.add_slot(group.weight_bytes, owner=group)))
+    return [(card, slot) for group, slot in owned.items() if group not in owners]
+
+
+def _shared(
+    card: Card, streamed: list[Group], count: int, fresh: list[_Placed], freed: list[_Placed]
+) -> list[_Placed]:
+    """Bring the shared slots of the largest streamed block's size to `count`; return which of the
+    `freed` ones, whose owners own none now, are among them."""
+    size_bytes, fitting = _fitting(card, streamed)
+    missing = max(0, count - len(fitting))
+    found = [one for one in freed if one[1].flat.nbytes == size_bytes][:missing]
+    for _ in range(missing - len(found)):
+        fresh.append((card, card.window.add_slot(size_bytes)))
+    return found
+
+
+def _too_many(card: Card, streamed: list[Group], count: int) -> list[_Placed]:
+    """Return the shared slots that are of another size, or more than `count`."""
+    added = [slot for slot in card.window.slots if slot.owner is None]
+    _, fitting = _fitting(card, streamed)
+    return [(card, slot) for slot in added if slot not in fitting[:count]]
+
+
+def _fitting(card: Card, streamed: list[Group]) -> tuple[int, list[Slot]]:
+    """Return the bytes of the largest streamed block, and the shared slots of that size."""
+    size_bytes = max((group.weight_bytes for group in streamed), default=0)
+    shared = [slot for slot in card.window.slots if slot.owner is None]
+    return size_bytes, [slot for slot in shared if slot.flat.nbytes == size_bytes]
+
+
+def _give_back(context: Context) -> None:
+    """Return freed memory to the driver, so that what is reserved is what is used."""
+    if context.device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,276 @@
+"""Changes of a run while it trains: asked for at any time, made between two steps, measured.
+
+The control socket's thread asks; the training loop applies, measures and undoes. A request is
+judged at once, so that the answer says whether it will be made, and again when it is made. A
+resumed run starts with its configured window; its chunk is the checkpoint's, because the losses
+depend on it, unless the user sets another one for the resume.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
+from fluxtrain.events.announce import Announcer
+from fluxtrain.events.events import ChangeApplied, ChangeRefused, StepFinished
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.train.live.adviser import Adviser, Setup
+from fluxtrain.train.live.edit import (
+    MemoryInUse,
+    refuse_without_host_room,
+    refuse_without_room,
+    settings_after,
+)
+from fluxtrain.train.live.effect import STEPS, AppliedChange, ChangeRequest, Measurement
+from fluxtrain.train.live.live_run import LiveRun
+from fluxtrain.train.live.out_of_memory import FallbackStep, fallback_steps
+from fluxtrain.train.live.settings import (
+    LOSSES_DIFFER,
+    Change,
+    LiveSettings,
+    keeps_bits,
+    parse_change,
+)
+from fluxtrain.train.live.steady import SteadySteps
+from fluxtrain.train.placing.prediction import Promise
+
+Apply = Callable[[Placement], None]  # raises DoesNotFit and leaves the engine as it was
+
+
+class LiveChanges:
+    """The changes of one run."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        announcer: Announcer,
+        apply: Apply,
+        *,
+        chunk_rows: Callable[[], int],
+        memory: Callable[[], MemoryInUse],
+        promise_of: Callable[[LiveRun, LiveSettings], Promise],
+    ) -> None:
+        self._run = setup.run
+        self._announcer = announcer
+        self._apply = apply
+        self._chunk_rows = chunk_rows
+        self._memory = memory
+        self._promise_of = promise_of
+        self._settings = setup.run.planned
+        self.promise: Promise | None = None  # of the settings in force; None: as planned
+        self.steps_since = 0  # of the settings in force
+        self._adviser = Adviser(setup, announcer)
+        self._steady = SteadySteps()
+        self._lock = threading.RLock()
+        self._requests: list[ChangeRequest] = []  # that wait for the end of the step
+        self._peak_is_known = False  # a whole step was seen under the present settings
+        self._applied: list[AppliedChange] = []  # the newest last; what `undo` takes back
+        self._measurement = Measurement(announcer)
+
+    @property
+    def settings(self) -> LiveSettings:
+        """The settings in force."""
+        return replace(self._settings, chunk_rows=self._chunk_rows())
+
+    # -- requests, in the thread of the control socket
+
+    def ask(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        """Answer `apply` and `undo`; what is accepted is made after the step under way."""
+        with self._lock:
+            try:
+                if self._requests:
+                    raise BadInput(f"{self._requests[0].change} waits for the end of this step")
+                request = self._undo() if command == "undo" else self._requested(arguments)
+                self._settings_after(request)
+            except FluxTrainError as error:
+                return False, str(error)
+            self._requests.append(request)
+            change = request.change
+            now = self.settings.value(change.name)
+        differs = "" if keeps_bits(change.name) else f"; losses then differ {LOSSES_DIFFER}"
+        return True, f"{change.name} goes from {now} to {change.value} after this step{differs}"
+
+    def _requested(self, arguments: Mapping[str, Any]) -> ChangeRequest:
+        if "advice" not in arguments:
+            return ChangeRequest(change=parse_change(arguments), why="asked")
+        advice = self._adviser.get(str(arguments["advice"]))
+        if advice is None or len(arguments) > 1:
+            held = ", ".join(self._adviser.ids) or "none holds now"
+            raise BadInput(f"there is no advice {arguments['advice']!r}: {held}")
+        if advice.change is None:
+            raise BadInput(f"this cannot change while a run trains; for the next run: {advice.how}")
+        if (measured := self._measurement.under_way) is not None:
+            raise BadInput(
+                f"{measured.request.change} is measured ({self._measurement.counted} of {STEPS} "
+                "steps): wait, or undo"
+            )
+        return ChangeRequest(
+            change=advice.change, why="advice", advice=advice.id, predicted_gain=advice.gain
+        )
+
+    def _undo(self) -> ChangeRequest:
+        if not self._applied:
+            raise BadInput(
+                "there is nothing to undo: nothing was changed since this process started, or "
+                "since device memory ran out"
+            )
+        return ChangeRequest(change=self._applied[-1].back, why="undo")
+
+    # -- between two steps, in the thread of the training loop
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a change waits for the end of the step."""
+        return bool(self._requests)
+
+    def carry_out(self, step: int, still: Callable[[], None]) -> None:
+        """Make the changes that wait, once `still` has waited until nothing reads the engine's
+        memory."""
+        with self._lock:
+            requests, self._requests = self._requests, []
+            if requests:
+                still()
+            for request in requests:
+                self._make(request, step)
+
+    def step_took(self, step: StepFinished) -> None:
+        """Measure the newest change with a finished step, or look for advice."""
+        with self._lock:
+            self._peak_is_known = True
+            self.steps_since += 1
+            if not self._steady.took(step):
+                return
+            applied = self._measurement.under_way
+            if applied is not None:
+                if self._measurement.step_took(step.step, step.step_s) == "wrong":
+                    self._take_back(applied)
+            elif self._steady.worth_a_look and self._run.cards == 1:  # rates are those of one card
+                steps, memory = self._steady.looked_at(), self._known_memory()
+                self._adviser.look(self._run, steps, self.settings, memory)
+
+    def disturbed(self) -> None:
+        """Leave the next step out of measurements, because something else happens before it."""
+        with self._lock:
+            self._steady.disturb()
+
+    def make_room(
+        self, step: int, lost_s: float, gpu: int | None = None, *, backward: bool = True
+    ) -> str | None:
+        """Give something up after device memory ran out in the step after `step`, so that it can be
+        done again, and say what; None when nothing is left.
+
+        lost_s: how long after its beginning; gpu: where, as torch counts.
+        """
+        with self._lock:
+            now = self.settings
+            for fallback in fallback_steps(self._run, now, gpu, backward=backward):
+                if self._falls_back(now, fallback):
+                    break
+            else:
+                return None
+            self._measurement.end(step)
+            self._applied.clear()  # going back could run out of memory again
+            change = Change(name=fallback.name, value=fallback.after)
+            request = ChangeRequest(change=change, why="memory")
+            self._tell_applied(request, fallback.before, step, fallback.card)
+            self._steady.restart()
+            if change.name == "chunk_rows":
+                self._adviser.ran_out(fallback.before, lost_s, change.value)
+            return str(fallback)
+
+    def finish(self, step: int) -> None:
+        """Tell, at the end of the run, what a change under measurement was worth so far."""
+        with self._lock:
+            self._measurement.end(step)
+
+    # -- inside
+
+    def _falls_back(self, now: LiveSettings, fallback: FallbackStep) -> bool:
+        """Apply a fallback; return whether the host has room for what leaves the device."""
+        try:
+            refuse_without_host_room(self._run, now, fallback.settings, self._memory())
+            self._put_in_force(fallback.settings)
+        except DoesNotFit:
+            return False
+        self._run = self._run.left_with(fallback.settings)
+        return True
+
+    def _put_in_force(self, new: LiveSettings) -> None:
+        self._apply(self._run.placement_with(new))
+        before = self.promise or self._promise_of(self._run, self._run.planned)
+        self.promise, self.steps_since = self._promise_of(self._run, new).after(before), 0
+        self._settings, self._peak_is_known = new, False
+
+    def _take_back(self, applied: AppliedChange) -> None:
+        """Undo advice that was wrong, and do not give it again."""
+        self._adviser.disproved(applied.request.change)
+        if all(request.why != "undo" for request in self._requests):
+            self._requests.insert(0, ChangeRequest(change=applied.back, why="wrong"))
+
+    def _make(self, request: ChangeRequest, step: int) -> None:
+        change, now = request.change, self.settings
+        try:
+            self._put_in_force(self._settings_after(request))
+        except (BadInput, DoesNotFit) as error:
+            self._announcer.emit(
+                ChangeRefused(
+                    step=step,
+                    name=change.name,
+                    value=change.value,
+                    because=str(error),
+                    advice=request.advice,
+                )
+            )
+            return
+        self._measurement.end(step)
+        self._tell_applied(request, now.value(change.name), step)
+        self._adviser.withdraw(request.advice)
+        if request.why in ("undo", "wrong"):
+            self._applied.pop()
+        else:
+            applied = AppliedChange(request=request, before=now)
+            self._applied.append(applied)
+            self._measurement.begin(applied, self._steady.seconds)
+        self._steady.restart()
+
+    def _settings_after(self, request: ChangeRequest) -> LiveSettings:
+        """Return the settings that a request leads to; raises where they cannot be."""
+        now, memory = self.settings, self._known_memory()
+        if request.why not in ("undo", "wrong"):
+            return settings_after(self._run, now, request.change, memory)
+        new = self._applied[-1].before
+        if request.change.name != "chunk_rows":
+            new = replace(new, chunk_rows=now.chunk_rows)
+        refuse_without_room(self._run, now, new, memory)
+        return new
+
+    def _known_memory(self) -> MemoryInUse:
+        memory = self._memory()
+        return memory if self._peak_is_known else replace(memory, device_peak_bytes=None)
+
+    def _tell_applied(
+        self, request: ChangeRequest, before: int, step: int, card: int | None = None
+    ) -> None:
+        change, promise = request.change, self.promise
+        assert promise is not None
+        self._announcer.emit(
+            ChangeApplied(
+                step=step,
+                name=change.name,
+                before=before,
+                after=change.value,
+                why=request.why,
+                advice=request.advice,
+                card=card,
+                predicted_gain=request.predicted_gain,
+                same_bits=keeps_bits(change.name),
+                device_bytes=promise.device_bytes,
+                host_bytes=promise.host_bytes,
+                step_s=promise.step_s,
+                tokens_per_s=promise.tokens_per_s,
+                binds=promise.binds,
+            )
+        )

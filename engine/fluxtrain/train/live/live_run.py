@@ -1,0 +1,213 @@
+"""A running training as the planner sees it: predicted memory and time of changed rows. Pure.
+
+All that changes and advice ask of the planner is asked here. It predicts from counts, so each
+card's rows are counted into a layout of that card's part of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from fluxtrain.plan.cards.shares import Dealt
+from fluxtrain.plan.choices.activations import left_on_device
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import Cost, cost
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.footprint import Footprint, Layout, footprint, saving_bytes, slot_count
+from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.spread import parted, spread_out
+from fluxtrain.train.live.settings import LiveSettings, count_of
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run whose settings may change; `placement` is the one it started with, or the one it was
+    left with when memory ran out."""
+
+    facts: ModelFacts
+    placement: Placement
+    has_gpu: bool
+
+    @property
+    def cards(self) -> int:
+        """How many cards compute."""
+        return max(1, len(self.placement.cards))
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a backward pass."""
+        return self.placement.batch_rows
+
+    @property
+    def streams(self) -> bool:
+        """Whether the strategy is one that streams blocks."""
+        return self.placement.offload in ("weights", "max")
+
+    @cached_property
+    def planned(self) -> LiveSettings:
+        """The settings of `placement`."""
+        slots = [self.placement.slots_of(card) for card in range(self.cards)]
+        rows = self.placement.groups
+        most = max(2, *slots)
+        return LiveSettings(
+            rows=rows,
+            slots=tuple(
+                count if count < streamed(rows, card) else most for card, count in enumerate(slots)
+            ),
+            chunk_rows=self.placement.layout.chunk_rows,
+        )
+
+    def card_at(self, index: int | None) -> int | None:
+        """Return the card that torch counts as `index`; where one computes it is that one."""
+        indices = [card.index for card in self.placement.cards]
+        if not indices:
+            return 0
+        return indices.index(index) if index in indices else None
+
+    def name_of(self, card: int) -> str:
+        """Return the name of a card in messages."""
+        cards = self.placement.cards
+        return f"card {cards[card].index}" if cards else "the device"
+
+    # -- which rows come first
+
+    def first_on_device(self, rows: Sequence[GroupPlacement], count: int) -> list[GroupPlacement]:
+        """Return the `count` rows of a card that live on the device before the others do."""
+        return list(parted(rows, count, self.placement.layout.device_first)[0])
+
+    def first_resident(self, blocks: Sequence[GroupPlacement], count: int) -> list[GroupPlacement]:
+        """Return the `count` blocks of a card's host blocks that are resident before the others."""
+        return spread_out(blocks, count)[0]
+
+    # -- predictions
+
+    def need(self, settings: LiveSettings) -> Footprint:
+        """Predict the peaks of all cards together."""
+        planned = self.placement.need
+        parts = [self._growth(settings, card) for card in range(self.cards)]
+        total = {
+            part.name: getattr(planned, part.name) + sum(grown[part.name] for grown in parts)
+            for part in fields(Footprint)
+        }
+        return Footprint(**total)
+
+    def device_bytes(self, settings: LiveSettings, card: int) -> int:
+        """Predict the peak of one card."""
+        growth = self._growth(settings, card)
+        on_device = {name: size for name, size in growth.items() if name not in _ON_HOST}
+        cards = self.placement.cards
+        planned = cards[card].device_bytes if cards else self.placement.need.device_bytes
+        return planned + sum(on_device.values())
+
+    def host_bytes(self, settings: LiveSettings) -> int:
+        """Predict the host's peak; without a GPU it includes the device's."""
+        return self.need(settings).host_bytes
+
+    def inputs_with_room(self, settings: LiveSettings, card: int, most: int) -> int:
+        """Return of how many last blocks, `most` at most, the inputs stay on a card beside those
+        that wait on the host, so that it takes no more than was planned."""
+        limit = self._planned_needs[card].device_bytes
+        layout = self._layout(settings, card)
+        found = left_on_device(self._share(card), layout, limit, most=most, has_gpu=self.has_gpu)
+        return found.activations_on_device
+
+    def step(self, settings: LiveSettings, rates: Rates, *, clips: bool, passes: int) -> Cost:
+        """Predict the seconds of a step on one card."""
+        layout = self._layout(settings, 0)
+        return cost(self.facts, layout, rates, clips=clips or passes > 1, passes=passes)
+
+    def placement_with(self, settings: LiveSettings) -> Placement:
+        """Return the placement of these settings, with its predicted peaks."""
+        cards = range(self.cards)
+        slots = [slot_count(self._share(card), self._layout(settings, card)) for card in cards]
+        layout = replace(self._counted(settings.rows), chunk_rows=settings.chunk_rows,
+                         slots=max(slots))  # fmt: skip
+        needs = tuple(
+            replace(need, device_bytes=self.device_bytes(settings, card), slots=slots[card])
+            for card, need in enumerate(self.placement.cards)
+        )
+        return replace(
+            self.placement,
+            groups=settings.rows,
+            layout=layout,
+            need=self.need(settings),
+            cards=needs,
+            saving_bytes=saving_bytes(self.facts, layout) if self.has_gpu else 0,
+        )
+
+    def left_with(self, settings: LiveSettings) -> LiveRun:
+        """Return the run as it would be if these settings had been planned."""
+        return replace(self, placement=self.placement_with(settings))
+
+    def with_batch(self, batch_rows: int, chunk_rows: int | None = None) -> LiveRun:
+        """Return the run with other rows in a batch."""
+        layout = self.placement.layout
+        layout = replace(layout, batch_rows=batch_rows, chunk_rows=chunk_rows or layout.chunk_rows)
+        changed = replace(self, placement=replace(self.placement, layout=layout))
+        need = footprint(self.facts, changed._layout(changed.planned, 0), has_gpu=self.has_gpu)
+        return replace(changed, placement=replace(changed.placement, need=need))
+
+    # -- counts of rows, for the planner
+
+    def _growth(self, settings: LiveSettings, card: int) -> dict[str, int]:
+        """Return by how much a card's part takes more than as planned."""
+        now = footprint(self._share(card), self._layout(settings, card), has_gpu=self.has_gpu)
+        before = self._planned_needs[card]
+        return {p.name: getattr(now, p.name) - getattr(before, p.name) for p in fields(Footprint)}
+
+    @cached_property
+    def _planned_needs(self) -> list[Footprint]:
+        return [
+            footprint(self._share(card), self._layout(self.planned, card), has_gpu=self.has_gpu)
+            for card in range(self.cards)
+        ]
+
+    def _share(self, card: int) -> ModelFacts:
+        return self._shares[card]
+
+    @cached_property
+    def _shares(self) -> list[ModelFacts]:
+        placement = self.placement
+        if not placement.cards:
+            return [self.facts]
+        blocks = tuple(row.card for row in placement.groups if row.kind == "block")
+        dealt = Dealt(facts=self.facts, cards=blocks)
+        return [
+            dealt.share_with_loss(card, placement.batch_rows, placement.head_dealing)
+            for card in range(self.cards)
+        ]
+
+    def _layout(self, settings: LiveSettings, card: int) -> Layout:
+        layout = self._counted(settings.on_card(card))
+        return replace(layout, slots=settings.slots[card], chunk_rows=settings.chunk_rows)
+
+    def _counted(self, rows: Sequence[GroupPlacement]) -> Layout:
+        offloads = offloads_inputs(rows)
+        staying = count_of(rows, "activations_on_device")
+        return replace(
+            self.placement.layout,
+            device_groups=count_of(rows, "device_groups"),
+            resident_blocks=count_of(rows, "resident_blocks"),
+            blocks_without_recompute=count_of(rows, "blocks_without_recompute"),
+            activations="host" if offloads else "device",
+            activations_on_device=staying if offloads else 0,
+        )
+
+
+_ON_HOST = ("arena_bytes", "host_bytes")
+
+
+def streamed(rows: Sequence[GroupPlacement], card: int) -> int:
+    """Count the blocks of a card whose weights come through shared slots."""
+    return sum(
+        row.card == card and row.kind == "block" and row.weights != "device" and not row.resident
+        for row in rows
+    )
+
+
+def offloads_inputs(rows: Sequence[GroupPlacement]) -> bool:
+    """Return whether inputs of some of these rows' blocks wait on the host."""
+    return any(row.activations == "inputs_on_host" for row in rows)

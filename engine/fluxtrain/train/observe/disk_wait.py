@@ -1,0 +1,99 @@
+"""Wait for room on a full disk, so that a long run does not end for what somebody soon tidies."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from fluxtrain.errors import NoSpace
+from fluxtrain.events.announce import Announcer
+from fluxtrain.units import duration_text
+
+T = TypeVar("T")
+DISK_WAIT_MIN = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
+_SLICE_S = 0.2  # a stop is heard so soon
+
+
+class DiskWait:
+    """Repeats what the disk refused until there is room, a stop is asked for, or time is over.
+
+    The run's thread waits, and says so as its phase; other threads go on. Limits of a process on
+    the size of a file are not waited for, as nobody can lift them.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        announcer: Announcer,
+        stopping: Callable[[], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._limit_s = limit_s
+        self._announcer = announcer
+        self._stopping = stopping
+        self._clock, self._sleep = clock, sleep
+        self._waits = False
+        announcer.rewrites_with(self._rewrite)
+
+    def until_written(self, write: Callable[[], T]) -> T:
+        """Return what `write` returns, once it raises no NoSpace.
+
+        Raises:
+            NoSpace: of its last attempt, when time is over or the run is to stop.
+        """
+        try:
+            return write()
+        except NoSpace as error:
+            if self._waits or self._limit_s <= 0 or _is_for_good(error):
+                raise
+            refused = error
+        self._waits = True
+        try:
+            return self._repeated(write, refused)
+        finally:
+            self._waits = False
+
+    def _rewrite(self, write: Callable[[], None]) -> None:
+        """Journal what could not be; what is told during the wait itself is shown alone."""
+        if not self._waits:
+            self.until_written(write)
+
+    def _repeated(self, write: Callable[[], T], refused: NoSpace) -> T:
+        before, started_s, pause_s = self._announcer.current_phase, self._clock(), _FIRST_PAUSE_S
+        limit = duration_text(self._limit_s)
+        self._announcer.phase("no space", f"waiting up to {limit} for room: {refused}")
+        while True:
+            waited_s = self._pause(started_s, pause_s)
+            try:
+                written = write()
+            except NoSpace as error:
+                refused = error
+            else:
+                self._announcer.phase(before, f"there was room again after {_text(waited_s)}")
+                return written
+            if waited_s >= self._limit_s or self._stopping():
+                raise NoSpace(f"{refused}; waited {_text(waited_s)} for room") from refused
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _pause(self, started_s: float, pause_s: float) -> float:
+        """Sleep until the next attempt, or a stop; return the seconds waited in all."""
+        until_s = min(self._clock() + pause_s, started_s + self._limit_s)
+        while (left_s := until_s - self._clock()) > 0 and not self._stopping():
+            self._sleep(min(left_s, _SLICE_S))
+        return self._clock() - started_s
+
+
+def _is_for_good(error: BaseException) -> bool:
+    """Return whether the refusal is a limit on the size of files, which no tidying lifts."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, OSError) and error.errno == errno.EFBIG
+
+
+def _text(seconds: float) -> str:
+    return duration_text(max(seconds, 1.0))

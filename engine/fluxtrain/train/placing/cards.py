@@ -1,0 +1,184 @@
+"""The cards of this machine, as the planner for several of them asks for them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import msgspec
+import torch
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.core.device.multi_gpu_streams import reaches
+from fluxtrain.events.answers.machine import TOGETHER, Card, Machine
+from fluxtrain.events.run_folder.run_dir import runs_root
+from fluxtrain.machine.seen_cards import BF16_CAPABILITY, cards_seen, of_one_generation
+from fluxtrain.measure.probe.probe import known_rates
+from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.cards.rates import CardsRates, cards_rates_from, times_as_long
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.updates import BF16_UPDATE_BYTES
+
+_TIMED_BYTES = 64 << 20  # of a copy between two cards
+_TIMES = 5
+_SIZE = 4096  # of the product that tells how fast a card computes
+_ALIKE = 0.05  # cards of one kind differ by less, from moment to moment
+
+
+def first_of(config: RunConfig) -> int:
+    """Return torch's number of the card where a run measures before it is planned: the first of a
+    list, where embedding and head will be; else torch's first."""
+    asked = config.parallel.cards
+    return asked[0] if isinstance(asked, tuple) else 0
+
+
+def make_first_current(config: RunConfig, device: str) -> None:
+    """Make the first card of a list torch's current one: what is asked of "the GPU" from now on,
+    measurements before the plan and free memory, is asked of it."""
+    if device != "cuda" or not isinstance(config.parallel.cards, tuple):
+        return
+    if (index := first_of(config)) < torch.cuda.device_count():  # else the plan refuses it in words
+        torch.cuda.set_device(index)
+
+
+def cards_of(
+    config: RunConfig, machine: Machine, device: str, limit_bytes: int | None
+) -> CardsCapacity:
+    """Return the cards that torch sees, with what of each may be used: at most `limit_bytes`, which
+    a budget leaves beside CUDA's own share and which torch's allocator is held to on each. Without
+    a GPU these are as many parts of the processor as `parallel.cards` asks for."""
+    available = machine.memory_available_bytes
+    if device != "cuda":
+        asked = config.parallel.cards
+        numbers = range(asked) if isinstance(asked, int) else asked
+        indices = (0,) if numbers == "auto" else tuple(numbers)
+        cards = tuple(CardCapacity(index=index) for index in indices)
+        return CardsCapacity(cards=cards, host_available_bytes=available)
+    here = torch.cuda.current_device()
+    needs_bf16 = config.model.dtype in ("auto", "bfloat16")
+    needs_bf16 &= torch.cuda.get_device_capability(here) >= BF16_CAPABILITY
+    seen = _named(of_one_generation(cards_seen(machine), needs_bf16=needs_bf16), config)
+    if len(seen) < 2:
+        return CardsCapacity(
+            cards=(_capacity(here, "", limit_bytes),), host_available_bytes=available
+        )
+    found = tuple(
+        replace(_capacity(card.index, card.unusable or "", limit_bytes), gpu=card.gpu)
+        for card in seen
+    )
+    return CardsCapacity(cards=found, host_available_bytes=available)
+
+
+def _named(seen: tuple[Card, ...], config: RunConfig) -> tuple[Card, ...]:
+    """Return the cards with those marked that a list of cards does not name: others may need them,
+    and a context takes some hundred MiB."""
+    asked = config.parallel.cards
+    if not isinstance(asked, tuple):
+        return seen
+    why = "as set with parallel.cards"
+    return tuple(
+        card if card.index in asked else msgspec.structs.replace(card, unusable=why)
+        for card in seen
+    )
+
+
+def _capacity(index: int, unusable: str, limit_bytes: int | None) -> CardCapacity:
+    """Return what is free of a card; one that is not usable is not touched, which would take some
+    hundred MiB of it."""
+    properties = torch.cuda.get_device_properties(index)
+    if unusable:
+        return CardCapacity(index=index, name=properties.name, free_bytes=0, unusable=unusable)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    if limit_bytes is not None:
+        free_bytes = min(free_bytes, limit_bytes)
+        share = min(1.0, limit_bytes / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share, index)
+    return CardCapacity(index=index, name=properties.name, free_bytes=free_bytes)
+
+
+def rates_of_cards(
+    cards: CardsCapacity,
+    first: Rates,
+    elsewhere: Mapping[str, float | None] | None = None,
+    *,
+    timed_on: int = 0,
+) -> CardsRates:
+    """Return the rates of all cards, from those of the first one, with a block that was timed on
+    card `timed_on`, as were all of `first` where no probe has measured any. A probe of this machine
+    has measured each and all at once; without one, each computes a product now, and copies between
+    two are measured where they arrive as they left. Of another machine `elsewhere` are the
+    rates."""
+    indices = [card.index for card in cards.cards]
+    usable = [card.index for card in cards.cards if not card.unusable]
+    if elsewhere is not None:
+        return cards_rates_from(first, elsewhere, indices)
+    if not cards.has_gpu or len(indices) == 1:
+        return CardsRates(cards=(first,) * len(indices))
+    probed = {name: rate.per_s for name, rate in known_rates(runs_root()).items()}
+    if probed.get(TOGETHER[0]):
+        return cards_rates_from(first, probed, indices, timed_on=timed_on)
+    seconds = {index: _product_s(index) for index in usable}
+    first_s = seconds.get(timed_on, seconds[usable[0]]) if usable else 1.0
+    times = [seconds.get(index, first_s) / first_s for index in indices]
+    peers = {
+        (a, b): rate
+        for a, source in enumerate(indices)
+        for b, target in enumerate(indices)
+        if a != b
+        and {source, target} <= set(usable)
+        and (rate := _peer_bytes_per_s(source, target)) is not None
+    }
+    return CardsRates(
+        cards=tuple(_as_long(first, factor) for factor in times),
+        peers=peers,
+        host_bytes_per_s=BF16_UPDATE_BYTES * first.adamw_per_s,
+    )
+
+
+def _as_long(rates: Rates, factor: float) -> Rates:
+    """Return the rates of a card that computes `factor` times as long."""
+    if abs(factor - 1) < _ALIKE:
+        return rates
+    timed = rates.calibration
+    return replace(
+        rates,
+        matmul_per_s=rates.matmul_per_s / factor,
+        calibration=None if timed is None else times_as_long(timed, factor),
+    )
+
+
+@cache
+def _product_s(index: int) -> float:
+    device = torch.device("cuda", index)
+    drawn = torch.Generator(device).manual_seed(0)
+    left = torch.randn(_SIZE, _SIZE, device=device, generator=drawn).half()
+    took: list[float] = []
+    for _ in range(_TIMES + 2):
+        torch.cuda.synchronize(device)
+        started_s = time.perf_counter()
+        for _ in range(8):
+            left @ left
+        torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - started_s)
+    return statistics.median(took[2:])
+
+
+@cache
+def _peer_bytes_per_s(source: int, target: int) -> float | None:
+    devices = torch.device("cuda", source), torch.device("cuda", target)
+    if not reaches(*devices):
+        return None
+    there, here = (torch.empty(_TIMED_BYTES, dtype=torch.uint8, device=one) for one in devices)
+    took: list[float] = []
+    for _ in range(_TIMES + 1):
+        for one in devices:
+            torch.cuda.synchronize(one)
+        started_s = time.perf_counter()
+        here.copy_(there, non_blocking=True)
+        for one in devices:
+            torch.cuda.synchronize(one)
+        took.append(time.perf_counter() - started_s)
+    return _TIMED_BYTES / statistics.median(took[1:])

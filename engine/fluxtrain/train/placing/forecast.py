@@ -1,0 +1,233 @@
+"""How long a planned run takes, and the fast, balanced and fit plans beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgspec
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.events.answers.plan import PlanAnswer, PlannedLayout, PlannedTime, PlanOption
+from fluxtrain.events.events import CardLeftOut, CardPlan
+from fluxtrain.measure.measured_constants import Constants
+from fluxtrain.methods.method import method_of
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.choices.ranked import Frontier, RankedPlan
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import Cost, cost
+from fluxtrain.plan.facts import Capacity, ModelFacts
+from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
+from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
+from fluxtrain.plan.request import RunRequest
+from fluxtrain.plan.search import Search
+from fluxtrain.train.placing.placing import request_of
+from fluxtrain.units import GIB, bytes_text, count_text, predicted_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What is asked: a placement of a model in a capacity."""
+
+    facts: ModelFacts
+    capacity: Capacity
+    request: RunRequest
+    placement: Placement
+    passes: int  # batches a step
+    clips: bool  # updates wait for the norm of all gradients
+    keep_checkpoints: int
+    saved_bytes: int  # of the trained model on the disk
+    constants: Constants
+
+    def options(self, steps: int) -> tuple[PlanOption, ...]:
+        """The fast, balanced and fit plans; none where rates are missing.
+
+        On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
+        """
+        rates = self._rates
+        of_one_card = not self.placement.cards
+        if isinstance(rates, str) or not of_one_card:
+            return ()
+        if self.capacity.has_gpu and self.request.offload == "max":
+            return ()
+        return tuple(self._option(plan, steps) for plan in self._frontier(rates).plans())
+
+    def time(self, steps: int) -> PlannedTime | None:
+        """Predict how long the placement takes; None where rates are missing."""
+        rates = self._rates
+        if isinstance(rates, str):
+            return None
+        found = cost(self.facts, self.layout, rates, clips=self.clips, passes=self.passes)
+        placement = self.placement
+        step_s = placement.step_s
+        if step_s is None:
+            return self._as_run(_time(found, steps))
+        planned = PlannedTime(
+            step_s=step_s,
+            tokens_per_s=found.tokens_per_s * found.step_s / step_s,
+            eta_s=step_s * steps,
+            binds=placement.binds,
+            parts_s=dict(placement.busy_s),
+        )
+        return self._as_run(planned)
+
+    def _as_run(self, time: PlannedTime) -> PlannedTime:
+        """Correct a time by what steps of the last run took, where that was far from predicted."""
+        times = self.constants.run_times
+        return PlannedTime(
+            step_s=time.step_s * times,
+            tokens_per_s=time.tokens_per_s / times,
+            eta_s=time.eta_s * times,
+            binds=time.binds,
+            parts_s={name: seconds * times for name, seconds in time.parts_s.items()},
+        )
+
+    @property
+    def because(self) -> str:
+        """Where the time comes from, or why there is none."""
+        rates = self._rates
+        return rates if isinstance(rates, str) else self.constants.source
+
+    @property
+    def layout(self) -> Layout:
+        """What is predicted."""
+        return self.placement.layout
+
+    @property
+    def _rates(self) -> Rates | str:
+        return self.constants.rates(has_gpu=self.capacity.has_gpu)
+
+    def _frontier(self, rates: Rates) -> Frontier:
+        request = replace(self.request, batch_rows=self.placement.batch_rows)
+        search = Search(self.facts, self.capacity, request)
+        return Frontier(search, rates, clips=self.clips, passes=self.passes)
+
+    def _option(self, plan: RankedPlan, steps: int) -> PlanOption:
+        layout, need = plan.chosen.layout, plan.chosen.need
+        saving = saving_bytes(self.facts, layout) if self.capacity.has_gpu else 0
+        settings: dict[str, Any] = {"train.batch_rows": layout.batch_rows}
+        if self.capacity.has_gpu:
+            settings["placement.aggressiveness"] = plan.name
+        else:
+            settings["placement.chunk_rows"] = layout.chunk_rows
+        return PlanOption(
+            name=plan.name,
+            share=plan.share,
+            layout=planned_layout(self.facts, layout),
+            device_bytes=need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
+            host_bytes=need.host_bytes + self.placement.process_bytes + saving,
+            predicted=self._as_run(_time(plan.chosen.cost, steps)),
+            settings=settings,
+        )
+
+    @property
+    def disk_bytes(self) -> int:
+        """Kept checkpoints, one that is being written, and the model at the end."""
+        files = self._files
+        return files.copies * files.checkpoint_bytes + files.model_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """One checkpoint: weights and optimizer states."""
+        return self._files.checkpoint_bytes
+
+    @property
+    def _files(self) -> DiskNeed:
+        kept = self.keep_checkpoints
+        size = self.saved_bytes
+        return disk_need(self.facts, model_bytes=size, kept=kept, written=EVERY_CHECKPOINT, steps=0)
+
+
+def planned_layout(facts: ModelFacts, layout: Layout) -> PlannedLayout:
+    """A layout as it is told: with what of embedding and head is really copied."""
+    copied = replace(
+        layout, embedding=embedding_copied(facts, layout), head=head_copied(facts, layout)
+    )
+    return msgspec.convert(copied, PlannedLayout, from_attributes=True)
+
+
+def forecast_of(
+    config: RunConfig,
+    facts: ModelFacts,
+    placement: Placement,
+    capacity: Capacity,
+    constants: Constants,
+) -> Forecast:
+    """What is asked for a run as `config` says."""
+    request = request_of(config, facts, placement.batch_rows, None)
+    budget = placement.budget_bytes
+    return Forecast(
+        facts=facts,
+        capacity=capacity,
+        request=request if budget is None else replace(request, budget_gib=budget / GIB),
+        placement=placement,
+        passes=config.train.accumulation,
+        clips=not request.optimizer_in_backward,
+        keep_checkpoints=config.train.checkpoints_kept,
+        saved_bytes=method_of(config).saved_bytes(facts),
+        constants=constants,
+    )
+
+
+def card_lines(
+    cards: Sequence[CardPlan], left_out: Sequence[CardLeftOut], blocks: int
+) -> list[str]:
+    """What each card does, and which are left out, for people; nothing where there is one card."""
+    lines = []
+    for card in cards:
+        holds = f"{card.blocks} of {blocks} blocks" + ", embedding and head" * card.edges
+        peak = bytes_text(card.device_bytes)
+        room = f" of {bytes_text(card.budget_bytes)}" if card.budget_bytes else ""
+        lines.append(f"{card_name(card)}: {holds}; device memory {peak}{room}")
+    return lines + [f"{card_name(card)} is left out: {card.because}" for card in left_out]
+
+
+def card_name(card: CardPlan | CardLeftOut) -> str:
+    """Name a card by torch's number of it."""
+    return f"card {card.index} ({card.name})" if card.name else f"card {card.index}"
+
+
+def plan_lines(plan: PlanAnswer) -> list[str]:
+    """Time and ranked plans for people."""
+    disk = f"disk for checkpoints and the model {bytes_text(plan.disk_bytes)}"
+    if plan.predicted is None:
+        return [f"{disk}; time is not predicted: {plan.predicted_because}"]
+    lines = [
+        f"{disk}; {_time_text(plan.predicted, plan.timing)}",
+        f"time from {plan.predicted_because}",
+    ]
+    if not plan.plans:
+        return lines
+    lines += ["", f"plans by their memory, each with {plan.layout.batch_rows} rows a step"]
+    for one in plan.plans:
+        layout = one.layout
+        where = f"{layout.offload}, {layout.device_groups}+{layout.resident_blocks} on device"
+        lines.append(
+            f"  {one.name:<9} device {bytes_text(one.device_bytes):>9}  "
+            f"host {bytes_text(one.host_bytes):>9}  {_time_text(one.predicted, plan.timing)}; "
+            f"{where}, chunk {layout.chunk_rows}"
+        )
+    return lines
+
+
+def _time(found: Cost, steps: int) -> PlannedTime:
+    return PlannedTime(
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        eta_s=found.step_s * steps,
+        binds=found.binds,
+        parts_s={
+            name.removesuffix("_s"): seconds
+            for name, seconds in asdict(found).items()
+            if name.endswith("_s") and name != "step_s"
+        },
+    )
+
+
+def _time_text(time: PlannedTime, timing: str) -> str:
+    rate = f"{count_text(round(time.tokens_per_s))} tokens/s, " * (timing == "measured")
+    return (
+        f"{predicted_text(time.step_s, timing)} a step, {rate}"
+        f"{predicted_text(time.eta_s, timing)} in all, bound by {time.binds}"
+    )

@@ -1,0 +1,332 @@
+"""The plan of a run: facts of its model and of this machine, handed to the placement rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+import torch
+from torch import nn
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.core.device.heap import trim_heap
+from fluxtrain.core.memory.mapped import resident_bytes
+from fluxtrain.core.optimizer.third_party_packages import check_third_party
+from fluxtrain.core.wrap.grouping import facts_of
+from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.events.events import ChoiceMade
+from fluxtrain.machine.device import check_accelerator
+from fluxtrain.machine.gpu import Gpus
+from fluxtrain.machine.machine import read_machine
+from fluxtrain.measure.measured_constants import Constants
+from fluxtrain.methods.method import method_of
+from fluxtrain.models.loading import LoadedModel
+from fluxtrain.models.precision import Capability, Precision
+from fluxtrain.plan.cards.capacity import CardsCapacity
+from fluxtrain.plan.cards.choose import place_on_cards
+from fluxtrain.plan.cards.request import ParallelRequest
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.choices.ranked import STOPS
+from fluxtrain.plan.choices.reasons import without_effect
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
+from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.footprint import saving_bytes
+from fluxtrain.plan.request import RunRequest
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat, StorageFormat
+from fluxtrain.train.placing.cards import cards_of, first_of, make_first_current, rates_of_cards
+from fluxtrain.train.placing.device_budget import hold_to_budget
+from fluxtrain.train.placing.keeping import packed_cache
+from fluxtrain.units import GIB
+
+if TYPE_CHECKING:
+    from fluxtrain.core.wrap.engine import Engine
+
+
+def choose_device(config: RunConfig) -> ChoiceMade:
+    """cpu or cuda, with the reason; the first card that a run names is torch's current one then.
+
+    Raises:
+        BadInput: a GPU is here that torch cannot use, or one was asked for and there is none; the
+            optimizer's package is not installed, or needs a GPU.
+    """
+    device = check_accelerator(
+        torch.cuda.is_available(),
+        config.placement.device,
+        torch_cuda_version=torch.version.cuda,
+    )
+    if config.train.optimizer != "adamw":
+        check_third_party(config.train.optimizer, device.value)
+    make_first_current(config, device.value)
+    return device
+
+
+def card_capability(device: str) -> Capability | None:
+    """Compute capability of the card that computes; None without one."""
+    return (
+        torch.cuda.get_device_capability(torch.cuda.current_device()) if device == "cuda" else None
+    )
+
+
+def dtype_choice(found: Precision) -> ChoiceMade:
+    """As a plan tells it."""
+    return ChoiceMade(name="model.dtype", value=found.dtype, because=found.because)
+
+
+def optimizer_in_backward(config: RunConfig, facts: ModelFacts) -> bool:
+    """Is each group updated as soon as its gradients arrive? Not where they may overflow."""
+    return config.train.optimizer_in_backward and not facts.scales_its_loss
+
+
+def model_facts(
+    model: nn.Module,
+    config: Any,
+    sequence_length: int,
+    states: StateFormat = "fp32",
+    frozen: StorageFormat = "plain",
+) -> ModelFacts:
+    """Sizes of a causal language model and of one row, also of a model on the meta device.
+
+    `config` is its Hugging Face configuration, `states` how AdamW's moments are kept, `frozen` how
+    frozen weights are.
+    """
+    text = config.get_text_config()
+    hidden = int(text.hidden_size)
+    intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    dtype_bytes = _usual_dtype_bytes(model)
+    row = RowFacts(
+        hidden=hidden,
+        vocabulary=int(text.vocab_size),
+        sequence_length=sequence_length,
+        dtype_bytes=dtype_bytes,
+        activation_bytes=activation_estimate(hidden, intermediate, sequence_length, dtype_bytes),
+    )
+    return replace(facts_of(model, states, frozen), row=row)
+
+
+def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
+    """The same for rows and optimizer states as a run's configuration asks for them."""
+    frozen = method_of(config).frozen_storage(config.method)
+    found = model_facts(model, model_config, config.data.row_tokens, config.train.states, frozen)
+    name = config.train.optimizer
+    if name == "adamw":
+        return found
+    if found.scales_its_loss:
+        raise BadInput(
+            f"train.optimizer={name} keeps no fp32 masters, which fp16 needs (this card has no "
+            "bf16): use model.dtype=float32, or FluxTrain's own adamw"
+        )
+    return found.without_masters(THIRD_PARTY_FORMATS[name])
+
+
+def decide(
+    config: RunConfig,
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    *,
+    batch_rows: int | None,
+    data_rows: int | None,
+    loaded_bytes: int = 0,
+    capacity: Capacity | None = None,
+    elsewhere: CardsCapacity | None = None,
+    constants: Constants | None = None,
+) -> Placement:
+    """Where the bytes go and how many rows a step takes.
+
+    `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
+    this process are weights that move to where the plan puts them; `capacity` None is that of this
+    machine, else `elsewhere` are the cards of the other one.
+    `constants` None, or too few of them, leaves the layout to the rule that knows no time.
+
+    Raises:
+        DoesNotFit: no layout does; says what it needs and what there is.
+    """
+    budget_bytes = None
+    if device == "cuda" and capacity is None:
+        budget_bytes = hold_to_budget(config.placement.budget_gib)
+    request = request_of(config, facts, batch_rows, data_rows)
+    has_gpu = device == "cuda"
+    timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
+    asked = request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB)
+    cards = None
+    if deals_blocks(config, facts):
+        cards = elsewhere
+        if capacity is None:
+            cards = cards_of(config, machine, device, budget_bytes)
+        if cards is not None and len(cards.cards) == 1 and config.parallel == ParallelRequest():
+            cards = None
+    if cards is None:
+        placement = place_timed(facts, capacity or capacity_of(machine, device), asked, timing)
+    else:
+        share = 1.0 if timing is None else timing.share
+        rates = None
+        if timing is not None and constants is not None:
+            known = None if capacity is None else constants.per_s
+            rates = rates_of_cards(cards, timing.rates, known, timed_on=first_of(config))
+        placement = place_on_cards(facts, cards, rates, asked, config.parallel, share=share)
+    trim_heap()  # what is kept of freed memory is used again: it is no part of the process
+    return replace(
+        placement,
+        choices=(
+            *placement.choices,
+            *undealt_choice(config, facts),
+            *dial_choice(config, device, timed=timing is not None),
+        ),
+        process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
+        saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
+    )
+
+
+def deals_blocks(config: RunConfig, facts: ModelFacts) -> bool:
+    """Return whether blocks may be dealt to several cards: not where the optimizer's package
+    updates on one, or where blocks share weights."""
+    return not _not_dealt(config, facts)
+
+
+def _not_dealt(config: RunConfig, facts: ModelFacts) -> str:
+    if config.train.optimizer != "adamw":
+        return f"train.optimizer = {config.train.optimizer} updates on one card"
+    shared = any(group.kind == "block" and group.users > 1 for group in facts.groups)
+    return "blocks of this model share weights, so that one card has them all" if shared else ""
+
+
+def undealt_choice(config: RunConfig, facts: ModelFacts) -> tuple[ChoiceMade, ...]:
+    """Why what somebody asked of several cards has no effect, where it has none."""
+    because = _not_dealt(config, facts)
+    cards = config.parallel.cards
+    one = isinstance(cards, tuple) and len(cards) == 1  # the one that it updates on
+    if not because or one or config.parallel == ParallelRequest():
+        return ()
+    return (ChoiceMade(name="parallel.cards", value="1", because=f"no effect: {because}"),)
+
+
+def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:
+    """Why a dial that somebody turned has no effect, where it has none."""
+    asked = config.placement.aggressiveness
+    because = ""
+    if device != "cuda":
+        because = "no effect without a GPU: what is on the device is in host memory as well"
+    elif config.placement.offload == "max":
+        because = "no effect with placement.offload=max, which takes the least of the device"
+    elif not timed:
+        because = "no effect: without measured rates no layout is timed"
+    if asked == "auto" or not because:
+        return ()
+    return (ChoiceMade(name="placement.aggressiveness", value=str(asked), because=because),)
+
+
+def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
+    """`machine` with the host memory that is available now, after libraries and data were loaded,
+    and what this process is going to give back of its own."""
+    left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
+    available = None if left is None else max(0, left + given_back_bytes)
+    return msgspec.structs.replace(machine, memory_available_bytes=available)
+
+
+def timing_of(
+    config: RunConfig, facts: ModelFacts, constants: Constants, has_gpu: bool
+) -> Timing | None:
+    """What layouts are timed with, and how far the dial is turned; None where rates are missing."""
+    rates = constants.rates(has_gpu=has_gpu)
+    if isinstance(rates, str):
+        return None
+    asked = config.placement.aggressiveness
+    return Timing(
+        rates=rates,
+        clips=not optimizer_in_backward(config, facts),
+        passes=config.train.accumulation,
+        share=STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked,
+    )
+
+
+def capacity_of(machine: Machine, device: str) -> Capacity:
+    """What this machine has now, of several cards the current one."""
+    free = torch.cuda.mem_get_info(torch.cuda.current_device())[0] if device == "cuda" else None
+    return Capacity(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
+
+
+def request_of(
+    config: RunConfig, facts: ModelFacts, batch_rows: int | None, data_rows: int | None
+) -> RunRequest:
+    """What a configuration asks of the placement."""
+    own = config.train.optimizer == "adamw"
+    asked = config.placement if own else replace(config.placement, offload="none")
+    return RunRequest.of(
+        asked,
+        batch_rows=batch_rows,
+        data_rows=data_rows,
+        passes=config.train.accumulation,
+        optimizer_in_backward=optimizer_in_backward(config, facts),
+        deferred_moments=DEFERS_MOMENTS[config.train.moments],
+    )
+
+
+def loaded_bytes(model: nn.Module) -> int:
+    """Weights that are in host memory now: copies, and pages of files that were read."""
+    return resident_bytes(model)
+
+
+class RanOutLoading(torch.OutOfMemoryError):
+    """Device memory ran out while weights were put there; the model is of no use any more."""
+
+
+def wrapped(
+    config: RunConfig,
+    loaded: LoadedModel,
+    device: str,
+    placement: Placement,
+    facts: ModelFacts,
+    say: Callable[[str], None],
+) -> tuple[nn.Module, Engine]:
+    """The model as `placement` says, and its engine; `say` is told what became of the cache of
+    packed weights. Raises RanOutLoading."""
+    from fluxtrain.core.guards.wrap_checks import wide_frozen_weights
+    from fluxtrain.core.updates.loss_scale import LossScale
+    from fluxtrain.core.wrap.engine import engine_of
+    from fluxtrain.core.wrap.wrap import Keeping, wrap_placed
+
+    states = config.train.states
+    frozen = method_of(config).frozen_storage(config.method)
+    keeping: Keeping | None = None
+    if frozen != "plain" and loaded.weight_files and config.model.packed_cache:
+        keeping = partial(packed_cache, loaded, frozen, say)
+    how: dict[str, Any] = {"states": states, "frozen": frozen, "keeping": keeping}
+    cards = [card.index for card in placement.cards] or None
+    first = cards[0] if cards else placement.card
+    if device == "cuda" and first is not None:
+        torch.cuda.set_device(first)  # where embedding, head and what stands between blocks are
+    try:
+        streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
+    except torch.OutOfMemoryError as error:
+        raise RanOutLoading(*error.args) from None
+    except DoesNotFit as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        raise RanOutLoading(*error.args) from None
+    engine = engine_of(streamed)
+    for text in without_effect(request_of(config, facts, None, None), placement.choices):
+        engine.say(text)
+    if config.model.dtype == "auto" and (wide := wide_frozen_weights(engine.groups)):
+        engine.say(
+            f"{wide:,} frozen weights of the model are float32, as its files are: "
+            "model.dtype=bfloat16 takes half the memory for them"
+        )
+    if facts.scales_its_loss:
+        engine.loss_scale = LossScale(engine.device.torch_device)
+    return streamed, engine
+
+
+def _usual_dtype_bytes(model: nn.Module) -> int:
+    """Of the dtype that most weights have: adapters in fp32 leave activations in bf16."""
+    elements: Counter[int] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            elements[parameter.element_size()] += parameter.numel()
+    return elements.most_common(1)[0][0]

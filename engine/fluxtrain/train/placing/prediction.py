@@ -1,0 +1,56 @@
+"""What a plan said against what the run then took. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fluxtrain.events.events import Compared
+
+WARMING_STEPS = 3  # the first steps allocate, compile and compare recomputed blocks
+
+# What is compared, in the order that people read it.
+QUANTITIES = ("device_peak_bytes", "host_peak_bytes", "step_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What a layout is predicted to take; None where no rates are known."""
+
+    device_bytes: int  # peak
+    host_bytes: int  # peak of the whole process
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    binds: str = ""
+
+    def after(self, earlier: Promise) -> Promise:
+        """The same for a run that had another layout before: its peaks are those of the larger."""
+        return replace(
+            self,
+            device_bytes=max(self.device_bytes, earlier.device_bytes),
+            host_bytes=max(self.host_bytes, earlier.host_bytes),
+        )
+
+
+def steady_step_s(steps_s: Sequence[float]) -> float | None:
+    """The median of the steps after the first few; None where there are none."""
+    steady = sorted(steps_s[WARMING_STEPS:])
+    if not steady:
+        return None
+    middle = len(steady) // 2
+    return steady[middle] if len(steady) % 2 else (steady[middle - 1] + steady[middle]) / 2
+
+
+def compared(
+    predicted: Mapping[str, float | None], measured: Mapping[str, float | None]
+) -> tuple[Compared, ...]:
+    """One row for each quantity; the error is that of the prediction, as a share of what was
+    measured, and None where either is not known."""
+    return tuple(_row(name, predicted.get(name), measured.get(name)) for name in QUANTITIES)
+
+
+def _row(name: str, predicted: float | None, measured: float | None) -> Compared:
+    error = None
+    if predicted is not None and measured:
+        error = predicted / measured - 1
+    return Compared(quantity=name, predicted=predicted, measured=measured, error=error)

@@ -1,0 +1,156 @@
+"""Check that a run fits before anything is written: host memory, disk, page locks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.core.memory.mapped import cool, copied_bytes
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.events.events import ChoiceMade
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.machine.disk import read_disk
+from fluxtrain.methods.method import method_of
+from fluxtrain.models.copies import Copied
+from fluxtrain.models.loading import LoadedModel
+from fluxtrain.plan.choices.page_locks import page_lock_choice, refused_before, wanted_bytes
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.guard import (
+    EVERY_CHECKPOINT,
+    DiskCapacity,
+    HostNeed,
+    disk_need,
+    loading_bytes,
+    parameters_of,
+    refuse_disk,
+    refuse_host,
+)
+from fluxtrain.train.placing.placing import decide, model_facts_for
+
+if TYPE_CHECKING:
+    from fluxtrain.core.wrap.engine import Engine
+
+
+def refuse_what_does_not_fit(
+    config: RunConfig,
+    facts: ModelFacts,
+    placement: Placement,
+    copied: Copied,
+    available_bytes: int | None,
+    disk: DiskCapacity,
+) -> None:
+    """Refuse a placed run that host memory or the disk cannot hold.
+
+    `available_bytes` is the free host memory if nothing of the model were loaded.
+
+    Raises:
+        DoesNotFit: says what the run needs and what there is.
+    """
+    steps = config.train.steps or 0
+    files = disk_need(
+        facts,
+        model_bytes=method_of(config).saved_bytes(facts),
+        kept=config.train.checkpoints_kept,
+        written=checkpoints_written(config, steps),
+        steps=steps,
+    )
+    refuse_disk(files, disk)
+    need = HostNeed(
+        lasting_bytes=placement.need.host_bytes,
+        loading_bytes=loading_bytes(
+            facts,
+            placement.layout,
+            copied_bytes=copied.weights_bytes,
+            sources_bytes=copied.sources_bytes,
+        ),
+        saving_bytes=placement.saving_bytes + copied.merged_bytes,
+        parameters=parameters_of(facts),
+    )
+    refuse_host(need, available_bytes, files, disk)
+
+
+def refuse_before_loading(
+    config: RunConfig,
+    machine: Machine,
+    device: str,
+    disk: DiskCapacity,
+    empty: PreTrainedModel,
+    copied: Copied,
+) -> None:
+    """Refuse, from a model without its weights, a run that does not fit with one row a step.
+
+    The rows that the configuration asks for are checked when the data is known. Raises DoesNotFit.
+    """
+    method_of(config).prepare(empty, config)
+    facts = model_facts_for(config, empty, empty.config)
+    placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
+    left = machine.memory_available_bytes
+    refuse_what_does_not_fit(config, facts, placement, copied, left, disk)
+
+
+def copied_now(loaded: LoadedModel) -> Copied:
+    """Measure the weights that are copies in host memory; mapped pages count as available."""
+    cool(loaded.model)
+    return Copied(weights_bytes=copied_bytes(loaded.model), merged_bytes=loaded.merged_bytes)
+
+
+def page_locks_planned(
+    facts: ModelFacts, placement: Placement, device: str, per_s: Mapping[str, float | None]
+) -> tuple[ChoiceMade, ...]:
+    """Predict what a run on a GPU will page-lock, from the rates of the probe."""
+    if device != "cuda":
+        return ()
+    wanted = wanted_bytes(facts, replace(placement.layout, passes=1))
+    return (page_lock_choice(wanted, refused_before(wanted, per_s), per_s),)
+
+
+def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[ChoiceMade, ...]:
+    """Report what is page-locked of a wrapped model, weights and gradients."""
+    if not engine.device.pins:
+        return ()
+    wanted = refused = 0
+    for group in engine.groups:
+        if group.is_on("host"):
+            size = group.weight_bytes + sum(segment.size_bytes for segment in group.trained)
+            wanted += size
+            refused += 0 if group.memory.pinned_bytes else size
+    return (page_lock_choice(wanted, refused, per_s),)
+
+
+def disk_room(folder: Path) -> DiskCapacity:
+    """Read the free space for a run directory, made or not, and what the run holds there."""
+    disk, run = read_disk(folder), RunDir(folder)
+    return DiskCapacity(
+        path=disk.path,
+        free_bytes=disk.free_bytes,
+        held_bytes=_size_bytes(run.checkpoints) + _size_bytes(run.model),
+        in_memory=disk.in_memory is True,
+        kind=disk.file_system,
+    )
+
+
+def checkpoints_written(config: RunConfig, steps: int) -> int:
+    """Count the checkpoints that a run of `steps` steps writes at most by its schedule."""
+    every = config.train.checkpoint_every
+    any_step = config.train.final_model == "best" or every == "auto"
+    if every == "end" and not any_step:
+        return 1
+    if not steps:
+        return EVERY_CHECKPOINT
+    return steps if any_step or isinstance(every, str) else -(-steps // every)
+
+
+def _size_bytes(folder: Path) -> int:
+    """Add up the sizes of all files below a folder; 0 where there is none."""
+    return sum(
+        os.lstat(os.path.join(place, name)).st_size
+        for place, _, names in os.walk(folder)
+        for name in names
+    )
