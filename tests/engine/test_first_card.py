@@ -33,8 +33,8 @@ ASKED = {
 }  # fmt: skip
 # What these measure is the current card's by their docstrings, or any card's.
 OF_THE_CURRENT = {
-    "hardware/probe/bandwidth.py", "hardware/probe/pin_rate.py", "hardware/page_locking.py",
-    "optimizer/third_party.py", "exporting/gate.py",
+    "measure/probe/bandwidth.py", "measure/probe/pin_rate.py", "machine/page_locking.py",
+    "core/optimizer/third_party.py", "results/export/gate.py",
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def masters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class Oracle:
-    """AdamW by `adamw/reference.py`, one parameter at a time."""
+    """AdamW by `core/adamw/reference.py`, one parameter at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -74,7 +74,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 class Oracle:
-    """AdamW by `adamw/reference.py` on each group's segments as a whole."""
+    """AdamW by `core/adamw/reference.py` on each group's segments as a whole."""
 
     def __init__(self, groups: list[Group]) -> None:
         self.segments = [s for g in groups for s in g.trained]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +16,17 @@ from fluxtrain.commands.output import silent
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput, FluxTrainError
 from tests.engine import forked
-from tests.engine.test_foreign_checkpoints import listed_again
+from tests.engine.test_foreign_checkpoints import manifest_of, sealed_again
 
 MakeConfig = Callable[..., Path]
+
+
+def listed_again(path: Path, name: str, content: bytes) -> None:
+    """Put other content into a file, and its hash into the manifest."""
+    (path / name).write_bytes(content)
+    manifest = manifest_of(path)
+    facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    sealed_again(path, {**manifest, "files": {**manifest["files"], name: facts}})
 
 
 @pytest.fixture(autouse=True)
