@@ -105,7 +105,12 @@ def problems(root: Path) -> list[str]:
     said = [_told("modules", graph, circle) for circle in circles(graph)]
     for package in sorted(name for name, path in modules.items() if path.name == "__init__.py"):
         parts = parts_of(package, graph)
-        said += [_told(f"parts of {package}", parts, circle) for circle in circles(parts)]
+        folders = {name for name, path in modules.items() if path.name == "__init__.py"}
+        said += [
+            _told(f"parts of {package}", parts, circle)
+            for circle in circles(parts)
+            if not folders.isdisjoint(circle)  # of modules alone: told above
+        ]
     rooms = [path.parent for path in root.glob("*/__init__.py")]
     if len(rooms) > MOST_ROOMS:
         said.append(

@@ -76,7 +76,7 @@ CHOICES: dict[str, Choices] = {
 def settings_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the file of the settings: `$XDG_CONFIG_HOME/fluxtrain/app.toml`."""
     folder = environment.get("XDG_CONFIG_HOME") or home_folder(environment) / ".config"
-    return Path(folder) / "fluxtrain" / "app" / "toml"
+    return Path(folder) / "fluxtrain" / "app.toml"
 
 
 def load_settings(path: Path) -> tuple[Settings, list[str]]:

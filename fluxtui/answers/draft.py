@@ -49,7 +49,7 @@ _TRAINING = {question.field: question for question in TRAINING_QUESTIONS}
 def draft_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Return where the draft lies: `$XDG_STATE_HOME/fluxtrain/draft.json`."""
     state = environment.get("XDG_STATE_HOME") or home_folder(environment) / ".local/state"
-    return Path(state) / "fluxtrain" / "draft" / "json"
+    return Path(state) / "fluxtrain" / "draft.json"
 
 
 def save_draft(answers: Answers, path: Path) -> bool:

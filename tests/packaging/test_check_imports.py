@@ -1,4 +1,4 @@
-"""The check for import circles."""
+"""The check for circles of modules and folders, and for rooms that say what they are for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def package(folder: Path, **texts: str) -> Path:
         parts = name.split("__") if name != "__init__" else [name]
         path = root.joinpath(*parts).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
-        (path.parent / "__init__.py").touch()
+        if path.parent != root:
+            (path.parent / "__init__.py").write_text('"""A room."""')
         path.write_text(text)
     return root
 
@@ -68,8 +69,8 @@ def test_a_circle_is_told_by_its_shortest_way_with_all_that_belong_to_it(
 def test_imports_that_go_one_way_and_out_of_the_package_are_no_circle(
     tmp_path: Path, check: ModuleType
 ) -> None:
-    low, high = "import os, textual", "from made.sub import low\nfrom ..b import z"
-    root = package(tmp_path, sub__low=low, sub__high=high, b="from made.sub.low import x")
+    low, high = "import os, textual", "from made import low\nfrom ..b import z"
+    root = package(tmp_path, low=low, sub__high=high, b="from made.low import x")
     assert check.problems(root) == []
 
 
@@ -77,8 +78,31 @@ def test_relative_imports_are_followed_from_the_package_that_they_stand_in(
     tmp_path: Path, check: ModuleType
 ) -> None:
     root = package(tmp_path, sub__x="from ..b import z", b="from .sub import x")
-    [said] = check.problems(root)
-    assert "made.b -> made.sub.x -> made.b" in said
+    modules, parts = check.problems(root)
+    assert "made.b -> made.sub.x -> made.b" in modules
+    assert parts.startswith("2 parts of made import each other")
+
+
+def test_folders_that_import_each_other_are_found_where_no_modules_do(
+    tmp_path: Path, check: ModuleType
+) -> None:
+    texts = {"one__low": "", "one__high": "import made.two.x", "two__x": "import made.one.low"}
+    [said] = check.problems(package(tmp_path, **texts))
+    assert said.startswith("2 parts of made import each other, such as made.one -> made.two")
+
+
+def test_a_package_has_few_rooms_and_each_says_what_it_is_for(
+    tmp_path: Path, check: ModuleType
+) -> None:
+    root = package(tmp_path, **{f"room{n}__x": "" for n in range(check.MOST_ROOMS)})
+    assert check.problems(root) == []
+    (root / "room0" / "__init__.py").write_text("")
+    package(tmp_path, more__x="")
+    assert check.problems(root) == [
+        f"made has {check.MOST_ROOMS + 1} rooms, more than {check.MOST_ROOMS}: "
+        "a stranger ranks few",
+        "room0/__init__.py does not say what the room is for",
+    ]
 
 
 def test_the_command_fails_where_something_is_wrong_and_without_a_folder(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_units_and_errors_are_of_the_standard_library_alone() -> None:
     assert third_party == set()
 
 
-@pytest.mark.parametrize("package", ["telemetry", "client"])
+@pytest.mark.parametrize("package", ["events", "files"])
 def test_a_package_for_programs_needs_no_torch_and_no_configuration_library(package: str) -> None:
     brought = brought_in_by(*modules_of(f"fluxtrain.{package}"))
     assert "msgspec" in brought
