@@ -176,10 +176,11 @@ def test_a_file_that_takes_long_is_told_of_while_it_is_read(
     )
     monkeypatch.setattr("fluxtrain.data.prepare.TELL_EVERY_S", 3600.0)
     prepare(source, tokenizer, LIMITS, said.append)
-    assert said == []  # nothing of what is done before that
+    assert len(said) == 1 and "tokenizer" in said[0]  # what is done, in case it never ends
     monkeypatch.setattr("fluxtrain.data.prepare.TELL_EVERY_S", 0.0)
     prepare(source, tokenizer, LIMITS, said.append)
-    assert said[0].startswith(f"tokens of {path}: ") and len(said) > 10
+    told = said[2:]
+    assert told[0].startswith(f"tokens of {path}: ") and len(told) > 10
     assert said[-1] == f"tokens of {path}: 2.20 M characters, 100% of the data"
 
 

@@ -308,7 +308,7 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
 
     def free(size: int) -> None:
         small = msgspec.structs.replace(read_machine(), memory_available_bytes=size)
-        for place in ("inference.placed", "wrapping.target"):
+        for place in ("results.placed", "core.wrap.target"):
             monkeypatch.setattr(f"fluxtrain.{place}.read_machine", lambda **_: small)
 
     free(100_000)

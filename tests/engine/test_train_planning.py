@@ -130,7 +130,7 @@ def test_rows_of_data_that_was_looked_at_in_part_are_told_as_an_estimate(
     config = load_config(run_config(**data, **settings))
     plan, run = preview(config), load_inputs(config)
     assert plan.rows_estimated
-    assert plan.estimated_rows == pytest.approx(len(run.data.trained), rel=0.03)
+    assert plan.estimated_rows == pytest.approx(len(run.task.data.trained), rel=0.03)
     steps = next(choice for choice in plan.choices if choice.name == "train.steps")
     assert "about" in steps.because
     assert f"about {plan.steps:,} steps" in table(plan)

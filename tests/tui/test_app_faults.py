@@ -77,8 +77,8 @@ async def test_a_killed_trainer_is_told(run: Path, made: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("screen", "shown", "said"),
     [
-        ("dashboard", "80/200", "d leaves, the training goes on; Q stops it"),
-        ("wizard", "What would you", "esc goes a step back, before the first one out"),
+        ("dashboard", "80/200", "d leaves; the run has ended"),
+        ("wizard", "What would you", "esc goes one step back; on the first step it leaves"),
     ],
 )
 async def test_ctrl_c_says_what_leaves(

@@ -78,7 +78,7 @@ def test_the_parts_of_real_samples_add_up(run: str) -> None:
 
 def test_a_killed_run_is_dead_and_shows_no_rates() -> None:
     view = view_of("killed", process="dead")
-    assert view.status.kind == "dead" and "--resume auto" in view.status.detail
+    assert view.status.kind == "dead" and "resume it from step" in view.status.detail
     assert view.fresh(view.state.traffic) is None and view.fresh(view.state.step) is None
 
 

@@ -49,7 +49,11 @@ def explained(view: WizardView, width: int) -> Content:
 @pytest.mark.parametrize(
     ("page", "state", "told"),
     [
-        (data_page, {"answers": ON_DATA, "checks": UNSURE}, "{wizard_read_as} reads the data in"),
+        (
+            data_page,
+            {"answers": ON_DATA, "checks": UNSURE},
+            "{wizard_read_as} tries the next format",
+        ),
         (method_page, {"plan": REFUSED}, "{wizard_back} changes model or data, {wizard_again}"),
         (hardware_page, {"probe": REFUSED}, "Press {wizard_again} to measure again, or"),
         (hardware_page, {"probe": REFUSED}, "or {wizard_next} to go on"),

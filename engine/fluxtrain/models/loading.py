@@ -125,12 +125,13 @@ def load_model(
     empty = open_empty(replace(source, path=str(folder)))
     files, choice = empty.files, empty.precision
     assert files is not None, "of a folder"
+    dtype, was_tied = empty.model.dtype, _is_tied(empty.model)  # `fits` may change the model
     if fits is not None:
         fits(empty.model, empty.copied)
     tokenizer = tokenizer_of_folder(folder, source.trust_remote_code)
-    model, unexpected = _weights(files, empty.model.dtype, source.trust_remote_code)
+    model, unexpected = _weights(files, dtype, source.trust_remote_code)
     tensors, lost = tensors_beside(files, model)
-    is_untied = _is_tied(empty.model) and not _is_tied(model)
+    is_untied = was_tied and not _is_tied(model)
     beside = read_beside(folder, tokenizer)
     check_finite(model, str(folder), packed_elements)
     loaded = _loaded(model, tokenizer, _name(source.path), choice, empty.copied.merged_bytes)
