@@ -208,7 +208,7 @@ async def test_a_finished_run_says_where_its_model_is_and_talks(
         pid = int((tmp_path / "pid").read_text())
         assert os.getsid(pid) == pid, "in a session of its own"
         await pilot.press("escape")
-        await app_pilot.until(pilot, lambda: "once more to leave" in str(app_pilot.notes(app)))
+        await app_pilot.until(pilot, lambda: "again to leave" in str(app_pilot.notes(app)))
         assert app.screen is screen
         await pilot.press("escape")
         await app_pilot.until(pilot, lambda: isinstance(app.screen, PanelScreen))
