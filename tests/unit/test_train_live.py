@@ -17,9 +17,10 @@ from fluxtrain.train.live.edit import MemoryInUse
 from fluxtrain.train.live.effect import STEPS
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import LiveSettings
+from fluxtrain.train.live.setup import promise_of
 from fluxtrain.train.placing.prediction import Promise
 from fluxtrain.units import GIB, MIB
-from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
+from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, ground
 
 
 class Run:
@@ -407,3 +408,11 @@ def test_the_end_of_the_run_tells_what_is_known_of_the_newest_change() -> None:
     early.steps(2)
     early.live.finish(2)
     assert early.told(ev.ChangeMeasured)[0].verdict == "unknown"
+
+
+def test_the_times_of_a_change_follow_the_last_run_as_those_of_the_plan_do() -> None:
+    setup = Setup(run=ground(), passes=1, clips=False, rates=RATES)
+    once = promise_of(setup, setup.run, setup.run.planned)
+    slower = promise_of(replace(setup, run_times=2.0), setup.run, setup.run.planned)
+    assert once.step_s is not None and once.tokens_per_s is not None
+    assert slower.step_s == 2 * once.step_s and slower.tokens_per_s == once.tokens_per_s / 2

@@ -200,6 +200,7 @@ class Run:
             session.announcer,
             plan.constants.rates(has_gpu=plan.capacity.has_gpu),
             lambda: list(session.timeline.recent),
+            plan.constants.run_times,
         )
         session.requests.changes_go_to(changes.ask)
         return changes

@@ -29,6 +29,7 @@ from fluxtrain.files.opening import kind_of
 REQUEST_LIMIT_BYTES = 1 << 16
 ANSWER_LIMIT_BYTES = 1 << 20
 CLIENT_IDLE_S = 30.0
+CLOSE_S = 1.0
 CLIENTS_LIMIT = 16
 BACKLOG = 16  # clients that wait to be let in
 CLIENT_PAUSE_S, ACCEPT_PAUSE_S = 0.1, 0.02  # all clients together take about 1 % of a core
@@ -98,6 +99,7 @@ class ControlServer:
             self._thread.join()
         with self._answering:
             self._server.close()
+        self._server.wait_for_clients()  # one may wait to be answered: not under its lock
         self._server = None
         self.abandon()
 
@@ -160,7 +162,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self.socket.close()
         self.socket = listener
         self.answer = answer
-        self._places = threading.Lock()
+        self._places = threading.Condition()
         self._clients: dict[int, socket.socket] = {}  # in the order in which they came
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -174,9 +176,10 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def shutdown_request(self, request: Any) -> None:
         """Close a client's connection."""
+        super().shutdown_request(request)
         with self._places:
             self._clients.pop(id(request), None)
-        super().shutdown_request(request)
+            self._places.notify_all()
 
     def close(self) -> None:
         """Close the listener and hang up on all clients."""
@@ -184,6 +187,11 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         with self._places:
             for client in self._clients.values():
                 _hang_up(client)
+
+    def wait_for_clients(self) -> None:
+        """Wait until all clients' threads have closed their connections; `CLOSE_S` at most."""
+        with self._places:
+            self._places.wait_for(lambda: not self._clients, timeout=CLOSE_S)
 
 
 def _hang_up(client: socket.socket) -> None:

@@ -30,6 +30,7 @@ class Setup:
     clips: bool
     rates: Rates | None  # None: not measured on this machine
     lanes: Callable[[], Sequence[StepLanes]] = tuple  # of the last steps
+    run_times: float = 1.0  # what steps of the last run took, of what `rates` predict
 
 
 class Adviser:

@@ -37,9 +37,10 @@ def live_changes(
     announcer: Announcer,
     rates: Rates | str,
     lanes: Callable[[], Sequence[StepLanes]] = tuple,
+    run_times: float = 1.0,
 ) -> LiveChanges:
-    """Return what lets a placed and wrapped run change; `rates` as the plan has them, `lanes` those
-    of the last steps."""
+    """Return what lets a placed and wrapped run change; `rates` and `run_times` as the plan has
+    them, `lanes` those of the last steps."""
     has_gpu = engine.device.torch_device.type == "cuda"
     layout = replace(placement.layout, chunk_rows=engine.chunk_rows)
     run = LiveRun(facts, replace(placement, layout=layout), has_gpu)
@@ -49,6 +50,7 @@ def live_changes(
         clips=config.train.max_grad_norm is not None or facts.scales_its_loss,
         rates=None if isinstance(rates, str) else rates,
         lanes=lanes,
+        run_times=run_times,
     )
     return LiveChanges(
         setup,
@@ -70,7 +72,12 @@ def promise_of(setup: Setup, run: LiveRun, settings: LiveSettings) -> Promise:
     if setup.rates is None or run.cards > 1:  # the rates are those of one card
         return promise
     took = run.step(settings, setup.rates, clips=setup.clips, passes=setup.passes)
-    return replace(promise, step_s=took.step_s, tokens_per_s=took.tokens_per_s, binds=took.binds)
+    return replace(
+        promise,
+        step_s=took.step_s * setup.run_times,
+        tokens_per_s=took.tokens_per_s / setup.run_times,
+        binds=took.binds,
+    )
 
 
 def _memory(devices: Sequence[torch.device]) -> MemoryInUse:
