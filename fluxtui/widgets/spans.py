@@ -29,7 +29,7 @@ def width_of(spans: Line) -> int:
 
 
 def joined(lines: Iterable[Line], gap: str = "  ") -> Line:
-    """Several short lines as one, `gap` between those that are not empty."""
+    """Join short lines into one, with `gap` between lines that are not empty."""
     spans: list[Span] = []
     for part in lines:
         if part and spans:

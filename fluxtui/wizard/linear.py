@@ -214,7 +214,7 @@ class LinearWizard(Dialogue):
             self._number(field, question.name)
 
     def _training(self) -> None:
-        """Tell every setting with its reason, and change those that are named by their number."""
+        """Print every setting with its reason; change the ones whose numbers are typed."""
         while True:
             self._plan()
             self._say("Training settings")

@@ -1,4 +1,4 @@
-"""Counts what does not fit into a row, so that whoever trains is told."""
+"""Counts what does not fit into a row, so that the user is told."""
 
 from __future__ import annotations
 

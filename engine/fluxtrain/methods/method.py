@@ -73,7 +73,21 @@ class Method(Protocol):
         """
 
 
-class FullFineTuning:
+class _TextMethod:
+    """What methods over rows of text have in common."""
+
+    def task(
+        self,
+        config: RunConfig,
+        loaded: LoadedModel,
+        tell: Tell | None = None,
+        waits: Waits | None = None,
+    ) -> Task[Any]:
+        """Learn to predict the next token of the data's rows."""
+        return text_task(config, loaded, tell, waits)
+
+
+class FullFineTuning(_TextMethod):
     """Every weight is trained, and the whole model saved."""
 
     usual_rate = 2e-5
@@ -90,16 +104,6 @@ class FullFineTuning:
         """Count all weights."""
         return facts.weight_bytes
 
-    def task(
-        self,
-        config: RunConfig,
-        loaded: LoadedModel,
-        tell: Tell | None = None,
-        waits: Waits | None = None,
-    ) -> Task[Any]:
-        """Learn to predict the next token of the data's rows."""
-        return text_task(config, loaded, tell, waits)
-
     def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
         """Try configuration, generation settings and tokenizer."""
         model, tokenizer = loaded.model, loaded.tokenizer
@@ -110,7 +114,7 @@ class FullFineTuning:
         save_model(loaded.model, loaded.tokenizer, folder, loaded.beside)
 
 
-class LoraFineTuning:
+class LoraFineTuning(_TextMethod):
     """Low-rank adapters are trained beside frozen weights, and saved alone."""
 
     usual_rate = 2e-4
@@ -130,16 +134,6 @@ class LoraFineTuning:
     def saved_bytes(self, facts: ModelFacts) -> int:
         """Count the trained weights."""
         return facts.trained_bytes
-
-    def task(
-        self,
-        config: RunConfig,
-        loaded: LoadedModel,
-        tell: Tell | None = None,
-        waits: Waits | None = None,
-    ) -> Task[Any]:
-        """Learn to predict the next token of the data's rows."""
-        return text_task(config, loaded, tell, waits)
 
     def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
         """Try generation settings and tokenizer."""

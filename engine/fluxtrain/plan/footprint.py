@@ -305,7 +305,7 @@ def _staging(
 
 
 def _inputs_on_device(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> int:
-    """Inputs of the blocks and of the last norm, but for those that are away on the host."""
+    """Count inputs of the blocks and of the last norm that wait on the device."""
     if facts.row is None:
         return 0
     one = layout.batch_rows * facts.row.block_input_bytes

@@ -1,4 +1,4 @@
-"""Hold a queued step until its numbers are read; skip and count those that are not finite."""
+"""Hold a queued step until its numbers are read; skip and count steps whose numbers are not finite."""
 
 from __future__ import annotations
 

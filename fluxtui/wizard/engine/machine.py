@@ -146,7 +146,7 @@ def _disk_row(disk: Disk) -> Row:
 
 
 def _rate_rows(rates: Mapping[str, Rate], has_gpu: bool) -> list[Row]:
-    """Measured rates; those that are missing for one reason share a row."""
+    """Draw measured rates; rates missing for one reason share a row."""
     rows: list[Row] = []
     missing: dict[str, list[str]] = {}
     for name, title in _RATES.items():

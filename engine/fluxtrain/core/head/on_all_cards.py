@@ -128,7 +128,7 @@ class _OtherCard:
         self, card: Card, loss: WholeLoss, gradients: HeadGradients, *, sends: bool
     ) -> None:
         """`loss`: its tensors are on their way to the card. `sends`: slopes are added up on the
-        first card, not here. `gradients`: those that are wanted, on the first card."""
+        first card, not here. `gradients`: the wanted ones, on the first card."""
         self._card, self._loss, self._sends = card, loss, sends
         self._for_hidden = gradients.hidden is not None
         self._turns: list[_Turn] = []

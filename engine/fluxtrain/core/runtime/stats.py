@@ -146,7 +146,7 @@ def sample_peak(context: Context) -> None:
 
 
 def _untrained_on_device(card: Card, mine: Iterable[Group]) -> tuple[int, int]:
-    """Add up frozen and packed weights of groups on the card, and of those that slots hold."""
+    """Add up frozen and packed weights of groups on the card and of groups in its slots."""
     there = [group for group in mine if group.is_on("device")]
     slots = list(card.window.slots)  # a copy: another thread may add one
     there += [slot.group for slot in slots if slot.group is not None]

@@ -101,7 +101,7 @@ class CachedTokens:
 
     def _let_go(self) -> None:
         if self._held is not None:
-            os.close(self._held)  # whoever removes the entry takes the file with it
+            os.close(self._held)  # the file goes with the entry
             self._held = None
 
     def complete(self, told: list[str]) -> None:

@@ -311,7 +311,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if manifest.pop(_SEAL, None) != _seal(manifest):
         raise Damaged(f"{path.name}: {MANIFEST} is not what was written (sha256 differs)")
     try:
-        msgspec.convert(manifest, _Manifest)  # whoever sealed it: no name leads out of the folder
+        msgspec.convert(manifest, _Manifest)  # a stranger's, too: no name leads out of the folder
     except msgspec.ValidationError as error:
         raise Damaged(f"{path.name}: {MANIFEST} is not what was written ({error})") from None
     if not {TRAINER, *(name for _, name in manifest["shards"])} <= manifest["files"].keys():

@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is whole, and refuse those that are not, in words."""
+"""Find the newest whole checkpoint; say why newer ones cannot be used."""
 
 from __future__ import annotations
 

@@ -202,7 +202,10 @@ def _refuse_undecodable(name: str | Path | None) -> None:
 def _fresh(run_dir: Path) -> Target:
     chosen = RunDir(run_dir)
     if has_run(chosen):
-        if not chosen.has_trained and chosen.liveness() != "finished":
+        state = chosen.liveness()
+        if state == "running":
+            return Target(run_dir=chosen, resumes=True)  # refused by its lock, with what to do
+        if not chosen.has_trained and state != "finished":
             return Target(run_dir=chosen, resumes=True)  # nothing to lose: a mistake was mended
         raise BadInput(
             f"{run_dir} holds a run already: add --resume auto to go on with it, or choose "

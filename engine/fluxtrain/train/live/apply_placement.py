@@ -123,7 +123,7 @@ def _remove(slots: list[_Placed]) -> None:
 
 
 def _owned(card: Card, owners: list[Group], fresh: list[_Placed]) -> list[_Placed]:
-    """Give each of `owners` a slot of its own; return the slots of those that own none now."""
+    """Give each of `owners` a slot of its own; return the slots that nobody owns now."""
     owned = {slot.owner: slot for slot in card.window.slots if slot.owner is not None}
     for group in owners:
         if group not in owned:

@@ -57,7 +57,7 @@ class LiveSettings:
         return max(1, max(self.slots) - 1)
 
     def value(self, name: SettingName) -> int:
-        """Return the value of a setting; of those that count rows, counted over all cards."""
+        """Return the value of a setting; a count of table rows is over all cards."""
         if name == "prefetch":
             return self.prefetch
         if name == "chunk_rows":
