@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from fluxtrain.commands.doctor.findings import findings
+from fluxtrain.commands.doctor.examine import findings
 from fluxtrain.commands.doctor.screen import screen
 from fluxtrain.events.answers.doctor import DoctorAnswer
 

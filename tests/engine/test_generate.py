@@ -14,8 +14,7 @@ from torch import nn
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.models.generate.prompts import Prompt, Prompting
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.models.generate.streaming import TextStream
-from fluxtrain.models.generate.writing import write
+from fluxtrain.models.generate.writing import TextStream, write
 from fluxtrain.plan import states
 from fluxtrain.results.generation_session import Batches, GenerationSession
 from fluxtrain.results.measuring import measure, rows_that_fit

@@ -17,8 +17,7 @@ from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.models import generation
 from fluxtrain.models.generate.sampling import Sampling, _mend
-from fluxtrain.models.generate.streaming import text_of
-from fluxtrain.models.generate.writing import write
+from fluxtrain.models.generate.writing import text_of, write
 from fluxtrain.models.generation import stops_of
 from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.train import run as run_module

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from fluxtrain.methods.parameter_groups import parameter_groups
+from fluxtrain.methods.optimizer import parameter_groups
 
 
 def test_each_parameter_is_decayed_as_its_kind_says(model_folder: Callable[..., Path]) -> None:

@@ -11,7 +11,7 @@ import fluxtrain
 from fluxtrain.core.adamw.hyper import Hyper
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.updates.updates import ranges
-from fluxtrain.methods.parameter_groups import parameter_groups
+from fluxtrain.methods.optimizer import parameter_groups
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.states import StateFormat
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
-from fluxtrain.core.runtime.host_ids import HostIds
+from fluxtrain.core.runtime.context import HostIds
 from fluxtrain.errors import BadInput
 from tests.engine.row_models import (
     HIDDEN,

@@ -13,7 +13,7 @@ from textual.widgets import Input
 
 from fluxtui.answers.answers import STEPS, Answers
 from fluxtui.answers.draft import load_draft, save_draft
-from fluxtui.wizard.draft_offer import DraftOffer
+from fluxtui.wizard.screen import DraftOffer
 from fluxtui.wizard.steps.paths import complete_path
 from fluxtui.wizard.steps.strategy_step import StrategyStep
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.commands.doctor.findings import LEVELS, findings, ranked
+from fluxtrain.commands.doctor.examine import LEVELS, findings, ranked
 from fluxtrain.events.answers.doctor import Finding
 from fluxtrain.events.answers.machine import Disk, Gpu, GpuProcess, Machine, Rate
 from fluxtrain.events.answers.probe import ProbeAnswer

@@ -10,9 +10,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.commands.doctor.findings import findings
+from fluxtrain.commands.doctor.examine import findings, versions
 from fluxtrain.commands.doctor.screen import screen
-from fluxtrain.commands.doctor.versions import versions
 from fluxtrain.events.answers.doctor import DoctorAnswer, SelfTest
 from fluxtrain.events.answers.machine import Disk, Gpu, Machine, Rate
 from fluxtrain.events.answers.probe import ProbeAnswer

@@ -1,4 +1,4 @@
-"""Hold a queued step until its numbers are read; skip and count steps whose numbers are not finite."""
+"""Hold a queued step until its numbers are read; count and skip steps that are not finite."""
 
 from __future__ import annotations
 

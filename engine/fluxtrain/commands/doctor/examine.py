@@ -3,14 +3,61 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
-from fluxtrain.commands.doctor.findings import findings
-from fluxtrain.commands.doctor.versions import versions
-from fluxtrain.events.answers.doctor import DoctorAnswer
+import fluxtrain
+from fluxtrain.commands.doctor.card_findings import card_findings
+from fluxtrain.commands.doctor.host_findings import host_findings
+from fluxtrain.commands.doctor.several_cards import several_cards_findings
+from fluxtrain.events.answers.doctor import DoctorAnswer, Finding, Level
+from fluxtrain.events.answers.machine import Machine
+from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtrain.measure.probe.probe import probe
+
+_PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "textual")
+
+
+def versions(machine: Machine, cuda: str | None) -> dict[str, str]:
+    """Return versions by name; `cuda` is what torch was built for (None: a CPU build)."""
+    found = {"fluxtrain": fluxtrain.__version__, "python": platform.python_version()}
+    found |= {name: _package(name) for name in _PACKAGES}
+    found["cuda"] = cuda or "none"
+    found["driver"] = machine.driver or "none"
+    found["os"] = f"{_system()}, Linux {platform.release()}" + (" (WSL2)" if machine.wsl else "")
+    found["cpu"] = machine.cpu_name or "unknown"
+    return found
+
+
+def _package(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()
+
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
+def findings(probe: ProbeAnswer) -> tuple[Finding, ...]:
+    """Return what is slow for a machine of this class and what to change, the most useful first."""
+    return ranked([*card_findings(probe), *several_cards_findings(probe), *host_findings(probe)])
+
+
+def ranked(found: list[Finding]) -> tuple[Finding, ...]:
+    """Sort by level, what does not work first, then by how much there is to gain."""
+    return tuple(sorted(found, key=lambda one: (LEVELS.index(one.level), -one.factor)))
 
 
 def examine(

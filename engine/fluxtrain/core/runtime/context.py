@@ -9,27 +9,61 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fluxtrain.core.device.device import Device
 from fluxtrain.core.gradients.gradients import Gradients
 from fluxtrain.core.gradients.host_gradients import Arrival
+from fluxtrain.core.guards.arguments import flatten
+from fluxtrain.core.guards.shared_memory import version_of
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.card import Card
 from fluxtrain.core.runtime.counters import Counters
 from fluxtrain.core.runtime.graphs import Graphs
-from fluxtrain.core.runtime.host_ids import HostIds
 from fluxtrain.core.runtime.use import Use
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.core.updates.updates import Updates
 from fluxtrain.plan.choices.placement import Placement
+
+
+class HostIds:
+    """The integers among a model's inputs, until its forward ends; after that a data loader may
+    write the next batch into the same memory."""
+
+    def __init__(self) -> None:
+        # on the device, on the host, and their versions
+        self._moved: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
+
+    def note(self, before: Any, after: Any) -> None:
+        """Note the model's arguments from before and after they were moved."""
+        pairs = zip(flatten(before)[1], flatten(after)[1], strict=True)
+        self._moved = [
+            (moved, host, (version_of(moved), version_of(host)))
+            for host, moved in pairs
+            if host.device.type == "cpu" and not host.is_floating_point()
+        ]
+
+    def forget(self) -> None:
+        """Drop the inputs when the model's forward has ended."""
+        self._moved = []
+
+    def of(self, ids: Tensor) -> Tensor | None:
+        """Return the same integers on the host, in the same order, if neither tensor was written to
+        since; `ids` may be a view."""
+        for moved, host, versions in self._moved:
+            same = moved.data_ptr() == ids.data_ptr() and moved.numel() == ids.numel()
+            plain = ids.is_contiguous() and moved.is_contiguous() and moved.dtype == ids.dtype
+            if same and plain and (version_of(moved), version_of(host)) == versions:
+                return host
+        return None
+
 
 _LOG = logging.getLogger("fluxtrain")
 
