@@ -133,6 +133,8 @@ def test_the_last_words_of_a_run_that_never_began_are_found(tmp_path: Path) -> N
     (tmp_path / "engine.log").write_text("loading\nKilled by the kernel\n\n")
     link = JournalSource(tmp_path).poll().link
     assert link.process == "dead" and link.last_words == "Killed by the kernel"
+    (tmp_path / "engine.log").write_text("step 98/400  loss 6.9219  lr 2.66e-3  2m 03s left\n")
+    assert JournalSource(tmp_path).poll().link.last_words == ""  # progress is no cause of an end
     (tmp_path / "error.json").write_text('{"message": "the model folder is empty"}')
     assert JournalSource(tmp_path).poll().link.last_words == "the model folder is empty"
 

@@ -103,7 +103,7 @@ def disk_line(plan: PlanAnswer) -> str:
     plural = "s" * (count != 1)
     return (
         f"disk: {stays}; about {count} checkpoint{plural} of {bytes_text(each)} are written in "
-        "turn, and older ones deleted"
+        "turn, and the newest are kept"
     )
 
 
