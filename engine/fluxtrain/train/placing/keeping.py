@@ -34,4 +34,4 @@ def packed_cache(
         key = cache_key(frozen, loaded.weight_files, parameters)
     except OSError as error:
         raise BadInput(f"the model's weights cannot be read any more: {error}") from error
-    return PackedCache.open(key, sizes, say)
+    return PackedCache(key, sizes, say)
