@@ -99,16 +99,6 @@ def test_a_moment_that_changes_no_loss_yet_is_found_by_name(run_config: MakeConf
     assert found.difference is not None and "though all losses are the same" in found.difference
 
 
-def test_a_state_of_the_trainer_that_changes_is_found(run_config: MakeConfig) -> None:
-    def harm(middle: Path) -> None:
-        content = json.loads((middle / "trainer.json").read_text())
-        content["run"]["total_tokens"] += 1
-        listed_again(middle, "trainer.json", json.dumps(content).encode())
-
-    found = verifying.verify_resume(load_config(run_config()), 2, silent, altering(harm))
-    assert found.difference == "the saved run is another one after step 2"
-
-
 def test_the_command_ends_with_6_and_names_the_difference(
     run_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

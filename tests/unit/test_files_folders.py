@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.commands import verify_resume
-from fluxtrain.commands.doctor import self_test
 from fluxtrain.data import demo
 from fluxtrain.files.folders import MARK, finish, remove_left, unfinished_folder
 from fluxtrain.models.export import save_folder
@@ -55,21 +53,11 @@ def save(parent: Path) -> None:
     save_folder(lambda made: (made / "a.txt").write_text("b") and None, 1, parent / "out")
 
 
-def verify(parent: Path) -> None:
-    with verify_resume._folder() as folder:
-        assert folder.parent == parent
-
-
-def self_tested(parent: Path) -> None:
-    with self_test._temporary(parent) as folder:
-        assert folder.parent == parent
-
-
 def make_demo(parent: Path) -> None:
     demo._make_anew(parent / "demo")
 
 
-@pytest.mark.parametrize("uses", [save, verify, self_tested, make_demo])
+@pytest.mark.parametrize("uses", [save, make_demo])
 def test_the_next_one_clears_what_a_killed_process_left_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uses: Callable[[Path], None]
 ) -> None:

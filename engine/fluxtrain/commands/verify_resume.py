@@ -11,12 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from fluxtrain.config.schema import RunConfig, validate
@@ -25,22 +22,19 @@ from fluxtrain.events.answers.dry_run import ResumeAnswer
 from fluxtrain.events.events import StepFinished
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir, runs_root
-from fluxtrain.files.atomic import read_json, storage_error
+from fluxtrain.files.atomic import read_json
 from fluxtrain.files.folders import unfinished_folder
 from fluxtrain.files.parent import environment_of_child
 from fluxtrain.files.terminations import terminations_told
 from fluxtrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint, step_folder
-from fluxtrain.train.checkpoint.shard_file import read_tensors
 
-STEPS = 8
 _TRAIN = (sys.executable, "-P", "-m", "fluxtrain", "train")
 _OWN_TIMES = ("trained_s",)  # of two runs that are otherwise the same
 Start = Callable[[Sequence[str]], int]
-Report = Callable[[str], None]
 
 
 def verify_resume(
-    config: RunConfig, steps: int, report: Report, start: Start | None = None
+    config: RunConfig, steps: int, report: Callable[[str], None], start: Start | None = None
 ) -> ResumeAnswer:
     """Train, resume and compare; nothing of it is kept. `start` runs `fluxtrain train ARGUMENTS`.
 
@@ -50,25 +44,37 @@ def verify_resume(
     """
     if steps < 2:
         raise BadInput(f"--steps {steps} has no middle to save in: take 2 or more")
-    started_s, run = time.monotonic(), start or _process
-    with terminations_told("the runs were compared"), _folder() as folder:
-        settings = folder / "run.yaml"
+    started_s, run, saved = time.monotonic(), start or _process, steps // 2
+    runs_root().mkdir(parents=True, exist_ok=True)
+    with (
+        terminations_told("the runs were compared"),
+        unfinished_folder(runs_root(), ".verify-resume-") as folder,
+    ):
+        settings, made = folder / "run.yaml", RunDir(folder / "run")
         settings.write_text(json.dumps(_shortened(config, steps)), encoding="utf-8")
-        trust = ["--set", "model.trust_remote_code=true"] if config.model.trust_remote_code else []
-        made = RunDir(folder / "run")
-        report(f"training {steps} steps, saving after {steps // 2}")
+        report(f"training {steps} steps, saving after {saved}")
         _run(run, made, [str(settings), "--run-dir", str(made.path)])
         last, straight = step_folder(made.checkpoints, steps), folder / "straight" / "whole"
         straight.parent.mkdir()
         last.rename(straight)
-        report(f"resuming after step {steps // 2} in a new process")
-        middle = step_folder(made.checkpoints, steps // 2)
-        _run(run, made, ["--resume", str(middle), *trust])
+        report(f"resuming after step {saved} in a new process")
+        trust = ["--set", "model.trust_remote_code=true"] if config.model.trust_remote_code else []
+        _run(run, made, ["--resume", str(step_folder(made.checkpoints, saved)), *trust])
         report("comparing")
-        answer = compared(
-            _curves(made, steps // 2), read_checkpoint(straight), read_checkpoint(last), steps
-        )
-    return replace(answer, seconds=time.monotonic() - started_s)
+        step, told = _first_step(made, saved)
+        one, other = read_checkpoint(straight), read_checkpoint(last)
+        tensor, count, values = None, 0, 0
+        for name, left, right in _pairs(one, other):
+            count, values = count + 1, values + left.numel()
+            if tensor is None and not _equal(left, right):
+                tensor = name
+                told = told or f"{name} differs after step {steps}, though all losses are the same"
+        if told is None and (key := _first_state(one, other)) is not None:
+            told = f"the saved {key} is another one after step {steps}"
+    return ResumeAnswer(
+        steps=steps, saved_step=saved, tensors=count, values=values, first_step=step,
+        first_tensor=tensor, difference=told, seconds=time.monotonic() - started_s,
+    )  # fmt: skip
 
 
 def page(found: ResumeAnswer) -> str:
@@ -82,69 +88,31 @@ def page(found: ResumeAnswer) -> str:
     return f"not equal: {found.difference}"
 
 
-def compared(
-    curves: tuple[dict[int, StepFinished], dict[int, StepFinished]],
-    straight: Checkpoint,
-    resumed: Checkpoint,
-    steps: int,
-) -> ResumeAnswer:
-    """Compare the steps that both made, and the two checkpoints after the last one."""
-    before, after = curves
-    saved = steps - len(after)
-    step, words = _first_step(before, after)
-    tensor, count, values = None, 0, 0
-    for name, one, other in _pairs(straight, resumed):
-        count += 1
-        values += 0 if one is None else one.numel()
-        if tensor is None and (told := _differs(one, other)) is not None:
-            tensor = name
-            words = words or f"{name} {told} after step {steps}, though all losses are the same"
-    if words is None and (key := _first_state(straight, resumed)) is not None:
-        words = f"the saved {key} is another one after step {steps}"
-    return ResumeAnswer(
-        steps=steps, saved_step=saved, tensors=count, values=values,
-        first_step=step, first_tensor=tensor, difference=words,
-    )  # fmt: skip
-
-
-def _first_step(
-    before: dict[int, StepFinished], after: dict[int, StepFinished]
-) -> tuple[int | None, str | None]:
-    for number, again in sorted(after.items()):
-        once = before[number]
+def _first_step(run: RunDir, saved: int) -> tuple[int | None, str | None]:
+    """Compare what the two processes told of the steps after the saved one."""
+    before: dict[int, StepFinished] = {}
+    for event in read_events(run.journal):
+        if not isinstance(event, StepFinished) or event.step <= saved:
+            continue
+        once = before.setdefault(event.step, event)
         for key in ("loss", "grad_norm", "learning_rate"):
-            one, other = getattr(once, key), getattr(again, key)
+            one, other = getattr(once, key), getattr(event, key)
             if repr(one) != repr(other):  # two that are NaN are the same
-                name = key.replace("_", " ")
-                return number, f"the {name} of step {number} was {one!r} and is {other!r}"
+                name = f"the {key.replace('_', ' ')} of step {event.step}"
+                return event.step, f"{name} was {one!r} and is {other!r}"
     return None, None
 
 
-def _pairs(
-    straight: Checkpoint, resumed: Checkpoint
-) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def _pairs(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the tensors of both by name, a shard at a time."""
-    files = [dict(found.shards) for found in (straight, resumed)]
-    for shard in dict.fromkeys([*files[0], *files[1]]):
-        one, other = (
-            read_tensors(found.path / names[shard]) if shard in names else {}
-            for found, names in zip((straight, resumed), files, strict=True)
-        )
-        for name in dict.fromkeys([*one, *other]):
-            yield f"{shard}.{name}", one.get(name), other.get(name)
+    for (shard, left), (_, right) in zip(one.load_shards(), other.load_shards(), strict=True):
+        for name, tensor in left.items():
+            yield f"{shard}.{name}", tensor, right[name]
 
 
-def _differs(one: Tensor | None, other: Tensor | None) -> str | None:
-    """Say how two tensors differ; None where they are the same bits."""
-    if one is None or other is None:
-        return "is in one of the two alone"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return "has another shape or dtype"
+def _equal(one: Tensor, other: Tensor) -> bool:
     bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-    if torch.equal(*bits):
-        return None
-    wrong = (bits[0] != bits[1]).view(-1, one.element_size()).any(1)
-    return f"differs in {int(wrong.sum()):,} of {one.numel():,} values"
+    return one.dtype == other.dtype and torch.equal(*bits)
 
 
 def _first_state(straight: Checkpoint, resumed: Checkpoint) -> str | None:
@@ -154,15 +122,6 @@ def _first_state(straight: Checkpoint, resumed: Checkpoint) -> str | None:
         state["run"] = {k: v for k, v in state["run"].items() if k not in _OWN_TIMES}
     one, other = states
     return next((key for key in one.keys() | other.keys() if one.get(key) != other.get(key)), None)
-
-
-def _curves(run: RunDir, saved: int) -> tuple[dict[int, StepFinished], dict[int, StepFinished]]:
-    """Return the steps after the saved one, as the first process and as the second told them."""
-    found: tuple[dict[int, StepFinished], dict[int, StepFinished]] = ({}, {})
-    for event in read_events(run.journal):
-        if isinstance(event, StepFinished) and event.step > saved:
-            found[event.step in found[0]][event.step] = event
-    return found
 
 
 def _run(start: Start, run: RunDir, arguments: list[str]) -> None:
@@ -178,28 +137,12 @@ def _run(start: Start, run: RunDir, arguments: list[str]) -> None:
 
 def _process(arguments: Sequence[str]) -> int:
     """Run `fluxtrain train ARGUMENTS` in a process that ends with this one."""
-    ended = subprocess.run(
-        [*_TRAIN, *arguments],
-        check=False,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+    nothing = subprocess.DEVNULL
+    command = [*_TRAIN, *arguments]
+    return subprocess.run(
+        command, check=False, stdin=nothing, stdout=nothing, stderr=nothing,
         env=environment_of_child(),
-    )
-    return ended.returncode
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Make a folder on the disk of the runs, and remove it in the end."""
-    root, within = runs_root(), ExitStack()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        made = within.enter_context(unfinished_folder(root, ".verify-resume-"))
-    except OSError as error:
-        raise storage_error(root, error) from error
-    with within:
-        yield made
+    ).returncode  # fmt: skip
 
 
 def _shortened(config: RunConfig, steps: int) -> dict[str, Any]:
