@@ -44,9 +44,9 @@ It ends with exit code 0 when all self-tests pass and with 1 when one fails; fin
   that delivers others gets no rate. Cards that other programs fill, or that MIG splits, are named.
 - **Findings**: what works slower, or fits less, than on a machine of this class, with its numbers
   and the cure; first what does not work at all, then by how much there is to gain.
-- **Self-tests**: a tiny model of Llama's shape, always bit for bit. Every instruction set of the
-  native optimizer against the scalar one and torch; training streamed through the device against
-  training with everything resident; a checkpoint through files on the disk of the runs.
+- **Self-tests**: a tiny model of Llama's shape, always bit for bit. The native optimizer against
+  torch; training streamed through the device against training with everything resident; a
+  checkpoint through files on the disk of the runs.
 - **Versions**: paste them into a bug report.
 """
 

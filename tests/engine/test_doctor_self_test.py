@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import subprocess
@@ -16,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain import _native
 from fluxtrain.commands.doctor import examine as examine_module
-from fluxtrain.commands.doctor import kernel_test, self_test
+from fluxtrain.commands.doctor import self_test
 from fluxtrain.commands.doctor.examine import examine
-from fluxtrain.commands.doctor.same import Mismatch, same_bits
 from fluxtrain.commands.doctor.self_test import (
+    Mismatch,
     check_checkpoint,
+    check_kernels,
     check_streaming,
     run_check,
     self_tests,
@@ -30,14 +29,11 @@ from fluxtrain.commands.doctor.self_test import (
 from fluxtrain.core.adamw.flat import Flat
 from fluxtrain.core.adamw.hyper import AdamWUpdate
 from fluxtrain.core.adamw.kernels import Backend
-from fluxtrain.core.quantization.layout import PackedLayout
 from fluxtrain.events.answers.doctor import DoctorAnswer, SelfTest
 from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtrain.machine.disk import read_disk
 from fluxtrain.machine.machine import read_machine
 from tests.engine import forked
-
-FAST_SETS = [name for name in _native.ISA_NAMES[1:] if _native.set_isa(name) == name]
 
 
 def flip(tensor: Tensor) -> None:
@@ -46,25 +42,16 @@ def flip(tensor: Tensor) -> None:
     bits[0] ^= 1
 
 
-def test_all_pass_here_with_the_number_of_values(tmp_path: Path) -> None:
+def test_all_pass_here_and_leave_the_process_as_it_was(tmp_path: Path) -> None:
     said: list[str] = []
+    random = torch.get_rng_state()
     found = {test.name: test for test in self_tests(tmp_path, said.append)}
     assert len(found) == 4
     for name, test in found.items():
         expected = None if name.endswith("cuda") and not torch.cuda.is_available() else True
         assert test.passed is expected, test
         assert f"testing {name}" in said or expected is None
-    for name in ("native kernels", "streaming on cpu", "checkpoint"):
-        assert int(found[name].detail.split(" in ")[1].split()[0].replace(",", "")) > 100_000
-    for name in FAST_SETS:
-        assert name in found["native kernels"].detail
     assert list(tmp_path.iterdir()) == [], "nothing stays on the disk"
-
-
-def test_the_tests_leave_the_process_as_it_was(tmp_path: Path) -> None:
-    isa, random = _native.isa(), torch.get_rng_state()
-    self_tests(tmp_path, lambda _: None)
-    assert _native.isa() == isa
     assert torch.equal(torch.get_rng_state(), random)
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -97,53 +84,17 @@ def test_cublas_sums_in_one_order_while_the_machine_is_examined_and_not_after(
     assert os.environ.get(name) == set_by_user
 
 
-@pytest.mark.skipif(not FAST_SETS, reason="this processor has the scalar set alone")
-@pytest.mark.parametrize("broken", FAST_SETS)
-def test_one_wrong_bit_of_one_instruction_set_is_found(
-    broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = kernel_test.step_
+def test_one_wrong_bit_of_a_native_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = self_test.step_
 
     def wrong(flat: Flat, update: AdamWUpdate, *, backend: Backend) -> None:
         right(flat, update, backend=backend)
-        if backend == "native" and _native.isa() == broken and update.step == 3:
-            flip(flat.weights)
+        if backend == "native":
+            flip(flat.m)
 
-    monkeypatch.setattr(kernel_test, "step_", wrong)
-    with pytest.raises(Mismatch, match=f"{broken} against scalar: .* differ, .*adamw split"):
-        kernel_test.check_kernels()
-
-
-@pytest.mark.skipif(not FAST_SETS, reason="this processor has the scalar set alone")
-@pytest.mark.parametrize("broken", FAST_SETS)
-def test_one_wrong_bit_of_an_unpacked_weight_is_found(
-    broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = kernel_test.unpack
-
-    def wrong(layout: PackedLayout, packed: Tensor, out: Tensor) -> None:
-        right(layout, packed, out)
-        if _native.isa() == broken and layout.format == "int8":
-            flip(out)
-
-    monkeypatch.setattr(kernel_test, "unpack", wrong)
-    with pytest.raises(Mismatch, match=f"{broken} against scalar: .* the first in int8 as"):
-        kernel_test.check_kernels()
-
-
-def test_kernels_that_agree_on_a_wrong_bit_differ_from_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    right = kernel_test.step_
-
-    def wrong(flat: Flat, update: AdamWUpdate, *, backend: Backend) -> None:
-        right(flat, update, backend=backend)
-        if backend == "native" and flat.lo is None:
-            flip(flat.weights)
-
-    monkeypatch.setattr(kernel_test, "step_", wrong)
-    with pytest.raises(Mismatch, match="scalar against torch: .* the first in adamw fp32 weights"):
-        kernel_test.check_kernels()
+    monkeypatch.setattr(self_test, "step_", wrong)
+    with pytest.raises(Mismatch, match="values of m differ"):
+        check_kernels()
 
 
 def test_a_streamed_weight_that_is_off_by_one_bit_is_found(
@@ -157,7 +108,7 @@ def test_a_streamed_weight_that_is_off_by_one_bit_is_found(
         return right(model, offload=offload, **options)
 
     monkeypatch.setattr(self_test, "wrap", wrong)
-    with pytest.raises(Mismatch, match="values differ"):
+    with pytest.raises(Mismatch, match="differ"):
         check_streaming("cpu")
 
 
@@ -173,7 +124,7 @@ def test_a_checkpoint_that_comes_back_otherwise_is_found(
         return tensors
 
     monkeypatch.setattr(self_test, "read_tensors", wrong)
-    with pytest.raises(Mismatch, match=f"values differ, the first in .*{key}"):
+    with pytest.raises(Mismatch, match=f"values of .*{key} differ"):
         check_checkpoint(tmp_path)
 
 
@@ -194,20 +145,16 @@ def test_a_disk_that_gives_back_other_bytes_is_found(
         check_checkpoint(tmp_path)
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_a_folder_that_cannot_be_written_is_no_fault_of_the_engine(
+def test_a_disk_that_cannot_be_written_is_no_fault_of_the_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = run_check("checkpoint", lambda: check_checkpoint(Path("/proc")))
-    assert told.passed is None
-    assert "/proc" in told.detail and "set FLUXTRAIN_RUNS" in told.detail
-
     def full(path: Path, tensors: dict[str, Tensor]) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(self_test, "write_tensors", full)
     told = run_check("checkpoint", lambda: check_checkpoint(tmp_path))
-    assert told.passed is None and "free some space" in told.detail
+    assert told.passed is None
+    assert "free some space" in told.detail and "set FLUXTRAIN_RUNS" in told.detail
     assert not list(tmp_path.iterdir())
 
 
@@ -219,26 +166,13 @@ def test_a_check_that_breaks_has_failed_in_its_own_words() -> None:
     assert (told.passed, told.detail) == (False, "RuntimeError: no kernel image")
 
 
-def test_the_same_bits_are_more_than_equal_values() -> None:
-    zero = {"a": torch.zeros(2), "b": torch.full((1,), float("nan"))}
-    assert same_bits(zero, {name: tensor.clone() for name, tensor in zero.items()}) == 3
-    for other, words in (
-        ({**zero, "a": -torch.zeros(2)}, "2 of 3 values differ, the first in a"),
-        ({"a": zero["a"]}, "only one side has 'b'"),
-        ({**zero, "a": torch.zeros(3)}, "a: "),
-        ({**zero, "a": torch.zeros(2, dtype=torch.int32)}, "a: "),
-    ):
-        with pytest.raises(Mismatch, match=words):
-            same_bits(zero, other)
-
-
 BREAK = """
 import sys
 from fluxtrain.cli import main
-from fluxtrain.commands.doctor import kernel_test, self_test
+from fluxtrain.commands.doctor import self_test
 from fluxtrain.measure.probe import probe
 def wrong(folder):
-    raise kernel_test.Mismatch("3 of 9 values differ")
+    raise self_test.Mismatch("3 of 9 values differ")
 if "break" in sys.argv:
     self_test.check_checkpoint = wrong
     probe.is_calm_after = lambda share: False  # the rates are those of the run before
@@ -263,5 +197,3 @@ def test_the_command_ends_with_0_when_all_pass_and_with_1_when_one_fails(tmp_pat
     assert re.search(r"rates +measured", broken.stdout)
     assert "FAIL  checkpoint: 3 of 9 values differ" in broken.stdout
     assert broken.stderr.splitlines()[-1].startswith("error: self-tests failed: checkpoint")
-    told = json.loads(doctor(tmp_path, "--json", "break").stdout)
-    assert [test["passed"] for test in told["self_tests"]].count(False) == 1
