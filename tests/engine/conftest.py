@@ -151,7 +151,7 @@ def _short_calibrations() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fluxtrain.measure.measured_constants.is_calm_after", lambda _: False)
-        patch.setattr("fluxtrain.measure.repeats.MOST_REPEATS", 1)
+        patch.setattr("fluxtrain.measure.calibrate.MOST_REPEATS", 1)
         patch.setattr(preview, "_measured", measured)
         yield
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import fluxtrain
-from fluxtrain.commands import preview as preview_module
-from fluxtrain.commands.preview import preview
-from fluxtrain.config.schema import demo_config
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import DoesNotFit
@@ -35,8 +31,6 @@ from fluxtrain.measure.peaks import (
     measure_host_peak_anew,
     recent_host_peak_bytes,
 )
-from fluxtrain.measure.probe.busy_bus import busy_bus
-from fluxtrain.measure.probe.rate import sustained_rate
 from fluxtrain.measure.small_model import NotCalibrated
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
@@ -98,9 +92,8 @@ def test_what_a_chunk_costs_beside_its_rows_is_found(
 
 
 def test_without_a_gpu_the_small_model_streams_too_and_moves_what_a_step_moves(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny,
 ) -> None:
-    monkeypatch.setattr("fluxtrain.measure.repeats.others_share", lambda _: None)
     model = tiny("llama", torch.float32)
     streamed = calibrate(model, batch_of, torch.device("cpu"), (1, 4)).streamed
     assert streamed is not None
@@ -178,15 +171,6 @@ def test_a_block_whose_kernels_are_tuned_for_long_is_not_timed_to_the_end(
     assert sizes == [1]
     sizes.clear()
     assert calibrate(model, rows_of, torch.device("cpu"), (1, 4), steps=10_000_000).rows == (1, 4)
-
-
-def test_a_run_may_be_timed_for_a_tenth_of_its_time() -> None:
-    now_s = [0.0]
-    patience = Patience(1000, lambda: now_s[0])
-    now_s[0] = 25.0
-    patience.check(0.3)
-    with pytest.raises(NotCalibrated, match="25"):
-        patience.check(0.2)
 
 
 def test_blocks_in_several_lists_are_told_not_guessed() -> None:
@@ -303,11 +287,6 @@ def test_a_peak_that_begins_anew_leaves_that_of_the_whole_process() -> None:
     assert whole_after >= max(whole, recent)
 
 
-def test_where_no_peak_can_begin_the_estimate_of_activations_stays(tmp_path: Path) -> None:
-    assert measure_host_peak_anew(tmp_path / "nothing") is None
-    assert recent_host_peak_bytes(tmp_path / "nothing") is None
-
-
 def test_what_a_block_holds_is_weighed_without_a_gpu(tiny: Tiny) -> None:
     if measure_host_peak_anew() is None:
         pytest.skip("the kernel does not let a process begin another peak")
@@ -327,25 +306,6 @@ def test_what_a_block_holds_is_weighed_without_a_gpu(tiny: Tiny) -> None:
     assert 0.3 < timed.activation_bytes / row.activation_bytes < 3
 
 
-def test_a_sustained_rate_counts_all_calls_and_stops_in_time() -> None:
-    calls: list[float] = []
-
-    def slow() -> None:
-        calls.append(time.perf_counter())
-        time.sleep(0.02)
-
-    rate = sustained_rate(1.0, slow, repeats=1000, limit_s=0.05)
-    assert 2 <= len(calls) < 1000
-    assert 0 < rate <= 1 / 0.02
-
-
-def test_where_nothing_is_copied_no_bus_is_kept_busy() -> None:
-    before = threading.active_count()
-    with busy_bus(up=None, down=None) as begins:
-        begins()
-        assert threading.active_count() == before
-
-
 def test_measured_activations_replace_the_estimate(tiny: Tiny, machine: Machine) -> None:
     model = tiny("llama", torch.float32)
     facts = facts_of(model)
@@ -357,14 +317,3 @@ def test_measured_activations_replace_the_estimate(tiny: Tiny, machine: Machine)
     row = known.applied(facts).row
     assert row is not None
     assert row.activation_bytes == 777
-
-
-def test_plan_says_where_its_constants_come_from(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With rates as of a probe; measuring them would take its seconds."""
-    per_s = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
-    monkeypatch.setattr(preview_module, "_measured", lambda *_: (machine, per_s))
-    plan = preview(demo_config())
-    assert plan.predicted.step_s > 0
-    assert "typical times of such machines" in plan.predicted_because

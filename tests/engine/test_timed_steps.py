@@ -174,10 +174,6 @@ def test_too_little_host_memory_is_said_with_what_it_takes(tiny: Tiny) -> None:
     model = tiny("llama", torch.bfloat16)
     found = missed(model, 1000)
     assert "of the 1000 B of host memory that is free" in found.why
-    assert found.host_bytes is not None and not found.may_succeed(found.host_bytes - 1)
-    assert found.may_succeed(found.host_bytes)
-    enough = time_steps(model, batch_of(2), CPU, FORMATS, found.host_bytes, in_backward=False)
-    assert not isinstance(enough, StepsNotTimed)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, DoesNotFit])
@@ -190,7 +186,7 @@ def test_too_little_device_memory_is_said(
     monkeypatch.setattr(Window, "add_slot", refused)
     found = missed(tiny("llama"))
     assert found.why == "12 copies of a block failed: a device slot does not fit"
-    assert found.may_succeed(0)  # other programs may be gone
+    assert not found.lasts  # other programs may be gone
 
 
 def test_blocks_that_host_memory_refuses_are_said(
@@ -242,7 +238,7 @@ def test_blocks_that_are_not_trained_take_no_steps_and_never_will(tiny: Tiny) ->
         block.requires_grad_(False)
     found = missed(model)
     assert found.why == "no parameter of its blocks is trained"
-    assert not found.may_succeed(None)
+    assert found.lasts
 
 
 def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:
@@ -257,7 +253,7 @@ def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:
     assert blocks_for(47_000_000, 16 * 47_000_000 * 4 * 4) == 4
     least_bytes = 16 * 47_000_000 * 4 * 3
     refused = blocks_for(47_000_000, least_bytes - 1)
-    assert isinstance(refused, StepsNotTimed) and refused.host_bytes == least_bytes
+    assert isinstance(refused, StepsNotTimed)
 
 
 def test_why_no_steps_were_timed_is_among_the_constants_with_the_blocks_times(

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from fluxtrain.data.batches import Batch
 from fluxtrain.measure.calibrate import calibrate
-from fluxtrain.measure.probe.adamw_rate import adamw_rate
-from fluxtrain.measure.probe.busy_bus import HostBytes, busy_bus
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.models.demo_model import demo_model
@@ -64,37 +57,3 @@ def test_without_host_memory_for_whole_steps_calibration_says_so_and_keeps_the_b
     assert 0 < timed.host_forward_s < timed.host_block_s
     assert timed.steps_not_timed is not None
     assert "of the 1.00 MiB of host memory" in timed.steps_not_timed.why
-
-
-def test_what_is_updated_is_copied_both_ways_and_is_unlocked_afterwards() -> None:
-    sent = torch.arange(32 << 20, dtype=torch.int32)  # 128 MiB
-    received = torch.ones(48 << 20, dtype=torch.uint8)
-    up, down = (HostBytes(host.data_ptr(), host.nbytes) for host in (sent, received))
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        with busy_bus(up=up, down=down) as begins:
-            assert all(host.is_pinned() for host in (sent, received))
-            begins()
-            time.sleep(0.3)
-            begins()
-            time.sleep(0.3)
-        torch.cuda.synchronize()
-    copies = [event.name for event in seen.events() if "Memcpy" in event.name]
-    assert sum("HtoD" in name and "Pinned" in name for name in copies) == 2 * 2  # of 64 MiB at most
-    assert sum("DtoH" in name and "Pinned" in name for name in copies) == 2 * 1
-    assert torch.equal(sent, torch.arange(32 << 20, dtype=torch.int32))
-    assert not received.any()  # what came is the zeros of the device
-    assert not sent.is_pinned()
-    assert not any(thread.name == "busy-bus" for thread in threading.enumerate())
-
-
-def test_copies_of_what_is_updated_take_of_the_updates_rate() -> None:
-    """On a host whose AdamW memory binds; elsewhere nothing is lost, but for 10 % of noise."""
-    cores = len(os.sched_getaffinity(0))  # one alone is bound by its arithmetic
-    alone, beside = (
-        adamw_rate(sustained=True, threads=cores, sends=busy, receives=busy)
-        for busy in (False, True)
-    )
-    assert alone.per_s is not None
-    assert beside.per_s is not None
-    print(f"{alone.per_s / 1e9:.2f} G parameters a second alone, {beside.per_s / 1e9:.2f} beside")
-    assert 0.5 * alone.per_s < beside.per_s < 1.1 * alone.per_s

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fluxtrain.measure.probe import others
@@ -56,29 +52,6 @@ def test_the_process_itself_is_not_another_program(monkeypatch: pytest.MonkeyPat
     assert before.others_share(before) is None
 
 
-SPIN = "print('ready', flush=True)\nwhile True: pass"
-
-
-def test_another_program_that_computes_is_seen() -> None:
-    """As much of it as it got, which is little where others compute too."""
-    if read_use() is None:
-        pytest.skip("the kernel does not tell")
-    with subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) as other:
-        try:
-            assert other.stdout is not None
-            other.stdout.readline()
-            process = psutil.Process(other.pid)
-            began_s, before, had_s = time.monotonic(), read_use(), sum(process.cpu_times()[:2])
-            while (got_s := sum(process.cpu_times()[:2]) - had_s) < 0.5:
-                time.sleep(0.1)
-            lasted_s = time.monotonic() - began_s
-            share = others_share(before)
-        finally:
-            other.kill()
-    assert share is not None
-    assert share > 0.7 * got_s / lasted_s / (os.cpu_count() or 1)
-
-
 def test_what_was_measured_in_peace_is_believed_without_a_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,9 +71,3 @@ def test_what_was_measured_beside_others_is_measured_again_once_they_are_gone(
     monkeypatch.setattr(others, "LOOK_S", 0.0)
     monkeypatch.setattr(others, "others_share", lambda _: now)
     assert is_calm_after(0.6) is again
-
-
-def test_what_was_measured_beside_others_says_who_measures_again_and_when() -> None:
-    text = beside_text(0.6, command="fluxtrain train")
-    assert "other programs used 60% of the processors" in text
-    assert "the next `fluxtrain train` measures again when they are done" in text

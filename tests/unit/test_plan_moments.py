@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
-from fluxtrain.measure.probe.adamw_rate import adamw_rate
 from fluxtrain.plan.choices.placement import Placement, place
 from fluxtrain.plan.choices.timed import Timing, place_timed
 from fluxtrain.plan.cost.calibration import Calibration, Line
@@ -226,13 +225,6 @@ def test_what_is_chosen_is_never_predicted_clearly_slower(
     chosen_s, other_s = both[plan.deferred_moments], both[not plan.deferred_moments]
     assert CLEARLY * chosen_s <= other_s
     assert not plan.deferred_moments or chosen_s < other_s
-
-
-@pytest.mark.parametrize("part", ["weights", "moments"])
-def test_each_pass_is_timed_alone(part: Any) -> None:
-    rate = adamw_rate(parameters=2 << 20, limit_s=0.2, part=part)
-    assert rate.per_s is not None
-    assert 1e6 < rate.per_s < 1e12
 
 
 def test_deferring_with_update_in_backward_is_refused_with_the_cure() -> None:

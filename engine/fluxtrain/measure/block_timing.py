@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ STEPS = 8  # at one size, at most
 HEAT_S = 0.3  # of steps on a GPU that are not counted: a cool GPU clocks up to a sixth higher
 LIMIT_S = 0.4  # for the steps at one size on a GPU; the last may end later
 CPU_LIMIT_S = 0.25  # for the steps at one size in one repeat without a GPU
+WARMING = 2  # streamed steps: the first touches weights and gradients, the second the moments
 
 
 @dataclass
@@ -297,3 +300,24 @@ class BlockTimer:
     def _wait(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
+
+
+def streamed_steps(
+    small: nn.Module, engine: Engine, batch: BoundBatch[Any]
+) -> tuple[Sequence[float], int]:
+    """Return the seconds of whole steps that update all trained weights, and the bytes that one
+    step copies."""
+    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], lr=1e-5)
+    ends_s = [time.perf_counter()]
+    while len(ends_s) <= WARMING + STEPS:
+        batch.loss(small).backward()
+        engine.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends_s.append(time.perf_counter())
+        if len(ends_s) > 1 + WARMING and ends_s[-1] - ends_s[WARMING] > 2 * CPU_LIMIT_S:
+            break
+    engine.flush()
+    traffic = engine.traffic()
+    steps_s = [after - before for before, after in pairwise(ends_s)]
+    return steps_s[WARMING:], (traffic.h2d_bytes + traffic.d2h_bytes) // len(steps_s)

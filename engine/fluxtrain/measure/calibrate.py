@@ -7,8 +7,9 @@ run will. All of it is on the device, so that no copy is in the times. Where tha
 Three sizes are timed: few rows, many rows at once, and the many rows in chunks of the few. The last
 two are the same work, so their difference is what a chunk costs beside its rows: gradients are
 added up once for each chunk, and small products are slow. Without a GPU, where copies and updates
-take time from the cores that compute, streamed steps are timed too, in turn with the others
-(`calibration/repeats.py`). With a GPU, `calibration/timed_steps.py` times what its host does.
+take time from the cores that compute, streamed steps are timed too, in turn with the others: other
+programs can slow down all steps of one kind for a second, so of each kind the fastest step counts.
+With a GPU, `measure/timed_steps.py` times what its host does.
 
 The small model has copies of the model's own weights; the model itself and the random state are
 left as they were.
@@ -20,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
@@ -35,9 +35,9 @@ from fluxtrain.measure.block_timing import (
     COPIES,
     BlockTimer,
     BlockTimes,
+    streamed_steps,
 )
 from fluxtrain.measure.probe.others import others_share, read_use
-from fluxtrain.measure.repeats import Repeat, streamed_steps, until_agreed
 from fluxtrain.measure.small_model import (
     NotCalibrated,
     free_memory,
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 20.0  # for a calibration: kernels that are tuned first take minutes
 SHARE = 0.1  # of the run, where that is longer
+MOST_REPEATS, REPEATS_S = 3, 3.0  # without a GPU; none begins later
 SIZES = ("few", "many", "cut")  # "cut" is the many rows in chunks of the few
 _TimedSteps = tuple[dict[Kind, StepTimes], GroupFacts]
 
@@ -304,35 +305,27 @@ def _timed(model: nn.Module, batches: _Batches, device: torch.device, setup: _Se
     facts = facts_of(small)
     if device.type == "cuda":
         return _Timed(**_time_sizes(small, batches, device, setup), streamed=None)
-    found = until_agreed(partial(_repeat, small, batches, device, setup))
-    longer_s = found.longer_s()
-    streamed = (
-        None
-        if longer_s is None
-        else Streamed(
-            longer_s=longer_s,
-            updated_bytes=sum(group.update_bytes for group in facts.groups),
-            copied_bytes=found.repeats[0].copied_bytes,
-            groups=len(facts.groups),
-        )
+    sizes: dict[str, BlockTimes] = {}
+    streamed_s: list[float] = []
+    started_s, copied_bytes = time.monotonic(), 0
+    for number in range(MOST_REPEATS):
+        names = SIZES[1:] if number else SIZES
+        for name, times in _time_sizes(small, batches, device, setup, names).items():
+            sizes.setdefault(name, BlockTimes(times.rows)).add(times)
+        free_memory(device)  # or the two wrapped models would take memory beside each other
+        with wrapped(small, device, "weights", max(setup.rows), frozen=setup.frozen) as engine:
+            steps_s, copied_bytes = streamed_steps(small, engine, batches.usual(max(setup.rows)))
+        streamed_s += steps_s
+        free_memory(device)
+        if time.monotonic() - started_s > REPEATS_S:
+            break
+    streamed = Streamed(
+        longer_s=min(streamed_s) - min(sizes["many"].seconds["whole"]),
+        updated_bytes=sum(group.update_bytes for group in facts.groups),
+        copied_bytes=copied_bytes,
+        groups=len(facts.groups),
     )
-    return _Timed(**found.sizes(), streamed=streamed)
-
-
-def _repeat(
-    small: nn.Module,
-    batches: _Batches,
-    device: torch.device,
-    setup: _Setup,
-    is_first: bool,
-) -> Repeat:
-    """Time the sizes and the streamed steps once; few rows are timed in the first repeat alone."""
-    sizes = _time_sizes(small, batches, device, setup, SIZES if is_first else SIZES[1:])
-    free_memory(device)  # or the two wrapped models would take memory beside each other
-    with wrapped(small, device, "weights", max(setup.rows), frozen=setup.frozen) as engine:
-        streamed_s, copied_bytes = streamed_steps(small, engine, batches.usual(max(setup.rows)))
-    free_memory(device)
-    return Repeat(sizes=sizes, streamed_s=streamed_s, copied_bytes=copied_bytes)
+    return _Timed(**sizes, streamed=streamed)
 
 
 def _time_sizes(

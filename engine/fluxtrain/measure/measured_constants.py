@@ -20,7 +20,7 @@ from fluxtrain.core.adamw.kernels import update_threads
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.measure.calibrate import calibrate
-from fluxtrain.measure.probe.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
+from fluxtrain.measure.probe.adamw_rate import LEAST_PARAMETERS, PARAMETERS, adamw_rate
 from fluxtrain.measure.probe.bandwidth import bus_rates, host_copy_rate, sample_bytes
 from fluxtrain.measure.probe.cache import cache_file, keep, read_kept
 from fluxtrain.measure.probe.others import BUSY_SHARE, beside_text, is_calm_after
@@ -197,57 +197,42 @@ def measure_constants(
         facts=facts, machine=machine, device=device, batch_rows=batch_rows, in_backward=in_backward
     )
     place = subject.place(mixed=mixed)
-    if known.calibration is not None and not _should_time_again(known.calibration, machine):
-        return _warned(_completed(known, known.calibration, place, subject))
-    assert facts.row is not None
-    rows = timed_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
-    fewer = timed_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
-    try:
-        timed = calibrate(
-            model,
-            batch_of,
-            torch.device(device),
-            rows,
-            fewer,
-            _states(facts),
-            heavier_of,
-            machine.memory_available_bytes,
-            frozen=_storage(facts),
-            in_backward=in_backward,
-            steps=steps,
-        )
-    except NotCalibrated as reason:
-        return _warned(replace(known, source=f"{known.source} ({reason})"))
-    timed = replace(timed, **_adamw_rates(subject, timed))
-    rates = _missing_rates(known.per_s, machine, device)
-    _write(place, rates, timed)
-    found = Constants(
-        per_s=_either(rates, known.per_s),
-        calibration=timed,
-        source=_source(timed),
-        is_new=True,
-        place=place,
-    )
-    return _warned(found)
-
-
-def _warned(found: Constants) -> Constants:
-    """Warn when whole steps were not timed but may be the next time; return `found`."""
-    missed = None if found.calibration is None else found.calibration.steps_not_timed
-    if missed is not None and not missed.lasts:
-        _log.warning("%s", missed.text)
-    return found
-
-
-def _completed(known: Constants, timed: Calibration, place: Path, subject: _Subject) -> Constants:
-    """Add the rates that could not be measured when the block was timed, and can be now."""
-    adamw = _adamw_rates(subject, timed)
-    rates = _missing_rates(known.per_s, subject.machine, subject.device)
-    if not rates and not any(adamw.values()):
+    timed, is_new = known.calibration, False
+    if timed is None or _should_time_again(timed):
+        assert facts.row is not None
+        rows = timed_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
+        fewer = timed_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
+        try:
+            timed = calibrate(
+                model,
+                batch_of,
+                torch.device(device),
+                rows,
+                fewer,
+                _states(facts),
+                heavier_of,
+                machine.memory_available_bytes,
+                frozen=_storage(facts),
+                in_backward=in_backward,
+                steps=steps,
+            )
+        except NotCalibrated as reason:
+            return replace(known, source=f"{known.source} ({reason})")
+        is_new = True
+    adamw, copies = _adamw_rates(subject, timed), _missing_rates(known.per_s, machine, device)
+    if not (is_new or copies or any(adamw.values())):
         return known
     timed = replace(timed, **adamw)
-    _write(place, rates, timed)
-    return replace(known, per_s=_either(rates, known.per_s), calibration=timed)
+    run_times = 1.0 if is_new else known.run_times
+    _write(place, copies, timed, run_times)
+    return Constants(
+        per_s=_either(copies, known.per_s),
+        calibration=timed,
+        source=_source(timed) + _corrected(run_times),
+        is_new=is_new,
+        run_times=run_times,
+        place=place,
+    )
 
 
 def _either(
@@ -263,12 +248,10 @@ def _timed_tokens(device: str) -> int:
     return GPU_CHUNK_TOKENS if device == "cuda" else CHUNK_TOKENS
 
 
-def _should_time_again(timed: Calibration, machine: Machine) -> bool:
+def _should_time_again(timed: Calibration) -> bool:
     """Return whether what disturbed the measurement is gone now, or may be."""
     missed = timed.steps_not_timed
-    if missed is not None and missed.may_succeed(machine.memory_available_bytes):
-        return True
-    return is_calm_after(timed.others_share)
+    return (missed is not None and not missed.lasts) or is_calm_after(timed.others_share)
 
 
 def _source(timed: Calibration) -> str:
@@ -324,57 +307,25 @@ def _storage(facts: ModelFacts) -> StorageFormat:
 
 
 def _adamw_rates(subject: _Subject, timed: Calibration) -> dict[str, Any]:
-    """Measure the native optimizer's rates that the calibration `timed` does not have yet.
-
-    On a GPU's host these are also the rates of updates in two passes, where one can be hidden, or
-    beside the backward pass of an `in_backward` run.
-    """
-    groups, on_gpu, in_backward = (
-        subject.facts.groups,
-        subject.device == "cuda",
-        subject.in_backward,
-    )
-    eight_bit = any(group.states == "8bit" for group in groups)
-    two_passes = any(group.pass_bytes for group in groups)
-    wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
-    if eight_bit:
-        wanted["adamw_8bit_per_s"] = ("all", True, False)
-    if on_gpu and in_backward:
-        wanted["adamw_beside_per_s"] = ("all", False, True)
-    if on_gpu and in_backward and eight_bit:
-        wanted["adamw_8bit_beside_per_s"] = ("all", True, True)
-    if on_gpu and two_passes and not in_backward:
-        wanted["adamw_weights_per_s"] = ("weights", False, False)
-        wanted["adamw_moments_per_s"] = ("moments", False, True)
-    return {
-        name: _adamw_per_s(subject, *how)
-        for name, how in wanted.items()
-        if getattr(timed, name) is None
-    }
-
-
-def _adamw_per_s(subject: _Subject, part: Part, eight_bit: bool, beside: bool) -> float | None:
-    """Measure the native optimizer beside the copies that a training makes.
-
-    It updates as many parameters as the model trains, up to a number that is beyond any cache.
-    Updated weights are uploaded for the next forward pass. `beside` the backward pass gradients
-    are downloaded too, and fewer threads update.
-    """
+    """Measure the native optimizer's rates that the calibration `timed` does not have yet, by as
+    many parameters as the model trains, up to a number that is beyond any cache."""
     trained = sum(group.trained for group in subject.facts.groups)
     known = (sustained_threads(subject.machine), update_threads(torch.device(subject.device)))
-    threads = min((count for count in known if count is not None), default=None)
-    found = adamw_rate(
-        subject.machine.memory_available_bytes,
-        parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
-        threads=threads,
-        limit_s=RATE_LIMIT_S,
-        eight_bit=eight_bit,
-        part=part,
-        sustained=True,
-        sends=subject.device == "cuda",
-        receives=subject.device == "cuda" and beside,
-    )
-    return found.per_s
+    wanted = {"adamw_per_s": False}
+    if any(group.states == "8bit" for group in subject.facts.groups):
+        wanted["adamw_8bit_per_s"] = True
+    return {
+        name: adamw_rate(
+            subject.machine.memory_available_bytes,
+            parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
+            threads=min((count for count in known if count is not None), default=None),
+            limit_s=RATE_LIMIT_S,
+            eight_bit=eight_bit,
+            sustained=True,
+        ).per_s
+        for name, eight_bit in wanted.items()
+        if getattr(timed, name) is None
+    }
 
 
 def _card(device: str) -> tuple[str, ...]:
@@ -384,8 +335,8 @@ def _card(device: str) -> tuple[str, ...]:
     return (str(torch.cuda.get_device_name(torch.cuda.current_device())),)
 
 
-def _write(place: Path, rates: Mapping[str, float], timed: Calibration) -> None:
+def _write(place: Path, rates: Mapping[str, float], timed: Calibration, run_times: float) -> None:
     """Write `timed`, and `rates` beside the rates already in the file."""
     before = read_kept(place, _Kept, FORMAT)
     every = {**({} if before is None else before.per_s), **rates}
-    keep(place, _Kept(FORMAT, every, timed))
+    keep(place, _Kept(FORMAT, every, timed, run_times))

@@ -162,7 +162,7 @@ def _blocks_for(
         f"{LEAST_BLOCKS} blocks take {bytes_text(least_bytes)} and may take 1/{HOST_SHARE} of the "
         f"{bytes_text(available_bytes)} of host memory that is free"
     )
-    return StepsNotTimed(why=why, host_bytes=HOST_SHARE * least_bytes)
+    return StepsNotTimed(why=why)
 
 
 def _why(error: Exception) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fluxtrain.events.answers.doctor import Finding
 from fluxtrain.events.answers.machine import card_rate_name
 from fluxtrain.events.answers.probe import ProbeAnswer
-from fluxtrain.measure.probe.peers import WRONG
+from fluxtrain.measure.probe.cards import WRONG
 from fluxtrain.units import rate_text
 
 ALIKE = 0.8  # of the fastest card's bus: a slower one is in another slot
@@ -75,7 +75,7 @@ def _wrong_peers(probe: ProbeAnswer) -> Iterator[Finding]:
     wrong = [
         name.removeprefix("peer_").replace("_", " to ")
         for name, rate in probe.rates.items()
-        if name.startswith("peer_") and rate.how.startswith(WRONG)
+        if name.startswith("peer_") and rate.how == WRONG
     ]
     if wrong:
         yield Finding(

@@ -130,7 +130,8 @@ def reaches(sender: torch.device, receiver: torch.device) -> bool:
 def _copies_arrive(sender: torch.device, receiver: torch.device) -> bool:
     if not torch.cuda.can_device_access_peer(receiver.index, sender.index):
         return False
-    drawn = torch.Generator().manual_seed(_CHECKED_BYTES)  # not what the training draws from
+    # not what the training draws from, nor what an earlier pair left in the receiver's memory
+    drawn = torch.Generator().manual_seed(1 + 1024 * sender.index + receiver.index)
     made = torch.randint(0, 256, (_CHECKED_BYTES,), dtype=torch.uint8, generator=drawn)
     for device in (sender, receiver):
         torch.cuda.synchronize(device)

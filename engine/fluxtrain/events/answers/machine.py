@@ -9,8 +9,6 @@ import msgspec
 
 from fluxtrain.units import UNKNOWN, bytes_text, count_text, rate_text
 
-TOO_LITTLE_MEMORY = "not measured: too little memory is free"
-
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A program that holds memory of a GPU; bytes are None where the driver hides them."""
@@ -114,11 +112,6 @@ class Rate(msgspec.Struct, frozen=True):
 
     per_s: float | None
     how: str
-
-    @property
-    def lacked_memory(self) -> bool:
-        """Whether there is none because of what other programs held, which they may give back."""
-        return self.per_s is None and self.how.startswith(TOO_LITTLE_MEMORY)
 
 
 TOGETHER = ("cards_h2d", "cards_d2h", "cards_both_ways")  # of all cards at once, added up

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Literal
 
 from fluxtrain import _native
 from fluxtrain.events.answers.machine import Rate
 from fluxtrain.machine.fresh_memory import fresh
-from fluxtrain.measure.probe.busy_bus import HostBytes, busy_bus
 from fluxtrain.measure.probe.rate import TOO_LITTLE, best_rate, sustained_rate
 
 PARAMETERS = 128 << 20  # 1.75 GiB: server processors have caches of half a gigabyte
@@ -26,12 +24,6 @@ _BYTES_8BIT = {
     "m": 1.0, "v": 1.0, "m_scale": _SCALE_BYTES, "v_scale": _SCALE_BYTES,
 }  # fmt: skip
 PARAMETER_BYTES = int(sum(_BYTES.values()))
-Part = Literal["all", "weights", "moments"]  # of the update: both, or one of its two passes
-_PASSES: dict[Part, _native.Pass] = {
-    "all": _native.Pass.UPDATE,
-    "weights": _native.Pass.WEIGHTS,
-    "moments": _native.Pass.MOMENTS,
-}
 _CUT = 1 << 15  # parameters: each part begins on a page
 
 
@@ -42,18 +34,13 @@ def adamw_rate(
     limit_s: float = 1.5,
     threads: int | None = None,
     eight_bit: bool = False,
-    part: Part = "all",
     sustained: bool = False,
-    sends: bool = False,
-    receives: bool = False,
 ) -> Rate:
     """Measure parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved
-    for each; `eight_bit` with 8-bit states: 8 and 14. `part`: one of the two passes of fp32 states,
-    18 moved.
+    for each; `eight_bit` with 8-bit states: 8 and 14.
 
     Takes an eighth of `available_bytes` at most. threads None: all of OpenMP's. `sustained`: the
-    rate of all calls together, not of the fastest, which a large cache can serve in part. `sends`:
-    the weights are uploaded to a GPU during each call; `receives`: gradients are downloaded. Raises
+    rate of all calls together, not of the fastest, which a large cache can serve in part. Raises
     FluxTrainError without the native library.
     """
     if available_bytes is not None:
@@ -70,33 +57,27 @@ def adamw_rate(
             for name, size in sizes.items():
                 at[name] = start + offset
                 offset += int(size * parameters)
-            args = _args(at, parameters, eight_bit=eight_bit, part=part, threads=threads or 0)
-            up, down = (
-                HostBytes(at[name], int(sizes[name] * parameters)) for name in ("hi", "grad")
+            args = _args(at, parameters, eight_bit=eight_bit, threads=threads or 0)
+            rate = (sustained_rate if sustained else best_rate)(
+                parameters,
+                lambda: _native.adamw(args),
+                repeats=20 if sustained else 5,
+                limit_s=limit_s,
             )
-            with busy_bus(up=up if sends else None, down=down if receives else None) as begins:
-
-                def once() -> None:
-                    begins()
-                    _native.adamw(args)
-
-                rate = (sustained_rate if sustained else best_rate)(
-                    parameters, once, repeats=20 if sustained else 5, limit_s=limit_s
-                )
         finally:
             del anchor  # it keeps the mapping open
     return Rate(rate, f"{parameters >> 20} M parameters, {_native.isa()}")
 
 
 def _args(
-    at: dict[str, int], parameters: int, *, eight_bit: bool, part: Part, threads: int
+    at: dict[str, int], parameters: int, *, eight_bit: bool, threads: int
 ) -> _native.AdamWArgs:
     """Describe one call on arrays at the addresses `at`."""
     return _native.AdamWArgs(
         weight_format=_native.WeightFormat.SPLIT_BF16,
         state_format=_native.StateFormat.EIGHT_BIT if eight_bit else _native.StateFormat.F32,
         gradient_format=_native.GradientFormat.BF16,
-        pass_=_PASSES[part],
+        pass_=_native.Pass.UPDATE,
         threads=threads,
         n=parameters,
         weights=at["hi"],

@@ -12,7 +12,7 @@ import msgspec
 
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.events.answers.machine import Machine
-from fluxtrain.files.atomic import write_json
+from fluxtrain.files.cache import cache_root, read_entry, write_entry
 from fluxtrain.units import GIB
 
 MAX_AGE_S = 7 * 86_400.0
@@ -33,8 +33,7 @@ def cache_file(kind: str, machine: Machine, *more: object) -> Path:
         *more,
     ]
     digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fluxtrain" / f"{kind}-{digest}.json"
+    return cache_root() / f"{kind}-{digest}.json"
 
 
 class Kept(Protocol):
@@ -53,9 +52,8 @@ _K = TypeVar("_K", bound=Kept)
 def read_kept(place: Path, kind: type[_K], file_format: int) -> _K | None:
     """Read what was kept; None without a file, for another format, or if it is no longer valid: a
     week old, or from the future because the clock was set back."""
-    try:
-        kept = msgspec.json.decode(place.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    kept = read_entry(place, kind)
+    if kept is None:
         return None
     age_s = time.time() - kept.measured_at_s
     return kept if kept.format == file_format and -60 < age_s < MAX_AGE_S else None
@@ -64,8 +62,7 @@ def read_kept(place: Path, kind: type[_K], file_format: int) -> _K | None:
 def keep(place: Path, kept: msgspec.Struct) -> str:
     """Write the file, and return why that failed or ""; the next process then measures again."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, kept)
+        write_entry(place, kept)
     except (OSError, FluxTrainError) as error:
         return str(error)
     return ""

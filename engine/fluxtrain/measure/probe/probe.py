@@ -3,15 +3,15 @@
 Sizes that change from minute to minute (free memory, free disk) are always read anew; rates are
 cached per machine and disk below $XDG_CACHE_HOME/fluxtrain and measured again after a week, after a
 change of the hardware, of torch, OMP_NUM_THREADS or FLUXTRAIN_ISA, with `fresh`, or if other
-programs slowed the measurement down and are gone now. Rates that could not be measured are tried
-again alone after some minutes, or as soon as more of the memory that was lacking is free.
+programs slowed the measurement down and are gone now. Where a rate could not be measured, all are
+measured again after an hour.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -33,24 +33,24 @@ from fluxtrain.measure.probe.bandwidth import (
     sample_bytes,
 )
 from fluxtrain.measure.probe.cache import cache_file, keep, read_kept
-from fluxtrain.measure.probe.card_rates import (
-    current,
+from fluxtrain.measure.probe.cards import (
+    NO_ACCESS,
+    WRONG,
     further_card_names,
     further_card_rates,
+    peer_names,
+    peer_rates,
     rates_together,
 )
 from fluxtrain.measure.probe.disk_rate import disk_rates
 from fluxtrain.measure.probe.others import is_calm_after, others_share, read_use
-from fluxtrain.measure.probe.peers import NO_ACCESS, WRONG, peer_names, peer_rates
 from fluxtrain.measure.probe.pin_rate import pin_rate
 from fluxtrain.measure.probe.rate import failed
 from fluxtrain.measure.probe.table import no_gpu_reason
-from fluxtrain.units import GIB
 
 PROBE_LIMIT_S = 20.0
 LAST_START_S = 15.0  # each measurement takes 5 s at most, except the bus, which comes first
-FAILED_AGE_S = 300.0  # before a failed measurement is tried again
-MORE_BYTES = GIB // 2  # or, if memory was lacking, until so much more is free
+FAILED_AGE_S = 3600.0  # before all is measured again where a measurement failed
 FORMAT = 4  # of the cache; a reader ignores another one
 GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
 LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
@@ -65,32 +65,20 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
     `report` is told what is being measured. A measurement that does not fit in 20 s is skipped, and
     its rate says so.
     """
-    say = report or _say_nothing
+    say = report or (lambda _: None)
     say("reading the machine")
     folder = _existing(Path(run_dir))
     machine, disk = read_machine(), read_disk(folder)
     place = _cache_path(machine, disk)
-    cached = None if fresh else _cached(place)
-    return replace(_found(cached, machine, disk, folder, say), cards=cards_seen(machine))
-
-
-def _found(
-    cached: ProbeAnswer | None, machine: Machine, disk: Disk, folder: Path, say: Report
-) -> ProbeAnswer:
-    """Return cached rates that are still good, or measure."""
-    place = _cache_path(machine, disk)
-    if cached is not None and not is_calm_after(cached.others_share):
-        cached = replace(cached, disk=disk, from_cache=True)
-        failed_before = _worth_another_try(cached, machine)
-        if not failed_before:
-            return replace(cached, machine=machine)
-        measured = _tried_again(cached, failed_before, machine, folder, say)
+    found = None if fresh else _cached(place)
+    if found is not None and not _should_measure_again(found, machine):
+        found = replace(found, machine=machine, disk=disk, from_cache=True)
     else:
-        measured = _measured(machine, disk, folder, say)
-    is_whole = LATE not in measured.rates.values()
-    if is_whole and (failure := keep(place, _Kept(FORMAT, measured))):
-        say(f"the rates are not kept: {failure}")
-    return measured
+        found = _measured(machine, disk, folder, say)
+        is_whole = LATE not in found.rates.values()
+        if is_whole and (failure := keep(place, _Kept(FORMAT, found))):
+            say(f"the rates are not kept: {failure}")
+    return replace(found, cards=cards_seen(machine))
 
 
 def _measured(machine: Machine, disk: Disk, folder: Path, say: Report) -> ProbeAnswer:
@@ -109,26 +97,6 @@ def _measured(machine: Machine, disk: Disk, folder: Path, say: Report) -> ProbeA
     )
 
 
-def _tried_again(
-    cached: ProbeAnswer, names: Container[str], machine: Machine, folder: Path, say: Report
-) -> ProbeAnswer:
-    """Measure the failed rates (`names`) again, if that works now; others stay, with their age."""
-    start_s, before = time.monotonic(), read_use()
-    every = _measurements(machine, folder)
-    wanted = {what: one for what, one in every.items() if any(name in names for name in one[0])}
-    found = _measure(wanted, start_s + LAST_START_S, say)
-    better = {n: rate for n, rate in found.items() if rate.per_s is not None or n in names}
-    shares = (cached.others_share, others_share(before))
-    return replace(
-        cached,
-        machine=machine,
-        rates={**cached.rates, **better},
-        tried_again_at_s=time.time(),
-        others_share=max((share for share in shares if share is not None), default=None),
-        from_cache=False,
-    )
-
-
 def known_rates(run_dir: Path | str) -> dict[str, Rate]:
     """Return rates measured before on this machine, by name; empty without any."""
     machine, disk = read_machine(), read_disk(_existing(Path(run_dir)))
@@ -136,25 +104,17 @@ def known_rates(run_dir: Path | str) -> dict[str, Rate]:
     return {} if cached is None else dict(cached.rates)
 
 
-def _worth_another_try(cached: ProbeAnswer, machine: Machine) -> frozenset[str]:
-    """Return the rates that could not be measured but may be now: all after some minutes, and rates
-    that lacked memory as soon as more is free."""
-    missing = {
-        name: rate
-        for name, rate in cached.rates.items()
-        if rate.per_s is None
+def _should_measure_again(cached: ProbeAnswer, machine: Machine) -> bool:
+    """Return whether what slowed or prevented a measurement may be gone."""
+    if is_calm_after(cached.others_share):
+        return True
+    failed_before = any(
+        rate.per_s is None
         and (machine.gpus or name not in GPU_RATES)
-        and not rate.how.startswith((NO_ACCESS, WRONG))  # a card's answer, not a failure
-    }
-    tried_at_s = cached.tried_again_at_s or cached.measured_at_s
-    if time.time() - tried_at_s > FAILED_AGE_S:
-        return frozenset(missing)
-    then, now = ([one.memory_available_bytes, *(gpu.memory_free_bytes for gpu in one.gpus)]
-                 for one in (cached.machine, machine))  # fmt: skip
-    grown = (b - a for a, b in zip(then, now, strict=False) if a is not None and b is not None)
-    if not any(more >= MORE_BYTES for more in grown):
-        return frozenset()
-    return frozenset(name for name, rate in missing.items() if rate.lacked_memory)
+        and rate.how not in (NO_ACCESS, WRONG)  # a card's answer, not a failure
+        for name, rate in cached.rates.items()
+    )
+    return failed_before and cached.age_s > FAILED_AGE_S
 
 
 def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, ...], Measurement]]:
@@ -203,7 +163,7 @@ def _on_first_card(measurement: Measurement) -> Mapping[str, Rate]:
 
     if not torch.cuda.is_available():
         return measurement()
-    with current(0):
+    with torch.cuda.device(0):
         return measurement()
 
 
@@ -275,7 +235,3 @@ def _cache_path(machine: Machine, disk: Disk) -> Path:
 
 def _existing(folder: Path) -> Path:
     return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir())
-
-
-def _say_nothing(_: str) -> None:
-    pass

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fluxtrain.events.answers.machine import TOO_LITTLE_MEMORY, Rate
+from fluxtrain.events.answers.machine import Rate
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # torch, CUDA, cuBLAS
 
-TOO_LITTLE = Rate(None, TOO_LITTLE_MEMORY)
+TOO_LITTLE = Rate(None, "not measured: too little memory is free")
 
 
 def failed(error: Exception) -> Rate:
     """Return the rate of a measurement that ended with `error`."""
     why = str(error).partition("\n")[0] or type(error).__name__
     if isinstance(error, MemoryError) or any(word in str(error) for word in _NO_MEMORY):
-        return Rate(None, f"{TOO_LITTLE_MEMORY}: {why}")
+        return Rate(None, f"{TOO_LITTLE.how}: {why}")
     return Rate(None, f"not measured: {why}")
 
 

@@ -17,7 +17,6 @@ from fluxtrain.events.answers.machine import (
 )
 from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtrain.measure.probe.others import beside_text
-from fluxtrain.measure.probe.peers import NO_ACCESS, WRONG
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
 
 Row = tuple[str, str, str]
@@ -44,11 +43,8 @@ def probe_rows(probe: ProbeAnswer) -> list[Row]:
 def age_text(probe: ProbeAnswer) -> str:
     """Say when the rates were measured, and how long that took."""
     took = duration_text(probe.measuring_s)
-    again = not probe.from_cache and probe.tried_again_at_s is not None
-    when = f"{duration_text(probe.age_s)} ago" if probe.from_cache or again else "now"
-    beside = beside_text(probe.others_share, command="fluxtrain probe")
-    failed = ", what had failed again now" if again else ""
-    return f"measured {when} in {took}{failed}{beside}"
+    when = f"{duration_text(probe.age_s)} ago" if probe.from_cache else "now"
+    return f"measured {when} in {took}{beside_text(probe.others_share, command='fluxtrain probe')}"
 
 
 def machine_rows(machine: Machine) -> list[Row]:
@@ -225,7 +221,7 @@ def _peers(probe: ProbeAnswer) -> str:
             found = probe.rates.get(peer_name(source, target))
             if source == target or found is None:
                 continue
-            kind = "checked copies" if found.per_s else _kind(found.how)
+            kind = "checked copies" if found.per_s else found.how
             kinds.setdefault(kind, []).append(f"{source} to {target}")
             if found.per_s:
                 rates.setdefault(kind, []).append(found.per_s)
@@ -238,7 +234,3 @@ def _peers(probe: ProbeAnswer) -> str:
         named = "every pair" if every else ", ".join(pairs)
         parts.append(f"{named}: {kind}{rate if known else ''}")
     return "; ".join(parts) or UNKNOWN
-
-
-def _kind(how: str) -> str:
-    return NO_ACCESS if how == NO_ACCESS else WRONG if how.startswith(WRONG) else how

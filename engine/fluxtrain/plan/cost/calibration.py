@@ -90,14 +90,7 @@ class StepsNotTimed:
     """Why whole steps were not timed before a training (`calibration/timed_steps.py`)."""
 
     why: str  # with numbers, as a part of a sentence
-    host_bytes: int | None = None  # that have to be available for it, where they were not
     lasts: bool = False  # with every model of this shape
-
-    def may_succeed(self, host_available_bytes: int | None) -> bool:
-        """Return whether another try may succeed."""
-        if self.lasts or self.host_bytes is None or host_available_bytes is None:
-            return not self.lasts
-        return host_available_bytes >= self.host_bytes
 
     @property
     def text(self) -> str:

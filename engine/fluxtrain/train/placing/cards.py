@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -12,19 +10,17 @@ import msgspec
 import torch
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.core.device.multi_gpu_streams import reaches
 from fluxtrain.events.answers.machine import TOGETHER, Card, Machine
 from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.machine.seen_cards import BF16_CAPABILITY, cards_seen, of_one_generation
+from fluxtrain.measure.probe.bandwidth import matmul_rate
+from fluxtrain.measure.probe.cards import peer_rate
 from fluxtrain.measure.probe.probe import known_rates
 from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.cards.rates import CardsRates, cards_rates_from, times_as_long
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import BF16_UPDATE_BYTES
 
-_TIMED_BYTES = 64 << 20  # of a copy between two cards
-_TIMES = 5
-_SIZE = 4096  # of the product that tells how fast a card computes
 _ALIKE = 0.05  # cards of one kind differ by less, from moment to moment
 
 
@@ -152,33 +148,12 @@ def _as_long(rates: Rates, factor: float) -> Rates:
 
 @cache
 def _product_s(index: int) -> float:
-    device = torch.device("cuda", index)
-    drawn = torch.Generator(device).manual_seed(0)
-    left = torch.randn(_SIZE, _SIZE, device=device, generator=drawn).half()
-    took: list[float] = []
-    for _ in range(_TIMES + 2):
-        torch.cuda.synchronize(device)
-        started_s = time.perf_counter()
-        for _ in range(8):
-            left @ left
-        torch.cuda.synchronize(device)
-        took.append(time.perf_counter() - started_s)
-    return statistics.median(took[2:])
+    with torch.cuda.device(index):
+        rate = matmul_rate(f"cuda:{index}").per_s
+    assert rate is not None
+    return 1 / rate
 
 
 @cache
 def _peer_bytes_per_s(source: int, target: int) -> float | None:
-    devices = torch.device("cuda", source), torch.device("cuda", target)
-    if not reaches(*devices):
-        return None
-    there, here = (torch.empty(_TIMED_BYTES, dtype=torch.uint8, device=one) for one in devices)
-    took: list[float] = []
-    for _ in range(_TIMES + 1):
-        for one in devices:
-            torch.cuda.synchronize(one)
-        started_s = time.perf_counter()
-        here.copy_(there, non_blocking=True)
-        for one in devices:
-            torch.cuda.synchronize(one)
-        took.append(time.perf_counter() - started_s)
-    return _TIMED_BYTES / statistics.median(took[1:])
+    return peer_rate(source, target).per_s
