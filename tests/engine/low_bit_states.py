@@ -11,9 +11,8 @@ from fluxtrain.core.adamw import fp32, reference
 from fluxtrain.core.adamw.dynamic_map import BLOCK
 from fluxtrain.core.adamw.flat import Flat
 from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper, coefficients
-from fluxtrain.core.adamw.kernels import step_
+from fluxtrain.core.adamw.kernels import step_, step_by_torch_
 from fluxtrain.core.adamw.reference import Rounding, States8, decode, encode, rounding
-from fluxtrain.core.adamw.torch_adamw import step_by_torch_
 
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
 SIGNS = pytest.mark.parametrize("signed", [True, False])

@@ -57,13 +57,6 @@ def test_hi_is_the_nearest_bf16_with_ties_away_from_zero(pattern: int) -> None:
         assert abs(float(hi)) > abs(float(master))
 
 
-@pytest.mark.parametrize("pattern", [0x7F800001, 0x7F808000, 0x7FFFFFFF, 0xFF800001, 0xFFFF8000])
-def test_a_nan_whose_payload_would_round_away_stays_a_nan(pattern: int) -> None:
-    hi, lo = encode(floats_of(pattern))
-    assert math.isnan(float(hi))
-    assert patterns_of(decode(hi, lo)) == [0x7FC00000]
-
-
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 @pytest.mark.parametrize("stale", [-32768, -1, 0, 1, 32767])
 def test_a_weight_zeroed_from_outside_is_zero_whatever_lo_holds(zero: float, stale: int) -> None:
@@ -87,12 +80,6 @@ def test_bf16_weights_have_no_low_half() -> None:
     hi, lo = encode(weights.float())
     assert torch.equal(hi, weights)
     assert not lo.any()
-
-
-def test_the_split_keeps_the_shape() -> None:
-    hi, lo = encode(torch.randn(3, 4, 5))
-    assert hi.shape == lo.shape == decode(hi, lo).shape == (3, 4, 5)
-    assert (hi.dtype, lo.dtype) == (torch.bfloat16, torch.int16)
 
 
 def test_square_roots_are_correctly_rounded() -> None:
@@ -157,17 +144,3 @@ def test_each_step_is_torchs_within_a_millionth(hyper: Hyper) -> None:
         moved = torch.maximum((state[0] - before).abs(), state[0].abs())
         assert ((ours[0] - state[0]).abs() <= 1e-6 * moved).all()
         assert ((ours[2] - state[2]).abs() <= 1e-6 * state[2]).all()
-
-
-def test_many_steps_stay_near_torchs() -> None:
-    n, steps, hyper = 4096, 100, Hyper(lr=1e-3)
-    p = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)) * 0.05)
-    optimizer = torch_adamw(p, hyper)
-    state = (p.detach().clone(), torch.zeros(n), torch.zeros(n))
-    for step in range(1, steps + 1):
-        grad = gradient(n, step)
-        p.grad = grad.float()
-        optimizer.step()
-        state = reference.adamw(*state, grad, coefficients(hyper, step))
-    travelled = steps * hyper.lr
-    assert ((state[0] - p.detach()).abs() <= steps * 1e-6 * (p.detach().abs() + travelled)).all()

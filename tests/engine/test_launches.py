@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fluxtrain.core.adamw import dynamic_map, triton_adamw, triton_low_bit
+from fluxtrain.core.adamw import dynamic_map, triton_adamw
 from fluxtrain.core.adamw.flat import Flat
 from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
 from fluxtrain.core.adamw.kernels import step_
@@ -48,8 +48,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "device", found.made_current)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: TENSORS_ON)
     kernels = {
-        triton_adamw: ["_adamw"],
-        triton_low_bit: ["_adamw8", "_adamw16"],
+        triton_adamw: ["_adamw", "_adamw8", "_adamw16"],
         token_loss: ["_row"],
     }
     for module, names in kernels.items():

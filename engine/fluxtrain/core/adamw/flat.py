@@ -11,15 +11,14 @@ from fluxtrain.core.adamw.reference import Rounding, States8
 from fluxtrain.plan.states import STATE_BLOCK, StateFormat
 
 _WORD = 0xFFFFFFFF
-HALVES = (torch.bfloat16, torch.int16, torch.uint16)
+_HALVES = (torch.bfloat16, torch.int16, torch.uint16)
+_WIDE = (torch.float32,)
 _GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 _STATE_FORMATS: dict[torch.dtype, StateFormat] = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.uint8: "8bit",
 }
-
-Dtypes = tuple[torch.dtype, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,55 +79,30 @@ class Flat:
         assert self.m_scale is not None and self.v_scale is not None
         return States8(self.m, self.v, self.m_scale, self.v_scale)
 
-    def check(self) -> int:
-        """Return the length; raise TypeError or ValueError for tensors that do not fit together.
-
-        With unequal lengths a kernel would write past the ends.
-        """
-        flats: list[tuple[str, Tensor, Dtypes]] = [
+    def check(self) -> None:
+        """Assert that the tensors fit together: with unequal lengths a kernel would write past the
+        ends."""
+        n, device = self.weights.numel(), self.weights.device
+        for name, flat, dtypes in (
             ("weights", self.weights, self._weight_dtypes),
+            ("lo", self.lo, _HALVES),
+            ("master", self.master, _WIDE),
             ("m", self.m, tuple(_STATE_FORMATS)),
             ("v", self.v, (self.m.dtype,)),
+            ("m_scale", self.m_scale, _WIDE),
+            ("v_scale", self.v_scale, _WIDE),
             ("gradient", self.gradient, _GRADIENTS),
-        ]
-        if self.lo is not None:
-            flats.append(("lo", self.lo, HALVES))
-        if self.master is not None:
-            flats.append(("master", self.master, (torch.float32,)))
-        n = check_flats(flats)
-        if self.m.dtype is torch.uint8:
-            self._check_scales(n)
-        if self.m.dtype is torch.bfloat16 and self.rounding is None:
-            raise ValueError("bfloat16 states need the rounding of the step")
-        return n
+        ):
+            if flat is not None:
+                count = -(-n // STATE_BLOCK) if name.endswith("_scale") else n
+                assert flat.dtype in dtypes, f"{name} is {flat.dtype}"
+                assert flat.numel() == count, f"{name} has {flat.numel()} elements, not {count}"
+                assert flat.device == device and flat.is_contiguous(), f"{name} lies elsewhere"
+        assert self.state_format != "8bit" or None not in (self.m_scale, self.v_scale)
+        assert self.state_format != "bf16" or self.rounding is not None
 
     @property
-    def _weight_dtypes(self) -> Dtypes:
+    def _weight_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.lo is not None:
-            return HALVES
-        return (torch.float32 if self.master is None else torch.float16,)
-
-    def _check_scales(self, n: int) -> None:
-        if self.m_scale is None or self.v_scale is None:
-            raise ValueError("8-bit states need the scales of their blocks")
-        wide = (torch.float32,)
-        blocks = check_flats([("m_scale", self.m_scale, wide), ("v_scale", self.v_scale, wide)])
-        if blocks != -(-n // STATE_BLOCK) or self.m_scale.device != self.m.device:
-            raise ValueError(
-                f"{n} elements on {self.m.device} need {-(-n // STATE_BLOCK)} scales, not {blocks} "
-                f"on {self.m_scale.device}"
-            )
-
-
-def check_flats(flats: list[tuple[str, Tensor, Dtypes]]) -> int:
-    """Return the common length of named tensors; raise TypeError or ValueError if a dtype,
-    device, layout or length is wrong."""
-    n, device = flats[0][1].numel(), flats[0][1].device
-    for name, tensor, dtypes in flats:
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes}")
-        if tensor.device != device or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous on {device}, not on {tensor.device}")
-        if tensor.numel() != n:
-            raise ValueError(f"{name} has {tensor.numel()} elements where {n} are expected")
-    return n
+            return _HALVES
+        return _WIDE if self.master is None else (torch.float16,)

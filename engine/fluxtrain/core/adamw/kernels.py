@@ -15,24 +15,18 @@ from torch import Tensor
 
 from fluxtrain import _native
 from fluxtrain._native import GradientFormat, Pass, StateFormat, WeightFormat
-from fluxtrain.core.adamw import dynamic_map, triton_adamw
+from fluxtrain.core.adamw import dynamic_map, reference, triton_adamw
 from fluxtrain.core.adamw.dynamic_map import BLOCK
-from fluxtrain.core.adamw.flat import Flat, check_flats
-from fluxtrain.core.adamw.hyper import AdamWUpdate
-from fluxtrain.core.adamw.torch_adamw import step_by_torch_
+from fluxtrain.core.adamw.flat import Flat
+from fluxtrain.core.adamw.hyper import AdamWUpdate, Coefficients
+from fluxtrain.core.adamw.reference import decode, encode
 from fluxtrain.machine.cgroup import quota_cores
 
 Backend = Literal["native", "torch", "triton"]
-Part = Literal["update", "weights", "moments"]
 
-_PASSES: dict[Part, Pass] = {
-    "update": Pass.UPDATE,
-    "weights": Pass.WEIGHTS,
-    "moments": Pass.MOMENTS,
-}
 _SLICE_ELEMENTS = 1 << 18  # a multiple of STATE_BLOCK; so many fp32 gradients stay in the caches
+_TORCH_SLICE = 1 << 20  # a multiple of STATE_BLOCK; the oracle takes some 100 bytes for each
 FEW_CORES = 4  # with fewer cores all are for the update
-_SUMMED = (torch.bfloat16, torch.float32)
 _QUANTISED_ELEMENTS = 1 << 20  # at a time on a device; a multiple of the block
 _STATES = {
     "fp32": StateFormat.F32,
@@ -46,21 +40,19 @@ def step_(
     flat: Flat,
     update: AdamWUpdate,
     *,
-    part: Part = "update",
+    part: Pass = Pass.UPDATE,
     backend: Backend | None = None,
     threads: int | None = None,
 ) -> None:
     """Take one AdamW step in place.
 
-    part: "weights" writes the weights alone, "moments" afterwards m and v alone, with the same
-    gradient; after both every bit is that of "update". Only where `Flat.has_two_passes`.
+    part: `Pass.WEIGHTS` writes the weights alone, `Pass.MOMENTS` afterwards m and v alone, with the
+    same gradient; after both every bit is that of `Pass.UPDATE`. Only where `Flat.has_two_passes`.
     backend None: the native kernels on the host, on a GPU Triton, or torch without Triton.
-    threads: of the native kernels; None: all. Raises TypeError or ValueError, before anything is
-    written, for tensors that do not fit together.
+    threads: of the native kernels; None: all.
     """
     flat.check()
-    if part != "update" and not flat.has_two_passes:
-        raise ValueError(f"{flat.state_format} states have no pass over {part} alone")
+    assert part == Pass.UPDATE or flat.has_two_passes
     backend = backend or backend_for(flat)
     if backend != "triton" and update.clip is not None:
         if not bool(torch.isfinite(update.clip)):
@@ -80,16 +72,15 @@ def backend_for(flat: Flat) -> Backend:
 
 
 def _step_(
-    flat: Flat, update: AdamWUpdate, part: Part, backend: Backend, threads: int | None
+    flat: Flat, update: AdamWUpdate, part: Pass, backend: Backend, threads: int | None
 ) -> None:
     if backend == "native":
-        step_natively_(flat, update, part=_PASSES[part], threads=threads)
+        _step_natively_(flat, update, part, threads)
     elif backend == "torch":
-        step_by_torch_(flat, update, part=_PASSES[part])
-    elif part == "update":
-        triton_adamw.step_by_triton_(flat, update)
+        step_by_torch_(flat, update, part=part)
     else:
-        raise ValueError("the Triton kernels update weights and moments in one pass")
+        assert part == Pass.UPDATE, "the Triton kernels update weights and moments in one pass"
+        triton_adamw.step_by_triton_(flat, update)
 
 
 def _step_masters_(flat: Flat, update: AdamWUpdate, backend: Backend, threads: int | None) -> None:
@@ -97,7 +88,7 @@ def _step_masters_(flat: Flat, update: AdamWUpdate, backend: Backend, threads: i
     slice, because the native kernels take fp32 gradients."""
     assert flat.master is not None
     if flat.weights.device.type != "cpu":
-        _step_(flat.of_masters(flat.gradient), update, "update", backend, threads)
+        _step_(flat.of_masters(flat.gradient), update, Pass.UPDATE, backend, threads)
         flat.weights.copy_(flat.master)  # after a skipped step the weights stay the same
         return
     n = flat.weights.numel()
@@ -108,34 +99,18 @@ def _step_masters_(flat: Flat, update: AdamWUpdate, backend: Backend, threads: i
         if gradient.dtype is not torch.float32:
             gradient = wide[: gradient.numel()].copy_(gradient)
         masters = some.of_masters(gradient)
-        _step_(masters, update, "update", backend, threads)
+        _step_(masters, update, Pass.UPDATE, backend, threads)
         some.weights.copy_(masters.weights)
 
 
-def step_natively_(
-    flat: Flat,
-    update: AdamWUpdate,
-    *,
-    part: Pass = Pass.UPDATE,
-    threads: int | None = None,
-) -> None:
-    """Take the step on tensors that `Flat.check` has passed; ignore `clip`.
-
-    Raises TypeError for gradients that the kernels do not take, ValueError for device tensors.
-    """
-    if flat.weights.device.type != "cpu":
-        raise ValueError(f"native kernels need tensors on the host, not on {flat.weights.device}")
-    weights = WeightFormat.F32 if flat.lo is None else WeightFormat.SPLIT_BF16
-    gradient = _GRADIENTS.get(flat.gradient.dtype)
-    wide_only = weights == WeightFormat.F32 and part != Pass.MOMENTS
-    if gradient is None or (wide_only and gradient != GradientFormat.F32):
-        raise TypeError(f"gradient is {flat.gradient.dtype} beside {flat.weights.dtype} weights")
+def _step_natively_(flat: Flat, update: AdamWUpdate, part: Pass, threads: int | None) -> None:
+    assert flat.weights.device.type == "cpu"
     rounding = flat.rounding or (0, 0, 0)
     _native.adamw(
         _native.AdamWArgs(
-            weight_format=weights,
+            weight_format=WeightFormat.F32 if flat.lo is None else WeightFormat.SPLIT_BF16,
             state_format=_STATES[flat.state_format],
-            gradient_format=gradient,
+            gradient_format=_GRADIENTS[flat.gradient.dtype],
             pass_=part,
             threads=threads or 0,
             n=flat.weights.numel(),
@@ -154,6 +129,57 @@ def step_natively_(
 
 def _address(flat: Tensor | None) -> int | None:
     return None if flat is None else flat.data_ptr()
+
+
+def step_by_torch_(
+    flat: Flat,
+    update: AdamWUpdate,
+    *,
+    part: Pass = Pass.UPDATE,
+    slice_elements: int = _TORCH_SLICE,
+) -> None:
+    """Take the step by the oracle on any device, ignoring `clip`, `slice_elements` at a time to
+    bound temporary memory."""
+    c, n = update.coefficients(), flat.weights.numel()
+    for start in range(0, n, slice_elements):
+        _step_slice_(flat.cut(start, min(start + slice_elements, n)), c, part)
+
+
+def _step_slice_(flat: Flat, c: Coefficients, part: Pass) -> None:
+    master = flat.weights if flat.lo is None else decode(flat.weights, flat.lo)
+    old = (flat.m, flat.v, flat.gradient)
+    if part == Pass.MOMENTS:
+        _store_moments(flat, *reference.adamw_moments(*old, c))
+    elif part == Pass.WEIGHTS:
+        _store_weights(flat, reference.adamw_weights(master, *old, c))
+    elif flat.state_format == "8bit":
+        master, states = reference.adamw8(master, flat.states8, flat.gradient, c)
+        _store_weights(flat, master)
+        for to, value in zip(flat.states8, states, strict=True):
+            to.copy_(value)
+    elif flat.state_format == "bf16":
+        assert flat.rounding is not None
+        master, m, v = reference.adamw16(master, *old, c, flat.rounding)
+        _store_weights(flat, master)
+        _store_moments(flat, m, v)
+    else:
+        master, m, v = reference.adamw(master, *old, c)
+        _store_weights(flat, master)
+        _store_moments(flat, m, v)
+
+
+def _store_weights(flat: Flat, master: Tensor) -> None:
+    if flat.lo is None:
+        flat.weights.copy_(master)
+        return
+    hi, lo = encode(master)
+    flat.weights.copy_(hi)
+    flat.lo.copy_(lo)
+
+
+def _store_moments(flat: Flat, m: Tensor, v: Tensor) -> None:
+    flat.m.copy_(m)
+    flat.v.copy_(v)
 
 
 def update_threads(computation: torch.device) -> int | None:
@@ -177,16 +203,14 @@ def zero_(x: Tensor, *, threads: int | None = None) -> None:
 
 def accumulate_(total: Tensor, x: Tensor, *, threads: int | None = None) -> None:
     """Add x to total on the host; total is flat float32, x flat float32 or bfloat16."""
-    n = _host_length([("total", total, (torch.float32,)), ("x", x, _SUMMED)])
     name = "accumulate_bf16" if x.dtype is torch.bfloat16 else "accumulate_f32"
-    _native.kernel(name)(total.data_ptr(), x.data_ptr(), n, threads or 0)
+    _native.kernel(name)(total.data_ptr(), x.data_ptr(), x.numel(), threads or 0)
 
 
 def sum_squares(x: Tensor, *, threads: int | None = None) -> float:
     """Return the sum of squares of flat host `x` (float32 or bfloat16) in double precision."""
-    n = _host_length([("x", x, _SUMMED)])
     name = "sum_squares_bf16" if x.dtype is torch.bfloat16 else "sum_squares_f32"
-    total: float = _native.kernel(name)(x.data_ptr(), n, threads or 0)
+    total: float = _native.kernel(name)(x.data_ptr(), x.numel(), threads or 0)
     return total
 
 
@@ -196,9 +220,9 @@ def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
     scales = torch.empty(-(-x.numel() // BLOCK), device=x.device)
     if x.device.type == "cpu":
-        n = _host_length([("x", x, (torch.float32,))])
+        assert x.dtype is torch.float32 and x.is_contiguous()
         pointers = (x.data_ptr(), codes.data_ptr(), scales.data_ptr())
-        _native.kernel("quantise8")(*pointers, n, int(signed), 0)
+        _native.kernel("quantise8")(*pointers, x.numel(), int(signed), 0)
         return codes, scales
     for first in range(0, x.numel(), _QUANTISED_ELEMENTS):
         part = slice(first, first + _QUANTISED_ELEMENTS)
@@ -206,10 +230,3 @@ def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
         blocks = slice(first // BLOCK, (first + _QUANTISED_ELEMENTS) // BLOCK)
         codes[part], scales[blocks] = dynamic_map.quantise(finite, signed=signed)
     return codes, scales
-
-
-def _host_length(flats: list[tuple[str, Tensor, tuple[torch.dtype, ...]]]) -> int:
-    n = check_flats(flats)
-    if flats[0][1].device.type != "cpu":
-        raise ValueError(f"{flats[0][0]} must be on the host, not on {flats[0][1].device}")
-    return n

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
+from fluxtrain._native import Pass
 from fluxtrain.core.adamw.flat import Flat
 from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
-from fluxtrain.core.adamw.kernels import Part, step_, update_threads, zero_
+from fluxtrain.core.adamw.kernels import step_, update_threads, zero_
 from fluxtrain.core.adamw.reference import rounding
 from fluxtrain.core.device.device import Device
 from fluxtrain.core.device.recorder import Recorder
@@ -38,7 +39,6 @@ from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.errors import Diverged
-from fluxtrain.plan.states import STATE_BLOCK
 
 LONGEST_GATE_S = 2.0  # a program that runs no further pass goes on, and ends, after it
 _closed_gates: weakref.WeakSet[MomentsGate] = weakref.WeakSet()
@@ -83,7 +83,7 @@ class Updates:
         self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self.defers_moments = defers_moments  # in steps that `submit` takes
-        self._copiess_moments = holds_moments
+        self._holds_moments = holds_moments
         self._gate = MomentsGate()
         self._copies = _CopyWaits()
         self.first_to_arrive: Group | None = None  # its gradients come before
@@ -92,7 +92,7 @@ class Updates:
         """Queue one step of all groups of `work`, in the order of the forward pass."""
         late: dict[Group, _Step] = {}
         self.begin_moments()
-        self._gate = MomentsGate(opened=not self._copiess_moments)
+        self._gate = MomentsGate(opened=not self._holds_moments)
         try:
             for group, hypers in work.items():
                 step = self._queue(group, hypers, norm, defers=self.defers_moments)
@@ -245,7 +245,7 @@ class _Step:
         with self.recorder.working("cpu", "update", self.name):
             for part in self.work:
                 flat = part.flat()
-                what: Part = "weights" if self.defers and flat.has_two_passes else "update"
+                what = Pass.WEIGHTS if self.defers and flat.has_two_passes else Pass.UPDATE
                 step_(flat, part.update(clip), part=what, threads=self.threads)
         self.clip = clip
 
@@ -258,7 +258,7 @@ class _Step:
             for part in self.work:
                 flat = part.flat()
                 if flat.has_two_passes:
-                    step_(flat, part.update(self.clip), part="moments", threads=self.threads)
+                    step_(flat, part.update(self.clip), part=Pass.MOMENTS, threads=self.threads)
 
 
 def _clip(norm: GradNorm | None) -> float:
@@ -292,20 +292,13 @@ class Range:
 
     def flat(self) -> Flat:
         """Return the range's slices of its segment's tensors."""
-        s, cut = self.segment, slice(self.start, self.stop)
-        blocks = slice(self.start // STATE_BLOCK, -(-self.stop // STATE_BLOCK))
+        s = self.segment
         assert s.weights is not None and s.m is not None and s.v is not None
-        return Flat(
-            weights=s.weights[cut],
-            lo=s.lo[cut] if s.lo is not None else None,
-            m=s.m[cut],
-            v=s.v[cut],
-            m_scale=s.m_scale[blocks] if s.m_scale is not None else None,
-            v_scale=s.v_scale[blocks] if s.v_scale is not None else None,
-            gradient=self.gradient[cut],
-            master=s.master[cut] if s.master is not None else None,
-            rounding=rounding(s.seed, self.step, self.start),
-        )
+        whole = Flat(
+            weights=s.weights, lo=s.lo, master=s.master, m=s.m, v=s.v, m_scale=s.m_scale,
+            v_scale=s.v_scale, gradient=self.gradient, rounding=rounding(s.seed, self.step, 0),
+        )  # fmt: skip
+        return whole.cut(self.start, self.stop)
 
 
 def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
