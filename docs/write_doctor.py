@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fluxtrain.commands.doctor.examine import findings
 from fluxtrain.commands.doctor.screen import screen
-from fluxtrain.events.answers.doctor import DoctorAnswer
+from fluxtrain.events.answers.machine import DoctorAnswer
 
 PAGE = Path(__file__).with_name("doctor.md")
 RECORDED = Path(__file__).with_name("doctor")

@@ -10,7 +10,7 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.events.printable import printable_lines
-from fluxtrain.events.run_folder.finding import LAST, find_run
+from fluxtrain.events.run_folder.run_dir import LAST, find_run
 from fluxtui.answers.answers import (
     BASES,
     DATA_FORMATS,

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput, FluxTrainError
 from fluxtrain.events.printable import printable, printable_lines
-from fluxtrain.events.run_folder.finding import LAST, find_run, newest_training
-from fluxtrain.events.run_folder.run_dir import RunDir, runs_root
+from fluxtrain.events.run_folder.run_dir import LAST, RunDir, find_run, newest_training, runs_root
 from fluxtrain.events.run_folder.standard_streams import open_standard_streams
 from fluxtrain.events.typed import typed
 from fluxtui.answers.answers import Answers

@@ -362,8 +362,7 @@ def undo(run: Named, json: Json = False, debug: Debug = False) -> None:
 def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -> None:
     """Send a command to a running trainer; raise its refusal as an error of the user."""
     from fluxtrain.events.run_folder.control import send_command
-    from fluxtrain.events.run_folder.finding import find_run
-    from fluxtrain.events.run_folder.run_dir import RunDir
+    from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 
     answer = send_command(RunDir(find_run(run)).socket, command, arguments)
     if json:

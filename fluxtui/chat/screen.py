@@ -10,8 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.widgets import Input
 
-from fluxtrain.events.answers.asking import EngineRefused
-from fluxtrain.events.answers.talking import Talk
+from fluxtrain.events.answers.asking import EngineRefused, Talk
 from fluxtrain.events.printable import printable_lines
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import own_bindings

@@ -12,8 +12,8 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from fluxtrain.events.answers.answers import EvaluationAnswer
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine
-from fluxtrain.events.answers.evaluation import EvaluationAnswer
 from fluxtrain.events.printable import printable
 from fluxtrain.units import UNKNOWN, duration_text, loss_text, number_text
 from fluxtui.screens.dialogs import DIALOG_CSS

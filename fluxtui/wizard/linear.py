@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.answers import Answer, DryRunAnswer, InspectionAnswer
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine
-from fluxtrain.events.answers.dry_run import DryRunAnswer
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer
-from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.files.atomic import free_bytes
 from fluxtui.answers import questions

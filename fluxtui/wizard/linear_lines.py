@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxtrain.events.answers.dry_run import DryRunAnswer
-from fluxtrain.events.answers.inspection import InspectionAnswer, TextPiece
+from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer, TextPiece
+from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
-from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtrain.units import bytes_text
 from fluxtui.answers.answers import METHODS, Answers
 from fluxtui.answers.questions import METHOD_TITLES

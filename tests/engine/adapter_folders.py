@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from fluxtrain.events.answers.export import ExportAnswer
+from fluxtrain.events.answers.answers import ExportAnswer
 from fluxtrain.results.export.adapter_export import ExportRequest, export
 
 

@@ -10,13 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.answers import Answer, DryRunAnswer, InspectionAnswer
 from fluxtrain.events.answers.asking import decoded
-from fluxtrain.events.answers.doctor import DoctorAnswer
-from fluxtrain.events.answers.dry_run import DryRunAnswer
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.machine import DoctorAnswer, ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer
-from fluxtrain.events.answers.probe import ProbeAnswer
 
 
 @pytest.mark.parametrize("answer", [PlanAnswer, InspectionAnswer, DryRunAnswer])

@@ -16,8 +16,8 @@ from fluxtrain.data.prepare import corpora
 from fluxtrain.data.reading import sampling
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.answers import InspectionAnswer
 from fluxtrain.events.answers.asking import decoded
-from fluxtrain.events.answers.inspection import InspectionAnswer
 from fluxtrain.train.inputs import load_inputs
 
 MakeConfig = Callable[..., Path]

@@ -29,8 +29,7 @@ from fluxtrain.commands.doctor.self_test import (
 from fluxtrain.core.adamw.flat import Flat
 from fluxtrain.core.adamw.hyper import AdamWUpdate
 from fluxtrain.core.adamw.kernels import Backend
-from fluxtrain.events.answers.doctor import DoctorAnswer, SelfTest
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import DoctorAnswer, ProbeAnswer, SelfTest
 from fluxtrain.machine.disk import read_disk
 from fluxtrain.machine.machine import read_machine
 from tests.engine import forked

@@ -17,7 +17,7 @@ from fluxtrain.config.schema import demo_config
 from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.events import events as ev
-from fluxtrain.events.answers.evaluation import EvaluationAnswer
+from fluxtrain.events.answers.answers import EvaluationAnswer
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.plan import states
 from fluxtrain.results import evaluate_model as evaluation

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fluxtrain as engine
 from fluxtrain.commands.export import page
 from fluxtrain.errors import BadInput
-from fluxtrain.events.answers.export import ExportAnswer
+from fluxtrain.events.answers.answers import ExportAnswer
 from fluxtrain.plan import states
 from tests.engine.adapter_folders import exported
 from tests.engine.test_lora_run import run, settings

@@ -18,7 +18,7 @@ import pytest
 from fluxtrain.cli import main
 from fluxtrain.commands.generation import Chat, show_piece, stopped_by_interrupts
 from fluxtrain.errors import BadInput
-from fluxtrain.events.answers.asking import EngineRefused
+from fluxtrain.events.answers.asking import EngineRefused, Talk
 from fluxtrain.events.answers.generation import (
     Answered,
     Ask,
@@ -32,7 +32,6 @@ from fluxtrain.events.answers.generation import (
     encoded,
     read_event,
 )
-from fluxtrain.events.answers.talking import Talk
 from fluxtrain.models.generate.prompts import Prompting, read_prompts
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.results.generation_session import GenerationSession

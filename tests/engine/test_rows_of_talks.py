@@ -19,7 +19,7 @@ from fluxtrain.data.rendering.named import NAMED, use_template
 from fluxtrain.data.row import Origin, Row
 from fluxtrain.data.sequence_length import choose_row_length
 from fluxtrain.errors import BadInput
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.answers import InspectionAnswer
 from tests.engine.mask_grounds import TEMPLATES, tokenizer_of
 from tests.engine.test_masks import encoded, learnt, row_of
 

@@ -16,8 +16,8 @@ from fluxtrain.config.schema import load_config
 from fluxtrain.data.packing import IGNORED
 from fluxtrain.data.reading import sampling
 from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.answers import InspectedSample, InspectionAnswer
 from fluxtrain.events.answers.asking import decoded
-from fluxtrain.events.answers.inspection import InspectedSample, InspectionAnswer
 from fluxtrain.train.inputs import load_inputs
 
 MakeConfig = Callable[..., Path]

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.answers import DryRunAnswer
 from fluxtrain.events.run_folder.control import NotReachable, send_command
 from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
 from fluxtrain.files.atomic import read_json

@@ -13,8 +13,8 @@ import pytest
 LEFT = """
 import asyncio, gc, pathlib, sys, time
 from fluxtrain.events.answers.asking import ask_engine
-from fluxtrain.events.answers.probe import ProbeAnswer
-from fluxtrain.events.answers.talking import Talk
+from fluxtrain.events.answers.machine import ProbeAnswer
+from fluxtrain.events.answers.asking import Talk
 from fluxtui import launch
 
 PROGRAM = (sys.executable, "-c", sys.argv[1], sys.argv[2])

@@ -6,12 +6,13 @@ import json
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from fluxtrain.events.run_folder import states
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
-from fluxtrain.events.run_folder.states import STATES, state_of_exit, state_word
+from fluxtrain.events.run_folder.states import state_of_exit, state_word
 from fluxtui.screens.dialogs import ResumeDialog
 from fluxtui.screens.run_actions import way_on
 from fluxtui.screens.run_rows import STATE_ROLES, columns, run_row
@@ -79,7 +80,7 @@ def test_the_columns_head_has_an_arrow_in_the_width_of_its_name() -> None:
 def test_every_state_has_a_colour_and_a_word_that_the_dashboard_has_too(
     made: ModuleType, tmp_path: Path
 ) -> None:
-    assert set(STATE_ROLES) == set(STATES)
+    assert set(STATE_ROLES) == set(get_args(states.RunState))
     from fluxtrain.events import events as ev
 
     def done(code: int) -> ev.Done:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from fluxtrain.events.answers.inspection import TextPiece
+from fluxtrain.events.answers.answers import TextPiece
 from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtui.panels.log import rows
 from fluxtui.panels.moves import short_name

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.events.answers.inspection import TextPiece
+from fluxtrain.events.answers.answers import TextPiece
 from fluxtui.answers.answers import STEPS, StepName
 from fluxtui.wizard.engine.machine import machine_lines
 from fluxtui.wizard.pages import drawing

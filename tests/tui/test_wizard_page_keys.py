@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from textual.content import Content
 
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.answers import InspectionAnswer
 from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import ACTIONS
 from fluxtui.answers.answers import DATA_FORMATS, Answers

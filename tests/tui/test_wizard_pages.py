@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from textual.content import Content
 
 from fluxtrain.errors import EXIT_BUG, EXIT_DOES_NOT_FIT
-from fluxtrain.events.answers.dry_run import DryRunAnswer
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer
 from fluxtrain.events.events import CardLeftOut, CardPlan
 from fluxtui.answers.answers import Answers
 from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample

@@ -15,8 +15,8 @@ from textual.app import App
 from textual.events import Paste
 from textual.pilot import Pilot
 
+from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer
-from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.launching import Launch
 from fluxtui.wizard.screen import WizardScreen

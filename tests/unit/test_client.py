@@ -15,12 +15,10 @@ import psutil
 import pytest
 
 from fluxtrain.errors import EXIT_BUG
-from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.answers import Answer, DryRunAnswer, InspectionAnswer
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine, decoded, last_words
-from fluxtrain.events.answers.dry_run import DryRunAnswer
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer
-from fluxtrain.events.answers.probe import ProbeAnswer
 from tests.tui import wizard_pilot
 
 ANSWERS: tuple[tuple[type[Answer], dict[str, Any]], ...] = (

@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from fluxtrain.commands.doctor.several_cards import several_cards_findings
-from fluxtrain.events.answers.machine import TOGETHER, Card, Rate
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import TOGETHER, Card, ProbeAnswer, Rate
 from fluxtrain.machine.disk import read_disk
 from fluxtrain.machine.seen_cards import cards_seen
 from fluxtrain.measure.probe import probe as probing

@@ -9,9 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from fluxtrain.commands.doctor.examine import LEVELS, findings, ranked
-from fluxtrain.events.answers.doctor import Finding
-from fluxtrain.events.answers.machine import Disk, Gpu, GpuProcess, Machine, Rate
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import (
+    Disk,
+    Finding,
+    Gpu,
+    GpuProcess,
+    Machine,
+    ProbeAnswer,
+    Rate,
+)
 from fluxtrain.measure.probe.bandwidth import BUS_RATES
 from fluxtrain.units import GIB
 

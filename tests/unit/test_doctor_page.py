@@ -11,7 +11,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from fluxtrain.events.answers.doctor import DoctorAnswer
+from fluxtrain.events.answers.machine import DoctorAnswer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECORDED = sorted((DOCS / "doctor").glob("*.json"))

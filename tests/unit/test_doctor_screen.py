@@ -12,9 +12,15 @@ from msgspec.structs import replace
 
 from fluxtrain.commands.doctor.examine import findings, versions
 from fluxtrain.commands.doctor.screen import screen
-from fluxtrain.events.answers.doctor import DoctorAnswer, SelfTest
-from fluxtrain.events.answers.machine import Disk, Gpu, Machine, Rate
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import (
+    Disk,
+    DoctorAnswer,
+    Gpu,
+    Machine,
+    ProbeAnswer,
+    Rate,
+    SelfTest,
+)
 from fluxtrain.units import GIB
 
 CARD = Gpu(

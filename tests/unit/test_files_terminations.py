@@ -14,7 +14,7 @@ from fluxtrain.commands import export as export_command
 from fluxtrain.commands.verify_resume import verify_resume
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import EXIT_TERMINATED, Interrupted
-from fluxtrain.events.answers.export import ExportAnswer
+from fluxtrain.events.answers.answers import ExportAnswer
 from fluxtrain.files.terminations import terminations_told
 from fluxtrain.models.export import save_folder
 

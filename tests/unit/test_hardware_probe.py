@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from fluxtrain import _native
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.events.answers.machine import Gpu, GpuProcess, Rate, rate_value_text
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import Gpu, GpuProcess, ProbeAnswer, Rate, rate_value_text
 from fluxtrain.machine.gpu import Gpus
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.probe import disk_rate

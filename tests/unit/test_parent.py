@@ -25,14 +25,14 @@ sum(range(10**14))
 ASKING = """
 import asyncio, sys
 from fluxtrain.events.answers.asking import ask_engine
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.answers import InspectionAnswer
 program = (sys.executable, "-c", sys.argv[1])
 asyncio.run(ask_engine(InspectionAnswer, sys.argv[2], program=program))
 """
 
 TALKING = """
 import asyncio, sys
-from fluxtrain.events.answers.talking import Talk
+from fluxtrain.events.answers.asking import Talk
 async def talk():
     begun = await Talk.begin(sys.argv[2], program=(sys.executable, "-c", sys.argv[1]))
     async for _ in begun.events():

@@ -277,7 +277,6 @@ def test_the_state_follows_the_run(run: RunDir, make_step: Make) -> None:
         emitter = Emitter(run.journal)
         emitter.emit(make_step(1))
         assert run.liveness() == "running"
-        assert run.silence_s() < 60
         run.write_json(run.result, {"exit_code": 143})
         assert run.liveness() == "stopped"
     assert run.liveness() == "stopped"

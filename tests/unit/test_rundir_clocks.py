@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,50 +11,14 @@ import msgspec
 import pytest
 
 from fluxtrain.events.events import Heartbeat
-from fluxtrain.events.run_folder import process
 from fluxtrain.events.run_folder.process import ProcessMark
 from fluxtrain.events.run_folder.run_dir import RunDir
-
-LIVENESS = """
-import sys
-from fluxtrain.events.run_folder.run_dir import RunDir
-print(RunDir(sys.argv[1]).liveness())
-"""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     (tmp_path / "run").mkdir()
     return RunDir(tmp_path / "run")
-
-
-@pytest.mark.parametrize("set_by_s", [3600.0, -3600.0, 3.0])
-def test_a_clock_that_is_set_makes_no_trainer_dead(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, set_by_s: float
-) -> None:
-    with run.lock():
-        told_s = process._boot_s()
-        monkeypatch.setattr(process, "_boot_s", lambda: told_s + set_by_s)
-        monkeypatch.setattr(RunDir, "_is_locked", lambda self: False)  # the mark alone tells
-        assert run.liveness() == "running"
-
-
-def test_a_changed_boot_time_of_the_kernel_makes_no_trainer_dead(
-    run: RunDir, tmp_path: Path
-) -> None:
-    text = Path("/proc/stat").read_text()
-    booted_s = next(line for line in text.splitlines() if line.startswith("btime "))
-    (tmp_path / "stat").write_text(text.replace(booted_s, f"btime {int(booted_s[6:]) + 3600}"))
-    bound = 'mount --bind "$1" /proc/stat && exec "$2" -c "$3" "$4"'
-    with run.lock():
-        done = subprocess.run(
-            ["unshare", "-m", "sh", "-c", bound, "-", tmp_path / "stat",
-             sys.executable, LIVENESS, run.path],
-            capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
-    if "mount" in done.stderr or "unshare" in done.stderr:
-        pytest.skip("no name space can be made here")
-    assert done.stdout.strip() == "running", done.stderr
 
 
 def test_a_process_that_the_mark_does_not_name_is_known_by_its_lock(run: RunDir) -> None:
@@ -109,9 +71,9 @@ def test_the_silence_of_a_trainer_is_told_by_a_clock_that_nobody_sets(
         )
         run.journal.write_bytes(msgspec.json.encode(beat) + b"\n")
         os.utime(run.journal, (time.time() + set_by_s, time.time() + set_by_s))
-        silence_s = run.silence_s()
-        assert silence_s is not None and 20 <= silence_s < 30
-        assert run.summary().word() == "stalled"
+        summary = run.summary()
+        assert 20 <= time.time() - summary.updated_s < 30
+        assert summary.word() == "stalled"
 
 
 def test_a_run_that_goes_on_after_the_clock_was_set_back_is_running(run: RunDir) -> None:

@@ -18,7 +18,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
-from fluxtrain.events.answers.dry_run import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
+from fluxtrain.events.answers.answers import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
 from fluxtrain.events.events import AnyEvent, PhaseChanged, Planned, StepFinished
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir

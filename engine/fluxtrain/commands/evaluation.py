@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtrain.events.answers.evaluation import EvaluationAnswer
+from fluxtrain.events.answers.answers import EvaluationAnswer
 from fluxtrain.units import duration_text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fluxtrain.events.answers.export import ExportAnswer
+from fluxtrain.events.answers.answers import ExportAnswer
 from fluxtrain.files.terminations import terminations_told
 from fluxtrain.results.export.adapter_export import ExportRequest
 from fluxtrain.results.export.adapter_export import export as export_folder

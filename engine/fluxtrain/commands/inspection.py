@@ -22,7 +22,7 @@ from fluxtrain.data.reading.sampling import sampled
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens, in_memory
-from fluxtrain.events.answers.inspection import (
+from fluxtrain.events.answers.answers import (
     InspectedFile,
     InspectedSample,
     InspectionAnswer,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_BUG, BadInput, FluxTrainError
-from fluxtrain.events.answers.dry_run import ResumeAnswer
+from fluxtrain.events.answers.answers import ResumeAnswer
 from fluxtrain.events.events import StepFinished
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir, runs_root

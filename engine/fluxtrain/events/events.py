@@ -11,37 +11,80 @@ from typing import Literal
 
 import msgspec
 
-from fluxtrain.events.change_events import (
-    AdviceGiven,
-    AdviceWithdrawn,
-    ChangeApplied,
-    ChangeMeasured,
-    ChangeRefused,
-    MeasuringChange,
-)
-from fluxtrain.events.event import (
-    FRAME_LIMIT_BYTES,
-    SCHEMA,
-    SCHEMA_MAJOR,
-    SCHEMA_MINOR,
-    CardLeftOut,
-    CardMemory,
-    CardPlan,
-    CardTraffic,
-    Event,
-    Gauge,
-    RunPhase,
-)
+SCHEMA_MAJOR = 1
+SCHEMA_MINOR = 0
+SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
+FRAME_LIMIT_BYTES = 4096  # PIPE_BUF on Linux: a larger write to a pipe can tear
 
-__all__ = [  # what is imported above, too
-    "FRAME_LIMIT_BYTES", "SCHEMA", "SCHEMA_MAJOR", "SCHEMA_MINOR", "AdviceGiven", "AdviceWithdrawn",
-    "AnyEvent", "BlockRun", "CardLeftOut", "CardMemory", "CardPlan", "CardTraffic", "ChangeApplied",
-    "ChangeMeasured", "ChangeRefused", "CheckpointWritten", "ChoiceMade", "CommandAnswered",
-    "Compared", "Done", "EvaluationFinished", "Event", "Failed", "Gauge", "Heartbeat", "Hello",
-    "LogWritten", "MeasuringChange", "MemorySampled", "Move", "MovesMade", "PhaseChanged",
-    "PlacedAlike", "PlanChecked", "Planned", "ResidencySampled", "RunPhase", "SampleFit",
-    "SampleGenerated", "StepFinished", "StoppedEarly", "TrafficSampled",
-]  # fmt: skip
+RunPhase = Literal[
+    "starting",
+    "loading",
+    "training",
+    "paused",
+    "evaluating",
+    "saving",
+    "stopping",
+    "no space",
+    "finished",
+    "failed",
+]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """Has the fields of every frame; the emitter fills these four."""
+
+    seq: int = 0
+    t_s: float = 0.0  # time.monotonic() of the trainer
+    wall_s: float = 0.0  # Unix time
+    dropped: int = 0  # live frames dropped so far because the reader was slow
+
+
+class Gauge(Event, frozen=True, kw_only=True):
+    """A sample: the latest wins, and it may be dropped (and counted) when the reader is slow."""
+
+
+class CardMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """One card's share of `MemorySampled`."""
+
+    number: int
+    total_bytes: int | None
+    used_bytes: int
+    peak_bytes: int
+    budget_bytes: int | None
+    by: dict[str, int]
+
+
+class CardTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """One card's share of `TrafficSampled`; `landed` came from other cards."""
+
+    number: int
+    h2d_bytes: int
+    d2h_bytes: int
+    landed_bytes: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    landed_bytes_per_s: float
+
+
+class CardPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Tells the share of one of several cards in a plan."""
+
+    number: int  # as gauges and lanes count the cards that compute
+    index: int  # torch's
+    name: str
+    blocks: int
+    device_bytes: int  # predicted peak
+    budget_bytes: int | None
+    edges: bool = False  # embedding and head are on it
+    gpu: int | None = None  # nvidia-smi's number of it; None: not known
+
+
+class CardLeftOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A card of the machine that does not compute, and why."""
+
+    index: int  # torch's
+    name: str
+    because: str
 
 
 class Hello(Event, frozen=True, kw_only=True, tag="hello"):
@@ -302,6 +345,82 @@ class SampleGenerated(Event, frozen=True, kw_only=True, tag="sample"):
     tokens: int | None = None  # of the answer
     ended: str = ""  # why the answer ended: end, length, context
     seconds: float | None = None  # for all `count`
+
+
+class AdviceGiven(Event, frozen=True, kw_only=True, tag="advice"):
+    """A setting that would make this run better."""
+
+    text: str  # with the measured cause
+    gain: str = ""  # predicted, with unit
+    how: str = ""  # the setting to change
+    id: str = ""  # its subject; newer advice with the same id replaces it
+    # arguments of the `apply` command; empty: for the next run
+    apply: dict[str, int] = msgspec.field(default_factory=dict)
+    gain_share: float | None = None  # predicted, of the step's time
+
+
+class AdviceWithdrawn(Event, frozen=True, kw_only=True, tag="advice_withdrawn"):
+    """The cause of earlier advice no longer holds."""
+
+    id: str
+
+
+class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
+    """The running training was changed between two steps."""
+
+    step: int  # the last one before the change
+    name: str  # prefetch, resident_blocks, device_groups, chunk_rows
+    before: int
+    after: int
+    why: Literal["asked", "advice", "undo", "wrong", "memory"]  # wrong: its gain was too small
+    advice: str = ""  # the id, of advice
+    card: int | None = None  # of several, the one that changed alone; None: all
+    predicted_gain: float | None = None  # share of the step's time
+    same_bits: bool = True  # losses go on bit for bit as without the change
+    device_bytes: int | None = None  # predicted peak of the run, of its layouts so far
+    host_bytes: int | None = None  # the same
+    step_s: float | None = None  # predicted as it is now, as the next two
+    tokens_per_s: float | None = None
+    binds: str = ""
+
+
+class ChangeRefused(Event, frozen=True, kw_only=True, tag="change_refused"):
+    """A change that was asked for could not be made; nothing changed."""
+
+    step: int
+    name: str
+    value: int
+    because: str
+    advice: str = ""
+
+
+class MeasuringChange(Gauge, frozen=True, kw_only=True, tag="measuring"):
+    """The progress of the measurement of the newest change."""
+
+    name: str
+    counted: int  # steady steps since the change
+    wanted: int
+
+
+class ChangeMeasured(Event, frozen=True, kw_only=True, tag="change_measured"):
+    """The measured gain of a change: medians of steady steps before and after it.
+
+    wrong: advice that gave less than half of the promised gain, and is undone. unknown: too few
+    steady steps on one side.
+    """
+
+    step: int
+    name: str
+    before: int
+    after: int
+    verdict: Literal["kept", "wrong", "measured", "unknown"]
+    measured_gain: float | None  # share of the step's time; below 0 it cost
+    predicted_gain: float | None = None
+    advice: str = ""
+    before_s: float | None = None  # median step
+    after_s: float | None = None
+    steps_before: int = 0
+    steps_after: int = 0
 
 
 class LogWritten(Event, frozen=True, kw_only=True, tag="log"):

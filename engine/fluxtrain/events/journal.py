@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from fluxtrain.files.opening import open_plain, open_to_write
 from fluxtrain.units import bytes_text
 
 TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
+ENDING_LINES = 16  # Done and Failed are among the last
 TORN_LIMIT_BYTES = 256 << 20  # far more than a writer that was killed leaves
 
 
@@ -45,7 +47,7 @@ class JournalWriter:
         except OSError as error:
             raise storage_error(path, error) from error
         self._end = self._cut_torn_tail()
-        last = last_event(path)
+        last = read_end(path).last
         self.last_seq = last.seq if last is not None else 0
 
     def append(self, frame: bytes) -> None:
@@ -119,21 +121,39 @@ def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
     return whole[::-1]
 
 
-def last_event(path: Path) -> AnyEvent | None:
-    """Return the newest readable event of a journal, reading only its end."""
-    for line in tail_lines(path):
-        event = decode_line(line)
-        if event is not None:
-            return event
-    return None
+@dataclass(frozen=True)
+class JournalEnd:
+    """What the end of a journal tells; None and {} where it does not."""
+
+    last: AnyEvent | None = None  # the newest event
+    step: StepFinished | None = None
+    phase: RunPhase | None = None
+    ending: dict[str, Any] = field(default_factory=dict)  # exit_code, message, refused
 
 
-def _glance(line: bytes) -> AnyEvent | None:
-    """Return the event of a line; None for a newer version of the schema, too."""
-    try:
-        return decode_line(line)
-    except SchemaTooNew:
-        return None
+def read_end(journal: Path) -> JournalEnd:
+    """Read the newest of each from a journal's end alone; events of newer schemas are passed."""
+    last = step = phase = None
+    ending: dict[str, Any] = {}
+    may_end = True  # only what follows the last step is an ending
+    for at, line in enumerate(tail_lines(journal)):
+        event = _glance(line)
+        if event is None:
+            continue
+        last = last or event
+        may_end = may_end and at < ENDING_LINES and not isinstance(event, Hello | StepFinished)
+        if isinstance(event, Done | Failed) and may_end:
+            ending.setdefault("exit_code", event.exit_code)
+            if isinstance(event, Failed):
+                ending.setdefault("message", event.message)
+                ending.setdefault("refused", event.refused)
+        elif isinstance(event, StepFinished):
+            step = step or event
+        elif isinstance(event, Heartbeat | PhaseChanged):
+            phase = phase or event.phase
+        if step is not None and phase is not None:
+            break
+    return JournalEnd(last, step, phase, ending)
 
 
 def first_hello(journal: Path) -> Hello | None:
@@ -146,40 +166,9 @@ def first_hello(journal: Path) -> Hello | None:
     return event if isinstance(event, Hello) else None
 
 
-def newest_step(journal: Path) -> StepFinished | None:
-    """Return the newest step in the journal's end."""
-    for line in tail_lines(journal):
-        if b'"step"' in line and isinstance(event := _glance(line), StepFinished):
-            return event
-    return None
-
-
-def newest_t_s(journal: Path) -> float | None:
-    """Return the trainer's monotonic clock at the newest event in the journal's end."""
-    for line in tail_lines(journal):
-        if (event := _glance(line)) is not None:
-            return event.t_s
-    return None
-
-
-def newest_phase(journal: Path) -> RunPhase | None:
-    """Return the newest phase that the run told in the journal's end."""
-    for line in tail_lines(journal):
-        if b'"phase"' in line and isinstance(event := _glance(line), Heartbeat | PhaseChanged):
-            return event.phase
-    return None
-
-
-def ending_of_journal(journal: Path) -> dict[str, Any]:
-    """Return the content of Done or Failed, if the journal ends with one."""
-    ending: dict[str, Any] = {}
-    for line in tail_lines(journal)[:16]:
-        event = _glance(line)
-        if isinstance(event, Hello | StepFinished):
-            break
-        if isinstance(event, Done | Failed):
-            ending.setdefault("exit_code", event.exit_code)
-        if isinstance(event, Failed):
-            ending.setdefault("message", event.message)
-            ending.setdefault("refused", event.refused)
-    return ending
+def _glance(line: bytes) -> AnyEvent | None:
+    """Return the event of a line; None for a newer version of the schema, too."""
+    try:
+        return decode_line(line)
+    except SchemaTooNew:
+        return None

@@ -16,7 +16,7 @@ from fluxtrain.config.text import apply_overrides
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import use_template
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.events.answers.evaluation import EvaluationAnswer
+from fluxtrain.events.answers.answers import EvaluationAnswer
 from fluxtrain.methods.method import method_of
 from fluxtrain.methods.objective import Part, Task
 from fluxtrain.results.model_request import FoundModel, ModelRequest, find_model

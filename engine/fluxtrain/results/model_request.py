@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
-from fluxtrain.events.run_folder.finding import find_run
-from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 from fluxtrain.results.export.chosen_base import UseRequest, refuse_unknown
 from fluxtrain.results.naming import DEMO, is_run, refuse_missing
 from fluxtrain.train.checkpoint.recovery import stored_config

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
-from fluxtrain.events.run_folder.finding import LAST
-from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
+from fluxtrain.events.run_folder.run_dir import LAST, RunDir, list_runs
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

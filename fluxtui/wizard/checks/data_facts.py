@@ -20,7 +20,7 @@ from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.row import Row
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.errors import BadInput
-from fluxtrain.events.answers.inspection import TextPiece
+from fluxtrain.events.answers.answers import TextPiece
 from fluxtrain.units import bytes_text
 from fluxtui.home import expanded
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from textual.screen import Screen
 
-from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.answers import Answer
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine
 
 T = TypeVar("T", bound=Answer)

@@ -14,10 +14,9 @@ from typing import Any
 
 from textual.screen import Screen
 
-from fluxtrain.events.answers.dry_run import DryRunAnswer
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer
+from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
-from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtui.answers.answers import METHODS, Answers, Method
 from fluxtui.answers.configuring import ADAPTERS, chosen_settings, yaml_text
 from fluxtui.answers.launching import engine_arguments

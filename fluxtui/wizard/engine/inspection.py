@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.answers import InspectionAnswer
 from fluxtrain.units import count_text
 from fluxtui.words import counted
 

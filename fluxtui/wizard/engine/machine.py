@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fluxtrain.events.answers.machine import Disk, Gpu, Machine, Rate, rate_value_text
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import Disk, Gpu, Machine, ProbeAnswer, Rate, rate_value_text
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
 from fluxtui.words import counted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.answers import InspectionAnswer
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.inspection import histogram, histogram_lines, inspection_rows
 from fluxtui.wizard.pages import drawing

@@ -7,7 +7,7 @@ from typing import Any
 
 from textual.content import Content
 
-from fluxtrain.events.answers.dry_run import DryRunAnswer
+from fluxtrain.events.answers.answers import DryRunAnswer
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.units import bytes_text, predicted_text
 from fluxtui.answers.configuring import yaml_text

@@ -7,10 +7,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fluxtrain.events.answers.dry_run import DryRunAnswer
-from fluxtrain.events.answers.inspection import InspectionAnswer
+from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer
+from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
-from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtui.actions.key_map import joined
 from fluxtui.actions.table import find

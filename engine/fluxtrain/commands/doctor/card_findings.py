@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fluxtrain.events.answers.doctor import Finding
-from fluxtrain.events.answers.machine import Gpu
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import Finding, Gpu, ProbeAnswer
 from fluxtrain.measure.probe.pin_rate import SAMPLE_BYTES
 from fluxtrain.measure.probe.table import link_text
 from fluxtrain.units import bytes_text, duration_text, rate_text

@@ -14,9 +14,7 @@ import fluxtrain
 from fluxtrain.commands.doctor.card_findings import card_findings
 from fluxtrain.commands.doctor.host_findings import host_findings
 from fluxtrain.commands.doctor.several_cards import several_cards_findings
-from fluxtrain.events.answers.doctor import DoctorAnswer, Finding, Level
-from fluxtrain.events.answers.machine import Machine
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import DoctorAnswer, Finding, Level, Machine, ProbeAnswer
 from fluxtrain.measure.probe.probe import probe
 
 _PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "textual")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fluxtrain.events.answers.doctor import Finding
-from fluxtrain.events.answers.machine import Machine
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import Finding, Machine, ProbeAnswer
 from fluxtrain.units import bytes_text, count_text, duration_text, rate_text
 
 # One core copies 2.4 to 8 GB/s on sound machines; from four on the memory itself binds, and two

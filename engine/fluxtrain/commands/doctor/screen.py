@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import textwrap
 
-from fluxtrain.events.answers.doctor import DoctorAnswer
-from fluxtrain.events.answers.machine import Gpu, Machine, rate_value_text
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import (
+    DoctorAnswer,
+    Gpu,
+    Machine,
+    ProbeAnswer,
+    rate_value_text,
+)
 from fluxtrain.measure.probe.table import age_text, card_lines, link_text, no_gpu_reason
 from fluxtrain.units import UNKNOWN, bytes_text, rate_text
 

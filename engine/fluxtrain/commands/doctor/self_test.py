@@ -19,7 +19,7 @@ from fluxtrain.core.adamw.reference import encode
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.core.wrap.wrap import wrap
 from fluxtrain.errors import NoSpace
-from fluxtrain.events.answers.doctor import SelfTest
+from fluxtrain.events.answers.machine import SelfTest
 from fluxtrain.files.folders import unfinished_folder
 from fluxtrain.train.checkpoint.shard_file import hash_file, read_tensors, write_tensors
 from fluxtrain.units import bytes_text

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fluxtrain.events.answers.doctor import Finding
-from fluxtrain.events.answers.machine import card_rate_name
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import Finding, ProbeAnswer, card_rate_name
 from fluxtrain.measure.probe.cards import WRONG
 from fluxtrain.units import rate_text
 

@@ -1,4 +1,4 @@
-"""Ask the engine in a subprocess, so that torch never loads into the process that asks."""
+"""Asks the engine, and talks with a model, in subprocesses: torch never loads into this one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TypeVar
 from weakref import WeakSet
 
 import msgspec
 
 from fluxtrain.errors import EXIT_BUG, FluxTrainError, native_end
-from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.answers import Answer
+from fluxtrain.events.answers.generation import COMMAND, Ask, Event, Stop, encoded, read_event
 from fluxtrain.files.parent import environment_of_child
 
 T = TypeVar("T", bound=Answer)
+FLUXTRAIN = (sys.executable, "-P", "-m", "fluxtrain")
 _LINE_LIMIT_BYTES = 1 << 24
 _STARTED = WeakSet[asyncio.subprocess.Process]()
 
@@ -47,11 +49,8 @@ async def ask_engine(
     Raises:
         EngineRefused: the process failed, or printed something else than such an answer.
     """
-    started_by = program or (sys.executable, "-P", "-m", "fluxtrain")
-    command = (*started_by, answer.COMMAND, "--json", *arguments)
-    starting = asyncio.ensure_future(
-        start_engine(command, {**environment_of_child(), **(environment or {})})
-    )
+    command = (*(program or FLUXTRAIN), answer.COMMAND, "--json", *arguments)
+    starting = asyncio.ensure_future(_start_engine(command, environment))
     ended = asyncio.ensure_future(_ended(starting, said))
     try:
         code, output, errors = await asyncio.shield(ended)
@@ -80,26 +79,26 @@ def decoded(answer: type[T], output: str | bytes) -> T:
         raise EngineRefused("the engine's answer is not JSON", EXIT_BUG) from None
 
 
-async def start_engine(
+async def _start_engine(
     command: Sequence[str],
-    environment: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
     stdin: int = asyncio.subprocess.DEVNULL,
 ) -> asyncio.subprocess.Process:
-    """Start a command in a session of its own, with pipes for its output."""
+    """Start a command in a session of its own, with pipes for its output, that ends with us."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
-        env=environment,
+        env={**environment_of_child(), **(environment or {})},
         limit=_LINE_LIMIT_BYTES,
     )
     _STARTED.add(process)
     return process
 
 
-def close_pipes(process: asyncio.subprocess.Process) -> None:
+def _close_pipes(process: asyncio.subprocess.Process) -> None:
     """Close the pipes of a process, and kill it if it still runs."""
     process._transport.close()  # type: ignore[attr-defined]  # no public way
 
@@ -118,7 +117,7 @@ async def _ended(
         output, errors = await asyncio.gather(_all(process.stdout), _lines(process.stderr, said))
         return await process.wait(), output, errors
     except asyncio.CancelledError:  # by a loop that closes next, when its pipes could not be
-        close_pipes(process)
+        _close_pipes(process)
         raise
 
 
@@ -148,3 +147,63 @@ def last_words(errors: bytes, exit_code: int) -> str:
         return crash
     told = [line for line in lines if line.startswith(("error:", "this is a bug"))]
     return (told or lines)[-1].removeprefix("error:").strip()
+
+
+class Talk:
+    """One model that answers until it is closed. Its first event but progress is `Ready`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, said: Callable[[str], None]) -> None:
+        self._process = process
+        self._errors = asyncio.create_task(_lines(process.stderr, said))
+
+    @staticmethod
+    async def begin(
+        model: str,
+        *options: str,
+        said: Callable[[str], None] = lambda line: None,
+        program: tuple[str, ...] = (),
+    ) -> Talk:
+        """Start the command; `said` gets every line of its standard error, `program` replaces
+        `python -m fluxtrain`."""
+        command = (*(program or FLUXTRAIN), COMMAND, "--json", *options, "--", model)
+        return Talk(await _start_engine(command, stdin=asyncio.subprocess.PIPE), said)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield what it says until it ends.
+
+        Raises EngineRefused, with its own words, where it fails or says something else.
+        """
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            try:
+                yield read_event(line)
+            except msgspec.MsgspecError as error:
+                raise EngineRefused(f"its answer cannot be understood: {error}", EXIT_BUG) from None
+        code = await self._process.wait()
+        errors = await self._errors
+        if code:
+            raise EngineRefused(last_words(errors, code), code)
+
+    async def ask(self, asked: Ask) -> None:
+        """Ask for an answer; further ones wait for it."""
+        await self._send(encoded(asked))
+
+    async def stop(self) -> None:
+        """Stop the answer that is being written; it ends with what is there."""
+        await self._send(encoded(Stop()))
+
+    async def close(self) -> None:
+        """End the process, whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            await self._process.wait()
+            await asyncio.wait([self._errors])
+        finally:  # its pipes too, where the loop closes next
+            _close_pipes(self._process)
+
+    async def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # `events` says why it is gone
+            self._process.stdin.write(line)
+            await self._process.stdin.drain()

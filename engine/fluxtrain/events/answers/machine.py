@@ -1,12 +1,17 @@
-"""Facts about a machine: processor, memory, GPUs, a disk, and measured rates.
+"""Facts about a machine: processor, memory, GPUs, a disk, and measured rates; the answers of
+`fluxtrain probe | doctor --json`.
 
 Every fact is measured, or None with the reason in `unknown`.
 """
 
 from __future__ import annotations
 
+import time
+from typing import ClassVar, Literal
+
 import msgspec
 
+from fluxtrain.events.answers.answers import Answer
 from fluxtrain.units import UNKNOWN, bytes_text, count_text, rate_text
 
 
@@ -135,3 +140,70 @@ def rate_value_text(name: str, per_s: float | None) -> str:
         unit, scale = ("TFLOP/s", 1e12) if per_s >= 1e12 else ("GFLOP/s", 1e9)
         return f"{per_s / scale:.3g} {unit}"
     return f"{count_text(per_s)} param/s" if name.startswith("adamw") else rate_text(per_s)
+
+
+class ProbeAnswer(Answer, frozen=True, kw_only=True):
+    """The machine, the disk of the runs, and measured rates by name."""
+
+    COMMAND: ClassVar[str] = "probe"
+
+    machine: Machine
+    disk: Disk
+    rates: dict[str, Rate]
+    cards: tuple[Card, ...] = ()  # as torch sees them, where there are several
+    measured_at_s: float  # Unix time of the rates
+    measuring_s: float  # what that took
+    others_share: float | None = None  # of all processors, used by other programs meanwhile
+    tried_again_at_s: float | None = None  # Unix time: rates that had failed, by themselves
+    from_cache: bool = False
+
+    def rate(self, name: str) -> float | None:
+        """Bytes a second (for a matmul: operations, for AdamW: parameters); None: not measured."""
+        found = self.rates.get(name)
+        return None if found is None else found.per_s
+
+    @property
+    def age_s(self) -> float:
+        """How old the rates are."""
+        return max(0.0, time.time() - self.measured_at_s)
+
+
+Level = Literal["broken", "slow", "small", "note"]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a thing that holds this machine back, in numbers, and what to change.
+
+    `level`: something does not work; it works slowly; less fits than could; worth knowing.
+    `factor` is how many times more the machine would give without it; 1 where nobody can say.
+    """
+
+    name: str
+    level: Level
+    numbers: str
+    cure: str
+    factor: float = 1.0
+
+
+class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that the engine must get right on this machine."""
+
+    name: str
+    passed: bool | None  # None: there is nothing here to test it on, or nowhere
+    detail: str
+
+
+class DoctorAnswer(Answer, frozen=True, kw_only=True):
+    """The probe, what follows from it, the self-tests and the versions."""
+
+    COMMAND: ClassVar[str] = "doctor"
+
+    probe: ProbeAnswer
+    findings: tuple[Finding, ...]  # the most useful first
+    self_tests: tuple[SelfTest, ...]
+    versions: dict[str, str]
+
+    @property
+    def failed(self) -> tuple[SelfTest, ...]:
+        """The self-tests that ran and did not pass."""
+        return tuple(test for test in self.self_tests if test.passed is False)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from fluxtrain.events.answers.answer import Answer
+from fluxtrain.events.answers.answers import Answer
 from fluxtrain.events.events import CardLeftOut, CardPlan, ChoiceMade, SampleFit
 from fluxtrain.units import bytes_text, count_text
 

@@ -1,17 +1,16 @@
 """Identifies a process by its pid and start time, because pids are reused.
 
 The start is counted in ticks since the machine booted, which nobody can set, and the boot has an id
-of its own. Wall clocks are set while a run trains, and the boot time that is told moves with them.
+of its own. Wall clocks are set while a run trains.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from functools import cache
 
 import msgspec
-
-START_TOLERANCE_S = 2.0  # of marks without ticks, whose boot time was derived from the wall clock
 
 
 class ProcessMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,13 +25,7 @@ class ProcessMark(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def mine(cls) -> ProcessMark:
         """Return the mark of the calling process."""
-        return cls(
-            pid=os.getpid(),
-            start_s=process_start_s() or 0.0,
-            host=os.uname().nodename,
-            start_ticks=_start_ticks(os.getpid()) or -1,
-            boot=boot_id(),
-        )
+        return _mark_of(os.getpid())
 
     @property
     def is_local(self) -> bool:
@@ -45,20 +38,21 @@ class ProcessMark(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.boot) and self.boot == boot_id()
 
     def is_alive(self) -> bool:
-        """Return whether exactly this process still runs; a zombie does not."""
-        if self.boot and self.start_ticks >= 0:
-            return self.boot == boot_id() and _start_ticks(self.pid) == self.start_ticks
-        start_s = process_start_s(self.pid)
-        return start_s is not None and abs(start_s - self.start_s) <= START_TOLERANCE_S
+        """Return whether exactly this process still runs here; a zombie does not."""
+        return self.is_local and _start_ticks(self.pid) == self.start_ticks
 
 
-def process_start_s(pid: int | None = None) -> float | None:
-    """Return the Unix time at which a process started (default: this one); None if it ended."""
-    pid = os.getpid() if pid is None else pid
-    if not os.path.exists("/proc/self/stat"):
-        return _start_without_proc_s(pid)
-    ticks = _start_ticks(pid)
-    return None if ticks is None else _boot_s() + ticks / os.sysconf("SC_CLK_TCK")
+@cache
+def _mark_of(pid: int) -> ProcessMark:
+    ticks = _start_ticks(pid) or 0
+    ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return ProcessMark(
+        pid=pid,
+        start_s=time.time() - ago_s,
+        host=os.uname().nodename,
+        start_ticks=ticks,
+        boot=boot_id(),
+    )
 
 
 @cache
@@ -87,22 +81,3 @@ def _start_ticks(pid: int) -> int | None:
     if fields[0] in (b"Z", b"X"):
         return None
     return int(fields[19])
-
-
-@cache
-def _boot_s() -> float:
-    with open("/proc/stat", "rb") as file:
-        for line in file:
-            if line.startswith(b"btime "):
-                return float(line.split()[1])
-    return 0.0
-
-
-def _start_without_proc_s(pid: int) -> float | None:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.Error:
-        return None

@@ -1,8 +1,5 @@
 """The run directory: the files of one run, and the lock of the process that uses it.
 
-    runs/<id>/  run.json  plan.json  events.ndjson  engine.log  error.json  result.json
-                timeline.ring  pid  ctl.sock  checkpoints/  model/  model-files.json
-
 `pid` names the process that uses the directory and carries the lock; the directory is in use while
 either lives. `result.json` and `error.json` hold `exit_code`; older than `pid` they belong to an
 earlier process of the same run.
@@ -11,6 +8,7 @@ earlier process of the same run.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 import time
@@ -22,13 +20,7 @@ import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.events.events import RunPhase
-from fluxtrain.events.journal import (
-    ending_of_journal,
-    first_hello,
-    newest_phase,
-    newest_step,
-    newest_t_s,
-)
+from fluxtrain.events.journal import JournalEnd, first_hello, read_end
 from fluxtrain.events.printable import printable
 from fluxtrain.events.run_folder.process import ProcessMark
 from fluxtrain.events.run_folder.states import RunState, state_of_exit, state_word
@@ -40,6 +32,7 @@ from fluxtrain.files.opening import is_plain_folder, open_plain, open_to_write
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
 MARK_LIMIT_BYTES = 1 << 16
 LOCK_TRIES, LOCK_PAUSE_S = 5, 0.02  # a look at a run holds the lock for microseconds
+LAST = "last"  # names the newest run
 REMOTE_SILENCE_S = 30.0  # a run on another host is dead when its journal is silent for longer
 
 
@@ -100,8 +93,31 @@ class RunLock:
         self.release()
 
 
+class _Place:
+    """A file or folder of a run, where the run's folder is by now."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 class RunDir:
     """The paths of one run, its lock and its state."""
+
+    run = _Place("run.json")  # configuration, versions and machine
+    plan = _Place("plan.json")  # the whole plan with its reasons
+    journal = _Place("events.ndjson")  # events, one a line
+    timeline = _Place("timeline.ring")  # the lanes of the last steps; see `ring`
+    log = _Place("engine.log")  # what the trainer printed
+    result = _Place("result.json")  # how the run ended
+    error = _Place("error.json")  # why it failed
+    pid = _Place("pid")  # the process that uses the directory
+    socket = _Place("ctl.sock")  # where the trainer takes commands
+    checkpoints = _Place("checkpoints")
+    model = _Place("model")  # the trained model
+    model_list = _Place("model-files.json")  # names and sizes of its files
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -140,66 +156,6 @@ class RunDir:
         """The folder's name."""
         return self.path.name
 
-    @property
-    def run(self) -> Path:
-        """Configuration, versions and machine."""
-        return self.path / "run.json"
-
-    @property
-    def plan(self) -> Path:
-        """The whole plan with its reasons."""
-        return self.path / "plan.json"
-
-    @property
-    def journal(self) -> Path:
-        """Events, one a line."""
-        return self.path / "events.ndjson"
-
-    @property
-    def timeline(self) -> Path:
-        """The lanes of the last steps; see `ring`."""
-        return self.path / "timeline.ring"
-
-    @property
-    def log(self) -> Path:
-        """Holds what the trainer printed."""
-        return self.path / "engine.log"
-
-    @property
-    def result(self) -> Path:
-        """How the run ended."""
-        return self.path / "result.json"
-
-    @property
-    def error(self) -> Path:
-        """Why the run failed."""
-        return self.path / "error.json"
-
-    @property
-    def pid(self) -> Path:
-        """The process that uses the directory."""
-        return self.path / "pid"
-
-    @property
-    def socket(self) -> Path:
-        """Where the trainer takes commands."""
-        return self.path / "ctl.sock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoint folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The trained model."""
-        return self.path / "model"
-
-    @property
-    def model_list(self) -> Path:
-        """The names and sizes of the trained model's files."""
-        return self.path / "model-files.json"
-
     def lock(self, space_bytes: int = RUN_SPACE_BYTES) -> RunLock:
         """Claim the directory (made if missing); `BadInput` names the process that has it.
 
@@ -237,43 +193,35 @@ class RunDir:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
-    def silence_s(self) -> float | None:
-        """Return the seconds since the journal last grew; heartbeats make it grow every second.
-
-        Of a trainer on this machine they are told by a clock that nobody sets.
-        """
-        told_s = newest_t_s(self.journal) if self._shares_clock() else None
-        if told_s is not None and 0 < told_s <= time.monotonic():
-            return time.monotonic() - told_s
-        try:
-            return max(0.0, time.time() - self.journal.stat().st_mtime)
-        except OSError:
-            return None
+    def holds_run(self) -> bool:
+        """Return whether a run has begun here. Raises OSError."""
+        return any(file.exists() for file in (self.journal, self.run, self.pid))
 
     def liveness(self) -> RunState:
         """Return the state of the run, from the files alone."""
-        return self._state(self._ending())
+        end = read_end(self.journal)
+        return self._state(self._ending(end), end)
 
     @property
     def has_trained(self) -> bool:
         """Return whether any process of the run made a step, as far as checkpoints and the
         journal's end tell."""
         has_checkpoint = is_plain_folder(self.checkpoints) and any(self.checkpoints.glob("step-*"))
-        return has_checkpoint or newest_step(self.journal) is not None
+        return has_checkpoint or read_end(self.journal).step is not None
 
     def summary(self) -> RunSummary:
         """Return state and newest numbers, read from the journal's end and the small files."""
-        ending = self._ending()
-        hello, step = first_hello(self.journal), newest_step(self.journal)
+        hello, end = first_hello(self.journal), read_end(self.journal)
+        ending, step = self._ending(end), end.step
         started_s = hello.wall_s if hello else self.path.stat().st_mtime
-        silence_s = self.silence_s()
+        silence_s = self._silence_s(end)
         stepped_s = step.wall_s if step else 0.0
         if step is not None and 0 < step.t_s <= time.monotonic() and self._shares_clock():
             stepped_s = time.time() - (time.monotonic() - step.t_s)
         return RunSummary(
             run_id=self.run_id,
             path=str(self.path),
-            state=self._state(ending),
+            state=self._state(ending, end),
             started_s=started_s,
             updated_s=started_s if silence_s is None else time.time() - silence_s,
             model=printable(hello.model) if hello else None,
@@ -286,7 +234,7 @@ class RunDir:
             eta_s=step.eta_s if step else None,
             stepped_s=stepped_s,
             step_s=step.step_s if step else None,
-            phase=newest_phase(self.journal),
+            phase=end.phase,
             saved_model=str(self.model) if is_plain_folder(self.model) else None,
         )
 
@@ -315,13 +263,25 @@ class RunDir:
                 break
             time.sleep(LOCK_PAUSE_S)
         user = self.user()
-        if held or (user is not None and user.is_local and user.is_alive()):
+        if held or (user is not None and user.is_alive()):
             who = f"process {user.pid} on {user.host}" if user else "another process"
             raise BadInput(
                 f"{self.path} is in use by {who}: "
                 f"watch it with `{typed('fluxtrain-tui')} --attach {self.path}`, stop it, "
                 "or choose another --run-dir"
             )
+
+    def _silence_s(self, end: JournalEnd) -> float | None:
+        """Return the seconds since the journal last grew; heartbeats make it grow every second.
+
+        Of a trainer on this machine they are told by a clock that nobody sets.
+        """
+        if end.last and 0 < end.last.t_s <= time.monotonic() and self._shares_clock():
+            return time.monotonic() - end.last.t_s
+        try:
+            return max(0.0, time.time() - self.journal.stat().st_mtime)
+        except OSError:
+            return None
 
     def _shares_clock(self) -> bool:
         """Return whether the trainer is alive and its monotonic clock is that of this process."""
@@ -336,32 +296,29 @@ class RunDir:
         except OSError:
             return False
 
-    def _ending(self) -> dict[str, Any]:
+    def _ending(self, end: JournalEnd) -> dict[str, Any]:
         """Return how the newest process of the run ended, by its files; {} if it wrote none."""
         since_ns = _written_ns(self.pid) if self.user() else 0
         files = [path for path in (self.error, self.result) if _written_ns(path) >= since_ns]
-        oldest_first = sorted(files, key=_written_ns)
         found: dict[str, Any] = {}
-        for ending in map(read_json, oldest_first):
+        for ending in map(read_json, sorted(files, key=_written_ns)):  # oldest first
             if ending is not None and ending.get("exit_code") == found.get("exit_code"):
                 found |= ending  # both files tell of one failure
             else:
                 found = ending or found
-        if not isinstance(found.get("exit_code"), int):
-            found = ending_of_journal(self.journal)
-        return found
+        return found if isinstance(found.get("exit_code"), int) else end.ending
 
-    def _state(self, ending: dict[str, Any]) -> RunState:
+    def _state(self, ending: dict[str, Any], end: JournalEnd) -> RunState:
         if isinstance(code := ending.get("exit_code"), int):
             return "refused" if ending.get("refused") is True else state_of_exit(code)
         user = self.user()
         if user is None:
             return "dead" if self.journal.exists() else "waiting"
-        if (user.is_local and user.is_alive()) or self._is_locked():
+        if user.is_alive() or self._is_locked():
             return "running"  # a process of another container is known by its lock alone
         if user.is_local:
             return "dead"
-        silence_s = self.silence_s()
+        silence_s = self._silence_s(end)
         return "running" if silence_s is not None and silence_s < REMOTE_SILENCE_S else "dead"
 
 
@@ -379,9 +336,51 @@ def list_runs(root: Path | str | None = None) -> list[RunSummary]:
     for path in root.iterdir():
         run = RunDir(path)
         with contextlib.suppress(OSError):  # removed, another user's, or on a dead mount
-            if run.journal.exists() or run.run.exists() or run.pid.exists():
+            if run.holds_run():
                 summaries.append(run.summary())
     return sorted(summaries, key=lambda one: (one.started_s, one.run_id), reverse=True)
+
+
+def find_run(wanted: str, root: Path | None = None) -> Path:
+    """Find the directory of a run named by its id, the beginning of the id, its path, or `last`.
+
+    Raises:
+        BadInput: there is no such run; the message has the nearest names.
+    """
+    root = root or runs_root()
+    runs = list_runs(root)
+    if wanted == LAST and runs:
+        return Path(runs[0].path)
+    names = [run.run_id for run in runs]
+    matching = [name for name in names if name == wanted] or [
+        name for name in names if wanted and name.startswith(wanted)
+    ]
+    if len(matching) == 1:
+        return root / matching[0]
+    if len(matching) > 1:
+        raise BadInput(f"several runs begin with '{wanted}': {', '.join(matching[:5])}")
+    with contextlib.suppress(OSError):  # such as a name that no folder can have
+        if RunDir(wanted).holds_run():
+            return RunDir(wanted).path
+    if not names:
+        raise BadInput(f"no run '{wanted}': there are no runs in {root}")
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
+    raise BadInput(f"no run '{wanted}' in {root}; did you mean {', '.join(near)}?")
+
+
+def newest_training(root: Path | None = None) -> tuple[Path, str]:
+    """Find the newest run that trains; without one the newest of all, with a sentence that says so.
+
+    Raises:
+        BadInput: there are no runs.
+    """
+    runs = list_runs(root or runs_root())
+    training = [run for run in runs if run.state in ("running", "waiting")]
+    if training:
+        return Path(training[0].path), ""
+    newest = find_run(LAST, root)
+    word = next(run.word() for run in runs if Path(run.path) == newest)
+    return newest, f"no run trains now: this is the newest, {newest.name}, {word}"
 
 
 def _written_ns(path: Path) -> int:

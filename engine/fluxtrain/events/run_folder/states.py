@@ -7,16 +7,15 @@ from typing import Literal
 from fluxtrain.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_TERMINATED
 from fluxtrain.events.events import RunPhase
 
-RunState = Literal["running", "finished", "refused", "failed", "stopped", "dead", "waiting"]
-STATES: dict[RunState, str] = {
-    "waiting": "its folder is there and nothing was written yet",
-    "running": "its process is alive",
-    "finished": "it made every step and saved its model",
-    "stopped": "it ended early, as asked, after a checkpoint",
-    "failed": "it ended with an error",
-    "refused": "it could not begin: an input cannot be used, or does not fit",
-    "dead": "its process is gone without a word",
-}
+RunState = Literal[
+    "waiting",  # its folder is there and nothing was written yet
+    "running",  # its process is alive
+    "finished",  # it made every step and saved its model
+    "stopped",  # it ended early, as asked, after a checkpoint
+    "failed",  # it ended with an error
+    "refused",  # it could not begin: an input cannot be used, or does not fit
+    "dead",  # its process is gone without a word
+]
 HEARTBEAT_LATE_S = 10.0  # the trainer beats once a second, also while a step runs
 
 

@@ -21,8 +21,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.events.run_folder.finding import find_run
-from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 from fluxtrain.events.trace.attribution import attribute, median_step, summary_lines
 from fluxtrain.events.trace.lanes import CARD_LANES, LANES, StepLanes
 from fluxtrain.events.trace.ring import RingReader, read_ring
@@ -43,7 +42,7 @@ _A_CARD = 100  # numbers of threads for each further card
 
 
 def recorded_steps(run: str | Path) -> tuple[RunDir, list[StepLanes]]:
-    """Find the run (see `finding`) and read its last steps.
+    """Find the run (see `find_run`) and read its last steps.
 
     Raises:
         BadInput: there is no such run, or it has no timeline.

@@ -19,8 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.events.answers.machine import TOGETHER, Disk, Machine, Rate
-from fluxtrain.events.answers.probe import ProbeAnswer
+from fluxtrain.events.answers.machine import TOGETHER, Disk, Machine, ProbeAnswer, Rate
 from fluxtrain.machine.disk import read_disk
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.machine.seen_cards import cards_seen

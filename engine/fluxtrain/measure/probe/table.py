@@ -10,12 +10,12 @@ from fluxtrain.events.answers.machine import (
     Disk,
     Gpu,
     Machine,
+    ProbeAnswer,
     Rate,
     card_rate_name,
     peer_name,
     rate_value_text,
 )
-from fluxtrain.events.answers.probe import ProbeAnswer
 from fluxtrain.measure.probe.others import beside_text
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fluxtrain.errors import BadInput
-from fluxtrain.events.answers.export import ComparedLayers, ComparedLogits, ExportAnswer
+from fluxtrain.events.answers.answers import ComparedLayers, ComparedLogits, ExportAnswer
 from fluxtrain.models.beside import OF_TOKENIZERS, copy_beside, files_beside
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import empty_model

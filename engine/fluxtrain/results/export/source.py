@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
-from fluxtrain.events.run_folder.finding import find_run
-from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 from fluxtrain.files.opening import refuse_foreign
 from fluxtrain.methods.trained_on import TrainedOn, trained_on
 from fluxtrain.models.model_files import safetensors_header

@@ -12,9 +12,8 @@ from typing import Any
 
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
-from fluxtrain.events.run_folder.finding import find_run
 from fluxtrain.events.run_folder.own_files import refuse_odd_places
-from fluxtrain.events.run_folder.run_dir import RunDir, runs_root
+from fluxtrain.events.run_folder.run_dir import RunDir, find_run, runs_root
 from fluxtrain.events.trace.ring import is_ring
 from fluxtrain.files.atomic import read_json
 from fluxtrain.files.opening import is_plain_folder, read_plain
