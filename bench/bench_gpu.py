@@ -37,14 +37,13 @@ from fluxtrain.measure.measured_constants import measure_constants
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.models.kernels import choose_kernels
-from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.choices.timed import Timing, place_timed
-from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
-from fluxtrain.plan.cost.step import cost
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import block_inputs_on_host_bytes, by_tier
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import Auto, RunRequest
-from fluxtrain.train.placing.placing import model_facts
+from fluxtrain.plan.simulation import step_time
+from fluxtrain.train.placing.placing import DEFERS_MOMENTS, model_facts
 
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
 CONTEXT_GIB = 0.8  # CUDA's own share of the process's memory, with Triton's kernels
@@ -161,7 +160,7 @@ def planned(
     rates = constants.rates(has_gpu=True)
     facts = constants.applied(facts)
     clips, passes = not options.in_backward, options.passes
-    timing = None if isinstance(rates, str) else Timing(rates=rates, clips=clips, passes=passes)
+    known = None if isinstance(rates, str) else rates
     request = RunRequest(
         offload=options.offload,
         batch_rows=options.batch,
@@ -178,11 +177,10 @@ def planned(
     host_bytes = available(model)
     if options.cards == 1:
         capacity = Capacity(device_free_bytes=budget_bytes, host_available_bytes=host_bytes)
-        plan = place_timed(facts, capacity, request, timing)
+        plan = place(facts, capacity, request, rates=known)
     else:
         if options.slow_card is not None:
             cards_here.plan_with_slow_card(options.cards - 1, options.slow_card)
-        known = None if timing is None else timing.rates
         plan = cards_here.planned_on_cards(
             facts,
             request,
@@ -193,7 +191,7 @@ def planned(
             host_bytes,
         )
     told: dict[str, Any] = {
-        "constants": constants.source if timing else f"{constants.source}; {rates}",
+        "constants": constants.source if known else f"{constants.source}; {rates}",
         "per_s": dict(constants.per_s),
         "states": options.states,
         "in_backward": options.in_backward,
@@ -201,13 +199,13 @@ def planned(
         "because": {choice.name: choice.because for choice in plan.choices},
     }
     layout = plan.layout
-    told["parameters_on_host"] = sum(group.trained for group in by_tier(facts, layout)[1])
+    told["parameters_on_host"] = sum(group.trained for group in by_tier(facts, layout)["host"])
     told["block_inputs_on_host_gib"] = round(block_inputs_on_host_bytes(facts, layout) / GIB, 2)
-    if timing is not None:
-        predicted = cost(facts, layout, timing.rates, clips=clips, passes=passes)
+    if known is not None:
+        predicted = step_time(facts, layout, known, clips=clips, passes=passes)
         step_s = predicted.step_s if plan.step_s is None else plan.step_s
         told["predicted_step_s"] = round(step_s, 3)
-        told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
+        told["calibration"] = msgspec.to_builtins(known.calibration)
     return plan, told
 
 
@@ -297,7 +295,7 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
         told["also"] = cards_here.measured_also(
             train, options.also or [options.batch], options.cards, through_host=options.through_host
         )
-    if plan is not None and plan.cards:
+    if plan is not None and plan.several_cards:
         told |= cards_here.told_of_cards(plan)
     return report(options, parameters, engine, plan, times, read) | {
         "imports_s": round(imports_s, 1),

@@ -12,13 +12,12 @@ import torch
 
 from fluxtrain.core.device import multi_gpu_streams
 from fluxtrain.core.wrap.engine import Engine
-from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
-from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.request import Order, ParallelRequest
-from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.request import RunRequest
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.request import Order, ParallelRequest, RunRequest
 from fluxtrain.train.placing import cards as planning
 
 _SIZE = 6144  # of the products that slow a card down: half a millisecond, far above a launch
@@ -40,9 +39,7 @@ def planned_on_cards(
     )
     capacity = CardsCapacity(cards=cards, host_available_bytes=host_available_bytes)
     known = None if rates is None else planning.rates_of_cards(capacity, rates)
-    return place_on_cards(
-        facts, capacity, known, request, ParallelRequest(cards=number, order=order)
-    )
+    return place(facts, capacity, request, ParallelRequest(cards=number, order=order), rates=known)
 
 
 def told_of_cards(plan: Placement) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fluxtrain.events.trace.attribution import Attribution, attribute
 from fluxtrain.events.trace.export import THREADS
 from fluxtrain.events.trace.lanes import Interval, StepLanes
-from fluxtrain.plan.cost.calibration import Calibration
-from fluxtrain.plan.cost.rates import Rates, rates_from
-from fluxtrain.plan.cost.step import Cost, cost
+from fluxtrain.plan.calibration import Calibration
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.rates import Rates, rates_from
+from fluxtrain.plan.simulation import StepTime, step_time
 from fluxtrain.train.placing.placing import model_facts
 
 GIB = 1 << 30
@@ -144,24 +144,28 @@ def measured_terms(step: StepLanes, found: Attribution) -> dict[str, float]:
     }
 
 
-def predicted_terms(plan: Cost) -> dict[str, float]:
+def predicted_terms(plan: StepTime) -> dict[str, float]:
     """Seconds of the formula; the optimizer on the device is all that it puts behind a step."""
     return {
-        "forward, computing": plan.forward_s,
-        "forward, with its waits": plan.forward_phase_s,
-        "head and loss, computing": plan.head_s,
-        "head and loss, with its waits": plan.head_s,
-        "backward, computing": plan.backward_s,
-        "backward, with its waits": plan.backward_phase_s,
-        "optimizer on the device": plan.device_update_s,
+        "forward, computing": plan.parts_s["forward"],
+        "forward, with its waits": plan.parts_s["forward_phase"],
+        "head and loss, computing": plan.parts_s["head"],
+        "head and loss, with its waits": plan.parts_s["head"],
+        "backward, computing": plan.parts_s["backward"],
+        "backward, with its waits": plan.parts_s["backward_phase"],
+        "optimizer on the device": plan.parts_s["device_update"],
         "after it, until the next step": 0.0,
-        "AdamW on the host": plan.host_update_s,
-        "deferred moments": plan.deferred_moments_s,
-        "copies to the device": plan.upload_forward_s + plan.upload_backward_s,
-        "copies to the host": plan.download_s,
+        "AdamW on the host": plan.parts_s["host_update"],
+        "deferred moments": plan.parts_s["deferred_moments"],
+        "copies to the device": plan.parts_s["upload_forward"] + plan.parts_s["upload_backward"],
+        "copies to the host": plan.parts_s["download"],
         "computation waits": max(
             0.0,
-            plan.step_s - plan.forward_s - plan.head_s - plan.backward_s - plan.device_update_s,
+            plan.step_s
+            - plan.parts_s["forward"]
+            - plan.parts_s["head"]
+            - plan.parts_s["backward"]
+            - plan.parts_s["device_update"],
         ),
         "step": plan.step_s,
     }
@@ -176,7 +180,7 @@ def main() -> None:
     row = result_of(options.result)
     facts, layout = facts_of_result(row), layout_of_result(row)
     clips = not layout.optimizer_in_backward
-    plan = cost(facts, layout, rates_of_result(row), clips=clips, passes=layout.passes)
+    plan = step_time(facts, layout, rates_of_result(row), clips=clips, passes=layout.passes)
     need = footprint(facts, layout, has_gpu=True)
     print(f"{row['shape']}, batch {row['batch']}; bound by {plan.binds}")
     print(f"{'':<32}{'predicted':>11}{'measured':>11}{'error':>9}")

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from fluxtrain.core.wrap.engine import Engine
-from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.group_placement import table_of
+from fluxtrain.plan.placement import Placement
 from fluxtrain.train.live.apply_placement import apply_placement
 
 

@@ -18,9 +18,9 @@ from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan import states as state_formats
-from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.placement import placement_of
 from fluxtrain.train.live.apply_placement import apply_placement
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import LiveSettings

@@ -17,7 +17,7 @@ from fluxtrain.measure import measured_constants as constants_module
 from fluxtrain.measure.calibrate import calibrate
 from fluxtrain.measure.measured_constants import known_constants, measure_constants
 from fluxtrain.measure.probe.rate import TOO_LITTLE
-from fluxtrain.plan.cost.calibration import StepsNotTimed
+from fluxtrain.plan.calibration import StepsNotTimed
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.train.placing.placing import model_facts
 from tests.engine.calibration_rows import LENGTH, batch_of

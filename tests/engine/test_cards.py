@@ -16,8 +16,7 @@ from fluxtrain.core.cards.transfer import SeenOnFirstCard
 from fluxtrain.core.device import multi_gpu_streams
 from fluxtrain.core.runtime.arrivals import arrivals_of, note_arrivals
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.plan import states
-from fluxtrain.plan.cards import residency
+from fluxtrain.plan import depths, states
 from fluxtrain.plan.request import PlacementRequest
 from tests.on_cards import (
     LENGTH,
@@ -359,4 +358,4 @@ def test_one_card_tells_of_no_cards() -> None:
 
 
 def test_the_plan_counts_as_many_lanes_as_a_card_has() -> None:
-    assert multi_gpu_streams.LANES == residency.LANES
+    assert multi_gpu_streams.LANES == depths.LANES

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fluxtrain.events.trace.attribution import attribute
-from fluxtrain.plan.cost.calibration import Calibration, Line
+from fluxtrain.plan.calibration import Calibration, Line
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))

@@ -17,7 +17,7 @@ import fluxtrain
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.head import on_all_cards
 from fluxtrain.core.wrap.engine import Engine
-from fluxtrain.plan.cards.shares import LANDED_SLOPES, SENT_SLOPES
+from fluxtrain.plan.dealing import LANDED_SLOPES, SENT_SLOPES
 from fluxtrain.plan.heads import HeadDealing
 from tests.on_cards import VOCABULARY, batch, llama, wrapped
 

@@ -16,9 +16,9 @@ from fluxtrain.core.wrap import target
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.choices.placement import Placement, placement_of
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.placement import Placement, placement_of
 from fluxtrain.plan.request import PlacementRequest
 
 ENGINE = Path(fluxtrain.__file__).parent
@@ -33,7 +33,7 @@ def placed(model: nn.Module, **counts: Any) -> Placement:
 def test_the_engine_follows_every_row_and_nothing_is_planned(
     tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target, "place_for_any_rows", None)
+    monkeypatch.setattr(target, "place", None)
     model = tiny("llama", torch.bfloat16, num_hidden_layers=6)
     counts = {"device_groups": 2, "resident_blocks": 2, "blocks_without_recompute": 2}
     plan = placed(model, **counts, activations="host", activations_on_device=1)

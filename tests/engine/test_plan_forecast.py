@@ -17,7 +17,7 @@ from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import RunConfig, demo_config
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.measure.measured_constants import Constants
-from fluxtrain.plan.choices.placement import place
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, disk_need
 from fluxtrain.plan.machine_file import PlannedMachine, read_machine_file

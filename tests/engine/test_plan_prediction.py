@@ -15,8 +15,9 @@ import fluxtrain
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.plan import heads
-from fluxtrain.plan.choices.placement import Placement, place
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity, RowFacts, activation_estimate
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import RunRequest
 
 ROWS, LENGTH = 4, 10

@@ -21,11 +21,9 @@ from fluxtrain.measure import calibrate as calibrate_module
 from fluxtrain.measure import timed_steps as steps_module
 from fluxtrain.measure.block_timing import BlockTimes
 from fluxtrain.measure.timed_steps import Kind, StepTimes, _between, _one_to_next, time_steps
-from fluxtrain.plan.cost.calibration import Line, StepsNotTimed
-from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.cost.updates import host_update, rate_of_update
+from fluxtrain.plan.calibration import Line, StepsNotTimed
 from fluxtrain.plan.facts import GroupFacts
-from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.rates import Rates, host_update, rate_of_update
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
 from tests.engine.calibration_rows import batch_of
@@ -312,7 +310,6 @@ def test_a_rate_of_what_was_seen_gives_it_again(states: StateFormat, *, one_pass
         adamw_weights_per_s=rate,
         adamw_moments_per_s=rate,
     )
-    layout = Layout(offload="weights", batch_rows=1, deferred_moments=one_pass)
-    weights_s, moments_s = host_update(group, layout, rates)
+    weights_s, moments_s = host_update(group, rates, deferred=one_pass)
     assert weights_s == pytest.approx(0.01)
     assert moments_s == pytest.approx(0.01 if one_pass else 0.0)

@@ -20,8 +20,8 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.answers.machine import Card, Rate
 from fluxtrain.events.journal import read_events
 from fluxtrain.machine.machine import read_machine
-from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
-from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.rates import Rates
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.live.setup import live_changes
 from fluxtrain.train.placing import cards as planning
@@ -205,11 +205,9 @@ def test_rates_of_a_probe_are_used_where_it_measured_all_cards(
     assert found.host_bytes_per_s is not None and found.host_bytes_per_s >= 26e9
 
 
-@pytest.mark.parametrize(
-    ("card", "cards", "first"), [(1, (), [1]), (None, (), []), (None, (2, 0), [2])]
-)
+@pytest.mark.parametrize(("cards", "first"), [((1,), [1]), ((None,), []), ((2, 0), [2])])
 def test_the_first_card_of_a_plan_is_the_current_one(
-    card: int | None, cards: tuple[int, ...], first: list[int], monkeypatch: pytest.MonkeyPatch,
+    cards: tuple[int | None, ...], first: list[int], monkeypatch: pytest.MonkeyPatch,
     run_config: MakeConfig,
 ) -> None:  # fmt: skip
     """Embedding, head and what stands between the blocks are there."""
@@ -225,10 +223,13 @@ def test_the_first_card_of_a_plan_is_the_current_one(
 
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
     monkeypatch.setattr("fluxtrain.core.wrap.wrap.wrap_placed", wrap_placed)
-    placement: Any = SimpleNamespace(card=card, cards=[SimpleNamespace(index=at) for at in cards])
+    several = len(cards) > 1
+    placement: Any = SimpleNamespace(
+        several_cards=several, cards=[SimpleNamespace(index=at) for at in cards]
+    )
     loaded: Any = SimpleNamespace(model=None, weight_files=())
     facts: Any = SimpleNamespace(scales_its_loss=False)
     with pytest.raises(Wrapped):
         placing.wrapped(load_config(run_config()), loaded, "cuda", placement, facts, print)
     assert made == first
-    assert given["cards"] == (list(cards) or None)
+    assert given["cards"] == (list(cards) if several else None)

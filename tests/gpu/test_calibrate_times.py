@@ -21,10 +21,10 @@ from fluxtrain.measure.calibrate import calibrate
 from fluxtrain.measure.probe.others import BUSY_SHARE, LOOK_S, others_share, read_use
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.plan.cost.calibration import Calibration
-from fluxtrain.plan.cost.rates import Rates, rates_from
-from fluxtrain.plan.cost.step import cost
+from fluxtrain.plan.calibration import Calibration
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.rates import Rates, rates_from
+from fluxtrain.plan.simulation import step_time
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.train.placing.placing import model_facts
 from tests.gpu.test_calibrate import batch_of
@@ -63,7 +63,7 @@ def test_steps_take_what_block_timing_said(states: StateFormat) -> None:
     found = rates_from(PER_S, has_gpu=True, calibration=timed)
     assert isinstance(found, Rates)
     layout = Layout(offload="none", batch_rows=16, chunk_rows=16)
-    predicted_s = cost(facts, layout, found).step_s
+    predicted_s = step_time(facts, layout, found).step_s
     wrapped = fluxtrain.wrap(
         model, device="cuda", offload="none", chunk_rows=16, overlap=True, states=states
     )
@@ -95,7 +95,7 @@ class Fastest:
         found = {
             line: getattr(timed, line).at(64) for line in ("forward", "backward", "outside_forward")
         }
-        found["update"] = timed.device_update_s
+        found["update"] = timed.parts_s["device_update"]
         self.seconds = {what: min(s, self.seconds.get(what, s)) for what, s in found.items()}
 
 

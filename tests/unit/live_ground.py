@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fluxtrain.plan.choices.placement import placement_of
-from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.placement import placement_of
+from fluxtrain.plan.rates import Rates
 from fluxtrain.train.live.edit import MemoryInUse
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.run_facts import RunFacts, StepFacts

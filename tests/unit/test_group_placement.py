@@ -55,7 +55,7 @@ def test_rows_add_up_to_the_counts_that_they_are_made_of(layout: Layout, tied: b
     model = facts(tied=tied)
     rows = table_of(model, layout)
     assert [row.name for row in rows] == [group.name for group in model.groups]
-    on_device = [group.name for group in by_tier(model, layout)[0]]
+    on_device = [group.name for group in by_tier(model, layout)["device"]]
     assert [row.name for row in rows if row.weights == "device"] == on_device
     assert all(row.weights == row.state == row.gradients for row in rows)
     streaming = [r for r in rows if r.kind == "block" and r.weights == "host" and not r.resident]

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
-from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.request import ParallelRequest
-from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.request import RunRequest
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.choose import place
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.request import ParallelRequest, RunRequest
 from fluxtrain.train.live.edit import MemoryInUse, changed, settings_after
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import Change, SettingName, count_of
@@ -30,7 +29,7 @@ def placed(*sizes_gib: float, **asked: object) -> LiveRun:
     capacity = CardsCapacity(cards=cards, host_available_bytes=None)
     request = RunRequest(batch_rows=8, chunk_rows=2, offload="weights", **asked)  # type: ignore[arg-type]
     how = ParallelRequest(cards=len(sizes_gib))
-    return LiveRun(MODEL, place_on_cards(MODEL, capacity, None, request, how), has_gpu=True)
+    return LiveRun(MODEL, place(MODEL, capacity, request, how), has_gpu=True)
 
 
 def counts(placement: Placement, name: SettingName) -> list[int]:

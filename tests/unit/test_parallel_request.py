@@ -9,7 +9,7 @@ import pytest
 
 from fluxtrain.config.schema import demo_config, settings, validate
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.cards.request import ParallelRequest, check_parallel
+from fluxtrain.plan.request import ParallelRequest, check_parallel
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.cards.dealing import (
+from fluxtrain.plan.dealing import (
     DealingRule,
     DealtCard,
     counts_of,

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.rates import CardsRates
-from fluxtrain.plan.cards.request import Order, ParallelRequest
-from fluxtrain.plan.cards.shares import LANDED_SLOPES, SENT_SLOPES, Dealt
-from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.choose import place
+from fluxtrain.plan.dealing import LANDED_SLOPES, SENT_SLOPES, Assignment
 from fluxtrain.plan.facts import FP32_BYTES, ModelFacts
 from fluxtrain.plan.footprint import HIDDEN_AT_LOSS, footprint
 from fluxtrain.plan.heads import logits_bytes
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.rates import CardsRates
+from fluxtrain.plan.request import Order, ParallelRequest
 from fluxtrain.train.live.edit import changed
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import Change
@@ -30,7 +30,7 @@ def wide(vocabulary: int) -> ModelFacts:
 
 def placed(facts: ModelFacts, order: Order, rates: CardsRates = TWO) -> Placement:
     how = ParallelRequest(cards=2, order=order, dealing=(4, 4))
-    return place_on_cards(facts, machine(200, 200), rates, SET, how)
+    return place(facts, machine(200, 200), SET, how, rates=rates)
 
 
 UNLINKED = replace(TWO, peers={})  # a head in order stays on one card
@@ -56,7 +56,7 @@ def test_the_other_cards_peak_grows_by_the_weight_and_what_a_block_leaves_over(
     first, other = (a.device_bytes - b.device_bytes
                     for a, b in zip(fast.cards, fixed.cards, strict=True))  # fmt: skip
     copy = facts.head_dtype_bytes * facts.head_parameters
-    share = Dealt(facts=facts, cards=(0,) * 4 + (1,) * 4).share(1)
+    share = Assignment(facts=facts, cards=(0,) * 4 + (1,) * 4).share(1)
     block = footprint(share, fixed.layout, has_gpu=True).workspace_bytes
     assert first == 0
     assert other == copy + max(0, of_loss(facts) - block)
@@ -72,7 +72,7 @@ def test_in_order_the_first_card_has_slopes_of_others_and_these_have_no_sum(
     row, copy = facts.row, facts.head_dtype_bytes * facts.head_parameters
     assert row is not None and SET.batch_rows is not None
     logits = logits_bytes(row, SET.batch_rows, row.vocabulary, 0, has_gpu=True)
-    share = Dealt(facts=facts, cards=(0,) * 4 + (1,) * 4)
+    share = Assignment(facts=facts, cards=(0,) * 4 + (1,) * 4)
     first, other = (
         footprint(share.share(card), there.layout, has_gpu=True).workspace_bytes for card in (0, 1)
     )

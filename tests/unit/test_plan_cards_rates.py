@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fluxtrain.plan.cards.rates import CardsRates, cards_rates_from
-from fluxtrain.plan.cost.calibration import Calibration, Line
-from fluxtrain.plan.cost.rates import Rates, rates_from
+from fluxtrain.plan.calibration import Calibration, Line
+from fluxtrain.plan.rates import CardsRates, Rates, cards_rates_from, rates_from
 
 PER_S: dict[str, float | None] = {
     "gpu_matmul": 700e12,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
-from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.request import ParallelRequest
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.choose import place
+from fluxtrain.plan.request import ParallelRequest
 from fluxtrain.units import GIB
 from tests.unit.test_plan_cards_choose import FIXED, MODEL, SET, TWO, machine, model, rates
 
@@ -37,14 +37,14 @@ def test_what_cannot_be_asked_is_refused_with_the_cure(
     asked: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(BadInput) as refused:
-        place_on_cards(MODEL, machine(8, 8), TWO, SET, ParallelRequest(**asked))
+        place(MODEL, machine(8, 8), SET, ParallelRequest(**asked), rates=TWO)
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 def test_numbers_for_more_cards_than_blocks_are_told_by_the_blocks() -> None:
     asked = replace(FIXED, cards=3, dealing=(1, 1, 1))
     with pytest.raises(BadInput, match="deals 3 blocks and the model has 2"):
-        place_on_cards(model(2), machine(8, 8, 8), rates(1e14, 1e14, 1e14), SET, asked)
+        place(model(2), machine(8, 8, 8), SET, asked, rates=rates(1e14, 1e14, 1e14))
 
 
 def test_a_card_that_cannot_be_used_is_refused_where_it_is_named() -> None:
@@ -52,12 +52,12 @@ def test_a_card_that_cannot_be_used_is_refused_where_it_is_named() -> None:
     only = CardsCapacity(cards=(old,), host_available_bytes=None)
     for asked in (ParallelRequest(cards=(0,)), ParallelRequest()):
         with pytest.raises(BadInput, match="GTX 1080.*it has no bf16"):
-            place_on_cards(MODEL, only, None, SET, asked)
+            place(MODEL, only, SET, asked)
 
 
 def test_a_refusal_names_the_card_the_numbers_and_the_cure() -> None:
     with pytest.raises(DoesNotFit) as refused:
-        place_on_cards(MODEL, machine(8, 1), TWO, SET, replace(FIXED, cards=2))
+        place(MODEL, machine(8, 1), SET, replace(FIXED, cards=2), rates=TWO)
     words = str(refused.value)
     assert words.startswith("card 1 (RTX 4090)")
     assert "of device memory" in words and "leave it out of parallel.cards" in words
@@ -65,7 +65,7 @@ def test_a_refusal_names_the_card_the_numbers_and_the_cure() -> None:
 
 def test_a_card_with_room_for_some_rows_says_how_many() -> None:
     with pytest.raises(DoesNotFit) as refused:
-        place_on_cards(MODEL, machine(8, 1.2), TWO, SET, replace(FIXED, cards=2))
+        place(MODEL, machine(8, 1.2), SET, replace(FIXED, cards=2), rates=TWO)
     words = str(refused.value)
     assert "4 of 8 blocks" in words and "parallel.cards" in words
 
@@ -75,6 +75,6 @@ def test_a_host_too_small_for_all_cards_is_told_what_would_fit() -> None:
     narrow = replace(narrow, groups=tuple(replace(g, narrow=g.trained) for g in narrow.groups))
     asked = replace(FIXED, cards=2)
     with pytest.raises(DoesNotFit) as refused:
-        place_on_cards(narrow, machine(3.2, 3.2, host_gib=5), TWO, SET, asked)
+        place(narrow, machine(3.2, 3.2, host_gib=5), SET, asked, rates=TWO)
     assert "host of 2 cards" in str(refused.value)
     assert "train.states=8bit fits with" in str(refused.value)

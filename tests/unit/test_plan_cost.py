@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.cost.rates import Rates, rates_from
-from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.rates import Rates, rates_from
+from fluxtrain.plan.simulation import step_time
 
 # docs/benchmarks.md, "The measured machine", and the native AdamW there on 16 threads.
 MEASURED = Rates(
@@ -81,70 +81,77 @@ ROWS = {  # docs/benchmarks.md, "Where the bytes live and what a step costs"
 @pytest.mark.parametrize("name", ROWS)
 def test_measured_steps_are_predicted_within_twenty_percent(name: str) -> None:
     facts, layout, measured_s = ROWS[name]
-    predicted_s = cost(facts, layout, MEASURED).step_s
+    predicted_s = step_time(facts, layout, MEASURED).step_s
     print(f"{name}: {predicted_s:.3f} s, measured {measured_s:.3f}, "
           f"{100 * (predicted_s / measured_s - 1):+.1f} %")  # fmt: skip
     assert predicted_s == pytest.approx(measured_s, rel=0.2)
 
 
 def test_what_binds_is_what_the_measurements_say() -> None:
-    streamed = cost(SMALL, STREAMED, MEASURED)
+    streamed = step_time(SMALL, STREAMED, MEASURED)
     assert streamed.binds == "AdamW on the host"
-    assert streamed.host_update_s > streamed.forward_s + streamed.head_s
-    assert cost(SMALL, replace(STREAMED, device_groups=24), MEASURED).binds == "the GPU"
+    assert streamed.parts_s["host_update"] > streamed.parts_s["forward"] + streamed.parts_s["head"]
+    assert step_time(SMALL, replace(STREAMED, device_groups=24), MEASURED).binds == "the GPU"
     thin = replace(MEASURED, h2d_bytes_per_s=2e9, h2d_both_bytes_per_s=2e9)
-    assert cost(SMALL, STREAMED, thin).binds == "copies of weights to the GPU"
+    assert step_time(SMALL, STREAMED, thin).binds == "copies of weights to the GPU"
 
 
 def test_groups_on_the_device_use_neither_bus_nor_host() -> None:
-    all_there = cost(SMALL, Layout(offload="none", batch_rows=8, chunk_rows=8), MEASURED)
-    assert all_there.host_update_s == all_there.download_s == all_there.upload_forward_s == 0
-    twelve = cost(SMALL, replace(STREAMED, device_groups=12), MEASURED)
-    streamed = cost(SMALL, STREAMED, MEASURED)
-    for name in ("host_update_s", "download_s", "upload_forward_s", "upload_backward_s"):
-        assert getattr(twelve, name) < getattr(streamed, name)
-    assert twelve.backward_s == streamed.backward_s
+    all_there = step_time(SMALL, Layout(offload="none", batch_rows=8, chunk_rows=8), MEASURED)
+    assert (
+        all_there.parts_s["host_update"]
+        == all_there.parts_s["download"]
+        == all_there.parts_s["upload_forward"]
+        == 0
+    )
+    twelve = step_time(SMALL, replace(STREAMED, device_groups=12), MEASURED)
+    streamed = step_time(SMALL, STREAMED, MEASURED)
+    for name in ("host_update", "download", "upload_forward", "upload_backward"):
+        assert twelve.parts_s[name] < streamed.parts_s[name]
+    assert twelve.parts_s["backward"] == streamed.parts_s["backward"]
 
 
 def test_resident_weights_come_up_once_and_streamed_ones_twice() -> None:
-    resident = cost(SMALL, replace(STREAMED, resident_blocks=28), MEASURED)
-    streamed = cost(SMALL, STREAMED, MEASURED)
-    assert resident.upload_backward_s == 0 < streamed.upload_backward_s
-    assert resident.upload_forward_s == pytest.approx(streamed.upload_forward_s)
-    assert resident.host_update_s == streamed.host_update_s
+    resident = step_time(SMALL, replace(STREAMED, resident_blocks=28), MEASURED)
+    streamed = step_time(SMALL, STREAMED, MEASURED)
+    assert resident.parts_s["upload_backward"] == 0 < streamed.parts_s["upload_backward"]
+    assert resident.parts_s["upload_forward"] == pytest.approx(streamed.parts_s["upload_forward"])
+    assert resident.parts_s["host_update"] == streamed.parts_s["host_update"]
 
 
 def test_frozen_weights_need_no_update_and_no_gradients() -> None:
-    frozen = cost(qwen(1536, 8960, 28, 46_797_824, trained=False), STREAMED, MEASURED)
-    trained = cost(SMALL, STREAMED, MEASURED)
-    assert frozen.host_update_s == frozen.download_s == 0
-    assert frozen.backward_s < trained.backward_s
-    assert frozen.forward_s == trained.forward_s
+    frozen = step_time(qwen(1536, 8960, 28, 46_797_824, trained=False), STREAMED, MEASURED)
+    trained = step_time(SMALL, STREAMED, MEASURED)
+    assert frozen.parts_s["host_update"] == frozen.parts_s["download"] == 0
+    assert frozen.parts_s["backward"] < trained.parts_s["backward"]
+    assert frozen.parts_s["forward"] == trained.parts_s["forward"]
 
 
 def test_boundaries_at_home_cost_the_bus() -> None:
-    most = cost(SMALL, replace(STREAMED, offload="max"), MEASURED)
-    assert most.download_s > cost(SMALL, STREAMED, MEASURED).download_s
+    most = step_time(SMALL, replace(STREAMED, offload="max"), MEASURED)
+    assert most.parts_s["download"] > step_time(SMALL, STREAMED, MEASURED).parts_s["download"]
 
 
 def test_accumulated_passes_pay_for_one_update() -> None:
-    one, four = (cost(SMALL, STREAMED, MEASURED, passes=n) for n in (1, 4))
-    assert four.tokens == 4 * one.tokens
-    assert four.host_update_s == one.host_update_s
+    one, four = (step_time(SMALL, STREAMED, MEASURED, passes=n) for n in (1, 4))
+    assert four.work.tokens == 4 * one.work.tokens
+    assert four.parts_s["host_update"] == one.parts_s["host_update"]
     assert one.step_s < four.step_s < 4 * one.step_s
 
 
 def test_without_a_norm_to_wait_for_a_step_is_shorter() -> None:
     assert (
-        cost(SMALL, STREAMED, MEASURED, clips=False).step_s < cost(SMALL, STREAMED, MEASURED).step_s
+        step_time(SMALL, STREAMED, MEASURED, clips=False).step_s
+        < step_time(SMALL, STREAMED, MEASURED).step_s
     )
 
 
 def test_without_a_gpu_nothing_overlaps() -> None:
     rates = Rates(has_gpu=False, matmul_per_s=90e9, adamw_per_s=650e6, copy_bytes_per_s=5e9)
-    found = cost(SMALL, STREAMED, rates)
-    parts = (found.forward_s, found.head_s, found.backward_s, found.upload_forward_s,
-             found.upload_backward_s, found.download_s, found.host_update_s)  # fmt: skip
+    found = step_time(SMALL, STREAMED, rates)
+    names = ("forward", "head", "backward", "upload_forward", "upload_backward", "download",
+             "host_update")  # fmt: skip
+    parts = [found.parts_s[name] for name in names]
     assert found.step_s == pytest.approx(sum(parts))
     assert found.binds == "the processor"
 
@@ -186,7 +193,7 @@ def test_a_faster_machine_is_never_predicted_slower(
     faster = replace(rates, **doubled)
     if not has_gpu and name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
         return
-    before, after = (cost(SMALL, layout, one, clips=clips).step_s for one in (rates, faster))
+    before, after = (step_time(SMALL, layout, one, clips=clips).step_s for one in (rates, faster))
     assert after <= before * (1 + 1e-12)
 
 
@@ -195,7 +202,9 @@ def test_one_more_group_on_the_device_is_never_predicted_slower(layout: Layout) 
     """With the same blocks resident: what moves in leaves the rest as it is."""
     layout = replace(layout, offload="weights", resident_blocks=0)
     more = replace(layout, device_groups=layout.device_groups + 1)
-    assert cost(SMALL, more, MEASURED).step_s <= cost(SMALL, layout, MEASURED).step_s * (1 + 1e-12)
+    assert step_time(SMALL, more, MEASURED).step_s <= step_time(SMALL, layout, MEASURED).step_s * (
+        1 + 1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,10 +219,12 @@ def test_8_bit_states_are_updated_at_the_rate_of_their_bytes_but_no_faster_than_
     facts = ModelFacts(groups=(block,), row=row)
     rates = replace(MEASURED, adamw_8bit_per_s=measured)
     layout = Layout(offload="weights", batch_rows=1, chunk_rows=1)
-    assert cost(facts, layout, rates).host_update_s == pytest.approx(1.0)
-    narrow = cost(facts.with_states("8bit"), layout, rates)
-    assert narrow.host_update_s == pytest.approx(update_s, rel=1e-3)
-    assert cost(facts.with_states("bf16"), layout, rates).host_update_s == pytest.approx(18 / 26)
+    assert step_time(facts, layout, rates).parts_s["host_update"] == pytest.approx(1.0)
+    narrow = step_time(facts.with_states("8bit"), layout, rates)
+    assert narrow.parts_s["host_update"] == pytest.approx(update_s, rel=1e-3)
+    assert step_time(facts.with_states("bf16"), layout, rates).parts_s[
+        "host_update"
+    ] == pytest.approx(18 / 26)
 
 
 def test_fp16_masters_take_longer_than_the_bytes_of_their_update() -> None:
@@ -221,5 +232,5 @@ def test_fp16_masters_take_longer_than_the_bytes_of_their_update() -> None:
     row = RowFacts(hidden=64, vocabulary=100, sequence_length=8, dtype_bytes=2, activation_bytes=1)
     block = GroupFacts(name="layers.0", kind="block", weight_bytes=2 * n, trained_fp16=n)
     layout = Layout(offload="weights", batch_rows=1, chunk_rows=1)
-    found = cost(ModelFacts(groups=(block,), row=row), layout, MEASURED).host_update_s
+    found = step_time(ModelFacts(groups=(block,), row=row), layout, MEASURED).parts_s["host_update"]
     assert found == pytest.approx(1.5 * 28 / 26)

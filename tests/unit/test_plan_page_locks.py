@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fluxtrain.plan.choices.page_locks import page_lock_choice, refused_before, wanted_bytes
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.train.placing.preflight import page_lock_choice, refused_before, wanted_bytes
 from fluxtrain.units import GIB
 
 RATES = {"pin": 2e9, "h2d_pinned": 50e9, "h2d_pageable": 10e9}

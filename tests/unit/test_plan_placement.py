@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
-from fluxtrain.plan.choices.placement import Placement, place, place_for_any_rows
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.plan.spread import parted
@@ -199,7 +200,7 @@ def test_explicit_optimizer_and_max_keep_every_group_at_home(offload: str) -> No
 
 def test_a_model_whose_rows_are_not_known_takes_half_of_the_budget() -> None:
     fixed = replace(qwen(), row=None)
-    small, middle, large = (place_for_any_rows(fixed, gpu(s), RunRequest()) for s in (5, 24, 80))
+    small, middle, large = (place(fixed, gpu(s), RunRequest()) for s in (5, 24, 80))
     assert (small.offload, small.layout.device_groups) == ("weights", 0)
     assert small.layout.resident_blocks == 0
     assert small.device_bytes > 2.5 * GIB  # even the least takes more than half
@@ -215,7 +216,7 @@ def test_a_model_whose_rows_are_not_known_takes_half_of_the_budget() -> None:
 
 def test_a_chunk_takes_half_of_what_the_fixed_parts_leave() -> None:
     fixed = replace(qwen(), row=None)
-    placement = place_for_any_rows(fixed, gpu(24), RunRequest())
+    placement = place(fixed, gpu(24), RunRequest())
     left = 24 * GIB * AUTO_SHARE - placement.device_bytes
     assert placement.chunk_for(row_bytes=int(left) // 20, rows=64) == 10
     assert placement.chunk_for(row_bytes=1, rows=64) == 64
@@ -225,9 +226,9 @@ def test_a_chunk_takes_half_of_what_the_fixed_parts_leave() -> None:
 def test_a_refusal_of_wrap_names_its_arguments() -> None:
     fixed = replace(qwen(), row=None)
     with pytest.raises(DoesNotFit, match="offload=weights fits"):
-        place_for_any_rows(fixed, gpu(12), RunRequest(offload="none"))
+        place(fixed, gpu(12), RunRequest(offload="none"))
     with pytest.raises(DoesNotFit, match="budget_gib left out fits"):
-        place_for_any_rows(fixed, gpu(24), RunRequest(budget_gib=1))
+        place(fixed, gpu(24), RunRequest(budget_gib=1))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_a_host_that_is_too_small_for_fp32_states_is_told_of_8_bit_ones() -> Non
     narrow = place(facts.with_states("8bit"), gpu(8, host_gib=16), RunRequest())
     assert narrow.need.arena_bytes < 8.1 * sum(g.trained_bf16 for g in facts.groups)
     with pytest.raises(DoesNotFit, match=r": states=8bit fits"):
-        place_for_any_rows(replace(facts, row=None), gpu(8, host_gib=16), RunRequest())
+        place(replace(facts, row=None), gpu(8, host_gib=16), RunRequest())
 
 
 def test_a_host_that_is_too_small_for_sums_of_several_passes_is_told_of_one() -> None:

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.choices.placement import Placement, place, place_for_any_rows
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import (
     OFFLOADS,
     Capacity,
@@ -21,6 +21,7 @@ from fluxtrain.plan.facts import (
     activation_estimate,
 )
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import Auto, RunRequest, count_or
 from fluxtrain.plan.search import AUTO_SHARE, BATCH_LIMIT_ROWS, FIXED_SHARE, HOST_SHARE
 from fluxtrain.units import GIB, MIB
@@ -363,7 +364,7 @@ def test_without_rows_what_is_chosen_leaves_half_of_the_budget(
     fixed = replace(facts, row=None)
     wish = replace(wish, batch_rows=None)
     try:
-        placement = place_for_any_rows(fixed, room, wish)
+        placement = place(fixed, room, wish)
     except DoesNotFit as error:
         assert error_names_both_numbers(str(error))
         return
@@ -384,6 +385,6 @@ def test_without_rows_what_is_chosen_leaves_half_of_the_budget(
 def _needs(facts: ModelFacts, room: Capacity, wish: RunRequest) -> float:
     """Bytes of the device; endless where it does not fit."""
     try:
-        return place_for_any_rows(facts, room, wish).device_bytes
+        return place(facts, room, wish).device_bytes
     except DoesNotFit:
         return math.inf

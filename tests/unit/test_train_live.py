@@ -10,7 +10,7 @@ import pytest
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.events import events as ev
-from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.train.live.adviser import Setup
 from fluxtrain.train.live.changes import LiveChanges
 from fluxtrain.train.live.edit import MemoryInUse

@@ -29,9 +29,9 @@ from fluxtrain.methods.text_task import counted, read_as
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.isolation import takes_positions
 from fluxtrain.models.loading import ModelSource, open_empty
-from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
+from fluxtrain.plan.placement import Placement
 from fluxtrain.train.inputs import DEMO
 from fluxtrain.train.placing.forecast import (
     Forecast,

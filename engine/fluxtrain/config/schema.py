@@ -21,8 +21,7 @@ from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.config.tracker_settings import TrackerSettings
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.plan import Setting
-from fluxtrain.plan.cards.request import ParallelRequest
-from fluxtrain.plan.request import Auto, PlacementRequest, Positive
+from fluxtrain.plan.request import Auto, ParallelRequest, PlacementRequest, Positive
 from fluxtrain.plan.states import OptimizerName, PackedFormat
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of dtypes

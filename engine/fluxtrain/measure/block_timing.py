@@ -15,7 +15,7 @@ from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.measure.peaks import measure_host_peak_anew, recent_host_peak_bytes
 from fluxtrain.measure.timing import BlockMarks, Mark, repeat_steps
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.plan.cost.calibration import median
+from fluxtrain.plan.calibration import median
 
 if TYPE_CHECKING:
     from fluxtrain.core.wrap.engine import Engine

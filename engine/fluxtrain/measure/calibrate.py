@@ -46,7 +46,7 @@ from fluxtrain.measure.small_model import (
 )
 from fluxtrain.measure.timed_steps import CHUNKS, Kind, StepTimes, time_steps
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.plan.cost.calibration import (
+from fluxtrain.plan.calibration import (
     Calibration,
     HostTimes,
     Line,
@@ -55,8 +55,8 @@ from fluxtrain.plan.cost.calibration import (
     line_of_chunks,
     line_through,
 )
-from fluxtrain.plan.cost.updates import rate_of_update
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.rates import rate_of_update
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
 from fluxtrain.units import duration_text

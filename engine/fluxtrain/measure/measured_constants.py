@@ -27,11 +27,10 @@ from fluxtrain.measure.probe.others import BUSY_SHARE, beside_text, is_calm_afte
 from fluxtrain.measure.probe.probe import known_rates, sustained_threads
 from fluxtrain.measure.small_model import NotCalibrated
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.plan.choices.ranked import GPU_CHUNK_TOKENS
-from fluxtrain.plan.cost.calibration import Calibration, timed_rows
-from fluxtrain.plan.cost.rates import Rates, rates_from
+from fluxtrain.plan.calibration import Calibration, timed_rows
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.search import CHUNK_TOKENS
+from fluxtrain.plan.rates import Rates, rates_from
+from fluxtrain.plan.search import CHUNK_TOKENS, GPU_CHUNK_TOKENS
 from fluxtrain.plan.states import STATE_FORMATS, StateFormat, StorageFormat
 from fluxtrain.units import MIB, duration_text
 

@@ -40,7 +40,7 @@ from fluxtrain.measure.small_model import (
 )
 from fluxtrain.measure.timing import BlockMarks, Mark, repeat_steps
 from fluxtrain.methods.objective import BoundBatch
-from fluxtrain.plan.cost.calibration import Line, StepsNotTimed, line_through, median
+from fluxtrain.plan.calibration import Line, StepsNotTimed, line_through, median
 from fluxtrain.plan.facts import HALF_BYTES, GroupFacts
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat

@@ -20,7 +20,7 @@ from fluxtrain.core.runtime.stats import BlockFacts
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.events.events import MemorySampled, Move, ResidencySampled
-from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.placement import Placement
 
 
 class TrainingEngine(Protocol):

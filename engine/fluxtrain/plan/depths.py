@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LANES = 2  # compute streams of a card that neighbouring blocks have in turn
+LOOKS_AHEAD = 16  # parts of the model, at most, for the next ones that are to be copied
 LARGE_STAGING_BYTES = 128 << 20  # downloaded gradients are this large in few groups
 LARGE_GRADIENT_BYTES = 512 << 20  # those on the host: only an embedding's or a head's
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -328,17 +328,17 @@ class ModelFacts:
         """Number of blocks."""
         return len(self.blocks)
 
-    def by_tier(self, count: int, first: DeviceFirst) -> tuple[Groups, Groups]:
-        """The `count` groups that live on the device, and those on the host; `parted` says
+    def by_tier(self, count: int, first: DeviceFirst) -> Mapping[str, Groups]:
+        """Return the groups of each tier where `count` groups live on the device; `parted` says
         which, and the answer is kept."""
         found = self._by_tier.get((count, first))
         if found is None:
             device, host = parted(self.groups, count, first)
-            found = self._by_tier[count, first] = Groups(device), Groups(host)
+            found = self._by_tier[count, first] = {"device": Groups(device), "host": Groups(host)}
         return found
 
     @cached_property
-    def _by_tier(self) -> dict[tuple[int, DeviceFirst], tuple[Groups, Groups]]:
+    def _by_tier(self) -> dict[tuple[int, DeviceFirst], Mapping[str, Groups]]:
         return {}
 
     @cached_property

@@ -27,7 +27,8 @@ so its bytes count as the host's.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from fluxtrain.plan.depths import ring_depth, staging_depth, sum_depth
@@ -125,7 +126,8 @@ class Footprint:
 
 def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     """Peaks of `layout`. Without a GPU the host's include the device's."""
-    on_device, on_host = by_tier(facts, layout)
+    tiers = by_tier(facts, layout)
+    on_device, on_host = tiers["device"], tiers["host"]
     by_rows, chunked = rows_of_table(facts, layout, on_host), chunked_head(facts, layout, on_host)
     late = shared = FP32_BYTES * facts.shared.trained  # sums that begin after the loss
     if by_rows is not None and by_rows.in_vocab_chunks:
@@ -167,15 +169,15 @@ def _gradients_on_host(on_host: Groups, layout: Layout) -> int:
     return sum(min(count, ring_depth(size)) * size for (_, size), count in rings.items())
 
 
-def by_tier(facts: ModelFacts, layout: Layout) -> tuple[Groups, Groups]:
-    """The groups that live on the device, and those on the host."""
+def by_tier(facts: ModelFacts, layout: Layout) -> Mapping[str, Groups]:
+    """Return the groups of each tier: device, host."""
     count = len(facts.groups) if layout.offload == "none" else layout.device_groups
     return facts.by_tier(count, layout.device_first)
 
 
 def saving_bytes(facts: ModelFacts, layout: Layout) -> int:
     """Host memory of weights that live on a GPU while the model is saved: those of one file."""
-    sizes = [group.weight_bytes for group in by_tier(facts, layout)[0]]
+    sizes = [group.weight_bytes for group in by_tier(facts, layout)["device"]]
     return min(sum(sizes) + facts.loose_bytes, max([SAVED_FILE_BYTES, *sizes]))
 
 
@@ -203,7 +205,7 @@ def slot_count(facts: ModelFacts, layout: Layout) -> int:
 
 def streamed_count(facts: ModelFacts, layout: Layout) -> int:
     """Blocks whose weights come through slots."""
-    return len(streamed(layout, by_tier(facts, layout)[1]))
+    return len(streamed(layout, by_tier(facts, layout)["host"]))
 
 
 def streamed(layout: Layout, on_host: Groups) -> Groups:
@@ -223,7 +225,7 @@ def rows_of_table(facts: ModelFacts, layout: Layout, on_host: Groups) -> TableRo
 
 def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
     """What of the embedding is copied to the device; one that lives there is whole."""
-    by_rows = rows_of_table(facts, layout, by_tier(facts, layout)[1])
+    by_rows = rows_of_table(facts, layout, by_tier(facts, layout)["host"])
     return "whole" if by_rows is None else "rows"
 
 
@@ -235,7 +237,9 @@ def chunked_head(facts: ModelFacts, layout: Layout, on_host: Groups) -> HeadChun
 
 def head_copied(facts: ModelFacts, layout: Layout) -> Head:
     """How the head is copied to the device; one that lives there is whole."""
-    return "whole" if chunked_head(facts, layout, by_tier(facts, layout)[1]) is None else "chunks"
+    return (
+        "whole" if chunked_head(facts, layout, by_tier(facts, layout)["host"]) is None else "chunks"
+    )
 
 
 def _scratch(facts: ModelFacts, by_rows: TableRows | None, chunked: HeadChunks | None) -> int:
@@ -397,3 +401,27 @@ def _becomes_the_sum(facts: ModelFacts) -> bool:
     """Is the head's weight all of a shared group? Its gradient then becomes the sum itself."""
     shared = (g.trained for g in facts.shared)
     return facts.head_parameters > 0 and facts.head_parameters in shared
+
+
+def left_on_device(
+    facts: ModelFacts,
+    layout: Layout,
+    limit_bytes: int,
+    *,
+    most: int | None = None,
+    has_gpu: bool = True,
+) -> Layout:
+    """`layout` with the inputs of as many last blocks on the device, `most` at most, as it holds
+    within `limit_bytes` of it; what stands behind the blocks leaves its input there too then."""
+    none = replace(layout, activations_on_device=0)
+    waiting = offloading_blocks(facts, none)
+    most = waiting if most is None else min(most, waiting)
+    if facts.row is None or most < 1:
+        return none
+    free = limit_bytes - footprint(facts, none, has_gpu=has_gpu).device_bytes
+    each = max(1, layout.batch_rows * facts.row.block_input_bytes)
+    for count in (most, min(most, free // each - 1)):  # few that leave take no more than all
+        some = replace(none, activations_on_device=count)
+        if count > 0 and footprint(facts, some, has_gpu=has_gpu).device_bytes <= limit_bytes:
+            return some
+    return none

@@ -71,7 +71,8 @@ class Named(Protocol):
 
 def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
     """Make a row for each group of the model, in forward order."""
-    on_device, on_host = by_tier(facts, layout)
+    tiers = by_tier(facts, layout)
+    on_device, on_host = tiers["device"], tiers["host"]
     passing = streamed(layout, on_host)
     rows: list[GroupPlacement] = []
     for group in facts.groups:
@@ -123,7 +124,10 @@ def _with_activations(
             "inputs_on_host" if layout.offloads_activations and at < first else "inputs_on_device"
         )
 
-    return tuple(replace(row, activations=of(at)) for at, row in enumerate(rows))
+    return tuple(
+        row if row.activations == of(at) else replace(row, activations=of(at))
+        for at, row in enumerate(rows)
+    )
 
 
 def check_groups(rows: Sequence[GroupPlacement], groups: Sequence[Named]) -> None:

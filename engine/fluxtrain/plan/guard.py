@@ -90,7 +90,7 @@ def loading_bytes(
     if not copied_bytes:
         return 0  # arenas alone, which are counted with what trains
     every = sum(group.weight_bytes for group in facts.groups)
-    arenas = min(by_tier(facts, layout)[1].weight_bytes, max(0, every - copied_bytes))
+    arenas = min(by_tier(facts, layout)["host"].weight_bytes, max(0, every - copied_bytes))
     largest = max((group.weight_bytes for group in facts.groups), default=0)
     return copied_bytes + max(sources_bytes, arenas) + largest
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.files.opening import read_named
-from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.units import bytes_text

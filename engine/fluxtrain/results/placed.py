@@ -17,9 +17,9 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.states import StorageFormat
 from fluxtrain.train.placing.device_budget import hold_to_budget

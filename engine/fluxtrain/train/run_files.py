@@ -18,7 +18,7 @@ from fluxtrain.events.run_folder.process import ProcessMark
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
-from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.train.observe.step_clock import PHASES
 
 if TYPE_CHECKING:

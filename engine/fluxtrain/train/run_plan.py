@@ -15,10 +15,10 @@ from fluxtrain.measure.peaks import host_peak_bytes
 from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import BoundBatch, Task
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.group_placement import alike
 from fluxtrain.plan.guard import DiskCapacity
+from fluxtrain.plan.placement import Placement
 from fluxtrain.train.placing.device_budget import hold_to_budget
 from fluxtrain.train.placing.forecast import forecast_of
 from fluxtrain.train.placing.placing import (

@@ -33,7 +33,7 @@ from fluxtrain.core.head.token_loss import (
 from fluxtrain.core.runtime.arrivals import note_arrivals, wait_for_all
 from fluxtrain.core.runtime.card import Card
 from fluxtrain.core.runtime.context import Context
-from fluxtrain.plan.cards.shares import LANDED_SLOPES, SENT_SLOPES, cards_of_chunks
+from fluxtrain.plan.dealing import LANDED_SLOPES, SENT_SLOPES, cards_of_chunks
 
 _ADDED_BYTES = 32 << 20  # of a sum that is added at a time
 

@@ -25,7 +25,7 @@ from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.packed import unpack_group
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.cost.prefetch import LOOKS_AHEAD
+from fluxtrain.plan.depths import LOOKS_AHEAD
 from fluxtrain.units import bytes_text
 
 Report = Callable[[Group, str, Transfer, int], None]  # group, cause, the copy, bytes

@@ -30,7 +30,7 @@ from fluxtrain.core.runtime.use import Use
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.core.updates.updates import Updates
-from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.placement import Placement
 
 
 class HostIds:

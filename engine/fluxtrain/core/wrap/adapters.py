@@ -18,7 +18,7 @@ from fluxtrain.core.memory.packed import all_dense_weights
 from fluxtrain.core.memory.segment import Member
 from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import MisusedModel
-from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import RunRequest
 
 _Weights = dict[int, tuple[Group, Member]]  # by the identity of the parameter

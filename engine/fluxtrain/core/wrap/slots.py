@@ -9,7 +9,7 @@ from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.cards.residency import LANES
+from fluxtrain.plan.depths import LANES
 from fluxtrain.plan.group_placement import GroupPlacement
 
 

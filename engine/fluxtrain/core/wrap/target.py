@@ -14,12 +14,11 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.machine.gpu import Gpus
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.machine.seen_cards import is_full
-from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
-from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.request import MOST_CARDS, ParallelRequest
-from fluxtrain.plan.choices.placement import Placement, place_for_any_rows
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity, ModelFacts
-from fluxtrain.plan.request import RunRequest, count_or
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.request import MOST_CARDS, ParallelRequest, RunRequest
 from fluxtrain.units import bytes_text
 
 
@@ -79,8 +78,8 @@ def devices_of(
 ) -> list[torch.device]:
     """Return the devices for a made placement. Raises BadInput for another number of cards."""
     planned = len(placement.cards)
-    devices = compute_devices(device, cards or planned or 1)
-    if planned and planned != len(devices):
+    devices = compute_devices(device, cards or planned)
+    if placement.several_cards and planned != len(devices):
         raise BadInput(
             f"cards is {cards!r}, and the placement is made for {planned} cards: leave it out, or "
             f"name {planned}"
@@ -162,21 +161,18 @@ def placed(
     of the placement's cards. Blocks that share weights are computed on one; `all_of_them` False
     leaves a device out that the model does not fit with, or that other programs fill.
 
-    Raises BadInput and DoesNotFit as `place_for_any_rows`.
+    Raises BadInput and DoesNotFit as `place`.
     """
     shares = any(group.kind == "block" and group.users > 1 for group in facts.groups)
     if len(devices) == 1 or shares:
         first = devices[0]
-        return place_for_any_rows(facts, free_capacity(model, first), asked), [first]
+        return place(facts, free_capacity(model, first), asked), [first]
     capacities = cards_capacity(model, devices, judges=not all_of_them)
     numbers = tuple(card.index for card in capacities.cards)
     parallel = ParallelRequest(cards=numbers if all_of_them else "auto")
     try:
-        found = place_on_cards(facts, capacities, None, asked, parallel)
+        found = place(facts, capacities, asked, parallel)
     except DoesNotFit:  # perhaps on the current card alone
-        found = place_on_cards(facts, replace(capacities, current=None), None, asked, parallel)
-    chunk_rows = count_or(asked.chunk_rows, 0)  # else by the memory of a row, when one is there
-    found = replace(found, layout=replace(found.layout, chunk_rows=chunk_rows))
+        found = place(facts, replace(capacities, current=None), asked, parallel)
     at = {card.index: device for card, device in zip(capacities.cards, devices, strict=True)}
-    alone = devices[0] if found.card is None else at[found.card]
-    return found, [at[card.index] for card in found.cards] or [alone]
+    return found, [devices[0] if card.index is None else at[card.index] for card in found.cards]

@@ -50,9 +50,9 @@ from fluxtrain.core.wrap.slots import make_slots, put_units_on_cards
 from fluxtrain.core.wrap.target import compute_devices, devices_of, placed
 from fluxtrain.core.wrap.unit_forward import UnitForward
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
-from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.choices.reasons import without_effect
 from fluxtrain.plan.group_placement import check_groups, check_rows
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.reasons import without_effect
 from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
 

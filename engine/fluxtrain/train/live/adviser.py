@@ -11,7 +11,7 @@ from fluxtrain.events.announce import Announcer
 from fluxtrain.events.events import AdviceGiven, AdviceWithdrawn
 from fluxtrain.events.trace.lanes import StepLanes, queued_s
 from fluxtrain.machine.system import memory_waited_s
-from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.rates import Rates
 from fluxtrain.train.live.advice import Advice, advise, redone
 from fluxtrain.train.live.edit import MemoryInUse
 from fluxtrain.train.live.live_run import LiveRun

@@ -18,8 +18,8 @@ from fluxtrain.core.runtime.card import Card
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.core.wrap.slots import slots_for
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.group_placement import check_groups, check_rows
+from fluxtrain.plan.placement import Placement
 
 _Placed = tuple[Card, Slot]
 

@@ -16,7 +16,7 @@ from typing import Any
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.events.announce import Announcer
 from fluxtrain.events.events import ChangeApplied, ChangeRefused, StepFinished
-from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.train.live.adviser import Adviser, Setup
 from fluxtrain.train.live.edit import (
     MemoryInUse,

@@ -6,18 +6,24 @@ card's rows are counted into a layout of that card's part of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from fluxtrain.plan.cards.shares import Dealt
-from fluxtrain.plan.choices.activations import left_on_device
-from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.cost.step import Cost, cost
+from fluxtrain.plan.dealing import Assignment
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Footprint, Layout, footprint, saving_bytes, slot_count
+from fluxtrain.plan.footprint import (
+    Footprint,
+    Layout,
+    footprint,
+    left_on_device,
+    saving_bytes,
+    slot_count,
+)
 from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.simulation import StepTime, step_time
 from fluxtrain.plan.spread import parted, spread_out
 from fluxtrain.train.live.settings import LiveSettings, count_of
 
@@ -34,7 +40,7 @@ class LiveRun:
     @property
     def cards(self) -> int:
         """How many cards compute."""
-        return max(1, len(self.placement.cards))
+        return len(self.placement.cards)
 
     @property
     def batch_rows(self) -> int:
@@ -62,15 +68,14 @@ class LiveRun:
 
     def card_at(self, index: int | None) -> int | None:
         """Return the card that torch counts as `index`; where one computes it is that one."""
-        indices = [card.index for card in self.placement.cards]
-        if not indices:
+        if self.cards == 1:
             return 0
+        indices = [card.index for card in self.placement.cards]
         return indices.index(index) if index in indices else None
 
     def name_of(self, card: int) -> str:
         """Return the name of a card in messages."""
-        cards = self.placement.cards
-        return f"card {cards[card].index}" if cards else "the device"
+        return f"card {self.placement.cards[card].index}" if self.cards > 1 else "the device"
 
     # -- which rows come first
 
@@ -86,21 +91,13 @@ class LiveRun:
 
     def need(self, settings: LiveSettings) -> Footprint:
         """Predict the peaks of all cards together."""
-        planned = self.placement.need
         parts = [self._growth(settings, card) for card in range(self.cards)]
-        total = {
-            part.name: getattr(planned, part.name) + sum(grown[part.name] for grown in parts)
-            for part in fields(Footprint)
-        }
-        return Footprint(**total)
+        return _grown(self.placement.need, parts)
 
     def device_bytes(self, settings: LiveSettings, card: int) -> int:
         """Predict the peak of one card."""
         growth = self._growth(settings, card)
-        on_device = {name: size for name, size in growth.items() if name not in _ON_HOST}
-        cards = self.placement.cards
-        planned = cards[card].device_bytes if cards else self.placement.need.device_bytes
-        return planned + sum(on_device.values())
+        return self.placement.cards[card].device_bytes + _on_device(growth)
 
     def host_bytes(self, settings: LiveSettings) -> int:
         """Predict the host's peak; without a GPU it includes the device's."""
@@ -114,10 +111,10 @@ class LiveRun:
         found = left_on_device(self._share(card), layout, limit, most=most, has_gpu=self.has_gpu)
         return found.activations_on_device
 
-    def step(self, settings: LiveSettings, rates: Rates, *, clips: bool, passes: int) -> Cost:
+    def step(self, settings: LiveSettings, rates: Rates, *, clips: bool, passes: int) -> StepTime:
         """Predict the seconds of a step on one card."""
         layout = self._layout(settings, 0)
-        return cost(self.facts, layout, rates, clips=clips or passes > 1, passes=passes)
+        return step_time(self.facts, layout, rates, clips=clips or passes > 1, passes=passes)
 
     def placement_with(self, settings: LiveSettings) -> Placement:
         """Return the placement of these settings, with its predicted peaks."""
@@ -125,17 +122,23 @@ class LiveRun:
         slots = [slot_count(self._share(card), self._layout(settings, card)) for card in cards]
         layout = replace(self._counted(settings.rows), chunk_rows=settings.chunk_rows,
                          slots=max(slots))  # fmt: skip
-        needs = tuple(
-            replace(need, device_bytes=self.device_bytes(settings, card), slots=slots[card])
-            for card, need in enumerate(self.placement.cards)
+        placed = tuple(
+            replace(
+                planned,
+                device_bytes=self.device_bytes(settings, card),
+                shown_bytes=planned.shown_bytes + self._shown_growth(settings, card),
+                slots=slots[card],
+            )
+            for card, planned in enumerate(self.placement.cards)
         )
         return replace(
             self.placement,
             groups=settings.rows,
             layout=layout,
             need=self.need(settings),
-            cards=needs,
+            cards=placed,
             saving_bytes=saving_bytes(self.facts, layout) if self.has_gpu else 0,
+            time=None,
         )
 
     def left_with(self, settings: LiveSettings) -> LiveRun:
@@ -146,24 +149,34 @@ class LiveRun:
         """Return the run with other rows in a batch."""
         layout = self.placement.layout
         layout = replace(layout, batch_rows=batch_rows, chunk_rows=chunk_rows or layout.chunk_rows)
-        changed = replace(self, placement=replace(self.placement, layout=layout))
-        need = footprint(self.facts, changed._layout(changed.planned, 0), has_gpu=self.has_gpu)
-        return replace(changed, placement=replace(changed.placement, need=need))
+        changed = replace(self, placement=replace(self.placement, layout=layout, time=None))
+        needs = zip(changed._planned_needs, self._planned_needs, strict=True)
+        grown = [_growth(now, before) for now, before in needs]
+        cards = tuple(
+            replace(card, device_bytes=card.device_bytes + _on_device(more))
+            for card, more in zip(self.placement.cards, grown, strict=True)
+        )
+        need = _grown(self.placement.need, grown)
+        return replace(changed, placement=replace(changed.placement, need=need, cards=cards))
 
     # -- counts of rows, for the planner
 
     def _growth(self, settings: LiveSettings, card: int) -> dict[str, int]:
         """Return by how much a card's part takes more than as planned."""
-        now = footprint(self._share(card), self._layout(settings, card), has_gpu=self.has_gpu)
-        before = self._planned_needs[card]
-        return {p.name: getattr(now, p.name) - getattr(before, p.name) for p in fields(Footprint)}
+        return _growth(self._need_of(settings, card), self._planned_needs[card])
+
+    def _shown_growth(self, settings: LiveSettings, card: int) -> int:
+        """Return the same of what is told and measured of a card."""
+        now, before = self._need_of(settings, card), self._planned_needs[card]
+        has_gpu = self.has_gpu
+        return now.shown_device_bytes(has_gpu=has_gpu) - before.shown_device_bytes(has_gpu=has_gpu)
+
+    def _need_of(self, settings: LiveSettings, card: int) -> Footprint:
+        return footprint(self._share(card), self._layout(settings, card), has_gpu=self.has_gpu)
 
     @cached_property
     def _planned_needs(self) -> list[Footprint]:
-        return [
-            footprint(self._share(card), self._layout(self.planned, card), has_gpu=self.has_gpu)
-            for card in range(self.cards)
-        ]
+        return [self._need_of(self.planned, card) for card in range(self.cards)]
 
     def _share(self, card: int) -> ModelFacts:
         return self._shares[card]
@@ -171,10 +184,10 @@ class LiveRun:
     @cached_property
     def _shares(self) -> list[ModelFacts]:
         placement = self.placement
-        if not placement.cards:
+        if self.cards == 1:
             return [self.facts]
         blocks = tuple(row.card for row in placement.groups if row.kind == "block")
-        dealt = Dealt(facts=self.facts, cards=blocks)
+        dealt = Assignment(facts=self.facts, cards=blocks)
         return [
             dealt.share_with_loss(card, placement.batch_rows, placement.head_dealing)
             for card in range(self.cards)
@@ -198,6 +211,19 @@ class LiveRun:
 
 
 _ON_HOST = ("arena_bytes", "host_bytes")
+
+
+def _growth(now: Footprint, before: Footprint) -> dict[str, int]:
+    return {p.name: getattr(now, p.name) - getattr(before, p.name) for p in fields(Footprint)}
+
+
+def _grown(need: Footprint, parts: Sequence[Mapping[str, int]]) -> Footprint:
+    names = [part.name for part in fields(Footprint)]
+    return Footprint(**{n: getattr(need, n) + sum(grown[n] for grown in parts) for n in names})
+
+
+def _on_device(growth: Mapping[str, int]) -> int:
+    return sum(size for name, size in growth.items() if name not in _ON_HOST)
 
 
 def streamed(rows: Sequence[GroupPlacement], card: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.rates import Rates
 from fluxtrain.train.live.edit import MemoryInUse, settings_after
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import Change, LiveSettings

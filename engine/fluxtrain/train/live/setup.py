@@ -14,9 +14,9 @@ from fluxtrain.events.announce import Announcer
 from fluxtrain.events.trace.lanes import StepLanes
 from fluxtrain.machine.gpu import Gpus
 from fluxtrain.machine.machine import read_machine
-from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.rates import Rates
 from fluxtrain.train.live.adviser import Setup
 from fluxtrain.train.live.apply_placement import apply_placement
 from fluxtrain.train.live.changes import LiveChanges

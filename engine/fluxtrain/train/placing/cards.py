@@ -16,10 +16,13 @@ from fluxtrain.machine.seen_cards import BF16_CAPABILITY, cards_seen, of_one_gen
 from fluxtrain.measure.probe.bandwidth import matmul_rate
 from fluxtrain.measure.probe.cards import peer_rate
 from fluxtrain.measure.probe.probe import known_rates
-from fluxtrain.plan.cards.capacity import CardCapacity, CardsCapacity
-from fluxtrain.plan.cards.rates import CardsRates, cards_rates_from, times_as_long
-from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.cost.updates import BF16_UPDATE_BYTES
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.rates import (
+    BF16_UPDATE_BYTES,
+    CardsRates,
+    Rates,
+    cards_rates_from,
+)
 
 _ALIKE = 0.05  # cards of one kind differ by less, from moment to moment
 
@@ -136,14 +139,7 @@ def rates_of_cards(
 
 def _as_long(rates: Rates, factor: float) -> Rates:
     """Return the rates of a card that computes `factor` times as long."""
-    if abs(factor - 1) < _ALIKE:
-        return rates
-    timed = rates.calibration
-    return replace(
-        rates,
-        matmul_per_s=rates.matmul_per_s / factor,
-        calibration=None if timed is None else times_as_long(timed, factor),
-    )
+    return rates if abs(factor - 1) < _ALIKE else rates.slower(factor)
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,15 +13,14 @@ from fluxtrain.events.answers.plan import PlanAnswer, PlannedLayout, PlannedTime
 from fluxtrain.events.events import CardLeftOut, CardPlan
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
-from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.choices.ranked import Frontier, RankedPlan
-from fluxtrain.plan.cost.rates import Rates
-from fluxtrain.plan.cost.step import Cost, cost
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.plan.search import Search
+from fluxtrain.plan.search import DialStop, Search, TimedSearch
+from fluxtrain.plan.simulation import StepTime, step_time
 from fluxtrain.train.placing.placing import request_of
 from fluxtrain.units import GIB, bytes_text, count_text, predicted_text
 
@@ -46,31 +45,21 @@ class Forecast:
         On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
         """
         rates = self._rates
-        of_one_card = not self.placement.cards
-        if isinstance(rates, str) or not of_one_card:
+        if isinstance(rates, str) or self.placement.several_cards:
             return ()
         if self.capacity.has_gpu and self.request.offload == "max":
             return ()
-        return tuple(self._option(plan, steps) for plan in self._frontier(rates).plans())
+        return tuple(self._option(stop, steps) for stop in self._search(rates).stops())
 
     def time(self, steps: int) -> PlannedTime | None:
         """Predict how long the placement takes; None where rates are missing."""
+        if self.placement.time is not None:
+            return self._as_run(_time(self.placement.time, steps))
         rates = self._rates
-        if isinstance(rates, str):
+        if isinstance(rates, str) or self.placement.several_cards:
             return None
-        found = cost(self.facts, self.layout, rates, clips=self.clips, passes=self.passes)
-        placement = self.placement
-        step_s = placement.step_s
-        if step_s is None:
-            return self._as_run(_time(found, steps))
-        planned = PlannedTime(
-            step_s=step_s,
-            tokens_per_s=found.tokens_per_s * found.step_s / step_s,
-            eta_s=step_s * steps,
-            binds=placement.binds,
-            parts_s=dict(placement.busy_s),
-        )
-        return self._as_run(planned)
+        found = step_time(self.facts, self.layout, rates, clips=self.clips, passes=self.passes)
+        return self._as_run(_time(found, steps))
 
     def _as_run(self, time: PlannedTime) -> PlannedTime:
         """Correct a time by what steps of the last run took, where that was far from predicted."""
@@ -98,12 +87,12 @@ class Forecast:
     def _rates(self) -> Rates | str:
         return self.constants.rates(has_gpu=self.capacity.has_gpu)
 
-    def _frontier(self, rates: Rates) -> Frontier:
+    def _search(self, rates: Rates) -> TimedSearch:
         request = replace(self.request, batch_rows=self.placement.batch_rows)
         search = Search(self.facts, self.capacity, request)
-        return Frontier(search, rates, clips=self.clips, passes=self.passes)
+        return TimedSearch(search, rates, clips=self.clips, passes=self.passes)
 
-    def _option(self, plan: RankedPlan, steps: int) -> PlanOption:
+    def _option(self, plan: DialStop, steps: int) -> PlanOption:
         layout, need = plan.chosen.layout, plan.chosen.need
         saving = saving_bytes(self.facts, layout) if self.capacity.has_gpu else 0
         settings: dict[str, Any] = {"train.batch_rows": layout.batch_rows}
@@ -117,7 +106,7 @@ class Forecast:
             layout=planned_layout(self.facts, layout),
             device_bytes=need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
             host_bytes=need.host_bytes + self.placement.process_bytes + saving,
-            predicted=self._as_run(_time(plan.chosen.cost, steps)),
+            predicted=self._as_run(_time(plan.chosen.time, steps)),
             settings=settings,
         )
 
@@ -211,17 +200,13 @@ def plan_lines(plan: PlanAnswer) -> list[str]:
     return lines
 
 
-def _time(found: Cost, steps: int) -> PlannedTime:
+def _time(found: StepTime, steps: int) -> PlannedTime:
     return PlannedTime(
         step_s=found.step_s,
         tokens_per_s=found.tokens_per_s,
         eta_s=found.step_s * steps,
         binds=found.binds,
-        parts_s={
-            name.removesuffix("_s"): seconds
-            for name, seconds in asdict(found).items()
-            if name.endswith("_s") and name != "step_s"
-        },
+        parts_s=found.parts_s,
     )
 
 

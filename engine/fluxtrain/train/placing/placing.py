@@ -28,17 +28,14 @@ from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability, Precision
-from fluxtrain.plan.cards.capacity import CardsCapacity
-from fluxtrain.plan.cards.choose import place_on_cards
-from fluxtrain.plan.cards.request import ParallelRequest
-from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.choices.ranked import STOPS
-from fluxtrain.plan.choices.reasons import without_effect
-from fluxtrain.plan.choices.timed import Timing, place_timed
-from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
+from fluxtrain.plan.capacity import CardsCapacity
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import saving_bytes
-from fluxtrain.plan.request import RunRequest
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.reasons import DEFERRED, WITH_WEIGHTS, without_effect
+from fluxtrain.plan.request import ParallelRequest, RunRequest
+from fluxtrain.plan.search import STOPS
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat, StorageFormat
 from fluxtrain.train.placing.cards import cards_of, first_of, make_first_current, rates_of_cards
 from fluxtrain.train.placing.device_budget import hold_to_budget
@@ -153,7 +150,8 @@ def decide(
         budget_bytes = hold_to_budget(config.placement.budget_gib)
     request = request_of(config, facts, batch_rows, data_rows)
     has_gpu = device == "cuda"
-    timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
+    found = None if constants is None else constants.rates(has_gpu=has_gpu)
+    first = None if found is None or isinstance(found, str) else found
     asked = request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB)
     cards = None
     if deals_blocks(config, facts):
@@ -162,22 +160,23 @@ def decide(
             cards = cards_of(config, machine, device, budget_bytes)
         if cards is not None and len(cards.cards) == 1 and config.parallel == ParallelRequest():
             cards = None
+    share = dial_share(config)
     if cards is None:
-        placement = place_timed(facts, capacity or capacity_of(machine, device), asked, timing)
+        alone = capacity or capacity_of(machine, device)
+        placement = place(facts, alone, asked, rates=first, share=share)
     else:
-        share = 1.0 if timing is None else timing.share
         rates = None
-        if timing is not None and constants is not None:
+        if first is not None and constants is not None:
             known = None if capacity is None else constants.per_s
-            rates = rates_of_cards(cards, timing.rates, known, timed_on=first_of(config))
-        placement = place_on_cards(facts, cards, rates, asked, config.parallel, share=share)
+            rates = rates_of_cards(cards, first, known, timed_on=first_of(config))
+        placement = place(facts, cards, asked, config.parallel, rates=rates, share=share)
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
         choices=(
             *placement.choices,
             *undealt_choice(config, facts),
-            *dial_choice(config, device, timed=timing is not None),
+            *dial_choice(config, device, timed=first is not None),
         ),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
@@ -230,20 +229,10 @@ def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
     return msgspec.structs.replace(machine, memory_available_bytes=available)
 
 
-def timing_of(
-    config: RunConfig, facts: ModelFacts, constants: Constants, has_gpu: bool
-) -> Timing | None:
-    """What layouts are timed with, and how far the dial is turned; None where rates are missing."""
-    rates = constants.rates(has_gpu=has_gpu)
-    if isinstance(rates, str):
-        return None
+def dial_share(config: RunConfig) -> float:
+    """Return how much of the memory above the least that runs a layout may take."""
     asked = config.placement.aggressiveness
-    return Timing(
-        rates=rates,
-        clips=not optimizer_in_backward(config, facts),
-        passes=config.train.accumulation,
-        share=STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked,
-    )
+    return STOPS.get(asked, STOPS["fast"]) if isinstance(asked, str) else asked
 
 
 def capacity_of(machine: Machine, device: str) -> Capacity:
@@ -273,6 +262,9 @@ def loaded_bytes(model: nn.Module) -> int:
     return resident_bytes(model)
 
 
+DEFERS_MOMENTS: dict[str, bool | None] = {"auto": None, WITH_WEIGHTS: False, DEFERRED: True}
+
+
 class RanOutLoading(torch.OutOfMemoryError):
     """Device memory ran out while weights were put there; the model is of no use any more."""
 
@@ -298,8 +290,8 @@ def wrapped(
     if frozen != "plain" and loaded.weight_files and config.model.packed_cache:
         keeping = partial(packed_cache, loaded, frozen, say)
     how: dict[str, Any] = {"states": states, "frozen": frozen, "keeping": keeping}
-    cards = [card.index for card in placement.cards] or None
-    first = cards[0] if cards else placement.card
+    first = placement.cards[0].index
+    cards = [card.index or 0 for card in placement.cards] if placement.several_cards else None
     if device == "cuda" and first is not None:
         torch.cuda.set_device(first)  # where embedding, head and what stands between blocks are
     try:

@@ -10,8 +10,8 @@ import msgspec
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.events import ChoiceMade
-from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.placement import Placement
 from fluxtrain.units import bytes_text
 
 SHARE_OF_ROOM = 0.5  # of the host memory that the plan leaves free

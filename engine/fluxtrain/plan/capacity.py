@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.cards.request import ParallelRequest
+from fluxtrain.plan.request import ParallelRequest
 from fluxtrain.units import MIB, bytes_text
 
 ALIKE = 1.05  # times as long: cards that differ by less are equally fast

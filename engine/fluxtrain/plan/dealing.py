@@ -1,4 +1,4 @@
-"""Deal a model's blocks to the cards of a machine. Pure arithmetic.
+"""Deal a model's blocks to the cards of a machine, and say what each card's share is. Pure.
 
 Chunks of rows flow through the blocks, so a card works while its neighbours do only where the next
 block is on another card. Equal cards get blocks in turn. Unequal ones get numbers by which all are
@@ -8,14 +8,20 @@ done at about the same time, spread evenly over the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Literal
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plan.facts import FP32_BYTES, GroupFacts, ModelFacts
+from fluxtrain.plan.footprint import HIDDEN_AT_LOSS
+from fluxtrain.plan.heads import HeadDealing, logits_bytes
+from fluxtrain.plan.request import Dealing, DealingRule
 
-DealingRule = Literal["auto", "speed", "memory", "even"]
-Dealing = DealingRule | tuple[int, ...]
+EDGES_CARD = 0  # computes with what stands outside the blocks: embedding, last norm, head
+LANDED_SLOPES = 3  # chunks of tokens whose slopes the first card has buffers for
+SENT_SLOPES = 2  # the same of a card that sends them
+_OF_TWO = (0, 1, 1, 1)  # chunks in turn: to add them all up takes the first as long as half of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +144,82 @@ def runs_of(cards: Sequence[int]) -> list[range]:
         else:
             found.append(range(at, at + 1))
     return found
+
+
+def cards_of_chunks(chunks: int, cards: int, *, adds: bool) -> list[int]:
+    """Return the card that computes each chunk of tokens of a head whose gradient is summed in
+    order. `adds`: there is a gradient, and the first card is kept busy by adding it up."""
+    turn = tuple(range(cards))
+    if adds and cards > 1:
+        turn = _OF_TWO if cards == 2 else turn[1:]
+    return [turn[at % len(turn)] for at in range(chunks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A model and the card of each of its blocks, in order."""
+
+    facts: ModelFacts
+    cards: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """How many cards compute."""
+        return max(self.cards, default=0) + 1
+
+    def of_groups(self) -> tuple[int, ...]:
+        """Return the card of each group, in forward order."""
+        dealt = iter(self.cards)
+        return tuple(
+            next(dealt) if group.kind == "block" else EDGES_CARD for group in self.facts.groups
+        )
+
+    def groups_of(self, card: int) -> tuple[GroupFacts, ...]:
+        """Return the groups of one card, in forward order."""
+        both = zip(self.facts.groups, self.of_groups(), strict=True)
+        return tuple(group for group, at in both if at == card)
+
+    def share(self, card: int) -> ModelFacts:
+        """Return the facts of one card's groups; the loss is computed where the head is."""
+        if card not in self._shares:
+            self._shares[card] = self._share(card)
+        return self._shares[card]
+
+    @cached_property
+    def _shares(self) -> dict[int, ModelFacts]:
+        return {}
+
+    def _share(self, card: int) -> ModelFacts:
+        if self.number == 1:
+            return self.facts
+        facts = replace(self.facts, groups=self.groups_of(card))
+        if card == EDGES_CARD:
+            return facts
+        row = facts.row
+        return replace(
+            facts,
+            head_parameters=0,
+            head=None,
+            row=None if row is None else replace(row, vocabulary=0, edge_bytes=0),
+        )
+
+    def share_with_loss(
+        self, card: int, batch_rows: int | None, dealing: HeadDealing
+    ) -> ModelFacts:
+        """Return the facts of one card's groups where the head's tokens are dealt to all cards:
+        what a card has for the loss (hidden states, logits, sums of the weight's gradient) is there
+        until it is computed, before any block's backward pass, so that both have the same memory in
+        turn."""
+        share, row, head = self.share(card), self.facts.row, self.facts.head_parameters
+        first = card == EDGES_CARD
+        if row is None or not batch_rows or dealing == "one_card":
+            return share
+        if dealing == "summed" and first:
+            return share
+        logits = logits_bytes(row, batch_rows, row.vocabulary, 0, has_gpu=True)
+        hidden = HIDDEN_AT_LOSS * batch_rows * row.block_input_bytes
+        if dealing == "summed" or first:
+            hidden += FP32_BYTES * head
+        if dealing == "in_order" and head:  # slopes travel
+            logits *= 1 + LANDED_SLOPES if first else SENT_SLOPES
+        return replace(share, loss_bytes=hidden + logits)

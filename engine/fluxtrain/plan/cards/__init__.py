@@ -1,1 +1,0 @@
-"""Several cards: which blocks each computes, and what a step of all of them takes."""

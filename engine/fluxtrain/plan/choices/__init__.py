@@ -1,1 +1,0 @@
-"""Which layout is taken, and why."""

@@ -1,1 +1,0 @@
-"""Seconds of a step, computed from a layout and measured rates."""
