@@ -216,18 +216,19 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
 ) -> None:
     """Export a trained adapter, or merge it into its base. Nothing is written if a check fails."""
     with ImmediateInterrupts():
-        from fluxtrain.commands import export as exporting
-        from fluxtrain.results.export.adapter_export import ExportRequest
+        from fluxtrain.commands.pages import export_page
+        from fluxtrain.results.export.adapter_export import export as exported
+        from fluxtrain.results.export.chosen_base import ExportRequest
 
     request = ExportRequest(
         named=named, to=to, merge=merge, onto=onto, dtype=dtype, base=base, other_base=other_base,
         packed=packed, check=check, data=data, rows=rows, device=device, trust_remote_code=trust,
     )  # fmt: skip
-    found = exporting.export(request, silent if json else complain)
+    found = exported(request, silent if json else complain)
     if json:
         print_json(found)
     else:
-        say(exporting.page(found))
+        say(export_page(found))
 
 
 init_cli.register(app, EXIT_CODES)

@@ -77,10 +77,9 @@ def test_a_scale_of_zero_is_told(made: Callable[..., Path], notes: Any) -> None:
     assert notes(adapter) == [f"the adapter {adapter} {IDLE}{scaled}{TRAINED}"]
 
 
-@pytest.mark.parametrize("letter", ["A", "B"])
-def test_matrices_of_zeros_are_told(letter: str, made: Callable[..., Path], notes: Any) -> None:
-    adapter = zeroed(made(), f"lora_{letter}")
-    zeros = f"all its {letter} matrices hold zeros, as before any training"
+def test_matrices_of_zeros_are_told(made: Callable[..., Path], notes: Any) -> None:
+    adapter = zeroed(made(), "lora_B")
+    zeros = "all its B matrices hold zeros, as before any training"
     assert notes(adapter) == [f"the adapter {adapter} {IDLE}{zeros}{TRAINED}"]
 
 
@@ -99,20 +98,6 @@ def test_an_adapter_that_changes_something_is_not_told(
     settings: dict[str, Any], zeros: str, made: Callable[..., Path], notes: Any
 ) -> None:
     assert notes(zeroed(made(**settings), zeros)) == []
-
-
-def test_keys_of_patterns_that_match_no_layer_are_named(
-    made: Callable[..., Path], notes: Any
-) -> None:
-    adapter = made(alpha_pattern={"q_proj": 8})
-    ranks = {"layers.1.self_attn.v_proj": 4, "proj": 4}
-    path = edited(
-        adapter, rank_pattern=ranks, alpha_pattern={"q_proj": 8, "a\x1b]": 3, "k_proj": 3}
-    )
-    assert notes(adapter) == [
-        f"{path}: rank_pattern['proj'], alpha_pattern['a\\x1b]'], alpha_pattern['k_proj']: 3 of 5 "
-        "pattern keys match none of the adapter's 4 layers and change nothing: check their names"
-    ]
 
 
 def test_a_program_that_reads_json_finds_the_note_once_on_standard_error(

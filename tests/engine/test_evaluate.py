@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fluxtrain.commands.evaluation import page
-from fluxtrain.config.schema import demo_config
+from fluxtrain.commands.pages import evaluation_page
 from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.events import events as ev
@@ -22,7 +21,7 @@ from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.plan import states
 from fluxtrain.results import evaluate_model as evaluation
 from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
-from fluxtrain.results.model_request import FoundModel, ModelRequest
+from fluxtrain.results.model_request import ModelRequest
 from tests.engine.test_lora_run import run, settings
 from tests.engine.used_models import plain, plain_with_adapter
 
@@ -132,7 +131,7 @@ def test_a_finished_run_of_all_weights_is_evaluated_on_other_data(
     found = evaluated(tmp_path / "run", talks, rows=1, sequence_length=64)
     assert found.loss == plainly(plain(folder), folder, talks, 64, 1)
     assert found.loss == evaluated(folder, talks, rows=1, sequence_length=64).loss
-    assert f"of {found.model} in float32" in page(found) and found.model == "run"
+    assert f"of {found.model} in float32" in evaluation_page(found) and found.model == "run"
 
 
 def test_less_data_than_a_row_is_evaluated(model_folder: Folder, tmp_path: Path) -> None:
@@ -202,13 +201,6 @@ def test_a_folder_that_is_missing_beside_others_is_not_taken_for_a_hub_model(
     (folder / "tokenizer.json").unlink()
     with pytest.raises(BadInput, match="has no tokenizer"):
         evaluated(folder, talks)
-
-
-@pytest.mark.parametrize("set_", ["train.early_stopping_patience=2", "train.final_model=best"])
-def test_a_run_that_watched_its_evaluations_is_evaluated_on_other_data(set_: str) -> None:
-    request = EvaluationRequest(model=ModelRequest(named="run"), data="other.jsonl")
-    config = evaluation._config(request, FoundModel(path="run/model", run=demo_config([set_])))
-    assert (config.data.path, config.data.held_out) == ("other.jsonl", 0)
 
 
 def test_a_run_that_still_trains_is_waited_for(tmp_path: Path, talks: Path) -> None:

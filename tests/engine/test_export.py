@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import stat
 import subprocess
@@ -176,20 +175,6 @@ def test_what_the_writer_of_weights_tells_of_the_disk_is_understood(
     with pytest.raises(kind):
         save_model(loaded.model, loaded.tokenizer, tmp_path / "model")
     assert list(tmp_path.glob("*model*")) == []
-
-
-def test_a_file_size_limit_stops_the_save_and_leaves_nothing(
-    model_folder: Folder, tmp_path: Path
-) -> None:
-    loaded = _loaded(model_folder())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(NoSpace, match="no space left while saving .*File too large"):
-            save_model(loaded.model, loaded.tokenizer, tmp_path / "run" / "model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_is_told(model_folder: Folder, tmp_path: Path) -> None:

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import EXIT_DISAGREES, BadInput, Disagrees
+from fluxtrain.events.answers.answers import ComparedLayers, ComparedLogits
 from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.results.export import merging
-from fluxtrain.results.export.agreement import agreement, kept_share, rounded_weight
+from fluxtrain.results.export.agreement import (
+    RoundedWeight,
+    agreement,
+    compared_layers,
+    rounded_weight,
+)
 from fluxtrain.results.export.attached import put_beside
-from fluxtrain.results.export.gate import Gate, refuse_rounded_away
+from fluxtrain.results.export.compared_rows import compared_rows
+from fluxtrain.results.export.gate import refuse_rounded_away, streamed_logits
 from fluxtrain.results.export.source import find_adapter
 from tests.engine.adapter_folders import exported, make_adapter
 
@@ -100,17 +107,20 @@ def test_logits_from_mapped_files_are_those_of_a_wrapped_model(
     monkeypatch.setattr(states, "LEAST_PACKED", 1024)
     base = model_folder("qwen2", torch.bfloat16)
     source = find_adapter(str(make_adapter(base, tmp_path / "adapter")))
-    gate = Gate(
-        source=source, base=base, dtype=torch.bfloat16, trust_remote_code=False, device="cpu",
-        data=None, rows=2,
-    )  # fmt: skip
-    found, rows, blocks = gate.expected(storage)
-    model = put_beside(source, load_model(ModelSource(path=str(base), dtype="bfloat16")).model)
+
+    def adapted() -> tuple[Any, Any]:
+        loaded = load_model(ModelSource(path=str(base), dtype="bfloat16"))
+        return put_beside(source, loaded.model), loaded
+
+    model, loaded = adapted()
+    rows = compared_rows(loaded, None, None, 2)
+    found = streamed_logits(model, rows, "cpu", storage)
+    model, _ = adapted()
     fluxtrain.wrap(model.eval(), device="cpu", frozen=storage)
     with torch.no_grad():
         expected = (model(**rows.inputs).logits + 0)[rows.kept]
     fluxtrain.unwrap(model)
-    assert blocks == 2 and found.shape == expected.shape == (rows.tokens, 320)
+    assert found.shape == expected.shape == (rows.tokens, 320)
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.02, atol=0.02)
 
 
@@ -128,11 +138,17 @@ def test_rounding_a_weight_is_never_beyond_its_limit(dtype: torch.dtype, change:
         assert 0 < found.difference <= found.limit
 
 
+def layers_of(*weights: RoundedWeight) -> ComparedLayers:
+    found = compared_layers(weights)
+    assert found is not None
+    return found
+
+
 def test_what_is_kept_is_the_share_of_the_change() -> None:
     base, delta = torch.randn(8, 16), torch.randn(8, 16)
     for share in (0.0, 0.4, 1.0, 2.0):
         found = rounded_weight("w", base, base + delta, base + share * delta)
-        assert found.kept == kept_share([found]) == pytest.approx(share, abs=1e-4)
+        assert found.kept == layers_of(found).kept == pytest.approx(share, abs=1e-4)
     assert rounded_weight("w", base, base, base).kept == 1
 
 
@@ -140,16 +156,20 @@ def test_weights_too_small_for_fp16_are_refused_with_the_cure() -> None:
     merged = torch.full((8, 8), 1e-8)
     lost = rounded_weight("w", torch.zeros(8, 8), merged, merged.half())
     with pytest.raises(Disagrees, match="w would lose .*--dtype bf16"):
-        refuse_rounded_away([lost])
+        refuse_rounded_away(layers_of(lost))
+
+
+def compared(one: Tensor, other: Tensor, dtype: torch.dtype, blocks: int) -> ComparedLogits:
+    return agreement(one, other, dtype, blocks, source="a file", rows=1)
 
 
 def test_equal_logits_agree_and_a_nan_never_does() -> None:
     logits = torch.randn(100, 50)
-    same = agreement(logits, logits, torch.bfloat16, 4)
+    same = compared(logits, logits, torch.bfloat16, 4)
     assert (same.mean_kl, same.largest, same.top1, same.agrees) == (0, 0, 1, True)
     broken = logits.clone()
     broken[70, 3] = torch.nan
-    assert not agreement(logits, broken, torch.bfloat16, 4).agrees
+    assert not compared(logits, broken, torch.bfloat16, 4).agrees
 
 
 def test_the_kl_is_that_of_torch() -> None:
@@ -158,16 +178,7 @@ def test_the_kl_is_that_of_torch() -> None:
         other.double().log_softmax(-1), one.double().log_softmax(-1), log_target=True,
         reduction="batchmean",
     )  # fmt: skip
-    found = agreement(one, other, torch.float32, 1)
+    found = compared(one, other, torch.float32, 1)
     assert found.mean_kl == pytest.approx(float(expected), rel=1e-9)
     assert found.largest == pytest.approx(float((one - other).abs().max()))
     assert found.top1 == float((one.argmax(-1) == other.argmax(-1)).double().mean())
-
-
-def test_limits_grow_with_the_blocks_and_the_roundoff() -> None:
-    logits = torch.randn(64, 30)
-    few, many = (agreement(logits, logits, torch.bfloat16, n) for n in (3, 15))
-    assert many.kl_limit == pytest.approx(4 * few.kl_limit)
-    assert many.largest_limit == pytest.approx(2 * few.largest_limit)
-    exact = agreement(logits, logits, torch.float32, 3)
-    assert exact.kl_limit < few.kl_limit * 1e-5

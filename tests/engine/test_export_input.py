@@ -66,16 +66,6 @@ def test_a_base_of_other_sizes(adapter: Path, base: Path, tmp_path: Path) -> Non
     refused(adapter, says, tmp_path, base=str(wide))
 
 
-def test_a_base_of_fewer_blocks(adapter: Path, base: Path, tmp_path: Path) -> None:
-    short = tmp_path / "short"
-    shutil.copytree(base, short)
-    config = AutoModelForCausalLM.from_pretrained(base).config
-    config.num_hidden_layers = 1
-    AutoModelForCausalLM.from_config(config).save_pretrained(short)
-    says = r"not fit its base: the base has no layer for .*layers\.1\."
-    refused(adapter, says, tmp_path, base=str(short))
-
-
 def test_a_base_of_another_family(adapter: Path, model_folder: Folder, tmp_path: Path) -> None:
     other = model_folder("gpt2")
     refused(adapter, "not fit its base: .*[Tt]arget modules", tmp_path, base=str(other))

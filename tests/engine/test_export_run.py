@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fluxtrain as engine
-from fluxtrain.commands.export import page
+from fluxtrain.commands.pages import export_page
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import ExportAnswer
 from fluxtrain.plan import states
@@ -112,20 +111,6 @@ def test_an_adapter_alone_is_read_by_peft_with_its_base(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_an_adapter_alone_keeps_what_it_was_trained_beside(
-    run_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = run_config(model__dtype="bf16", **FAST)
-    run(config, tmp_path / "run", *settings({"name": "qlora"}))
-    moved = exported(tmp_path / "run", merge=False, to=tmp_path / "mine").folder
-    one, other = exported(moved), exported(tmp_path / "run")
-    assert one.onto == other.onto == "dequantised (nf4-double)"
-    ours, theirs = (load_file(Path(a.folder, "model.safetensors")) for a in (one, other))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    with pytest.raises(BadInput, match="--packed is int8, and .* stored as nf4-double"):
-        exported(moved, packed="int8", to=tmp_path / "else")
-
-
 def test_an_adapter_in_another_dtype_is_checked(run_config: MakeConfig, tmp_path: Path) -> None:
     run(run_config(model__dtype="fp32", **FAST), tmp_path / "run", *settings({"name": "lora"}))
     answer = exported(tmp_path / "run", merge=False, dtype="fp16")
@@ -149,7 +134,7 @@ def test_the_command_says_what_it_wrote(
     assert told.stderr == ""
     answer = msgspec.json.decode(told.stdout, type=ExportAnswer)
     assert answer.kind == "merged" and answer.logits is not None and answer.layers is not None
-    assert answer.logits.line in page(answer) and answer.layers.line in page(answer)
+    assert answer.logits.line in export_page(answer) and answer.layers.line in export_page(answer)
     again = fluxtrain("export", "r1", "--merge")
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1 and "exists: remove it" in again.stderr
@@ -173,10 +158,3 @@ def test_a_run_that_has_saved_nothing_is_told_to_go_on(
     shutil.rmtree(tmp_path / "run" / "model")
     with pytest.raises(BadInput, match="has saved no adapter .*go on with `fluxtrain train"):
         exported(tmp_path / "run")
-
-
-def test_json_fields_are_those_of_the_answer(run_config: MakeConfig, tmp_path: Path) -> None:
-    run(run_config(**FAST), tmp_path / "run", *settings({"name": "lora"}))
-    answer = exported(tmp_path / "run")
-    assert msgspec.json.decode(msgspec.json.encode(answer), type=ExportAnswer) == answer
-    assert json.loads(msgspec.json.encode(answer))["seconds"] > 0

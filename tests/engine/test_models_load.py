@@ -19,11 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import demo_config
-from fluxtrain.data import demo
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.models.demo_model import demo_model
 from fluxtrain.models.generation import sample_text
-from fluxtrain.models.loading import ModelSource, check_finite, load_model
+from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.models.model_files import MOST_LAYERS, check_model_folder
 
 Folder = Callable[..., Path]
@@ -132,28 +130,6 @@ def test_tensors_in_another_dtype_than_most_are_converted_and_told(
     assert shown.because == loaded.precision.because
 
 
-def test_the_demo_is_the_same_for_the_same_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "CORPUS_LIMIT_BYTES", 300_000)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = torch.get_rng_state()
-    once, again, other = (load_model(ModelSource(seed=seed)) for seed in (1, 1, 2))
-    assert torch.equal(before, torch.get_rng_state())
-    assert once.name == "demo"
-    pairs = list(zip(once.model.parameters(), again.model.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert not torch.equal(next(once.model.parameters()), next(other.model.parameters()))
-    assert once.embedding_rows == len(once.tokenizer) == demo.VOCABULARY
-
-
-def test_the_demo_model_starts_as_one_that_knows_nothing() -> None:
-    model = demo_model(1000)
-    ids = torch.randint(0, 1000, (4, 64), generator=torch.Generator().manual_seed(0))
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    assert loss.item() == pytest.approx(torch.tensor(1000.0).log().item(), abs=0.7)
-
-
 def test_a_missing_folder_and_a_file_are_refused(tmp_path: Path) -> None:
     assert "does not exist" in _refusal(tmp_path / "no")
     file = tmp_path / "config.json"
@@ -230,12 +206,6 @@ def test_a_folder_without_tokenizer_is_refused(model_folder: Folder) -> None:
     assert "tokenizer" in _refusal(folder)
 
 
-def test_a_folder_without_weights_is_refused(model_folder: Folder) -> None:
-    folder = model_folder()
-    (folder / "model.safetensors").unlink()
-    assert "no weights" in _refusal(folder)
-
-
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
 def test_a_truncated_shard_is_refused_with_both_sizes(model_folder: Folder, keep: int) -> None:
     folder = model_folder()
@@ -301,14 +271,6 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_count(
     assert name in message
     expected = "2 NaN and 0 infinite" if math.isnan(bad) else "0 NaN and 2 infinite"
     assert expected in message
-
-
-def test_the_check_for_finite_weights_looks_at_buffers_and_passes_what_is_sound() -> None:
-    module = torch.nn.BatchNorm1d(4)
-    check_finite(module, "sound")
-    module.running_var[2] = float("nan")
-    with pytest.raises(BadInput, match="running_var holds 1 NaN"):
-        check_finite(module, "damaged")
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
@@ -385,9 +347,7 @@ def test_a_sample_starts_with_its_prompt_and_leaves_the_model_and_the_seed_alone
     before = torch.get_rng_state()
     prompt = "the quick"
     greedy = [sample_text(loaded.model, loaded.tokenizer, prompt, 12) for _ in range(2)]
-    drawn = [sample_text(loaded.model, loaded.tokenizer, prompt, 12, seed=s) for s in (1, 1, 2)]
     assert torch.equal(before, torch.get_rng_state())
     assert loaded.model.training
-    assert all(text.startswith(prompt) and len(text) > len(prompt) for text in greedy + drawn)
+    assert all(text.startswith(prompt) and len(text) > len(prompt) for text in greedy)
     assert greedy[0] == greedy[1]
-    assert drawn[0] == drawn[1] != drawn[2]

@@ -39,7 +39,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
 
     refuse_missing(model)
     with ImmediateInterrupts():
-        from fluxtrain.commands.evaluation import page
+        from fluxtrain.commands.pages import evaluation_page
         from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
         from fluxtrain.results.model_request import ModelRequest
 
@@ -55,7 +55,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     if json:
         print_json(found)
     else:
-        say(page(found))
+        say(evaluation_page(found))
 
 
 def generate(  # noqa: PLR0913, PLR0917 - as above

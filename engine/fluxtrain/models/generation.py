@@ -16,32 +16,32 @@ def sample_text(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     max_new_tokens: int = 48,
-    seed: int | None = None,
 ) -> str:
-    """Return the prompt and its continuation; greedy without a seed, sampled with one.
+    """Return the prompt and its most likely continuation.
 
     Training mode and the global random state are restored. Wait for pending updates before the
     call.
     """
     encoded = tokenizer(prompt, return_tensors="pt")
-    encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=max_new_tokens,
-        do_sample=seed is not None,
-        eos_token_id=stops_of(model.generation_config) or tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else tokenizer.eos_token_id,
-        **({"temperature": 0.8, "top_p": 0.95} if seed is not None else {}),
+        do_sample=False,
+        eos_token_id=stops_of(model.generation_config) or end,
+        pad_token_id=end if padding is None else padding,
     )
     was_training = model.training
     model.train(False)
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(seed or 0)
             generate: Any = model.generate
             # the tokenizer is for stop strings, which a model's own settings may have
-            ids = generate(**encoded, generation_config=settings, tokenizer=tokenizer)
+            ids = generate(
+                input_ids=encoded["input_ids"],
+                attention_mask=encoded["attention_mask"],
+                generation_config=settings,
+                tokenizer=tokenizer,
+            )
     finally:
         model.train(was_training)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -39,8 +39,6 @@ from fluxtrain.models.model_files import (
     check_model_folder,
     is_local,
     model_config,
-    refuse_impossible_sizes,
-    refuse_quantised,
 )
 from fluxtrain.models.precision import (
     DTYPES,
@@ -155,14 +153,12 @@ def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, Pretra
 
         tokenizer = tokenizer_of_folder(demo_files().tokenizer, trusted=False)
         return tokenizer, demo_config(len(tokenizer))
-    folder = model_folder(source, with_weights=False)
+    folder, trusted = model_folder(source, with_weights=False), source.trust_remote_code
     if folder == Path(source.path).expanduser():
-        check_model_folder(folder, source.trust_remote_code)
+        check_model_folder(folder, trusted)
     else:
         refuse_foreign(folder)
-    return tokenizer_of_folder(folder, source.trust_remote_code), _shape(
-        folder, source.trust_remote_code
-    )
+    return tokenizer_of_folder(folder, trusted), _shape(folder, trusted)
 
 
 def check_finite(model: nn.Module, name: str, packed_elements: int | None = None) -> None:
@@ -215,14 +211,9 @@ def model_folder(source: ModelSource, with_weights: bool = True) -> Path:
     folder = Path(source.path).expanduser()
     if folder.exists():
         return folder
-    refuse_missing_folder(source.path)
+    if is_local(source.path):
+        raise BadInput(f"{folder} does not exist: check model.path")
     return _fetched(source, with_weights)
-
-
-def refuse_missing_folder(path: str) -> None:
-    """Raise BadInput for a name that is no folder here and cannot be a hub id."""
-    if is_local(path):
-        raise BadInput(f"{Path(path).expanduser()} does not exist: check model.path")
 
 
 def _fetched(source: ModelSource, with_weights: bool) -> Path:
@@ -355,32 +346,14 @@ def _described(
 ) -> tuple[PretrainedConfig, str, ModelFiles | None]:
     """Return the configuration of a folder or hub model, the dtype of its stored weights, and its
     files where they are examined."""
-    folder, trusted = Path(source.path).expanduser(), source.trust_remote_code
-    if folder.exists() and not (weightless and (folder / "config.json").exists()):
+    folder, trusted = model_folder(source, with_weights=False), source.trust_remote_code
+    is_here = folder == Path(source.path).expanduser()
+    if is_here and not (weightless and (folder / "config.json").exists()):
         files = check_model_folder(folder, trusted)
         return _shape(folder, trusted), files.dtype or "float32", files
-    if folder.exists():
-        model_config(folder)
-        shape = _shape(folder, trusted)
-    else:
-        shape = _shape_on_hub(source)
+    model_config(folder)
+    shape = _shape(folder, trusted)
     return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
-
-
-def _shape_on_hub(source: ModelSource) -> PretrainedConfig:
-    refuse_missing_folder(source.path)
-    try:
-        shape: PretrainedConfig = AutoConfig.from_pretrained(
-            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise BadInput(
-            f"{source.path!r} is no local folder, and its configuration cannot be had from the hub "
-            f"({str(error).splitlines()[0]}): check model.path and the network"
-        ) from error
-    refuse_impossible_sizes(shape.to_dict(), source.path)
-    refuse_quantised(shape.to_dict(), source.path)
-    return shape
 
 
 def empty_model(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:

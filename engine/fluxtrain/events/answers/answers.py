@@ -235,6 +235,11 @@ class ComparedLogits(msgspec.Struct, frozen=True, kw_only=True):
     top1: float  # share of tokens with the same most likely next one
 
     @property
+    def agrees(self) -> bool:
+        """Whether all of the difference is what rounding does; NaN is not."""
+        return self.mean_kl <= self.kl_limit and self.largest <= self.largest_limit
+
+    @property
     def line(self) -> str:
         """The numbers, in a line."""
         return (

@@ -6,73 +6,38 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fluxtrain.errors import BadInput
-from fluxtrain.events.answers.answers import ComparedLayers, ComparedLogits, ExportAnswer
+from fluxtrain.events.answers.answers import ComparedLogits, ExportAnswer
+from fluxtrain.files.terminations import terminations_told
 from fluxtrain.models.beside import OF_TOKENIZERS, copy_beside, files_beside
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import empty_model
-from fluxtrain.results.export.agreement import Agreement, kept_share
+from fluxtrain.results.export.agreement import compared_layers
 from fluxtrain.results.export.attached import attach
 from fluxtrain.results.export.base_files import TrainedBase, base_files
 from fluxtrain.results.export.chosen_base import (
     ChosenBase,
-    UseRequest,
+    ExportRequest,
     base_name_of,
     chosen_base,
-    refuse_unknown,
 )
-from fluxtrain.results.export.compared_rows import ComparedRows
-from fluxtrain.results.export.gate import Gate, compared, refuse_logits, refuse_rounded_away
-from fluxtrain.results.export.merging import SHARD_BYTES, Merge
+from fluxtrain.results.export.gate import Gate, accepted, refuse_rounded_away
+from fluxtrain.results.export.merging import Merge
 from fluxtrain.results.export.refusals import CONFIG, note_without_effect
 from fluxtrain.results.export.source import WEIGHTS, AdapterSource, find_adapter
 
 Tell = Callable[[str], None]
 _BESIDE_BYTES = 64 << 20  # tokenizer and configuration, at most
 _TELL_EVERY_S = 3.0
-ONTO = ("dequantised", "original")
-MOST_ROWS = 64
 _CARRIED = (*OF_TOKENIZERS, "generation_config")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportRequest(UseRequest):
-    """What the command line asks for."""
-
-    to: Path | None = None
-    merge: bool = False
-    onto: str = "dequantised"  # or `original`
-    check: bool = True
-    data: str | None = None
-    rows: int = 4
-    shard_bytes: int = SHARD_BYTES
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """The dtype to write; None for `auto`."""
-        return None if self.dtype == "auto" else getattr(torch, self.torch_name)
-
-    def check_values(self) -> None:
-        """Raise BadInput for a value that is not known."""
-        super().check_values()
-        refuse_unknown("--onto", self.onto, ONTO)
-        if not 1 <= self.rows <= MOST_ROWS:
-            raise BadInput(f"--rows is {self.rows}: compare 1 to {MOST_ROWS} rows")
-
-    @property
-    def compute_device(self) -> str:
-        """Where the check computes."""
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
@@ -87,9 +52,15 @@ def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise BadInput(f"{to} exists: remove it, or name another folder with --to")
     note_without_effect(source.folder, source.config, source.weights)
-    made = _Merged(request, source, tell) if request.merge else _Alone(request, source, tell)
-    answer = made.export(to)
-    return msgspec.structs.replace(answer, seconds=time.perf_counter() - started_s)
+    with terminations_told("the export was whole"):
+        facts = (_merged if request.merge else _alone)(request, source, to, tell)
+    return ExportAnswer(
+        kind="merged" if request.merge else "adapter",
+        folder=str(to),
+        files=sum(path.is_file() for path in to.iterdir()),
+        seconds=time.perf_counter() - started_s,
+        **facts,
+    )
 
 
 def _usual_folder(source: AdapterSource, request: ExportRequest) -> Path:
@@ -98,216 +69,112 @@ def _usual_folder(source: AdapterSource, request: ExportRequest) -> Path:
     return folder.parent / (kind if source.run is not None else f"{folder.name}-{kind}")
 
 
-@dataclass(frozen=True)
-class _Alone:
-    """An adapter's own folder. Only another dtype changes its values, so only that is checked."""
+def _alone(request: ExportRequest, source: AdapterSource, to: Path, tell: Tell) -> dict[str, Any]:
+    """Write an adapter's own folder. Only another dtype changes its values, so only that is
+    checked."""
+    dtype, name = request.torch_dtype, base_name_of(request, source)
+    tensors, metadata = _tensors(source, dtype)
+    logits: ComparedLogits | None = None
+    converts = dtype is not None and request.check
+    with chosen_base(request, source) if converts else nullcontext() as base:
 
-    request: ExportRequest
-    source: AdapterSource
-    tell: Tell
+        def write(made: Path) -> None:
+            nonlocal logits
+            save_file(tensors, made / WEIGHTS, metadata=metadata)
+            _write_beside(source, name, made)
+            if base is not None and dtype is not None:
+                gate = Gate(request, source, base)
+                tell("computing base and adapter")
+                expected = gate.trained(base.storage)
+                tell("computing base and exported adapter")
+                logits = accepted(gate.compared(expected, gate.trained(base.storage, made), dtype))
 
-    def export(self, to: Path) -> ExportAnswer:
-        request, source = self.request, self.source
-        dtype = request.torch_dtype
-        checked: list[ComparedLogits] = []
-        converts = dtype is not None and request.check
-        with chosen_base(request, source) if converts else nullcontext() as base:
-
-            def write(made: Path) -> None:
-                write_adapter(source, name, dtype, made)
-                if base is not None:
-                    checked.append(self._checked(base, made))
-
-            name = base_name_of(request, source)
-            size = save_folder(write, adapter_bytes(source, dtype) + _BESIDE_BYTES, to)
-        first = next(iter(_tensors(source, dtype)[0].values()))
-        return ExportAnswer(
-            kind="adapter",
-            folder=str(to),
-            bytes=size,
-            files=_count_files(to),
-            base=name,
-            dtype=str(first.dtype).removeprefix("torch."),
-            onto=None,
-            changed=0,
-            layers=None,
-            logits=checked[0] if checked else None,
-            quantisation=None,
-            seconds=0.0,
-            notes=(),
-        )
-
-    def _checked(self, base: ChosenBase, made: Path) -> ComparedLogits:
-        gate = _gate(self.request, self.source, base)
-        self.tell("computing base and adapter")
-        expected, rows, blocks = gate.expected(base.storage)
-        self.tell("computing base and exported adapter")
-        found = gate.adapted(made, rows, base.storage)
-        dtype = self.request.torch_dtype
-        assert dtype is not None
-        return _accepted(compared(expected, found, (base.dtype, dtype), blocks), rows)
+        needed = sum(tensor.nbytes for tensor in tensors.values()) + _BESIDE_BYTES
+        size = save_folder(write, needed, to)
+    stored = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return {
+        "bytes": size, "base": name, "dtype": stored, "onto": None, "changed": 0, "layers": None,
+        "logits": logits, "quantisation": None, "notes": (),
+    }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Merged:
-    """A base with the adapter in its weights."""
-
-    request: ExportRequest
-    source: AdapterSource
-    tell: Tell
-
-    def export(self, to: Path) -> ExportAnswer:
-        request, source = self.request, self.source
-        with chosen_base(request, source) as base:
-            merge = self._merge(base)
-            checked: tuple[ComparedLogits | None, ComparedLogits | None] = (None, None)
-
-            def write(made: Path) -> None:
-                nonlocal checked
-                merge.write(made, self._progress("merging weight"))
-                if request.check:
-                    refuse_rounded_away(merge.rounded)
-                    checked = self._check(base, made)
-
-            size = save_folder(write, merge.size_bytes + _BESIDE_BYTES, to)
-        return ExportAnswer(
-            kind="merged",
-            folder=str(to),
-            bytes=size,
-            files=_count_files(to),
-            base=base.name,
-            dtype=merge.stated_dtype,
-            onto=_onto(request, base),
-            changed=len(merge.attached.changed),
-            layers=_rounded(merge),
-            logits=checked[0],
-            quantisation=checked[1],
-            seconds=0.0,
-            notes=_notes(request, base),
-        )
-
-    def _merge(self, base: ChosenBase) -> Merge:
-        request, source = self.request, self.source
-        empty = empty_model(base.files.folder, base.dtype, request.trust_remote_code)
-        files = base_files(base.files, empty)
-        attached = attach(source, empty, base.storage)
-        storage = "plain" if request.onto == "original" else base.storage
-        onto = TrainedBase(files, base.dtype, storage, attached.packed)
-        merge = Merge(
-            attached=attached,
-            onto=onto,
-            adapter=source.folder,
-            dtype=request.torch_dtype,
-            shard_bytes=request.shard_bytes,
-            measured=request.check,
-        )
-        merge.check()
-        return merge
-
-    def _check(self, base: ChosenBase, made: Path) -> tuple[ComparedLogits, ComparedLogits | None]:
-        """Compare the folder with base and adapter, as they are merged and as they were trained."""
-        request = self.request
-        gate = _gate(request, self.source, base)
+def _merged(request: ExportRequest, source: AdapterSource, to: Path, tell: Tell) -> dict[str, Any]:
+    """Write a base with the adapter in its weights."""
+    with chosen_base(request, source) as base:
+        merge = _merge(request, source, base)
         original = request.onto == "original" and base.storage != "plain"
-        self.tell("computing base and adapter")
-        expected, rows, blocks = gate.expected("plain" if original else base.storage)
-        self.tell("computing the merged model")
-        found, dtype = gate.merged(made, rows)
-        accepted = _accepted(compared(expected, found, (base.dtype, dtype), blocks), rows)
-        if not original:
-            return accepted, None
-        self.tell("computing base and adapter as they were trained")
-        trained = gate.expected(base.storage)[0]
-        return accepted, _told(compared(trained, found, (base.dtype, dtype), blocks), rows)
+        logits: ComparedLogits | None = None
+        quantisation: ComparedLogits | None = None
 
-    def _progress(self, doing: str) -> Callable[[int, int], None]:
-        told_s = time.monotonic()
+        def write(made: Path) -> None:
+            nonlocal logits, quantisation
+            merge.write(made, _progress(tell))
+            if not request.check:
+                return
+            if (layers := compared_layers(merge.rounded)) is not None:
+                refuse_rounded_away(layers)
+            gate = Gate(request, source, base)
+            tell("computing base and adapter")
+            expected = gate.trained("plain" if original else base.storage)
+            tell("computing the merged model")
+            found, dtype = gate.saved(made)
+            logits = accepted(gate.compared(expected, found, dtype))
+            if original:
+                tell("computing base and adapter as they were trained")
+                quantisation = gate.compared(gate.trained(base.storage), found, dtype)
 
-        def progress(done: int, count: int) -> None:
-            nonlocal told_s
-            if time.monotonic() - told_s >= _TELL_EVERY_S:
-                self.tell(f"{doing} {done + 1} of {count}")
-                told_s = time.monotonic()
+        size = save_folder(write, merge.size_bytes + _BESIDE_BYTES, to)
+    plain = base.storage == "plain"
+    return {
+        "bytes": size, "base": base.name, "dtype": merge.stated_dtype,
+        "onto": "original" if plain or original else f"dequantised ({base.storage})",
+        "changed": len(merge.attached.changed), "layers": compared_layers(merge.rounded),
+        "logits": logits, "quantisation": quantisation, "notes": _notes(request, base),
+    }  # fmt: skip
 
-        return progress
 
-
-def _gate(request: ExportRequest, source: AdapterSource, base: ChosenBase) -> Gate:
-    return Gate(
-        source=source,
-        base=base.files.folder,
-        dtype=base.dtype,
-        trust_remote_code=request.trust_remote_code,
-        device=request.compute_device,
-        data=request.data,
-        rows=request.rows,
+def _merge(request: ExportRequest, source: AdapterSource, base: ChosenBase) -> Merge:
+    empty = empty_model(base.files.folder, base.dtype, request.trust_remote_code)
+    files = base_files(base.files, empty)
+    attached = attach(source, empty, base.storage)
+    storage = "plain" if request.onto == "original" else base.storage
+    merge = Merge(
+        attached=attached,
+        onto=TrainedBase(files, base.dtype, storage, attached.packed),
+        adapter=source.folder,
+        dtype=request.torch_dtype,
+        measured=request.check,
     )
+    merge.check()
+    return merge
 
 
-def _accepted(found: Agreement, rows: ComparedRows) -> ComparedLogits:
-    """Return the numbers of an agreement; raise Disagrees where it is none."""
-    refuse_logits(found, rows.source)
-    return _told(found, rows)
+def _progress(tell: Tell) -> Callable[[int, int], None]:
+    told_s = time.monotonic()
 
+    def progress(done: int, count: int) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= _TELL_EVERY_S:
+            tell(f"merging weight {done + 1} of {count}")
+            told_s = time.monotonic()
 
-def _told(found: Agreement, rows: ComparedRows) -> ComparedLogits:
-    return ComparedLogits(
-        source=rows.source,
-        rows=rows.rows,
-        tokens=found.positions,
-        mean_kl=found.mean_kl,
-        kl_limit=found.kl_limit,
-        largest=found.largest,
-        largest_limit=found.largest_limit,
-        top1=found.top1,
-    )
-
-
-def _rounded(merge: Merge) -> ComparedLayers | None:
-    """Return what writing the merged weights in their dtype has cost."""
-    if not merge.rounded:
-        return None
-    worst = max(merge.rounded, key=lambda weight: weight.difference / weight.limit)
-    return ComparedLayers(
-        count=len(merge.rounded),
-        worst=worst.name,
-        difference=worst.difference,
-        limit=worst.limit,
-        kept=kept_share(merge.rounded),
-    )
-
-
-def _onto(request: ExportRequest, base: ChosenBase) -> str:
-    if base.storage == "plain" or request.onto == "original":
-        return "original"
-    return f"dequantised ({base.storage})"
+    return progress
 
 
 def _notes(request: ExportRequest, base: ChosenBase) -> tuple[str, ...]:
-    if base.storage == "plain" and request.onto == "original":
+    if request.onto != "original":
+        return ()
+    if base.storage == "plain":
         return ("the base was not packed in training, so --onto changes nothing",)
-    if base.storage != "plain" and request.onto == "original":
-        return (
-            f"the adapter was trained beside weights packed as {base.storage}: beside the original "
-            "ones it computes something else than was trained",
-        )
-    return ()
+    return (
+        f"the adapter was trained beside weights packed as {base.storage}: beside the original "
+        "ones it computes something else than was trained",
+    )
 
 
-def _count_files(folder: Path) -> int:
-    return sum(path.is_file() for path in folder.iterdir())
-
-
-def adapter_bytes(source: AdapterSource, dtype: torch.dtype | None) -> int:
-    """Count the bytes of the adapter's tensors in a dtype (None: as they are)."""
-    return sum(tensor.nbytes for tensor in _tensors(source, dtype)[0].values())
-
-
-def write_adapter(source: AdapterSource, base: str, dtype: torch.dtype | None, to: Path) -> None:
-    """Write weights, configuration and tokenizer to the folder `to`; the tokenizer is taken from
-    the base where the adapter has none. base: its name or folder, for the configuration."""
-    tensors, metadata = _tensors(source, dtype)
-    save_file(tensors, to / WEIGHTS, metadata=metadata)
+def _write_beside(source: AdapterSource, base: str, to: Path) -> None:
+    """Write configuration and tokenizer to the folder `to`; the tokenizer is taken from the base
+    where the adapter has none. base: its name or folder, for the configuration."""
     told: dict[str, Any] = json.loads((source.folder / CONFIG).read_text(encoding="utf-8"))
     told["base_model_name_or_path"] = base
     text = json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fluxtrain.events.answers.answers import ComparedLayers, ComparedLogits
+
 ROUNDINGS_A_BLOCK = 8  # on the residual stream and what is added to it: products, norms, sums
 ROUNDINGS_BESIDE = 8  # embedding, last norm, head, and the weights themselves
 KL_MARGIN = 4.0  # of the expected mean KL: twice the expected difference
@@ -25,30 +27,16 @@ _POSITIONS = 64  # at a time, in fp64
 _ELEMENTS = 1 << 20  # of a weight, at a time, in fp64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Two models' logits at `positions` tokens, with the limits of rounding. KL in nats."""
-
-    positions: int
-    mean_kl: float
-    kl_limit: float
-    largest: float
-    largest_limit: float
-    top1: float  # share of positions with the same most likely token
-
-    @property
-    def agrees(self) -> bool:
-        """Is all of the difference what rounding does? NaN is not."""
-        return self.mean_kl <= self.kl_limit and self.largest <= self.largest_limit
-
-
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the most that rounding to `dtype` changes a number, relative to it."""
     return torch.finfo(dtype).eps / 2
 
 
-def agreement(expected: Tensor, found: Tensor, dtype: torch.dtype, blocks: int) -> Agreement:
-    """Compare logits (N, V) of two models of `blocks` blocks, the coarser one in `dtype`."""
+def agreement(
+    expected: Tensor, found: Tensor, dtype: torch.dtype, blocks: int, *, source: str, rows: int
+) -> ComparedLogits:
+    """Compare logits (N, V) of two models of `blocks` blocks, the coarser one in `dtype`, on tokens
+    of `rows` rows of `source`."""
     kl, same, spread = 0.0, 0, 0.0
     worst: list[Tensor] = []
     for start in range(0, len(expected), _POSITIONS):
@@ -56,20 +44,19 @@ def agreement(expected: Tensor, found: Tensor, dtype: torch.dtype, blocks: int) 
         b = found[start : start + _POSITIONS].double()
         p, q = a.log_softmax(-1), b.log_softmax(-1)
         kl += float((p.exp() * (p - q)).sum())
-        differences = (a - b).abs()
-        worst.append(differences.max())
+        worst.append((a - b).abs().max())
         same += int((a.argmax(-1) == b.argmax(-1)).sum())
         spread += float(a.std(-1).sum())
     count = len(expected)
-    largest = float(torch.stack(worst).max())  # NaN comes through
-    size = spread / count
     roundings = ROUNDINGS_A_BLOCK * blocks + ROUNDINGS_BESIDE
-    off = (unit_roundoff(dtype) + SUMS) * roundings**0.5 * size
-    return Agreement(
-        positions=count,
+    off = (unit_roundoff(dtype) + SUMS) * roundings**0.5 * spread / count
+    return ComparedLogits(
+        source=source,
+        rows=rows,
+        tokens=count,
         mean_kl=kl / count,
         kl_limit=KL_MARGIN * off**2 / 2,
-        largest=largest,
+        largest=float(torch.stack(worst).max()),  # NaN comes through
         largest_limit=LARGEST_MARGIN * off,
         top1=same / count,
     )
@@ -111,9 +98,20 @@ def rounded_weight(name: str, base: Tensor, merged: Tensor, written: Tensor) -> 
     )
 
 
-def kept_share(weights: Sequence[RoundedWeight]) -> float:
-    """Return how much of the adapter's change the written weights hold; 1 is all of it. Weights
-    count by the change that the adapter makes to them."""
+def compared_layers(weights: Sequence[RoundedWeight]) -> ComparedLayers | None:
+    """Say what writing merged weights in their dtype has cost; None where none was compared.
+
+    Weights count by the change that the adapter makes to them.
+    """
+    if not weights:
+        return None
+    worst = max(weights, key=lambda weight: weight.difference / weight.limit)
     total = sum(weight.change**2 for weight in weights)
     held = sum(weight.kept * weight.change**2 for weight in weights)
-    return held / total if total else 1.0
+    return ComparedLayers(
+        count=len(weights),
+        worst=worst.name,
+        difference=worst.difference,
+        limit=worst.limit,
+        kept=held / total if total else 1.0,
+    )

@@ -25,6 +25,8 @@ from fluxtrain.models.model_files import (
 from fluxtrain.models.precision import DTYPES
 from fluxtrain.plan.states import PACKED_FORMATS, StorageFormat
 
+MOST_ROWS = 64  # that are compared
+
 if TYPE_CHECKING:  # peft is imported where there are adapters
     from fluxtrain.results.export.source import AdapterSource
 
@@ -53,6 +55,30 @@ class UseRequest:
     def torch_name(self) -> str:
         """The dtype as torch names it, or `auto`."""
         return SHORT_NAMES.get(self.dtype, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest(UseRequest):
+    """What `fluxtrain export` is asked for."""
+
+    to: Path | None = None
+    merge: bool = False
+    onto: str = "dequantised"  # or `original`
+    check: bool = True
+    data: str | None = None
+    rows: int = 4
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype to write; None for `auto`."""
+        return None if self.dtype == "auto" else getattr(torch, self.torch_name)
+
+    def check_values(self) -> None:
+        """Raise BadInput for a value that is not known."""
+        super().check_values()
+        refuse_unknown("--onto", self.onto, ("dequantised", "original"))
+        if not 1 <= self.rows <= MOST_ROWS:
+            raise BadInput(f"--rows is {self.rows}: compare 1 to {MOST_ROWS} rows")
 
 
 def refuse_unknown(option: str, given: str | None, known: tuple[str | None, ...]) -> None:

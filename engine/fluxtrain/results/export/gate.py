@@ -7,9 +7,8 @@ it runs and given up after it, so a model may be larger than the card and than h
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,13 @@ from fluxtrain.core.wrap.block_discovery import take_apart
 from fluxtrain.core.wrap.grouping import group_parameters
 from fluxtrain.core.wrap.module_patches import move_buffers
 from fluxtrain.errors import Disagrees
+from fluxtrain.events.answers.answers import ComparedLayers, ComparedLogits
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.plan.states import StorageFormat
-from fluxtrain.results.export.agreement import Agreement, RoundedWeight, agreement, kept_share
+from fluxtrain.results.export.agreement import agreement
 from fluxtrain.results.export.attached import put_beside
 from fluxtrain.results.export.base_files import dequantised
+from fluxtrain.results.export.chosen_base import ChosenBase, ExportRequest
 from fluxtrain.results.export.compared_rows import ComparedRows, compared_rows
 from fluxtrain.results.export.source import AdapterSource
 
@@ -34,92 +35,83 @@ LEAST_KEPT = 0.75  # of the adapter's change, for a merge that is of use
 _CURE = "nothing was written"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Gate:
-    """What the exported model is compared with: a base, its adapter, and rows to compute."""
+    """Compares what is exported with base and adapter, on the same rows."""
 
-    source: AdapterSource
-    base: Path
-    dtype: torch.dtype  # that the base was trained in
-    trust_remote_code: bool
-    device: str
-    data: str | None
-    rows: int
+    def __init__(self, request: ExportRequest, source: AdapterSource, base: ChosenBase) -> None:
+        self._request, self._source, self._base = request, source, base
+        self._device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._rows: ComparedRows | None = None
+        self._blocks = 0
 
-    def expected(self, storage: StorageFormat) -> tuple[Tensor, ComparedRows, int]:
-        """Compute base and adapter, with the base's weights in `storage`: logits, the rows that
-        they are of, and the number of blocks."""
-        loaded = self._loaded(self.base, self.dtype)
-        rows = compared_rows(loaded, self.data, self.source.run, self.rows)
-        blocks = len(take_apart(loaded.model).blocks)
-        model = put_beside(self.source, loaded.model)
-        return streamed_logits(model, rows, self.device, storage), rows, blocks
+    def trained(self, storage: StorageFormat, adapter: Path | None = None) -> Tensor:
+        """Compute base and adapter, or its weights in another folder, with the base's weights in
+        `storage`; return the logits."""
+        loaded = self._loaded(self._base.files.folder, self._base.dtype)
+        if self._rows is None:
+            request = self._request
+            self._rows = compared_rows(loaded, request.data, self._source.run, request.rows)
+            self._blocks = len(take_apart(loaded.model).blocks)
+        model = put_beside(self._source, loaded.model, adapter)
+        return streamed_logits(model, self._rows, self._device, storage)
 
-    def merged(self, folder: Path, rows: ComparedRows) -> tuple[Tensor, torch.dtype]:
+    def saved(self, folder: Path) -> tuple[Tensor, torch.dtype]:
         """Compute the model in `folder`: its logits, and its dtype."""
+        assert self._rows is not None, "what was trained is computed first"
         loaded = self._loaded(folder, None)
         dtype: torch.dtype = getattr(torch, loaded.precision.dtype)
-        return streamed_logits(loaded.model, rows, self.device, "plain"), dtype
+        return streamed_logits(loaded.model, self._rows, self._device, "plain"), dtype
 
-    def adapted(self, adapter: Path, rows: ComparedRows, storage: StorageFormat) -> Tensor:
-        """Compute the base with the adapter's weights in another folder."""
-        loaded = self._loaded(self.base, self.dtype)
-        model = put_beside(self.source, loaded.model, adapter)
-        return streamed_logits(model, rows, self.device, storage)
+    def compared(self, trained: Tensor, found: Tensor, dtype: torch.dtype) -> ComparedLogits:
+        """Compare logits of what was trained with those of what is exported in `dtype`."""
+        assert self._rows is not None
+        coarser = max((self._base.dtype, dtype), key=lambda one: torch.finfo(one).eps)
+        source, rows = self._rows.source, self._rows.rows
+        return agreement(trained, found, coarser, self._blocks, source=source, rows=rows)
 
     def _loaded(self, folder: Path, dtype: torch.dtype | None) -> LoadedModel:
         gc.collect()  # the model before
         trim_heap()
         wanted = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-        capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
+        capability = torch.cuda.get_device_capability() if self._device == "cuda" else None
         return load_model(
             ModelSource(
                 path=str(folder),
                 dtype=wanted,
-                trust_remote_code=self.trust_remote_code,
+                trust_remote_code=self._request.trust_remote_code,
                 capability=capability,
             )
         )
 
 
-def refuse_rounded_away(weights: Sequence[RoundedWeight]) -> None:
+def refuse_rounded_away(found: ComparedLayers) -> None:
     """Raise Disagrees where merged weights have lost what was trained to the rounding of their
     dtype."""
-    lost = [weight for weight in weights if not weight.difference <= weight.limit]  # NaN is lost
-    if lost:
-        worst = max(lost, key=lambda weight: weight.difference)
+    if found.difference > found.limit:
         raise Disagrees(
-            f"{len(lost)} of {len(weights)} merged weights have no place in their dtype: "
-            f"{worst.name} would lose {worst.difference:.2e} of itself, where rounding takes "
-            f"{worst.limit:.2e}; {_CURE}: use --dtype bf16 or fp32"
+            f"merged weights have no place in their dtype: {found.worst} would lose "
+            f"{found.difference:.2e} of itself, where rounding takes {found.limit:.2e}; {_CURE}: "
+            "use --dtype bf16 or fp32"
         )
-    kept = kept_share(weights)
-    if not LEAST_KEPT <= kept <= 2 - LEAST_KEPT:
+    if not LEAST_KEPT <= found.kept <= 2 - LEAST_KEPT:  # NaN is neither
         raise Disagrees(
-            f"the merged weights would hold {kept:.0%} of what the adapter changes: it is smaller "
-            f"than their dtype's rounding; {_CURE}: use --dtype fp32, or the adapter beside its "
-            "base"
+            f"the merged weights would hold {found.kept:.0%} of what the adapter changes: it is "
+            f"smaller than the rounding of their dtype; {_CURE}: use --dtype fp32, or the adapter "
+            "beside its base"
         )
 
 
-def refuse_logits(found: Agreement, source: str) -> None:
-    """Raise Disagrees where logits differ by more than rounding explains."""
-    if found.agrees:
-        return
-    raise Disagrees(
-        f"on {found.positions:,} tokens of {source} the exported model is not the trained one: "
-        f"mean KL {found.mean_kl:.2e} (rounding explains {found.kl_limit:.2e}), largest difference "
-        f"of a logit {found.largest:.3g} ({found.largest_limit:.3g}), the same most likely token "
-        f"at {found.top1:.1%}; {_CURE}: report this, with the adapter's configuration"
-    )
-
-
-def compared(
-    expected: Tensor, found: Tensor, dtypes: tuple[torch.dtype, torch.dtype], blocks: int
-) -> Agreement:
-    """Compare logits of two models; the coarser of their dtypes decides what rounding explains."""
-    coarser = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return agreement(expected, found, coarser, blocks)
+def accepted(found: ComparedLogits) -> ComparedLogits:
+    """Return the comparison; raise Disagrees where logits differ by more than rounding explains."""
+    if not found.agrees:
+        raise Disagrees(
+            f"on {found.tokens:,} tokens of {found.source} the exported model is not the trained "
+            f"one: mean KL {found.mean_kl:.2e} (rounding explains {found.kl_limit:.2e}), largest "
+            f"difference of a logit {found.largest:.3g} ({found.largest_limit:.3g}), the same most "
+            f"likely token at {found.top1:.1%}; {_CURE}: report this, with the adapter's "
+            "configuration"
+        )
+    return found
 
 
 def streamed_logits(

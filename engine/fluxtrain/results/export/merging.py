@@ -44,7 +44,6 @@ class Merge:
     onto: TrainedBase  # the weights that the adapter is added to
     adapter: Path  # its folder, for chat template and generation settings
     dtype: torch.dtype | None  # of all floating-point weights; None: the base's own
-    shard_bytes: int = SHARD_BYTES
     measured: bool = True  # compare what is written with the sum in fp32
     rounded: list[RoundedWeight] = field(default_factory=list)  # of the weights written so far
 
@@ -116,7 +115,7 @@ class Merge:
             done += 1
             return self.weight(tensor, found[tensor])
 
-        write_model(folder, planned_shards(found, self.shard_bytes), make)
+        write_model(folder, planned_shards(found, SHARD_BYTES), make)
         carry_over(self.base.files.folder, self.adapter, folder)
         spell_tokenizer(folder)
         is_untied = bool(self._untied) or self._stored_apart

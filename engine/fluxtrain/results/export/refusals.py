@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
-from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-from peft.utils.other import get_pattern_key
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import safe_open
 
@@ -228,51 +226,29 @@ def _kind(config: Any) -> str:
 
 
 def note_without_effect(folder: Path, config: Any, weights: Path) -> None:
-    """Warn of a LoRA adapter that changes nothing, and of patterns in its configuration that match
-    no layer; peft is silent about both."""
-    names = safetensors_header(weights)
+    """Warn of a LoRA adapter that changes nothing of its base, about which peft is silent."""
     with peft_refusals(folder):
-        notes = (_idle(folder, config, weights, names), _unmatched(folder, config, names))
-    for note in filter(None, notes):
-        _log.warning("note: %s", note)
+        why = _idle(config, weights)
+    if why:
+        _log.warning(
+            "note: the adapter %s changes nothing of its base: %s; name a trained one, or copy or "
+            "download it again",
+            folder,
+            why,
+        )
 
 
-def _idle(folder: Path, config: Any, weights: Path, names: Iterable[str]) -> str:
+def _idle(config: Any, weights: Path) -> str:
     """Say why all layers of a LoRA adapter add zeros; "" where one may add more."""
-    matrices = {name: _MATRIX.fullmatch(name) for name in names}
+    matrices = {name: _MATRIX.fullmatch(name) for name in safetensors_header(weights)}
     is_lora = config.peft_type == "LORA" and all(matrices.values())
     if not is_lora or config.layer_replication:
         return ""
-    why = ""
     if not any((config.lora_alpha, *config.alpha_pattern.values())):
-        why = f"{CONFIG} scales it by 0 (lora_alpha)"
+        return f"{CONFIG} scales it by 0 (lora_alpha)"
     with safe_open(weights, "pt") as file:
         for letter in "BA":
             alike = [name for name, found in matrices.items() if found and found[1] == letter]
             if not any(bool(file.get_tensor(name).float().any()) for name in alike):
-                why = why or f"all its {letter} matrices hold zeros, as before any training"
-    told = f"the adapter {folder} changes nothing of its base: {why}; name a trained one, or "
-    return f"{told}copy or download it again" if why else ""
-
-
-def _unmatched(folder: Path, config: Any, names: Iterable[str]) -> str:
-    """Name the keys of `rank_pattern` and `alpha_pattern` that match no layer of the adapter."""
-    given = [
-        (pattern, key)
-        for pattern in ("rank_pattern", "alpha_pattern")
-        for key in getattr(config, pattern, None) or {}
-    ]
-    own = f".{PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)}"
-    layers = {name.partition(own)[0].removeprefix(_PREFIX) for name in names if own in name}
-    idle = [
-        f"{pattern}[{brief(repr(key))}]"
-        for pattern, key in given
-        if not any(get_pattern_key([key], layer) == key for layer in layers)
-    ]
-    if not idle or not layers:
-        return ""
-    named = ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else "")
-    return (
-        f"{folder / CONFIG}: {named}: {len(idle):,} of {len(given):,} pattern keys match none of "
-        f"the adapter's {len(layers):,} layers and change nothing: check their names"
-    )
+                return f"all its {letter} matrices hold zeros, as before any training"
+    return ""
