@@ -93,21 +93,3 @@ def test_memory_that_runs_out_is_not_told_as_the_adapters_fault(
     monkeypatch.setattr(attached, "get_peft_model", full)
     with pytest.raises(MemoryError), opened(adapter):
         pass
-
-
-def test_ranks_of_their_own_are_taken(model_folder: Callable[..., Path], tmp_path: Path) -> None:
-    own = make_adapter(
-        model_folder("llama"),
-        tmp_path / "own",
-        rank_pattern={"q_proj": 2, "layers.1.self_attn.v_proj": 3},
-    )
-    assert exported(own, to=tmp_path / "merged").base is not None
-    edited(own, rank_pattern={"q_proj": 2, "layers.1.self_attn.v_proj": 4})
-    for told in refusals(own):
-        assert "layers.1.self_attn.v_proj.lora_A" in told, told
-
-
-@pytest.mark.parametrize("alpha", [-8, 0, 2.5])
-def test_any_finite_strength_is_taken(alpha: float, adapter: Path) -> None:
-    edited(adapter, lora_alpha=alpha)
-    assert exported(adapter).base is not None

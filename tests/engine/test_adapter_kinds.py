@@ -167,11 +167,6 @@ def test_whole_numbers_are_no_adapter(base: Path, tmp_path: Path) -> None:
     assert_refused_alike(adapter, says)
 
 
-def test_floats_of_8_bits_are_an_adapter(base: Path, tmp_path: Path) -> None:
-    adapter = stored_as(torch.float8_e4m3fn, make_adapter(base, tmp_path / "adapter"), "lora_")
-    assert_applied(base, adapter, tmp_path / "merged")
-
-
 def test_keys_that_are_missing_are_named(base: Path, tmp_path: Path) -> None:
     path = make_adapter(base, tmp_path / "adapter") / "adapter_config.json"
     content = json.loads(path.read_text())
@@ -187,10 +182,3 @@ def test_tensors_that_are_missing_are_not_zeros(base: Path, tmp_path: Path) -> N
     gone = [name for name in tensors if "v_proj.lora_B" in name]
     save_file({n: t for n, t in tensors.items() if n not in gone}, path, metadata={"format": "pt"})
     assert all(f"lacks {gone[0]} and 1 more" in told for told in refusals(adapter))
-
-
-def test_names_without_a_meaning_for_peft_may_stay(base: Path, tmp_path: Path) -> None:
-    adapter = make_adapter(base, tmp_path / "adapter")
-    edited(adapter, enable_lora=None, merge_weights=False, note="mine")
-    with opened(adapter):
-        pass

@@ -80,9 +80,3 @@ def test_as_few_cards_are_taken_as_hold_the_model_and_all_where_none_do(
 def test_cards_that_cannot_be_are_refused(cards: str) -> None:
     with pytest.raises(BadInput, match="--cards"):
         ModelRequest(named="demo", cards=cards).check_values()
-
-
-def test_cards_are_a_number_or_a_list() -> None:
-    assert ModelRequest(named="demo", cards="3").wished_cards == 3
-    assert ModelRequest(named="demo", cards="0, 2").wished_cards == (0, 2)
-    assert ModelRequest(named="demo").wished_cards is None

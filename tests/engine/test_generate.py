@@ -14,12 +14,11 @@ from torch import nn
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.models.generate.prompts import Prompt, Prompting
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.models.generate.writing import TextStream, write
+from fluxtrain.models.generate.writing import write
 from fluxtrain.plan import states
 from fluxtrain.results.generation_session import Batches, GenerationSession
-from fluxtrain.results.measuring import measure, rows_that_fit
+from fluxtrain.results.measuring import measure
 from fluxtrain.results.opened import OpenedModel
-from tests.engine.adapter_folders import make_adapter
 from tests.engine.test_lora_run import run, settings
 from tests.engine.used_models import greedy, opened, plain, plain_with_adapter, trained_adapter
 
@@ -135,17 +134,6 @@ def test_other_kinds_of_blocks_and_caches_write_the_same_when_they_stream(
     assert found == greedy(alone, PROMPTS, 12)
 
 
-def test_an_adapter_of_another_program_is_used_beside_its_base(
-    model_folder: Folder, tmp_path: Path
-) -> None:
-    base = model_folder("qwen3")
-    adapter = make_adapter(base, tmp_path / "adapter", use_dora=True)
-    with opened(adapter) as model:
-        found = tokens_of(model, PROMPTS)
-        assert model.tokenizer.chat_template
-    assert found == greedy(plain_with_adapter(base, adapter, torch.float32), PROMPTS, 12)
-
-
 def test_draws_repeat_with_their_seed_and_leave_the_random_state(model_folder: Folder) -> None:
     with opened(model_folder("llama")) as model:
         before = torch.get_rng_state()
@@ -245,38 +233,6 @@ def test_batches_answer_every_prompt_in_order_and_say_what_they_take(
         assert [a.text for a in answers[first : first + 2]] == [decode(row) for row in rows]
 
 
-def test_a_batch_takes_fewer_prompts_where_memory_is_short(
-    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(model_folder("llama")) as model:
-        measured = measure(model)
-        assert measured.cache_bytes_per_token == {
-            model.device: 2 * 2 * 2 * 8 * 4
-        }  # K, V; layers; heads; width
-        assert rows_that_fit(model, measured, 20, 12) == 64
-        monkeypatch.setattr("fluxtrain.results.measuring._free_bytes", lambda *_: 1_000_000)
-        few = rows_that_fit(model, measured, 20, 12)
-        assert 1 <= few < 10
-        assert rows_that_fit(model, measured, 20, 100) < few
-        monkeypatch.setattr("fluxtrain.results.measuring._free_bytes", lambda *_: 0)
-        assert rows_that_fit(model, measured, 20, 12) == 1
-
-
-def test_the_pieces_of_a_streamed_answer_are_its_text(tokenizer_folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    text = "naïve — 漢字 and 🦊🦊 foxes  jump\n\tover"
-    pieces: list[str] = []
-    stream = TextStream(tokenizer, pieces.append)
-    tokens = tokenizer(text)["input_ids"]
-    for token in tokens:
-        stream.add(token)
-    assert stream.end() == "".join(pieces) == text
-    assert "�" not in "".join(pieces)
-    assert 10 < len(pieces) < len(tokens)
-
-
 def test_a_single_answer_is_told_as_it_comes_and_can_be_stopped(model_folder: Folder) -> None:
     pieces: list[str] = []
     with opened(model_folder("llama"), offload="max") as model:
@@ -320,22 +276,3 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
         opened(folder, dtype="bf16"),
     ):
         pass
-
-
-def test_odd_generation_settings_of_a_model_are_no_obstacle(model_folder: Folder) -> None:
-    odd = {"temperature": 0.0, "do_sample": True, "top_k": -3, "top_p": 1.7, "typical_p": 0.0}
-    odd |= {"eos_token_id": [-1], "pad_token_id": -1, "return_dict_in_generate": True}
-    with opened(model_folder("llama")) as model:
-        whole = tokens_of(model, PROMPTS)
-        given: Any = model.model.generation_config
-        for name, value in odd.items():
-            setattr(given, name, value)
-        assert tokens_of(model, PROMPTS, Sampling(max_new_tokens=12)) == whole
-        given.eos_token_id = whole[0][2]  # one of the batch ends, and is filled up
-        given.repetition_penalty = 0
-        cut = write(model, PROMPTS, Sampling(max_new_tokens=12, temperature=1, seed=1))
-        assert all(written.text is not None for written in cut)
-        given.eos_token_id = [-1, 10**9]
-        assert GenerationSession.of(model, Prompting(model), GREEDY).ready().ends == (
-            "token 1000000000",
-        )

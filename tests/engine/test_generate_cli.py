@@ -144,14 +144,6 @@ def test_ctrl_c_stops_an_answer_and_the_next_one_is_written(model_folder: Folder
     assert chat._said[1]["role"] == "assistant" and len(chat._said) == 4
 
 
-def test_a_second_ctrl_c_ends_the_program() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), stopped_by_interrupts():
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_what_an_answer_holds_does_not_reach_the_terminal_as_a_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -350,13 +342,3 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_read() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "2 False\n", done.stderr
-
-
-@pytest.mark.slow
-def test_a_model_without_adapters_reads_no_package_of_adapters() -> None:
-    code = (
-        "import sys, fluxtrain.commands.generation, fluxtrain.results.evaluate_model\n"
-        "print({'peft', 'bitsandbytes'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout.strip(), done.stderr) == ("set()", "")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import PackageNotFoundError
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,26 +55,6 @@ def test_on_a_gpu_ligers_kernels_are_applied_without_its_losses(
     assert choose_kernels("liger", model, "cuda").because == "as set"
     assert os.environ["TRITON_CACHE_AUTOTUNING"] == "1", "what Triton tunes is kept"
     assert os.environ["LIGER_FUSED_MOE_AUTOTUNE"] == "0", "no minutes go into tuning experts"
-
-
-def test_who_wants_the_kernels_of_experts_tuned_has_them_tuned(
-    model: LlamaForCausalLM, liger: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "1")
-    choose_kernels("auto", model, "cuda")
-    assert os.environ["LIGER_FUSED_MOE_AUTOTUNE"] == "1"
-
-
-def test_liger_without_metadata_is_used_and_its_version_is_unknown(
-    model: LlamaForCausalLM, liger: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(name: str) -> NoReturn:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(kernels, "version", unknown)
-    choice = choose_kernels("auto", model, "cuda")
-    assert choice.value == "liger" and "of unknown version" in choice.because
-    assert len(liger) == 1
 
 
 @pytest.mark.parametrize("wished", ["torch", "auto"])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import masking_utils
 
 from fluxtrain.models.known_packing import known_packing
 
@@ -27,20 +26,3 @@ def test_the_logits_are_those_of_transformers_own_search(tiny: Any, positions: A
             with known_packing(mixes=False):
                 assert not torch.equal(model(**asked).logits, expected)
     assert torch.equal(told, expected)
-
-
-def test_the_library_is_left_as_it_was() -> None:
-    found = masking_utils.find_packed_sequence_indices
-    with pytest.raises(RuntimeError), known_packing(mixes=True):
-        documents = masking_utils.find_packed_sequence_indices(PACKED)
-        assert torch.equal(documents, found(PACKED))
-        assert masking_utils.find_packed_sequence_indices is not found
-        raise RuntimeError
-    assert masking_utils.find_packed_sequence_indices is found
-
-
-def test_another_version_of_the_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(masking_utils, "find_packed_sequence_indices")
-    with known_packing(mixes=True):
-        assert not hasattr(masking_utils, "find_packed_sequence_indices")
-    assert not hasattr(masking_utils, "find_packed_sequence_indices")

@@ -3,18 +3,16 @@ what loading will copy is known before."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from fluxtrain.core.memory.mapped import cool, copied_bytes
+from fluxtrain.core.memory.mapped import copied_bytes
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.train.placing.placing import loaded_bytes
@@ -89,31 +87,6 @@ def test_pickled_weights_count_as_copies_before_they_are_loaded(model_folder: Mo
     told: list[Copied] = []
     load_model(ModelSource(path=str(folder)), lambda _, copied: told.append(copied))
     assert told == [Copied(weights_bytes=sum(p.nbytes for p in model.parameters()))]
-
-
-def test_pages_of_files_that_nobody_needs_soon_count_as_not_used(tmp_path: Path) -> None:
-    stored = tmp_path / "weights.safetensors"
-    save_file({"weight": torch.arange(1 << 20, dtype=torch.float32)}, stored)
-    model = nn.Module()
-    model.weight = nn.Parameter(load_file(stored)["weight"])
-    assert float(model.weight.detach().sum()) > 0
-    before = referenced_bytes(stored)
-    cool(model)
-    if before < model.weight.nbytes // 2 or referenced_bytes(stored) == before:
-        pytest.skip("this kernel does not tell which pages were used, or does not know MADV_COLD")
-    assert referenced_bytes(stored) < before // 8
-    assert torch.equal(model.weight.detach(), torch.arange(1 << 20, dtype=torch.float32))
-
-
-def referenced_bytes(file: Path) -> int:
-    """Of the pages of a mapped file, those that this process used lately."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            inside = line.endswith(str(file))
-        elif inside and line.startswith("Referenced:"):
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 def test_memory_that_goes_with_the_process_is_a_copy(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from fluxtrain.errors import BadInput
 from fluxtrain.models.loading import ModelSource, further_blocks, load_model
@@ -42,16 +41,6 @@ def test_a_model_with_fewer_blocks_than_are_stored_is_refused(model_folder: Fold
     assert f"model.layers.{config['num_hidden_layers']}." in message
     assert "fewer blocks" in message
     assert "config.json" in message
-
-
-def test_names_without_the_prefix_of_the_model_inside_are_of_blocks_too() -> None:
-    with torch.device("meta"):
-        shape = GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
-        model = GPT2LMHeadModel(shape)
-    further = ["h.2.ln_1.weight", "h.2.mlp.c_fc.bias"]
-    assert further_blocks(model, further) == further
-    assert further_blocks(model, [f"transformer.{name}" for name in further])
-    assert further_blocks(model, ["h.1.attn.masked_bias", "score.weight", "other.2.weight"]) == []
 
 
 def test_a_block_that_predicts_further_tokens_is_left_out_on_purpose() -> None:

@@ -11,14 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.errors import BadInput, Interrupted
+from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.models import generation
 from fluxtrain.models.generate.sampling import Sampling, _mend
 from fluxtrain.models.generate.writing import text_of, write
-from fluxtrain.models.generation import stops_of
 from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.train import run as run_module
 from fluxtrain.train.samples import TrainedModel
@@ -36,13 +34,6 @@ class Settings:
     def __init__(self, **told: Any) -> None:
         self.do_sample = True
         self.__dict__ |= told
-
-
-@many
-@given(values)
-def test_the_ends_are_tokens_whatever_the_settings_name(told: Any) -> None:
-    found = stops_of(Settings(eos_token_id=told))
-    assert all(type(one) is int and one >= 0 for one in found)
 
 
 @many
@@ -94,20 +85,6 @@ def test_a_sample_that_fails_after_the_training_is_a_warning_and_the_run_is_fini
     assert isinstance(told[-1], ev.Done) and told[-1].exit_code == 0
 
 
-@pytest.mark.slow
-def test_an_interrupt_while_the_sample_is_made_is_no_fault_of_the_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> str:
-        raise Interrupted("stopped", 130)
-
-    monkeypatch.setattr(run_module, "sample_text", interrupted)
-    monkeypatch.setattr(run_module.Run, "measure", lambda self: pytest.fail("it went on"))
-    with pytest.raises(Interrupted):
-        trained(tmp_path, monkeypatch)
-    assert list(tmp_path.glob("*/model/model.safetensors"))
-
-
 def test_a_tokenizer_that_panics_on_an_answer_is_bad_input_which_ends_samples_alone() -> None:
     class Panics:
         def decode(self, token_ids: Any, **options: Any) -> Any:
@@ -115,13 +92,6 @@ def test_a_tokenizer_that_panics_on_an_answer_is_bad_input_which_ends_samples_al
 
     with pytest.raises(BadInput, match="the decoder .* failed .index out of bounds."):
         text_of(Panics(), [1, 2])
-
-
-def test_stop_strings_of_a_model_are_no_obstacle_to_a_sample() -> None:
-    loaded = load_model(ModelSource())
-    loaded.model.generation_config.stop_strings = ["the"]
-    text = generation.sample_text(loaded.model, loaded.tokenizer, "Once", max_new_tokens=4)
-    assert text.startswith("Once")
 
 
 @pytest.mark.parametrize(
@@ -135,18 +105,4 @@ def test_settings_that_transformers_refuses_are_bad_input_with_its_words(
         setattr(loaded.model.generation_config, name, value)
     model = TrainedModel(loaded=loaded, device=torch.device("cpu"))
     with pytest.raises(BadInput, match=r"demo: its generation settings cannot be used \(.+\)"):
-        write(model, [[1, 2, 3]], Sampling(max_new_tokens=2))
-
-
-def test_an_error_of_ours_is_not_taken_for_one_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    loaded = load_model(ModelSource())
-    model = TrainedModel(loaded=loaded, device=torch.device("cpu"))
-
-    def fails(*_: object, **__: object) -> None:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(loaded.model, "forward", fails)
-    with pytest.raises(ValueError, match="a bug"):
         write(model, [[1, 2, 3]], Sampling(max_new_tokens=2))

@@ -10,7 +10,7 @@ import pytest
 
 from fluxtrain.commands import dry_run as trial
 from fluxtrain.config.schema import load_config
-from fluxtrain.errors import DoesNotFit, Interrupted
+from fluxtrain.errors import DoesNotFit
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train.run import train
 from tests.engine import forked
@@ -70,14 +70,6 @@ def test_a_run_that_does_not_fit_says_so_and_leaves_nothing(
     with pytest.raises(DoesNotFit):
         trial.dry_run(load_config(run_config()))
     assert list(own_folders.iterdir()) == []
-
-
-def test_a_dry_run_writes_no_checkpoint(tmp_path: Path) -> None:
-    writer = trial.NoCheckpoints(tmp_path, None, 1, None, {}, None)  # type: ignore[arg-type]
-    assert not writer.is_due(trial.STEPS)
-    with pytest.raises(Interrupted):
-        writer.write(None, None, None)  # type: ignore[arg-type]
-    assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
 
 
 def test_the_command_answers_in_json_and_tells_its_progress_on_standard_error(

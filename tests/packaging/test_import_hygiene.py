@@ -45,14 +45,6 @@ def test_the_front_door_is_light() -> None:
     assert not brought_in_by("fluxtrain") & (TORCH | APP | {"pydantic", "msgspec", "ctypes"})
 
 
-def test_no_module_has_the_name_of_something_at_the_front_door() -> None:
-    """Importing `fluxtrain.wrap` as a module would put it in the place of the function."""
-    import fluxtrain
-
-    names = {module.name for module in pkgutil.iter_modules(fluxtrain.__path__)}
-    assert not names & set(fluxtrain.__all__)
-
-
 def test_a_command_looks_after_ctrl_c_before_python_has_read_much() -> None:
     """What is imported before that shows Python's own traceback."""
     code = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -84,27 +83,6 @@ def test_every_entry_that_is_wrong_is_named() -> None:
         "data.path, entry 1, weight", "ata.path, entry 4", "ata.path, entry 3"]  # fmt: skip
 
 
-def test_of_many_wrong_entries_the_first_are_named_at_once() -> None:
-    began_s = time.monotonic()
-    said = refusal("samples.prompts", [""] * 30_000)
-    assert said.count("must not be empty") == 12 and said.endswith("; and more like these")
-    assert time.monotonic() - began_s < 10
-
-
-@pytest.mark.parametrize(
-    ("raw", "told"),
-    [
-        ({3: 4}, "the key 3 is no name of a setting"),
-        ({"train": {0: None}}, "train: the key 0 is no name of a setting (1000 is written without"),
-        ({"train": {None: 4}}, "train: the key None is no name of a setting"),
-    ],
-)
-def test_a_name_that_is_no_text_is_said_to_be_none(raw: Any, told: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        validate(raw, "it")
-    assert str(caught.value).startswith(f"it: {told}")
-
-
 @pytest.mark.parametrize(
     "path", [["demo", "demo"], ["a.txt", "demo"], [{"path": "demo", "weight": 2}]]
 )
@@ -120,12 +98,6 @@ def test_the_demos_text_is_trained_on_alone(path: Any) -> None:
 @pytest.mark.parametrize("other", ["a.txt", {"path": "a.txt"}, {"path": "a.txt", "weight": 2}])
 def test_a_source_that_is_named_twice_is_refused(key: str, other: Any) -> None:
     assert "a.txt is named twice: name it once, with `weight: 2`" in refusal(key, ["a.txt", other])
-
-
-def test_a_source_may_be_read_in_two_ways() -> None:
-    turned = {"path": "a.jsonl", "columns": {"prompt": "answer", "completion": "question"}}
-    path = ["a.jsonl", turned, {"path": "hf://datasets/a/b", "split": "x"}, "hf://datasets/a/b"]
-    assert len(validate({"data": {"path": path}}).data.path) == 4
 
 
 def test_a_file_that_two_entries_reach_is_refused_unless_it_is_read_in_two_ways(

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -124,21 +123,3 @@ def test_what_nobody_here_made_stays(
             monkeypatch.setattr(os, "geteuid", lambda: 12345)
     remove_left(tmp_path)
     assert place.is_dir() and (real / MARK).exists()
-
-
-def test_a_maker_whose_folder_was_taken_for_a_left_one_makes_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import fcntl
-
-    real, seen = fcntl.flock, []
-
-    def flock(descriptor: int, how: int) -> Any:
-        if not seen:  # another process clears the folder just before its mark is locked
-            seen.extend(tmp_path.iterdir())
-            remove_left(tmp_path)
-        return real(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with unfinished_folder(tmp_path, ".x-") as made:
-        assert seen and made not in seen and os.listdir(tmp_path) == [made.name]

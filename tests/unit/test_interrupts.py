@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.commands.interrupts import _EXIT_INTERRUPTED, ImmediateInterrupts
-from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.errors import EXIT_INTERRUPTED
 from fluxtrain.events.run_folder.run_dir import RunDir
 from tests.engine import forked
 
@@ -115,15 +115,6 @@ def test_what_is_started_to_ignore_an_interrupt_ignores_it(tmp_path: Path) -> No
         signal.signal(signal.SIGINT, before)
 
 
-def test_afterwards_an_interrupt_is_the_commands_own_again() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with ImmediateInterrupts():
-        if before is signal.default_int_handler:
-            assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
-    assert _EXIT_INTERRUPTED == EXIT_INTERRUPTED
-
-
 STOPPED_AT = """
 import pathlib, sys, time
 import fluxtrain.train.run
@@ -202,60 +193,6 @@ def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     assert {"run.json", "engine.log"} <= {path.name for path in run.iterdir()}
     assert not (run / "checkpoints").exists() and not (run / "model").exists()
     assert RunDir(run).liveness() == "stopped"
-
-
-CODES = {
-    signal.SIGINT: EXIT_INTERRUPTED,
-    signal.SIGTERM: EXIT_TERMINATED,
-    signal.SIGHUP: EXIT_TERMINATED,
-}
-
-
-@pytest.mark.parametrize(
-    "by",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=SOAK),
-        pytest.param(signal.SIGHUP, marks=SOAK),
-    ],
-)
-def test_a_run_that_is_stopped_before_its_configuration_is_written_leaves_no_folder(
-    tmp_path: Path, by: signal.Signals
-) -> None:
-    place = "fluxtrain.train.run.write_run_file"
-    ended = interrupted_at(tmp_path, place, "train", "--demo", by=by)
-    assert ended.stderr == "stopped before a step was made: nothing was kept\n"
-    assert "--resume" not in ended.stdout
-    assert ended.returncode == CODES[by]
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_a_folder_of_the_user_keeps_the_log_of_a_run_without_a_configuration(
-    tmp_path: Path,
-) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    what = ("train", "--demo", "--run-dir", str(mine))
-    ended = interrupted_at(tmp_path, "fluxtrain.train.run.write_run_file", *what)
-    assert ended.stderr == f"stopped before a step was made: {mine} holds its log alone\n"
-    assert "--resume" not in ended.stdout
-    assert (mine / "engine.log").exists() and not (mine / "run.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("place", "by"),
-    [
-        ("fluxtrain.train.run.read_machine", signal.SIGHUP),
-        pytest.param("fluxtrain.train.session.Emitter", signal.SIGTERM, marks=SOAK),
-    ],
-)
-def test_a_run_that_is_terminated_before_it_wrote_anything_leaves_no_folder(
-    tmp_path: Path, place: str, by: signal.Signals
-) -> None:
-    ended = interrupted_at(tmp_path, place, "train", "--demo", by=by)
-    assert ended.stderr == "stopped: interrupted before anything was started\n"
-    assert ended.returncode == EXIT_TERMINATED
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_dry_run_that_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path) -> None:
