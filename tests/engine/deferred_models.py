@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fluxtrain._native import Pass
 from fluxtrain.core.optimizer.state_shards import state_shards
 from fluxtrain.core.updates import updates
 from fluxtrain.core.wrap.engine import engine_of
@@ -94,7 +95,7 @@ class Hold:
         self.fails: Exception | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        if options.get("part") != "moments":
+        if options.get("part") != Pass.MOMENTS:
             step_(*arguments, **options)
             return
         assert self.free.wait(GIVEN_UP_S), "nobody let the moments go"

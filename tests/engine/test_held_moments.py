@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -101,24 +99,6 @@ def test_a_step_in_backward_lets_the_moments_of_another_optimizer_go(written: Ho
         later.zero_grad()
         in_backward.zero_grad()
         assert time.monotonic() - started_s < GIVEN_UP_S / 2
-
-
-def test_a_program_that_ends_waits_for_no_pass() -> None:
-    """The interpreter joins the thread that updates; the hold would last as long as it may."""
-    program = (
-        "import time\n"
-        "from tests.engine.deferred_models import Training, build\n"
-        "from fluxtrain.core.updates import updates\n"
-        "updates.LONGEST_GATE_S = 60.0\n"
-        "training = Training(build(), deferred=True, cards=2)\n"
-        "training.backward()\n"
-        "training.step()\n"
-        "print(time.time(), flush=True)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert time.time() - float(done.stdout) < GIVEN_UP_S
 
 
 def test_one_card_holds_nothing_back(written: Hold) -> None:

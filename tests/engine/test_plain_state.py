@@ -150,13 +150,6 @@ def test_the_original_goes_on_as_if_nothing_had_been_copied_from_it(
     assert train(model, optimizer, 20, 26) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_plain_state_can_be_wrapped_again(expected: list[float]) -> None:
-    model, optimizer = _unwrapped(*trained())
-    first = train(model, optimizer, 20, 23)
-    fluxtrain.wrap(model, device="cpu", offload="weights")
-    assert first + train(model, optimizer, 23, 26) == pytest.approx(expected, rel=1e-5)
-
-
 def test_one_optimizer_over_a_wrapped_and_an_unwrapped_model_keeps_both_moments(
     expected: list[float],
 ) -> None:
@@ -236,20 +229,12 @@ def _no_second_moment(held: dict[Any, Any]) -> None:
     del held[0]["exp_avg_sq"]
 
 
-def _no_tensor(held: dict[Any, Any]) -> None:
-    held[0]["exp_avg"] = 3
-
-
 def _another_shape(held: dict[Any, Any]) -> None:
     held[0]["exp_avg_sq"] = torch.zeros(3)
 
 
 def _no_steps(held: dict[Any, Any]) -> None:
     held[0]["step"] = "many"
-
-
-def _missing(held: dict[Any, Any]) -> None:
-    del held[0]
 
 
 def _no_scales(held: dict[Any, Any]) -> None:
@@ -259,10 +244,8 @@ def _no_scales(held: dict[Any, Any]) -> None:
 BROKEN = {
     _garbage: "is of type str, not a dict",
     _no_second_moment: "has no 'exp_avg_sq'",
-    _no_tensor: "has int for 'exp_avg', not a tensor",
-    _another_shape: r"has shape \(3,\) for 'exp_avg_sq', the parameter \(96, 96\)",
+    _another_shape: r"has \(3,\) for 'exp_avg_sq', and the parameter is \(96, 96\)",
     _no_steps: "counts 'many' steps",
-    _missing: "has lost its entry for .*of 12 .* 1 are missing",
     _no_scales: "'exp_avg' in 8 bits without its 36 scales",
 }
 
@@ -276,7 +259,7 @@ def test_a_broken_state_is_named_with_its_parameter(
     state = copy.deepcopy(optimizer.state_dict())
     whole = copy.deepcopy(state)
     broken(state["state"]["fluxtrain"])
-    if broken not in (_another_shape, _missing):
+    if broken is not _another_shape:
         with pytest.raises(MisusedModel, match=BROKEN[broken]):
             fluxtrain.plain_optimizer_state(state)
     if not wrapped:
@@ -304,30 +287,6 @@ def test_something_else_under_our_key_is_named(wrapped: bool) -> None:
     optimizer.load_state_dict(state)
     with pytest.raises(MisusedModel, match="has str under 'fluxtrain'"):
         train(model, optimizer, 0, 1)
-
-
-def test_a_parameter_without_gradients_so_far_has_no_entry_to_miss() -> None:
-    model, optimizer = trained()
-    state = copy.deepcopy(optimizer.state_dict())
-    again = adamw(model)
-    again.load_state_dict(state)
-    del optimizer
-    model(torch.ones(1, 96)).sum().backward()
-    model.blocks[1].unused.weight.grad = torch.ones(3, 3)
-    again.step()
-    held = again.state_dict()["state"]["fluxtrain"]
-    assert len(held) == len(state["state"]["fluxtrain"]) + 1
-    assert sorted({entry["step"] for entry in held.values()}) == [1, 21]
-
-
-def test_a_state_of_a_larger_model_is_refused_by_a_plain_one() -> None:
-    model, optimizer = trained()
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"]["fluxtrain"][99] = state["state"]["fluxtrain"][0]
-    again = adamw(fluxtrain.unwrap(model))
-    again.load_state_dict(state)
-    with pytest.raises(MisusedModel, match=r"names parameter 99.*another model"):
-        train(model, again, 20, 21)
 
 
 def test_the_function_leaves_torchs_own_states_alone_and_refuses_anything_else() -> None:

@@ -122,6 +122,7 @@ def test_residency_has_one_letter_a_block_and_the_real_bytes(tiny: Any, batch: A
     engine.clip_grad_norm(None).value()
     found = engine.residency()
     assert set(found.gradients) <= {"C", "<"} and len(found.weights) == 3
+    assert [(run.name, run.first, run.count) for run in found.blocks] == [("model.layers.{}", 0, 3)]
     count = sum(p.numel() for p in model.parameters())
     assert found.weights_bytes == pytest.approx(2 * count, rel=0.05)
     torch.optim.AdamW(model.parameters()).step()

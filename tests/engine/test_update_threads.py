@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fluxtrain
+from fluxtrain._native import Pass
 from fluxtrain.core.adamw import kernels
 from fluxtrain.core.adamw.kernels import update_threads
 from fluxtrain.core.updates import updates
@@ -37,9 +38,9 @@ def test_no_more_threads_update_than_a_cpu_quota_keeps_running(
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Pass, int | None]]:
     """Which update took how many threads, in an engine that has 3 of them beside a computation."""
-    seen: list[tuple[str, int | None]] = []
+    seen: list[tuple[Pass, int | None]] = []
 
     step = updates.step_
 
@@ -53,10 +54,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
 
 
 def test_every_update_leaves_them(
-    tiny: Any, batch: Any, calls: list[tuple[str, int | None]]
+    tiny: Any, batch: Any, calls: list[tuple[Pass, int | None]]
 ) -> None:
-    deferred = {("weights", 3), ("moments", 3)}
-    for defers, expected in ((True, deferred), (False, {("update", 3)})):
+    deferred = {(Pass.WEIGHTS, 3), (Pass.MOMENTS, 3)}
+    for defers, expected in ((True, deferred), (False, {(Pass.UPDATE, 3)})):
         calls.clear()
         model = fluxtrain.wrap(tiny("llama"), offload="weights", deferred_moments=defers)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -67,11 +68,11 @@ def test_every_update_leaves_them(
 
 
 def test_updates_under_the_backward_pass_leave_them_too(
-    tiny: Any, batch: Any, calls: list[tuple[str, int | None]]
+    tiny: Any, batch: Any, calls: list[tuple[Pass, int | None]]
 ) -> None:
     model = fluxtrain.wrap(tiny("llama"), offload="weights")
     optimizer = torch.optim.AdamW(model.parameters())
     engine_of(model).begin_step_in_backward(optimizer)
     model(**batch("llama")).loss.backward()
     optimizer.step()
-    assert set(calls) == {("update", 3)}
+    assert set(calls) == {(Pass.UPDATE, 3)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fluxtrain._native import Pass
 from fluxtrain.core.optimizer.state_shards import state_shards
 from fluxtrain.core.updates import updates
 from fluxtrain.core.wrap.engine import Engine, engine_of
@@ -124,7 +125,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     free, step = threading.Event(), updates.step_
 
     def late(*arguments: Any, **options: Any) -> None:
-        if options.get("part") == "moments":
+        if options.get("part") == Pass.MOMENTS:
             assert free.wait(GIVEN_UP_S), "nobody let the moments go"
         step(*arguments, **options)
 

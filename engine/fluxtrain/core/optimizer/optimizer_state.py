@@ -33,7 +33,6 @@ NAMES = {
     "m_scale": "exp_avg_scale",
     "v_scale": "exp_avg_sq_scale",
 }
-AMONG = "among"  # in each entry: which parameters had one when the state was exported
 _MOST_STEPS = 1 << 53
 _CURE = "load a whole optimizer state, of this model, or begin without one"
 Entries = list[tuple[Owner, dict[str, Any], int]]
@@ -152,7 +151,6 @@ def _before_export(optimizer: Optimizer) -> None:
     """
     held = held_state(optimizer)
     entries = wrapped_parameters(optimizer)
-    indices = tuple(sorted(held)) if entries else ()
     for owner, _, _ in {id(e[0].group): e for e in entries}.values():
         owner.context.flush()
         check_writes(owner.group)
@@ -161,7 +159,6 @@ def _before_export(optimizer: Optimizer) -> None:
         if not entry or _pointer(entry) != _moments_at(owner.member):
             continue
         entry["step"] = owner.member.step  # the last step may have been skipped
-        entry[AMONG] = indices
         if any(name in entry for name in MASTERS):
             entry["weights"] = fingerprint(owner.group.memory.views[owner.member.index])
 
@@ -175,9 +172,7 @@ def check_state(optimizer: Optimizer, entries: Entries) -> None:
     """Raise MisusedModel if `load_state_dict` put an incomplete state into `optimizer.state`."""
     owners = {index: owner for owner, _, index in entries}
     ours = {_moments_at(owner.member) for owner in owners.values()}
-    held = held_state(optimizer)
-    loaded = False
-    for index, entry in held.items():
+    for index, entry in held_state(optimizer).items():
         owner = owners.get(index)
         if owner is None:
             raise MisusedModel(
@@ -185,10 +180,7 @@ def check_state(optimizer: Optimizer, entries: Entries) -> None:
                 f"{len(owners)} wrapped parameters: it belongs to another model"
             )
         if _pointer(entry) not in ours:
-            loaded = True
             check_entry(owner.name, entry, owner.member.shape)
-    if loaded:
-        check_none_is_missing(held, {index: owner.name for index, owner in owners.items()})
     for owner, _, _ in entries:
         plain = optimizer.state.get(owner.member.parameter)
         if plain and NAMES["m"] in plain:
@@ -290,54 +282,24 @@ def check_entry(who: str, entry: object, shape: torch.Size | None) -> None:
     for key in ("step", NAMES["m"], NAMES["v"]):
         if key not in entry:
             raise MisusedModel(f"{what} has no {key!r}: {_CURE}")
-    _check_step(what, entry["step"])
-    tensors = [NAMES["m"], NAMES["v"], *(name for name in MASTERS if name in entry)]
-    for key in tensors:
-        _check_tensor(what, key, entry[key], shape)
-    for key in (NAMES["m"], NAMES["v"]):
-        if entry[key].dtype == torch.uint8:
-            _check_scales(what, key, entry)
-
-
-def _check_step(what: str, step: object) -> None:
+    step = entry["step"]
     number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if not isinstance(number, int | float) or not 0 <= number < _MOST_STEPS:
         raise MisusedModel(f"{what} counts {step!r} steps: {_CURE}")
-
-
-def _check_tensor(what: str, key: str, value: object, shape: torch.Size | None) -> None:
-    if not isinstance(value, Tensor):
-        raise MisusedModel(f"{what} has {type(value).__name__} for {key!r}, not a tensor: {_CURE}")
-    if shape is not None and tuple(value.shape) != tuple(shape):
-        raise MisusedModel(
-            f"{what} has shape {tuple(value.shape)} for {key!r}, the parameter {tuple(shape)}: it "
-            "belongs to another model"
-        )
-
-
-def _check_scales(what: str, key: str, entry: Mapping[str, Any]) -> None:
-    blocks = -(-entry[key].numel() // STATE_BLOCK)
-    scales = entry.get(f"{key}_scale")
-    if not isinstance(scales, Tensor) or scales.numel() != blocks:
-        raise MisusedModel(f"{what} has {key!r} in 8 bits without its {blocks} scales: {_CURE}")
-
-
-def check_none_is_missing(entries: Mapping[Any, Any], names: Mapping[int, str]) -> None:
-    """Raise MisusedModel if a parameter lost the entry that it had when the state was exported.
-
-    names: of parameters by index. A parameter without a gradient so far never had an entry.
-    """
-    lists = [entry.get(AMONG) for entry in entries.values() if isinstance(entry, Mapping)]
-    each = {id(indices): indices for indices in lists if isinstance(indices, list | tuple)}
-    had = {i for indices in each.values() for i in indices if isinstance(i, int)}
-    missing = sorted(had - entries.keys())
-    if missing:
-        raise MisusedModel(
-            f"the loaded optimizer state has lost its entry for "
-            f"{names.get(missing[0], f'parameter {missing[0]}')} (of {len(had)} that it was saved "
-            f"with {len(missing)} are missing): {_CURE}; to let it alone begin anew, set its "
-            "moments and its step to zero"
-        )
+    for key in (NAMES["m"], NAMES["v"], *(name for name in MASTERS if name in entry)):
+        value = entry[key]
+        if not isinstance(value, Tensor) or (shape is not None and value.shape != shape):
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise MisusedModel(
+                f"{what} has {found} for {key!r}, and the parameter is {tuple(shape or ())}: it "
+                "belongs to another model"
+            )
+        scales = entry.get(f"{key}_scale")
+        blocks = -(-value.numel() // STATE_BLOCK)
+        if value.dtype == torch.uint8 and (
+            not isinstance(scales, Tensor) or scales.numel() != blocks
+        ):
+            raise MisusedModel(f"{what} has {key!r} in 8 bits without its {blocks} scales: {_CURE}")
 
 
 def wide_moment(entry: Mapping[str, Any], which: str) -> Tensor:

@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from fluxtrain.core.optimizer.optimizer_state import (
-    AMONG,
     KEY,
     StateEntries,
     check_entry,
-    check_none_is_missing,
     held_in,
     held_state,
     plain_entry,
@@ -34,9 +32,9 @@ from fluxtrain.errors import BadInput, MisusedModel
 def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
     """Give each parameter the moments and the step count of its entry under our key.
 
-    but: indices of the parameters whose entries stay unchanged. Moments get the parameter's
-    dtype and device, as in torch's own states. Raises MisusedModel if an entry is incomplete or
-    does not fit its parameter, or if the optimizer is no AdamW without amsgrad.
+    but: indices of the parameters whose entries stay unchanged.
+    Moments get the parameter's dtype and device, as in torch's own states. Raises MisusedModel if
+    an entry does not fit its parameter, or if the optimizer is no AdamW without amsgrad.
     """
     if KEY not in optimizer.state:
         return
@@ -64,11 +62,16 @@ def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
         parameter = parameters[index]
         # nothing else uses the moments in the arenas of an unwrapped model
         shared = owned and owner_of(parameter) is None
-        plain = _fitted(parameter, entries[index], shared=shared)
+        plain = {
+            name: value
+            if name == "step"
+            else value.to(parameter.device, parameter.dtype, copy=not shared)
+            for name, value in plain_entry(entries[index]).items()
+        }
         if id(parameter) in counted:
             plain["step"] = plain["step"].to(parameter.device)
         state[parameter] = plain
-    rest = {i: _alone(entry) for i, entry in entries.items() if i in but}
+    rest = {index: entry for index, entry in entries.items() if index in but}
     del state[KEY]
     if rest:
         state[KEY] = rest
@@ -97,7 +100,6 @@ def plain_optimizer_state(state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
     entries = held.up_to_date() if isinstance(held, StateEntries) else held
     names = {index: f"parameter {index}" for index in entries}
-    check_none_is_missing(entries, names)
     for index, entry in entries.items():
         check_entry(names[index], entry, None)
     others = {index: kept for index, kept in state.items() if index != KEY}
@@ -135,7 +137,6 @@ def _check(
 ) -> None:
     """Raise BadInput or MisusedModel for entries that cannot be converted, before any change."""
     names = {i: f"parameter {i}, {tuple(p.shape)}" for i, p in parameters.items()}
-    check_none_is_missing(entries, names)
     for index in indices:
         if index not in parameters:
             raise MisusedModel(
@@ -151,19 +152,3 @@ def _check(
             f"{len(indices)} parameters, and cannot go on from them: use torch.optim.AdamW without "
             f"amsgrad, or begin without a state (del optimizer.state[{KEY!r}])"
         )
-
-
-def _fitted(parameter: Tensor, entry: dict[str, Any], *, shared: bool) -> dict[str, Tensor]:
-    """Return torch's own entry for the parameter; a copy unless memory may be `shared`."""
-    plain = plain_entry(entry)
-    return {
-        name: value
-        if name == "step"
-        else value.to(parameter.device, parameter.dtype, copy=not shared)
-        for name, value in plain.items()
-    }
-
-
-def _alone(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry without its list of neighbours, which are converted."""
-    return {name: value for name, value in entry.items() if name != AMONG}

@@ -49,7 +49,7 @@ def residency(context: Context) -> ResidencySampled:
         weights_bytes=sum(g.weight_bytes for g in context.groups),
         gradients_bytes=sum(g.gradient_bytes for g in context.groups),
         optimizer_bytes=sum(g.state_bytes for g in context.groups),
-        blocks=runs_of((g.name, _sizes(g)) for g in blocks),
+        blocks=_runs(blocks),
         frozen_bytes=sum(frozen_bytes_of(g) for g in context.groups),
         packed_bytes=sum(packed_bytes_of(g) for g in context.groups),
         cards="".join(_digit(g.placement.card) for g in blocks) if len(context.cards) > 1 else "",
@@ -58,16 +58,6 @@ def residency(context: Context) -> ResidencySampled:
 
 def _digit(card: int) -> str:
     return "0123456789abcdefghijklmnopqrstuvwxyz"[min(card, 35)]
-
-
-def _sizes(group: Group) -> BlockSizes:
-    return BlockSizes(
-        weights=group.weight_bytes,
-        gradients=group.gradient_bytes,
-        optimizer=group.state_bytes,
-        frozen=frozen_bytes_of(group),
-        packed=packed_bytes_of(group),
-    )
 
 
 def memory_use(context: Context) -> MemorySampled:
@@ -207,33 +197,21 @@ def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockSizes:
-    """Bytes of one block; `weights` are trained, frozen and packed ones together."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    frozen: int = 0
-    packed: int = 0
-
-
-def runs_of(blocks: Iterable[tuple[str, BlockSizes]]) -> tuple[BlockRun, ...]:
+def _runs(groups: Iterable[Group]) -> tuple[BlockRun, ...]:
     """Merge neighbours such as `model.layers.0`, `model.layers.1`, ... of equal sizes into runs."""
     runs: list[BlockRun] = []
-    for name, sizes in blocks:
+    for group in groups:
+        name = group.name
         found = _LAST_NUMBER.search(name)
-        first = int(found[1]) if found else 0
-        pattern = name if found is None else f"{name[: found.start()]}{{}}{name[found.end() :]}"
         one = BlockRun(
-            name=pattern,
-            first=first,
+            name=name if found is None else f"{name[: found.start()]}{{}}{name[found.end() :]}",
+            first=int(found[1]) if found else 0,
             count=1,
-            weights_bytes=sizes.weights,
-            gradients_bytes=sizes.gradients,
-            optimizer_bytes=sizes.optimizer,
-            frozen_bytes=sizes.frozen,
-            packed_bytes=sizes.packed,
+            weights_bytes=group.weight_bytes,
+            gradients_bytes=group.gradient_bytes,
+            optimizer_bytes=group.state_bytes,
+            frozen_bytes=frozen_bytes_of(group),
+            packed_bytes=packed_bytes_of(group),
         )
         last = runs[-1] if runs else None
         if last is not None and one == replace(last, first=last.first + last.count, count=1):

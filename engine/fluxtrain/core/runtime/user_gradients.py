@@ -23,9 +23,8 @@ def stored_gradient(context: Context, group: Group, member: Member) -> Tensor:
     if not group.memory.holds_gradients:
         raise MisusedModel(
             f"the gradient of {member.name} in {group.name} was used up: in a step in backward "
-            f"each "
-            "group is updated as its gradients arrive, and their memory serves the next group. "
-            "optimizer.step() ends the step"
+            "each group is updated as its gradients arrive, and their memory serves the next "
+            "group. optimizer.step() ends the step"
         )
     return member.gradient
 
@@ -79,13 +78,9 @@ def norm_of(context: Context, group: Group, member: Member) -> Tensor:
     )
 
 
-def norm_parts(context: Context) -> list[Tensor]:
-    """List 2-norms (scalars or vectors) whose squares add up to the square of the global norm."""
-    return [part for _, part in named_norm_parts(context)]
-
-
 def named_norm_parts(context: Context) -> list[tuple[str, Tensor]]:
-    """List the same with the names of their groups, in the order of the forward pass."""
+    """List 2-norms (scalars or vectors) whose squares add up to the square of the global norm, with
+    the names of their groups, in the order of the forward pass."""
     parts: list[tuple[str, Tensor]] = []
     for group in context.groups:
         members = [m for m in group.members if m.has_gradient]

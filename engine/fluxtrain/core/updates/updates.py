@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -41,20 +40,6 @@ from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.errors import Diverged
 
 LONGEST_GATE_S = 2.0  # a program that runs no further pass goes on, and ends, after it
-_closed_gates: weakref.WeakSet[MomentsGate] = weakref.WeakSet()
-
-
-def open_all_gates() -> None:
-    """Let all moments begin, before the program ends."""
-    for gate in list(_closed_gates):
-        gate.open()
-
-
-# `atexit` comes after the interpreter has waited for the threads of pools. What is registered here
-# comes before, because it is registered after the pools' own, which `device.worker` imports.
-_before_threads_end = getattr(threading, "_register_atexit", None)
-if _before_threads_end is not None:
-    _before_threads_end(open_all_gates)
 
 
 class Updates:
@@ -341,8 +326,6 @@ class MomentsGate:
         self._opened = threading.Event()
         if opened:
             self._opened.set()
-        else:
-            _closed_gates.add(self)
 
     def open(self) -> None:
         """Let the moments begin."""
