@@ -20,7 +20,7 @@ from pathlib import Path
 
 from children import Stopped, run_python, stoppable
 
-from fluxtrain.core.optimizer.third_party_packages import THIRD_PARTY
+from fluxtrain.core.optimizer.third_party import THIRD_PARTY
 from fluxtrain.events.events import StepFinished
 from fluxtrain.events.journal import read_events
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from fluxtrain.core.device import cuda_device as devices
 from fluxtrain.core.device import page_locks
 from fluxtrain.core.device.page_locks import PageLocks
-from fluxtrain.core.device.recorder import HostClock, Recorder
-from fluxtrain.core.device.stalls import Stalls
+from fluxtrain.core.device.recorder import HostClock, Recorder, Stalls
 from fluxtrain.core.device.worker import Worker
 from fluxtrain.core.wrap import wrap as wrapping
 

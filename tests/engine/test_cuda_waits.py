@@ -9,7 +9,7 @@ import torch
 
 from fluxtrain.core.device.cuda_device import CudaTransfer
 from fluxtrain.core.device.current_gpu import CurrentStream
-from fluxtrain.core.device.stalls import Stalls
+from fluxtrain.core.device.recorder import Stalls
 
 
 class FakeStream:

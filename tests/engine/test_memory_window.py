@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fluxtrain.core.device.cpu_device import CpuDevice
-from fluxtrain.core.device.stalls import Stalls
+from fluxtrain.core.device.recorder import Stalls
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.window import Window
 from fluxtrain.plan.group_placement import GroupPlacement

@@ -17,11 +17,11 @@ from torch import nn
 import fluxtrain
 from fluxtrain.cli import main
 from fluxtrain.config.schema import load_config, validate
-from fluxtrain.core.optimizer import third_party_packages as third_party
-from fluxtrain.core.optimizer.third_party import ThirdPartyOptimizer
-from fluxtrain.core.optimizer.third_party_packages import (
+from fluxtrain.core.optimizer import third_party
+from fluxtrain.core.optimizer.third_party import (
     THIRD_PARTY,
     ThirdParty,
+    ThirdPartyOptimizer,
     check_third_party,
     third_party_optimizer,
 )

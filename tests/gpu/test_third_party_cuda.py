@@ -12,8 +12,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.core.optimizer.third_party import ThirdPartyOptimizer
-from fluxtrain.core.optimizer.third_party_packages import THIRD_PARTY, third_party_optimizer
+from fluxtrain.core.optimizer.third_party import (
+    THIRD_PARTY,
+    ThirdPartyOptimizer,
+    third_party_optimizer,
+)
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.config.schema import TrainSettings
-from fluxtrain.core.optimizer.third_party import ThirdPartyOptimizer
-from fluxtrain.core.optimizer.third_party_packages import third_party_optimizer
+from fluxtrain.core.optimizer.third_party import ThirdPartyOptimizer, third_party_optimizer
 from fluxtrain.core.wrap.engine import engine_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fluxtrain.core.device import page_locks
 from fluxtrain.core.device.heap import Heap
-from fluxtrain.core.device.recorder import HostClock, Instant, Recorder
+from fluxtrain.core.device.recorder import HostClock, Instant, Recorder, Stalls
 from fluxtrain.core.device.staging import Staging, Wait, host_copy
-from fluxtrain.core.device.stalls import Stalls
 from fluxtrain.core.device.transfer import Transfer, all_arrived
 from fluxtrain.core.device.worker import Worker
 

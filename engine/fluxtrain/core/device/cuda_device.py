@@ -17,9 +17,8 @@ from torch import Tensor
 from fluxtrain.core.device import page_locks
 from fluxtrain.core.device.current_gpu import CurrentStream
 from fluxtrain.core.device.multi_gpu_streams import LANES, Joins, MultiGpuStreams
-from fluxtrain.core.device.recorder import CudaClock, Instant, Recorder
+from fluxtrain.core.device.recorder import CudaClock, Instant, Recorder, Stalls
 from fluxtrain.core.device.staging import Staging, Wait
-from fluxtrain.core.device.stalls import Stalls
 from fluxtrain.core.device.transfer import Transfer, all_arrived
 from fluxtrain.core.device.worker import Worker
 

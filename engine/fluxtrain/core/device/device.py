@@ -19,8 +19,7 @@ from torch import Tensor
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.device.cuda_device import CudaDevice
 from fluxtrain.core.device.multi_gpu_streams import Joins
-from fluxtrain.core.device.recorder import Recorder
-from fluxtrain.core.device.stalls import Stalls
+from fluxtrain.core.device.recorder import Recorder, Stalls
 from fluxtrain.core.device.transfer import Transfer
 
 

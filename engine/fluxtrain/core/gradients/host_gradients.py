@@ -160,6 +160,13 @@ class HostGradients:
         for segment in group.trained:
             segment.is_wide = False
 
+    def drop(self, group: Group, member: Member) -> None:
+        """Drop the gradient of one member."""
+        member.has_gradient = False
+        member.gradient_scale = 1.0
+        if not group.has_gradient:
+            self.forget(group)
+
     def take_rows(self, group: Group) -> RowSum | None:
         """Return the rows that stayed on the device for a further pass, and keep them no longer:
         the gradient changes, or is no longer known on the device."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -35,7 +36,7 @@ from fluxtrain.core.optimizer.optimizer_state import (
     wrapped_parameters,
 )
 from fluxtrain.core.optimizer.plain_state import make_plain
-from fluxtrain.core.runtime.context import Context, Owner, UpdatesInBackward
+from fluxtrain.core.runtime.context import Context, Owner, StepInBackward
 from fluxtrain.core.runtime.user_gradients import replace, resolve
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.errors import MisusedModel
@@ -164,7 +165,25 @@ def _engine_step(optimizer: Optimizer, entries: Entries) -> None:
         owner.hidden = True
 
 
-def own_step(context: Context, optimizer: Optimizer) -> UpdatesInBackward | None:
+def begin_step_in_backward(
+    context: Context, optimizer: Optimizer, loss: Tensor | None
+) -> StepInBackward:
+    """Prepare a step that updates groups in the backward pass of `loss`."""
+    entries = wrapped_parameters(optimizer)
+    if not takes_over(optimizer):
+        raise MisusedModel(
+            f"{type(optimizer).__name__} cannot step block by block: use torch.optim.AdamW"
+        )
+    prepare(optimizer, entries)
+    work: dict[Group, list[tuple[Owner, Hyper]]] = {}
+    by_options = hypers_of(optimizer)
+    for owner, options, _ in entries:
+        if owner.context is context:
+            work.setdefault(owner.group, []).append((owner, by_options[id(options)]))
+    return StepInBackward(optimizer, context, work, loss)
+
+
+def own_step(context: Context, optimizer: Optimizer) -> StepInBackward | None:
     """Return the step in backward that this optimizer began, if one is under way."""
     context.forget_orphaned_step()
     step = context.step_in_backward

@@ -1,4 +1,4 @@
-"""Another package's optimizer over a model that lives wholly on the device.
+"""Another package's AdamW over a model that lives wholly on the device; imported when asked for.
 
 The optimizer gets plain parameters over the same memory, because compiled steps and custom kernels
 cannot take wrapped ones. The gradients are clipped in place first, so the host reads the norm once
@@ -7,9 +7,12 @@ a step.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
@@ -152,3 +155,74 @@ def _scaled(member: Member, scale: float) -> Tensor:
     gradient = member.gradient
     factor, member.gradient_scale = member.gradient_scale * scale, 1.0
     return gradient if factor == 1.0 else gradient.mul_(factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThirdParty:
+    """The package of an optimizer, and its arguments besides rate, betas and epsilon."""
+
+    package: str
+    module: str
+    name: str
+    extra: str  # of this project, which installs it
+    needs_gpu: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+THIRD_PARTY = {
+    "bnb-adamw-8bit": ThirdParty(
+        package="bitsandbytes", module="bitsandbytes.optim", name="AdamW8bit", extra="bitsandbytes"
+    ),
+    "bnb-paged-adamw-8bit": ThirdParty(
+        package="bitsandbytes",
+        module="bitsandbytes.optim",
+        name="PagedAdamW8bit",
+        extra="bitsandbytes",
+        needs_gpu=True,
+    ),
+    "torchao-adamw-4bit": ThirdParty(
+        package="torchao",
+        module="torchao.optim",
+        name="AdamW4bit",
+        extra="torchao",
+        options=(("bf16_stochastic_round", True),),  # without masters, small updates would vanish
+    ),
+}
+
+
+def check_third_party(name: str, device: str) -> None:
+    """Raise BadInput if the optimizer `name` is not available on `device` (cpu, cuda)."""
+    found = THIRD_PARTY[name]
+    if importlib.util.find_spec(found.package) is None:
+        raise BadInput(
+            f"train.optimizer={name} needs the package {found.package}, which is not installed: "
+            f"pip install 'fluxtrain[{found.extra}]', or use train.states=8bit, which needs nothing"
+        )
+    if found.needs_gpu and device == "cpu":
+        raise BadInput(f"train.optimizer={name} pages between a GPU and the host: it needs a GPU")
+
+
+def third_party_optimizer(
+    name: str,
+    groups: Iterable[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> torch.optim.Optimizer:
+    """Make the optimizer `name` over parameter groups with their own rate and decay.
+
+    Raises BadInput if its package is too old or cannot be loaded.
+    """
+    found = THIRD_PARTY[name]
+    try:
+        kind = getattr(importlib.import_module(found.module), found.name)
+        made: torch.optim.Optimizer = kind(
+            list(groups), lr=lr, betas=betas, eps=eps, **dict(found.options)
+        )
+    except (ImportError, AttributeError, TypeError) as error:
+        raise BadInput(
+            f"train.optimizer={name}: {found.package} cannot be used ({error}): "
+            f"pip install --upgrade 'fluxtrain[{found.extra}]'"
+        ) from error
+    return made

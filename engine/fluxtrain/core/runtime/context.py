@@ -9,12 +9,13 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fluxtrain.core.adamw.hyper import Hyper
 from fluxtrain.core.device.device import Device
 from fluxtrain.core.gradients.gradients import Gradients
 from fluxtrain.core.gradients.host_gradients import Arrival
@@ -30,6 +31,7 @@ from fluxtrain.core.runtime.use import Use
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.core.updates.updates import Updates
+from fluxtrain.errors import MisusedModel
 from fluxtrain.plan.placement import Placement
 
 
@@ -66,23 +68,6 @@ class HostIds:
 
 
 _LOG = logging.getLogger("fluxtrain")
-
-
-class UpdatesInBackward(Protocol):
-    """A step under way that updates each group as soon as its gradients are complete."""
-
-    updated: set[Group]
-    guard: GradNorm | None
-
-    def is_of(self, optimizer: Optimizer) -> bool: ...
-    def is_of_this_pass(self) -> bool: ...
-    def is_orphaned(self) -> bool: ...
-    def was_refused(self) -> bool: ...
-    def uses_up_now(self, group: Group) -> bool: ...
-    def refuse_updated(self, groups: Iterable[Group]) -> None: ...
-    def take(self, group: Group) -> None: ...
-    def end(self) -> None: ...
-    def drop(self) -> None: ...
 
 
 class Context:
@@ -124,7 +109,7 @@ class Context:
         self.graphs = Graphs()
         self.norm: GradNorm | None = None  # asked for since the last step
         self.norm_before: GradNorm | None = None  # of the last step
-        self.step_in_backward: UpdatesInBackward | None = None  # the step under way, if it is one
+        self.step_in_backward: StepInBackward | None = None  # the step under way, if it is one
         self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
         self.thread = 0  # of the last forward
         self._said: set[str] = set()
@@ -235,3 +220,99 @@ class Owner:
         context = self._context()
         assert context is not None, "the wrapped model is gone"
         return context
+
+
+class StepInBackward:
+    """A step whose groups are updated as soon as their gradients are complete.
+
+    For loops of one forward and one backward a step, without clipping by the global norm, which is
+    known too late. `optimizer.step()` ends the step and updates the remaining groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        context: Context,
+        work: dict[Group, list[tuple[Owner, Hyper]]],
+        loss: Tensor | None,
+    ) -> None:
+        """loss: the tensor to call `backward` on. If it is not finite nothing is updated. A
+        backward pass that does not pass through it does not belong to this step."""
+        self.updated: set[Group] = set()
+        self.guard = None if loss is None else GradNorm(context.device, [], None, [loss])
+        self._begun: list[bool] | None = None if loss is None else _begun(loss)
+        self._optimizer = weakref.ref(optimizer)
+        self._context, self._graphs, self._work = context, context.graphs, work
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Return whether this optimizer began the step."""
+        return self._optimizer() is optimizer
+
+    def is_of_this_pass(self) -> bool:
+        """Return whether the running backward pass is that of the step's loss, as far as known."""
+        return self._begun is None or bool(self._begun) or torch._C._current_graph_task_id() < 0
+
+    def is_orphaned(self) -> bool:
+        """Return whether the optimizer is gone, so that no `optimizer.step()` will end the step."""
+        return self._optimizer() is None
+
+    def was_refused(self) -> bool:
+        """Return whether the loss is not finite, so that no update was made. Waits for the loss."""
+        return self.guard is not None and self.guard.refuses()
+
+    def uses_up(self, group: Group) -> bool:
+        """Return whether the update of the group takes all its gradients, so that they can go."""
+        stepped = {owner.member.index for owner, _ in self._work.get(group, ())}
+        return all(m.index in stepped for s in group.trained for m in s.members)
+
+    def uses_up_now(self, group: Group) -> bool:
+        """Return whether the group's update takes all its gradients and can be queued now."""
+        return self.uses_up(group) and not self._graphs.need(group)
+
+    def refuse_updated(self, groups: Iterable[Group]) -> None:
+        """Raise MisusedModel if one of the groups, which get gradients now, is updated already."""
+        name = next((group.name for group in groups if group in self.updated), None)
+        if name is not None:
+            raise MisusedModel(
+                f"{name} got a gradient after its update: with begin_step_in_backward a weight is "
+                "updated once, as soon as its gradient is complete. Call optimizer.step() behind "
+                "each backward(), without reentrant checkpointing or an autograd function of your "
+                "own over a weight, or leave begin_step_in_backward out"
+            )
+
+    def take(self, group: Group) -> None:
+        """Queue the group's update now that gradients arrived, unless the graph has more to come.
+
+        Then a later call queues it, or `optimizer.step()`."""
+        if self._graphs.need(group):
+            return
+        mine = [(o, h) for o, h in self._work.get(group, ()) if o.member.has_gradient]
+        if not mine:
+            return
+        for owner, _ in mine:
+            owner.member.step += 1
+        self.updated.add(group)
+        hypers = {owner.member.index: hyper for owner, hyper in mine}
+        self._context.updates.submit_one(group, hypers, self.guard)
+
+    def end(self) -> None:
+        """End the step: drop gradients that updates used up, and references to parameters."""
+        for group in self.updated:
+            if not group.is_on("device", "gradients") and self.uses_up(group):
+                self._context.gradients_of(group).host.forget(group)
+        self._work.clear()
+
+    def drop(self) -> None:
+        """Abandon the step without `optimizer.step()`: clear the gradients of updated groups."""
+        for group in self.updated:
+            for owner, _ in self._work.get(group, ()):
+                self._context.gradients_of(group).host.drop(group, owner.member)
+
+
+def _begun(loss: Tensor) -> list[bool] | None:
+    """Return a list that is filled when a backward pass reaches the loss; None if it cannot be."""
+    if loss.grad_fn is None:
+        return None
+    begun: list[bool] = []
+    loss.grad_fn.register_prehook(lambda _: begun.append(True))
+    return begun

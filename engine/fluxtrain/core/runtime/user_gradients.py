@@ -51,10 +51,7 @@ def hand_out(context: Context, group: Group, member: Member) -> None:
 def replace(context: Context, group: Group, member: Member, value: Tensor | None) -> None:
     """Make `value` the gradient; None: drop it."""
     if value is None:
-        member.has_gradient = False
-        member.gradient_scale = 1.0
-        if not group.has_gradient:
-            context.gradients_of(group).host.forget(group)
+        context.gradients_of(group).host.drop(group, member)
         return
     if context.step_in_backward is not None:
         context.step_in_backward.refuse_updated([group])

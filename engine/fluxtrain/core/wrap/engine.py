@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.core.optimizer.hook import begin_step_in_backward
 from fluxtrain.core.optimizer.state_shards import (
     Held,
     hold_for_saving,
@@ -19,7 +20,6 @@ from fluxtrain.core.optimizer.state_shards import (
     shard_names,
     state_shards,
 )
-from fluxtrain.core.optimizer.step_in_backward import StepInBackward
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.core.runtime.counters import Traffic
 from fluxtrain.core.runtime.stats import (
@@ -88,7 +88,7 @@ class Engine(Context):
         if self.partly_updated:
             raise MisusedModel("a step in backward is under way: optimizer.step() ends it")
         self.norm = None
-        self.step_in_backward = StepInBackward(optimizer, self, loss)
+        self.step_in_backward = begin_step_in_backward(self, optimizer, loss)
 
     def forget_refused(self) -> None:
         """Wait for all updates under way without raising that one was refused, which is known."""

@@ -16,7 +16,7 @@ from torch import nn
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.core.memory.mapped import resident_bytes
-from fluxtrain.core.optimizer.third_party_packages import check_third_party
+from fluxtrain.core.optimizer.third_party import check_third_party
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events.answers.machine import Machine
