@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
-from fluxtrain.data.encoding.long_texts import common_lengths
 from fluxtrain.data.encoding.tokenizer import TokenKinds
 
 # A part is encoded behind one of these: some tokenizers treat the beginning of a text otherwise.
@@ -50,7 +49,7 @@ def _cut(parts: list[list[int]]) -> Cut:
 def _encode_one(
     text: str, places: Sequence[int], parts: list[str], whole: list[int], kinds: TokenKinds
 ) -> Cut:
-    prefixes = common_lengths(text, places, whole, kinds.encode_at_once)
+    prefixes = [_common(ids, whole) for ids in kinds.encode([text[:place] for place in places])]
     if all(is_all for _, is_all in prefixes):
         return Cut(whole, [same for same, _ in prefixes])
     wanted = kinds.decode(whole)
@@ -69,3 +68,11 @@ def _behind(anchor: str, parts: list[str], kinds: TokenKinds) -> list[list[int]]
     if any(ids[: len(before)] != before for ids in later):
         return None
     return [first, *(ids[len(before) :] for ids in later)]
+
+
+def _common(ids: list[int], whole: list[int]) -> tuple[int, bool]:
+    """Count the tokens that a text up to a place has in common with the `whole` text; say whether
+    that is all of them."""
+    pairs = zip(ids, whole, strict=False)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(whole)))
+    return same, same == len(ids)

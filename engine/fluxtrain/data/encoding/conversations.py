@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 from fluxtrain.data.encoding.borders import encode_with_places
-from fluxtrain.data.encoding.long_texts import too_large, too_long
 from fluxtrain.data.encoding.notes import Notes, RowRefused
 from fluxtrain.data.encoding.samples import Sample, sample_of
 from fluxtrain.data.encoding.texts import TextEncoder
-from fluxtrain.data.encoding.tokenizer import Tokenizer, TokenKinds
+from fluxtrain.data.encoding.tokenizer import Tokenizer, TokenKinds, too_large
 from fluxtrain.data.rendering.answers import Rendering, renderings
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.data.rendering.left_out import left_out, lost_answer
@@ -67,7 +66,7 @@ class ConversationEncoder:
             check_size(row)
             found = renderings(row, self._template)
             for one in found:
-                check_length(one.text)
+                check_length(len(one.text))
         except TemplateRefused as error:
             notes.refuse(row, RowRefused(f"the chat template refuses this: {error}"))
             return []
@@ -160,7 +159,7 @@ class PlainEncoder:
         for row in rows:
             pair = _prompt_and_completion(row)
             try:
-                check_length("".join(pair))
+                check_length(sum(map(len, pair)))
             except RowRefused as error:
                 notes.refuse(row, error)
                 continue
@@ -178,17 +177,16 @@ def check_weights(row: Row) -> None:
             )
 
 
-def check_length(text: str) -> None:
+def check_length(characters: int) -> None:
     """Raise RowRefused for a text that cannot be encoded in bounded memory."""
-    if why := too_long(text):
+    if why := too_large(characters):
         raise RowRefused(f"{why}: divide the row")
 
 
 def check_size(row: Row) -> None:
     """Raise RowRefused for a row that is too long, or would be rendered up to so many answers that
     it takes minutes."""
-    if why := too_large(row.characters):
-        raise RowRefused(f"{why}: divide the row")
+    check_length(row.characters)
     answers = sum(message["role"] == "assistant" for message in row.messages)
     if answers * row.characters > MOST_RENDERED_CHARACTERS:
         raise RowRefused(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from fluxtrain.data.encoding.long_texts import encode_bounded
 from fluxtrain.data.rendering.chat_template import ChatTemplate
 from fluxtrain.errors import BadInput, FluxTrainError, panics_refused
+
+AT_ONCE_CHARACTERS = 1 << 20  # a fast tokenizer takes some 250 bytes for each
+LARGEST_CHARACTERS = 2 << 20  # of one text or conversation: about half a million tokens
 
 _WHAT = "the tokenizer of the model"
 _CURE = "copy the tokenizer's files of the original model into the folder, or use another model"
@@ -54,15 +56,12 @@ class TokenKinds:
         self._special = re.compile(named) if named else None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts as they are, without the special tokens of a whole sequence; the tokenizer
-        gets them in calls of bounded size."""
-        return encode_bounded(texts, self.encode_at_once)
-
-    def encode_at_once(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts as `encode` does, in one call of the tokenizer."""
-        if not texts:
-            return []
-        return encoded(self._tokenizer, texts, add_special_tokens=False)
+        """Encode texts as they are, without the special tokens of a whole sequence, in calls of
+        bounded size."""
+        found: list[list[int]] = []
+        for group in _groups(texts):
+            found += encoded(self._tokenizer, group, add_special_tokens=False)
+        return found
 
     def encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts with the special tokens that the tokenizer puts around a sequence."""
@@ -102,3 +101,23 @@ def encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> list[list[i
             words = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise BadInput(f"{_WHAT} failed on a text ({words}): {_CURE}") from error
     return [list(ids) for ids in found]
+
+
+def too_large(characters: int) -> str:
+    """Say that a text or a conversation has too many characters to be encoded; "" if it has not."""
+    if characters <= LARGEST_CHARACTERS:
+        return ""
+    return f"it has {characters:,} characters, and at most {LARGEST_CHARACTERS:,} can be encoded"
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    group: list[str] = []
+    characters = 0
+    for text in texts:
+        if group and characters + len(text) > AT_ONCE_CHARACTERS:
+            yield group
+            group, characters = [], 0
+        group.append(text)
+        characters += len(text)
+    if group:
+        yield group

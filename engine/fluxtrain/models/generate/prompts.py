@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.data.encoding.long_texts import PIECE_CHARACTERS, too_long
-from fluxtrain.data.encoding.texts import added_tokens
-from fluxtrain.data.encoding.tokenizer import TokenKinds
+from fluxtrain.data.encoding.tokenizer import TokenKinds, too_large
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.errors import BadInput
 from fluxtrain.files.opening import read_plain
@@ -90,15 +88,11 @@ class Prompting:
         return self._encoded(text, prompt.where, begins=False)
 
     def _encoded(self, text: str, where: str, *, begins: bool) -> list[int]:
-        """Encode a text in calls of bounded size; `begins`: with the special tokens around it."""
-        if why := too_long(text):
+        """Encode a text; `begins`: with the special tokens around it."""
+        if why := too_large(len(text)):
             raise BadInput(f"{where}: {why}: shorten it")
-        if not begins:
-            return self._kinds.encode([text])[0]
-        if len(text) <= PIECE_CHARACTERS:
-            return self._kinds.encode_whole([text])[0]
-        before, behind = added_tokens(self._kinds)
-        return [*before, *self._kinds.encode([text])[0], *behind]
+        encode = self._kinds.encode_whole if begins else self._kinds.encode
+        return encode([text])[0]
 
 
 def refuse_other_bytes(text: str, where: str) -> None:
