@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fluxtrain.config.schema import load_config
-from fluxtrain.data.store.shard_files import Numbers, write_numbers
+from fluxtrain.data.store.shards import Numbers, write_numbers
 from fluxtrain.errors import ReadFailed
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files import opening

@@ -14,10 +14,10 @@ import pytest
 from fluxtrain.commands import inspection
 from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import load_config
+from fluxtrain.data.packing import choose_row_length
 from fluxtrain.data.rendering.chat_template import ChatTemplate
 from fluxtrain.data.rendering.named import NAMED, use_template
 from fluxtrain.data.row import Origin, Row
-from fluxtrain.data.sequence_length import choose_row_length
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import InspectionAnswer
 from tests.engine.mask_grounds import TEMPLATES, tokenizer_of

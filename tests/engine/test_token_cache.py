@@ -16,11 +16,10 @@ import pytest
 
 from fluxtrain.data.batches import BatchSource
 from fluxtrain.data.encoding.encode import Encoder
-from fluxtrain.data.kept_rows import _file, kept_packing
 from fluxtrain.data.prepare import PreparedData
-from fluxtrain.data.store import shard_files, shards
+from fluxtrain.data.store import shards
 from fluxtrain.data.store.cache import UNUSED_S, CachedTokens, forget_unused, holds_entries
-from fluxtrain.data.store.shard_files import Numbers
+from fluxtrain.data.store.shards import Numbers
 from fluxtrain.errors import BadInput
 from fluxtrain.files.cache import Damaged, read_sealed
 from tests.engine.cache_worker import digest, prepared
@@ -118,7 +117,7 @@ def test_a_maker_that_fails_within_goes_on_behind_its_last_shard(
     data: str, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepared(data, str(tmp_path / "whole"), str(tokenizer_folder))
-    writes, write = list[str](), shard_files.write_numbers
+    writes, write = list[str](), shards.write_numbers
 
     def fails(path: Path, numbers: np.ndarray[tuple[int], np.dtype[np.generic]]) -> int:
         writes.append(path.name)
@@ -219,9 +218,7 @@ def test_only_what_a_killed_writer_left_is_removed_from_an_entry(tmp_path: Path)
 
 def test_a_file_of_an_entry_that_is_a_pipe_is_damage_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x")
-    os.mkfifo(_file(tmp_path, "settings"))
     with pytest.raises(Damaged, match="cannot be read"):
         read_sealed(tmp_path / "x")
     with pytest.raises(Damaged, match="cannot be read"):
         Numbers(tmp_path / "x", "<u4", 1, 0)
-    assert kept_packing(tmp_path, "settings") is None

@@ -110,7 +110,7 @@ def test_a_cache_that_is_only_read_serves_what_it_has(
 
     monkeypatch.setattr(cache.os, "open", read_only)
     monkeypatch.setattr(cache.os, "utime", refused)
-    monkeypatch.setattr("fluxtrain.data.store.shard_files.replace_file", refused)
+    monkeypatch.setattr("fluxtrain.data.store.shards.replace_file", refused)
     monkeypatch.setattr(Encoder, "batches", refused)
     assert digest(prepared(data, tmp_path / "cache", tokenizer)) == expected
     (tmp_path / "empty").mkdir()

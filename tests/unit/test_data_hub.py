@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from fluxtrain.data.hub import PREFIX, chosen_file, single_file, split_address
+from fluxtrain.data.reading.hub import PREFIX, chosen_file, single_file, split_address
 from fluxtrain.errors import BadInput, NoSpace
 
 TALES = f"{PREFIX}owner/tales"

@@ -9,7 +9,6 @@ from typing import Any
 import datasets
 import pytest
 
-from fluxtrain.data.reading import hub_stream
 from fluxtrain.data.reading.corpus import Reading
 from fluxtrain.errors import BadInput
 from fluxtrain.methods.text_task import read_as
@@ -36,7 +35,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         return genuine("json", data_files=files, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(hub_stream, "single_file", lambda repository, file: None)
+    monkeypatch.setattr("fluxtrain.data.reading.hub.single_file", lambda repository, file: None)
     return state
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from fluxtrain.data.containers import lines, texts
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import read_request
+from fluxtrain.data.reading.sampling import estimated_tokens
 from fluxtrain.data.row import Row
-from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -74,7 +74,7 @@ def test_container_and_shape_come_with_their_reasons(
 
 def test_the_readers_of_the_app_need_neither_torch_nor_numpy_nor_transformers() -> None:
     code = (
-        "import sys, fluxtrain.data.reading.request, fluxtrain.data.sources\n"
+        "import sys, fluxtrain.data.reading.request, fluxtrain.data.reading.sampling\n"
         "named = {'torch', 'numpy', 'transformers', 'tokenizers', 'pyarrow', 'datasets'}\n"
         "heavy = named & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"

@@ -15,7 +15,7 @@ from fluxtrain.core.guards.wrap_checks import refuse_several_processes
 from fluxtrain.data.batches import refuse_larger_step
 from fluxtrain.data.prepare import check_sequence_length, corpora
 from fluxtrain.data.reading.request import ReadRequest, read_request
-from fluxtrain.data.sources import estimated_tokens
+from fluxtrain.data.reading.sampling import estimated_tokens
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.answers.plan import PlanAnswer, PlannedMethod, PlannedModel

@@ -16,13 +16,15 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from fluxtrain.data.fit import Fit, fit_of
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import TokenSource, learnt_in
 from fluxtrain.errors import BadInput
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
 PACKED_AT_ONCE = 1 << 20  # pieces that are packed together: some 200 MB meanwhile
+SHORTEST, LONGEST_TEXT, LONGEST_TALK = 64, 2048, 4096  # of rows, where nobody says
+WANTED_SHARE = 0.99  # of the samples fit
+LEAST_ROWS = 16  # of texts, so that a step does not see all of them
 PADDED_TO = 32  # the length of rows that are not packed is a multiple of this
 
 Ints = npt.NDArray[np.int64]
@@ -46,6 +48,46 @@ class Rows:
     def tokens(self) -> int:
         """Return how many tokens are not padding."""
         return int((self.document_ids >= 0).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How many samples are longer than a row, and what becomes of them."""
+
+    row_tokens: int
+    samples: int
+    longer: int = 0  # than a row
+    cut: int = 0  # conversations of which the beginning is learnt
+    divided: int = 0  # texts in several rows
+    left_out: int = 0  # samples with nothing to learn in their row
+    lost: int = 0  # tokens to learn that are in no row
+    first_left_out: str = ""  # place of its row in the data
+
+    @property
+    def share(self) -> float:
+        """Return the share of the samples that fit into a row."""
+        return 1 - self.longer / self.samples if self.samples else 1.0
+
+    def sentences(self) -> list[str]:
+        """Return what a person should be told, a sentence each; none where everything fits."""
+        told = []
+        if self.cut:
+            told.append(
+                f"{_samples(self.cut)} of {self.samples:,} longer than a row of {self.row_tokens} "
+                f"tokens {_are(self.cut)} cut: what is behind is not learnt"
+            )
+        if self.left_out:
+            told.append(
+                f"{_samples(self.left_out)} of {self.samples:,} {_are(self.left_out)} left out: "
+                f"nothing to learn is within their first {self.row_tokens} tokens (first: "
+                f"{self.first_left_out}); raise data.sequence_length to keep them"
+            )
+        if self.divided:
+            told.append(
+                f"{self.divided:,} of {self.samples:,} texts are longer than a row of "
+                f"{self.row_tokens} tokens and are cut into several"
+            )
+        return told
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -73,7 +115,7 @@ def pack_rows(tokens: TokenSource, spans: Spans, row_tokens: int, pack: bool = T
         )
     starts, lengths = _pieces(tokens, spans, row_tokens)
     predicted = learnt_in(tokens, starts, lengths)
-    fit = fit_of(tokens, spans, starts, predicted, row_tokens)
+    fit = _fit_of(tokens, spans, starts, predicted, row_tokens)
     kept = predicted > 0  # every row has a token to train on
     starts, lengths = starts[kept], lengths[kept]
     row_of = _best_fit_in_parts(lengths, row_tokens) if pack else np.arange(len(lengths))
@@ -103,14 +145,12 @@ class PackedRows:
         sequence_length: int,
         pad_id: int = 0,
         pack: bool = True,
-        packing: Packing | None = None,
     ) -> None:
-        """`packing` is that of these spans, where it is known already."""
         self.sequence_length = sequence_length
         self.packed = pack
         self._tokens = tokens
         self._pad_id = pad_id
-        self._packing = packing or pack_rows(tokens, spans, sequence_length, pack)
+        self._packing = pack_rows(tokens, spans, sequence_length, pack)
         self.fit = self._packing.fit
         self.pieces = len(self._packing.starts)
         self.token_count = int(self._packing.lengths.sum())
@@ -244,3 +284,84 @@ def _best_fit(lengths: Ints, row_tokens: int) -> Ints:
             stacks[left].append(row)
             rooms |= 1 << left
     return row_of
+
+
+def _fit_of(
+    tokens: TokenSource, spans: Spans, starts: Ints, predicted: Ints, row_tokens: int
+) -> Fit:
+    """Compare spans with their pieces: where these start, how many tokens of each are learnt."""
+    longer = spans.lengths > row_tokens
+    pieces = np.searchsorted(starts, spans.starts + spans.lengths) - np.searchsorted(
+        starts, spans.starts
+    )
+    sums = np.concatenate([[0], np.cumsum(predicted)])
+    firsts = np.searchsorted(starts, spans.starts)
+    learnt = sums[firsts + pieces] - sums[firsts]
+    left_out = (learnt == 0) & (spans.lengths > 1)
+    cut = longer & (pieces == 1) & ~left_out
+    dropped = np.flatnonzero(cut | left_out)
+    lost = learnt_in(tokens, spans.starts[dropped], spans.lengths[dropped]) - learnt[dropped]
+    first = np.flatnonzero(left_out)[:1]
+    return Fit(
+        row_tokens=row_tokens,
+        samples=len(spans.lengths),
+        longer=int(longer.sum()),
+        cut=int(cut.sum()),
+        divided=int((pieces > 1).sum()),
+        left_out=int(left_out.sum()),
+        lost=int(lost.sum()),
+        first_left_out=_origin(tokens, int(spans.starts[first[0]])) if len(first) else "",
+    )
+
+
+def _origin(tokens: TokenSource, place: int) -> str:
+    return tokens.origin(int(np.searchsorted(tokens.starts, place, side="right")) - 1)
+
+
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count:,} samples"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+@dataclass(frozen=True, slots=True)
+class RowLength:
+    """A length of rows, with the reason."""
+
+    tokens: int
+    because: str
+
+
+def choose_row_length(
+    lengths: Ints, *, talks: bool, positions: int | None, share: float = 1.0
+) -> RowLength:
+    """Choose the shortest power of two that `WANTED_SHARE` of the samples fit into.
+
+    `lengths` are the tokens of the first samples, a `share` of all; `positions` those that the
+    model knows. Conversations (`talks`) get longer rows than texts, as they cannot be divided; few
+    texts get shorter ones, as they can.
+    """
+    limit = LONGEST_TALK if talks else LONGEST_TEXT
+    most = limit if positions is None else min(limit, positions)
+    wanted = int(np.quantile(lengths, WANTED_SHARE, method="higher"))
+    tokens = min(most, max(SHORTEST, 1 << max(0, wanted - 1).bit_length()))
+    total = float(lengths.sum()) / share
+    few = False
+    while not talks and tokens > SHORTEST and total < LEAST_ROWS * tokens:
+        tokens, few = tokens // 2, True
+    tokens = max(2, min(tokens, int(lengths.sum())))
+    fit = float((lengths <= tokens).mean())
+    seen = " that were looked at" if share < 1 else ""
+    longest = int(lengths.max())
+    why = f"{fit:.1%} of {len(lengths):,} samples{seen} fit, the longest has {longest:,} tokens"
+    if fit == 1.0:
+        why += ", so none is cut or left out"
+    if few:
+        why += f"; longer rows would be fewer than {LEAST_ROWS}"
+    elif tokens == positions and fit < WANTED_SHARE:
+        why += f"; the model knows {positions:,} positions"
+    elif fit < WANTED_SHARE:
+        why += f"; longer rows than {limit:,} must be asked for"
+    return RowLength(tokens, why)

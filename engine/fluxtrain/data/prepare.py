@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,7 @@ from fluxtrain.data.demo import demo_files
 from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
 from fluxtrain.data.encoding.notes import Notes
 from fluxtrain.data.encoding.tokenizer import Tokenizer
-from fluxtrain.data.kept_rows import keep_packing, kept_packing
-from fluxtrain.data.packing import PackedRows, pack_rows
+from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.files import Entry
 from fluxtrain.data.reading.repeats import RepeatSearch
@@ -107,7 +106,6 @@ class _Encoded:
     tokens: Sequence[TokenSource]
     notes: Notes
     told: list[str]
-    kept: Path | None = None  # the folder for rows, where the tokens are cached
 
 
 def _encoded(
@@ -175,7 +173,7 @@ def _kept(
                         entry.free(names)
                     raise
     stored, known = found
-    return _Encoded(tokens=stored, notes=stored[0].notes, told=known, kept=entry.folder / "rows")
+    return _Encoded(tokens=stored, notes=stored[0].notes, told=known)
 
 
 def _build(
@@ -228,31 +226,17 @@ def _cacheable(wished: str, corpora: Sequence[Corpus]) -> list[Path] | None:
 
 
 def _rows(source: DataSource, limits: ModelLimits, found: _Encoded) -> tuple[PackedRows, ...]:
-    """Split the tokens and pack rows, or take the packing of an earlier run."""
-    names = ("trained", "held out")
-    wanted = [
-        (name, source.sequence_length, source.held_out, source.seed, limits.packs) for name in names
-    ]
-    known = [kept_packing(found.kept, one) if found.kept else None for one in wanted]
-    if all(known):
-        spans = (whole(found.tokens[0]), whole(found.tokens[-1]))  # not looked at
-    elif len(found.tokens) > 1:
-        spans = whole(found.tokens[0]), whole(found.tokens[1])
+    """Split the tokens where none are held out by themselves, and pack rows."""
+    first, last = found.tokens[0], found.tokens[-1]
+    if len(found.tokens) > 1:
+        spans = whole(first), whole(last)
     else:
-        parts = split(found.tokens[0], source.held_out, source.sequence_length, source.seed)
+        parts = split(first, source.held_out, source.sequence_length, source.seed)
         spans = parts.trained, parts.held_out
-    made = []
-    for tokens, span, one, packing in zip(
-        (found.tokens[0], found.tokens[-1]), spans, wanted, known, strict=True
-    ):
-        packed = packing or pack_rows(tokens, span, source.sequence_length, limits.packs)
-        if found.kept and packing is None:
-            with suppress(OSError):  # the next run packs again: a full disk, or one only read
-                keep_packing(found.kept, one, packed)
-        made.append(
-            PackedRows(tokens, span, source.sequence_length, limits.pad_id, limits.packs, packed)
-        )
-    return tuple(made)
+    return tuple(
+        PackedRows(tokens, span, source.sequence_length, limits.pad_id, limits.packs)
+        for tokens, span in zip((first, last), spans, strict=True)
+    )
 
 
 def _check_count(tokens: TokenSource, row_tokens: int, corpus: Corpus) -> None:

@@ -11,8 +11,7 @@ import torch
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, BatchSource, fullest_batch, in_order, typical_batch
 from fluxtrain.data.demo import PROMPT
-from fluxtrain.data.fit import Fit
-from fluxtrain.data.packing import PackedRows
+from fluxtrain.data.packing import Fit, PackedRows
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import DEMO, read_request

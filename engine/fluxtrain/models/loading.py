@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fluxtrain.data.hub import network_errors, not_kept
+from fluxtrain.data.reading.hub import network_errors, not_kept
 from fluxtrain.errors import BadInput, FluxTrainError, panics_refused
 from fluxtrain.files.opening import refuse_foreign
 from fluxtrain.models.beside import TEMPLATES, Beside, read_beside

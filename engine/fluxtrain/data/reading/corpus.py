@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fluxtrain.data.containers.record import Problem, Record
 from fluxtrain.data.containers.texts import pieces_of
 from fluxtrain.data.reading.files import Entry, files_of
-from fluxtrain.data.reading.hub_stream import hub_parts
+from fluxtrain.data.reading.hub import hub_parts
 from fluxtrain.data.reading.parts import Part, file_part
 from fluxtrain.data.reading.repeats import RepeatSearch
 from fluxtrain.data.reading.report import LISTED, Report

@@ -29,12 +29,12 @@ from fluxtrain.files.locks import if_left, try_lock, wait_for_lock
 from fluxtrain.files.opening import is_plain_folder, kind_of, open_to_write
 from fluxtrain.files.temporary import FULL, free_text
 
-VERSION = 3  # raise it when the same data would become other tokens, or other files
+VERSION = 4  # raise it when the same data would become other tokens, or other files
 ENDS = 1 << 16  # bytes of a file's beginning and end that its key looks at
 UNUSED_S = 30 * 24 * 3600.0
 _USED, _LOCK, _COMPLETE = "used", "lock", "complete.json"
 PARTS = ("trained", "held-out")
-_OWN = frozenset({_USED, _LOCK, _COMPLETE, *PARTS, "rows"})
+_OWN = frozenset({_USED, _LOCK, _COMPLETE, *PARTS, "rows"})  # rows: of earlier versions
 _KEY = re.compile(r"[0-9a-f]{32}")
 _SETTINGS = ("add_bos_token", "add_eos_token", "split_special_tokens", "legacy")  # of a tokenizer
 
@@ -136,14 +136,14 @@ class CachedTokens:
 
     def free(self, names: Sequence[str]) -> None:
         """Give back what the entry took of a full disk."""
-        for name in (*names, "rows"):
+        for name in names:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def discard(self, names: Sequence[str]) -> None:
         """Remove what was complete and is damaged; shards of a killed writer are kept."""
         if (self.folder / _COMPLETE).exists():
             (self.folder / _COMPLETE).unlink()
-            for name in (*names, "rows"):
+            for name in names:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
         for name in names:
             if (self.folder / name).is_dir() and not can_go_on(self.folder / name):

@@ -7,7 +7,11 @@ a checksum of every file, which is verified when the store is opened: docs/decis
 
 from __future__ import annotations
 
+import io
+import os
+import zlib
 from collections.abc import Iterable
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -20,19 +24,62 @@ from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.encoding.notes import Notes
 from fluxtrain.data.encoding.samples import Ids, Marks, Sample
 from fluxtrain.data.row import Row
-from fluxtrain.data.store.shard_files import (
-    Numbers,
-    write_numbers,
-)
 from fluxtrain.data.store.tokens import Ints, Keys, content_key
+from fluxtrain.files.atomic import replace_file
 from fluxtrain.files.cache import Damaged, read_sealed, write_sealed
+from fluxtrain.files.opening import open_plain, read_again, read_range
 
 SHARD_TOKENS = 1 << 24
 MANIFEST = "manifest.json"
+READ_BYTES = 1 << 20  # at once, while a checksum is verified
 _INDEX = np.dtype(
     [("length", "<u8"), ("row", "<u8"), ("key", "<u8"), ("number", "<u8"), ("file", "<u4"),
      ("is_row", "<u4")]
 )  # fmt: skip
+
+
+def write_numbers(path: Path, numbers: npt.NDArray[Any]) -> int:
+    """Write an array; return its checksum."""
+    data = np.ascontiguousarray(numbers).tobytes()
+    replace_file(path, data)
+    return zlib.crc32(data)
+
+
+class Numbers:
+    """An array of `write_numbers`, whose checksum is verified when it is opened."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, count: int, checksum: int) -> None:
+        """Read the file once. Raises Damaged where it is not the one that was written, and
+        ReadFailed where the disk fails."""
+        self._path = path
+        self._dtype = np.dtype(dtype)
+        try:
+            with open_plain(path) as file:
+                found = read_again(partial(_checksum, file), path)
+                self._inode = os.fstat(file.fileno()).st_ino
+                self._data = np.memmap(file, dtype=np.uint8, mode="r")
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{path} cannot be read: {error}") from error
+        if len(self._data) != count * self._dtype.itemsize or found != checksum:
+            raise Damaged(f"{path} is cut off or damaged")
+
+    def __len__(self) -> int:
+        return len(self._data) // self._dtype.itemsize
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """Return `count` numbers from `start` on. Raises ReadFailed where the disk fails or does
+        not answer: at a mapped page that would end the process. The mapping serves where the cache
+        was removed or built anew meanwhile."""
+        size = self._dtype.itemsize
+        first, length = start * size, count * size
+        found = read_range(self._path, first, length, self._inode)
+        return np.frombuffer(
+            self._data[first : first + length].data if found is None else found, dtype=self._dtype
+        )
+
+    def whole(self) -> npt.NDArray[Any]:
+        """Return all numbers. Raises ReadFailed as `read`."""
+        return self.read(0, len(self))
 
 
 class ShardWriter:
@@ -235,3 +282,11 @@ def _digest(samples: list[tuple[Sample, int]]) -> str:
         made.update(sample.ids.tobytes())
         made.update(b"" if sample.marks is None else sample.marks.tobytes())
     return made.hexdigest()
+
+
+def _checksum(file: io.FileIO) -> int:
+    file.seek(0)
+    checksum = 0
+    while part := file.read(READ_BYTES):
+        checksum = zlib.crc32(part, checksum)
+    return checksum

@@ -11,13 +11,11 @@ from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.encoding.notes import Notes
-from fluxtrain.data.fit import Fit
-from fluxtrain.data.packing import pack_rows
+from fluxtrain.data.packing import Fit, RowLength, choose_row_length, pack_rows
 from fluxtrain.data.prepare import corpora
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.reading.sampling import first_rows
 from fluxtrain.data.rendering.named import use_template
-from fluxtrain.data.sequence_length import RowLength, choose_row_length
 from fluxtrain.data.splitting import split, whole
 from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.events.events import ChoiceMade
