@@ -150,7 +150,7 @@ def test_a_null_that_a_line_of_json_gives_as_an_argument_stays(tmp_path: Path) -
         ("text,id\nx,1\ny\n", "line 3 has 1 cells and the first line names 2 columns"),
         ('text,id\n"x,1\ny,2\n', "a quote that is opened must be closed"),
         ("words\nx\n", "has no keys that are known (its keys: words)"),
-        ("text\n", "is empty"),
+        ("text\n", "names its columns and has no rows"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, data: str, said: str) -> None:

@@ -141,7 +141,7 @@ def test_reading_stops_soon_where_every_row_is_bad(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="10 or more rows cannot be used") as refused:
         list(reading)
     assert reading.report.bad == LISTED
-    assert "line 11: " in str(refused.value) and "line 12" not in str(refused.value)
+    assert "line 2: " in str(refused.value) and "line 3" not in str(refused.value)
     reading = Reading(corpus(path, max_bad_rows=50))
     with pytest.raises(BadInput, match="51 or more rows"):
         list(reading)

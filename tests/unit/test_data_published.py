@@ -49,10 +49,15 @@ READ: dict[str, tuple[dict[str, Any], str, set[str]]] = {
                {"parallel_tool_calls"}),
 }  # fmt: skip
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+READ |= {
     "dolly": ({"instruction": "how", "context": "", "response": "so", "category": "c"},
-              "data.columns: {output: response, input: context}"),
-    "gsm8k": ({"question": "how", "answer": "so"}, "{prompt: question, completion: answer}"),
+              "alpaca", {"category"}),
+    "gsm8k": ({"question": "how", "answer": "so"}, "completion", set()),
+    "orca": ({"system_prompt": "s", "question": "how", "response": "so"}, "alpaca", set()),
+    "flan": ({"inputs": "how", "targets": "so"}, "completion", set()),
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "imdb": ({"text": "a film", "label": 1}, "has the key `label`"),
     "hh-rlhf": ({"chosen": "a", "rejected": "b"}, "is a preference row (chosen, rejected)"),
     "ultrafeedback": (
@@ -62,9 +67,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
               "has the key `labels`"),
     "smoltalk2": ({"messages": TURNS, "chat_template_kwargs": {"enable_thinking": False}},
                   "has the key `chat_template_kwargs`"),
-    "orca": ({"system_prompt": "s", "question": "how", "response": "so"},
-             "{instruction: question, output: response, system: system_prompt}"),
-    "flan": ({"inputs": "how", "targets": "so"}, "{prompt: inputs, completion: targets}"),
     "kto": ({"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}],
              "kto_tag": False}, "is a preference row (kto_tag)"),
     "squad": ({"id": "1", "title": "t", "context": "c", "question": "q", "answers": {"text": []}},

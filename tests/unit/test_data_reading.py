@@ -254,7 +254,7 @@ def test_a_missing_key_names_the_keys_that_are_there(tmp_path: Path) -> None:
     later = _refusal(_lines(tmp_path, {"text": "x"}, {"words": "y"}))
     assert "line 2 has no `text`: its keys are words" in later
     wrong = _refusal(_lines(tmp_path, {"text": "x"}), "messages")
-    assert "line 1 has `text`, and the file's first row is of another shape" in wrong
+    assert "(data.format=messages), and no row has `messages`; its keys are text" in wrong
 
 
 def test_a_text_that_is_no_string_is_refused(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_an_estimate_reads_only_the_start_of_a_file(tmp_path: Path) -> None:
     path = _file(tmp_path, "a.jsonl", good * 100 + "damaged far below\n")
     found = estimated_tokens(corpus(path))
     assert found == pytest.approx(100 * 250 / 4, rel=0.02)
-    with pytest.raises(BadInput, match="line 1 has `text`, and"):
+    with pytest.raises(BadInput, match="no row has `messages`"):
         estimated_tokens(corpus(path, format="messages"))
 
 

@@ -214,31 +214,6 @@ def test_the_cure_for_a_preference_row_works(tmp_path: Path) -> None:
     assert said(row) == [ASKED, ANSWERED]
 
 
-@pytest.mark.parametrize(
-    ("record", "suggestion", "expected"),
-    [
-        ({"question": "how", "answer": "so"}, "{prompt: question, completion: answer}",
-         [ASKED, ANSWERED]),
-        ({"query": "how", "response": "so"}, "{prompt: query, completion: response}",
-         [ASKED, ANSWERED]),
-        ({"instruction": "how", "context": "x", "response": "so"},
-         "{output: response, input: context}", [("user", "how\nx", 0.0), ANSWERED]),
-        ({"Question": "how", "Answer": "so"}, "{prompt: Question, completion: Answer}",
-         [ASKED, ANSWERED]),
-        ({"content": "a text"}, "{text: content}", []),
-        ({"Text": "a text"}, "{text: Text}", []),
-    ],
-)  # fmt: skip
-def test_other_names_are_refused_with_the_setting_that_reads_them(
-    tmp_path: Path, record: dict[str, Any], suggestion: str, expected: list[Any]
-) -> None:
-    path = lines(tmp_path, record)
-    assert f"data.columns: {suggestion}" in refusal(path)
-    pairs = (pair.split(": ") for pair in suggestion.strip("{}").split(", "))
-    [row] = rows(path, columns=dict(pairs))
-    assert said(row) == expected or row.text == "a text"
-
-
 def test_keys_and_roles_of_messages_are_mapped(tmp_path: Path) -> None:
     turns = [{"speaker": "patient", "words": "how"}, {"speaker": "doctor", "words": "so"}]
     path = lines(tmp_path, {"talk": turns})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 
 from fluxtrain.data.encoding.conversations import ConversationEncoder, PlainEncoder
@@ -17,15 +16,6 @@ from fluxtrain.errors import BadInput
 
 BATCH_CHARACTERS = 1 << 20  # texts handed to the tokenizer at once: its threads share them
 BATCH_ROWS = 1 << 14
-SHOWN = 10  # refused rows that an error names
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """The samples of a batch of rows, each with the number of its row, and how many rows it was."""
-
-    samples: list[tuple[Sample, int]]
-    rows: int
 
 
 class Encoder:
@@ -47,8 +37,8 @@ class Encoder:
         self._texts = TextEncoder(tokenizer, TokenKinds(tokenizer))
         self._conversations: ConversationEncoder | None = None
 
-    def batches(self, rows: Iterable[Row]) -> Iterator[Encoded]:
-        """Encode rows in their order.
+    def batches(self, rows: Iterable[Row]) -> Iterator[list[tuple[Sample, int]]]:
+        """Encode rows in their order; yield the samples of a batch, each with its row's number.
 
         Raises BadInput when more rows than the limit give no sample, with the first ones' reasons.
         """
@@ -62,7 +52,7 @@ class Encoder:
             ]
             self.notes.rows += len(batch)
             self._refuse_too_many()
-            yield Encoded(samples, len(batch))
+            yield samples
 
     def samples(self, rows: Iterable[Row]) -> Iterator[tuple[Sample, int]]:
         """Encode rows, and yield their samples with the numbers of their rows.
@@ -71,8 +61,8 @@ class Encoder:
         """
         found = False
         for batch in self.batches(rows):
-            found |= bool(batch.samples)
-            yield from batch.samples
+            found |= bool(batch)
+            yield from batch
         if not found:
             raise self.nothing()
 
@@ -83,7 +73,7 @@ class Encoder:
         if self.notes.refused:
             return BadInput(
                 f"nothing can be learnt of the data: none of its {self.notes.rows:,} rows gives a "
-                f"sample; {'; '.join(self.notes.refusals[:3])}"
+                f"sample; {'; '.join(self.notes.refused_rows()[:3])}"
             )
         return BadInput("the tokenizer made no tokens of the data: every document is empty to it")
 
@@ -108,13 +98,13 @@ class Encoder:
         bad = notes.refused + self._bad()
         if not notes.refused or bad <= self._limit:
             return
+        told = notes.refused_rows()
         if bad == 1:
-            raise BadInput(f"{notes.refusals[0]} (data.max_bad_rows is 0)")
-        more = "; ..." if notes.refused > SHOWN else ""
+            raise BadInput(f"{told[0]} (data.max_bad_rows is 0)")
         raise BadInput(
             f"{bad:,} of the first {notes.rows:,} rows cannot be learnt, and data.max_bad_rows is "
-            f"{self._limit}: {'; '.join(notes.refusals[:SHOWN])}{more}: repair them, or raise "
-            "data.max_bad_rows to leave such rows out"
+            f"{self._limit}: {'; '.join(told)}: repair them, or raise data.max_bad_rows to leave "
+            "such rows out"
         )
 
 

@@ -6,14 +6,16 @@ Everything is counted, with the first row it happened to, and can be kept as JSO
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fluxtrain.data.reading.report import likewise
 from fluxtrain.data.rendering.chat_template import DATE
 from fluxtrain.data.row import Row
 from fluxtrain.errors import BadInput
 
-REFUSED_SHOWN = 20  # of the rows without a sample, how many keep their reason
+_NOTED = ("left_out", "within", "refusals")
+REASONS = 10  # for which rows became no sample, at most
 
 
 class RowRefused(BadInput):
@@ -41,7 +43,7 @@ class Notes:
     doubled: int = 0  # texts that begin or end with a special token that the tokenizer adds
     dated: int = 0  # conversations in which a fixed date stands for today's
     refused: int = 0  # rows without a sample
-    refusals: list[str] = field(default_factory=list)  # of the first REFUSED_SHOWN, with place
+    refusals: dict[str, Noted] = field(default_factory=dict)  # by reason
 
     def leaves_out(self, row: Row, names: set[str]) -> None:
         """Count what the rendering of `row` lacks."""
@@ -57,39 +59,26 @@ class Notes:
     def refuse(self, row: Row, error: Exception) -> None:
         """Count a row that becomes no sample."""
         self.refused += 1
-        if len(self.refusals) < REFUSED_SHOWN:
-            self.refusals.append(f"{row.origin}: {error}")
+        if (reason := str(error)) in self.refusals or len(self.refusals) < REASONS:
+            self.refusals.setdefault(reason, Noted(0, str(row.origin))).rows += 1
+
+    def refused_rows(self) -> list[str]:
+        """Return the reasons, each with the first row that was refused for it."""
+        return [f"{n.first}: {reason}{likewise(n.rows)}" for reason, n in self.refusals.items()]
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values for a manifest."""
-        return {
-            "rows": self.rows,
-            "left_out": _plain(self.left_out),
-            "within": _plain(self.within),
-            "ends": {str(token): count for token, count in self.ends.items()},
-            "added_ends": self.added_ends,
-            "endless": self.endless,
-            "doubled": self.doubled,
-            "dated": self.dated,
-            "refused": self.refused,
-            "refusals": list(self.refusals),
-        }
+        kept = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in _NOTED:
+            kept[name] = {what: [one.rows, one.first] for what, one in kept[name].items()}
+        return {**kept, "ends": {str(token): count for token, count in self.ends.items()}}
 
     @classmethod
     def from_json(cls, kept: dict[str, Any]) -> Notes:
         """Read what `as_json` made."""
-        return cls(
-            rows=kept["rows"],
-            left_out={name: Noted(*noted) for name, noted in kept["left_out"].items()},
-            within={name: Noted(*noted) for name, noted in kept["within"].items()},
-            ends=Counter({int(token): count for token, count in kept["ends"].items()}),
-            added_ends=kept["added_ends"],
-            endless=kept["endless"],
-            doubled=kept["doubled"],
-            dated=kept["dated"],
-            refused=kept["refused"],
-            refusals=list(kept["refusals"]),
-        )
+        noted = {name: {what: Noted(*one) for what, one in kept[name].items()} for name in _NOTED}
+        ends = Counter({int(token): count for token, count in kept["ends"].items()})
+        return cls(**{**kept, **noted, "ends": ends})
 
     def sentences(self) -> list[str]:
         """Return what a person should be told, a sentence each."""
@@ -125,12 +114,8 @@ class Notes:
                 f"{DATE:%-d %B %Y} in its place, so that they are the same on every day"
             )
         if self.refused:
-            told.append(f"{_rows(self.refused)} are left out (first: {self.refusals[0]})")
+            told.append(f"{_rows(self.refused)} are left out (first: {self.refused_rows()[0]})")
         return told
-
-
-def _plain(noted: dict[str, Noted]) -> dict[str, list[Any]]:
-    return {name: [one.rows, one.first] for name, one in noted.items()}
 
 
 def _rows(count: int) -> str:

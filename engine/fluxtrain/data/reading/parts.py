@@ -9,16 +9,22 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from fluxtrain.data.containers.lines import LINE_LIMIT_BYTES
 from fluxtrain.data.containers.opening import Opened, container_of, records
-from fluxtrain.data.containers.record import Problem, Record, keys_of
+from fluxtrain.data.containers.record import Problem, Record
 from fluxtrain.data.containers.streams import Source, compression_of
 from fluxtrain.data.containers.texts import texts
 from fluxtrain.data.row import Row
-from fluxtrain.data.shapes.convert import KeyRules, Recognised, recognised, renamed
-from fluxtrain.data.shapes.keys import SHAPES, Shape, advice_for, shapes_of
+from fluxtrain.data.shapes.convert import (
+    KeyRules,
+    Recognised,
+    recognised,
+    recognised_by_columns,
+    renamed,
+)
+from fluxtrain.data.shapes.keys import SHAPES, Shape, shapes_of
 from fluxtrain.errors import BadInput
 
 PLAIN = "plain"  # as data.format: the file is plain text, whatever its name says
@@ -136,12 +142,14 @@ def with_shape(part: Part) -> Part:
     """Return the part with the shape that its first rows show. Raises BadInput if they do not."""
     shown = _shown(part)
     because = f"{part.because}, and {shown.because}" if part.because else shown.because
-    return replace(part, shape=shown.shape, because=because)
+    rules = replace(part.rules, columns=shown.columns) if shown.columns else part.rules
+    return replace(part, shape=shown.shape, because=because, rules=rules)
 
 
 def _shown(part: Part) -> Recognised:
     first: Record | None = None
     problem: Problem | None = None
+    values: dict[str, Any] = {}  # of each key of the first rows: tables leave out empty cells
     with part.open() as items:
         for item in islice(items, LOOKED_AT):
             if isinstance(item, Problem):
@@ -150,14 +158,15 @@ def _shown(part: Part) -> Recognised:
                 if (shown := recognised(item, part.rules)) is not None:
                     return shown
                 first = first or item
+                values |= {
+                    k: v for k, v in renamed(item.values, part.rules).items() if k not in values
+                }
     if first is not None:
-        values = renamed(first.values, part.rules)
-        raise BadInput(
-            f"{first.origin} has no keys that are known (its keys: {keys_of(first.values)}): "
-            f"{advice_for(values)}"
-        )
+        return recognised_by_columns(first, values, part.rules)
     if problem is not None:
         raise BadInput(str(problem))
+    if part.container in ("csv", "tsv"):
+        raise BadInput(f"{part.name} names its columns and has no rows: there is nothing to learn")
     raise BadInput(f"{part.name} is empty: there is nothing to train on")
 
 

@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from fluxtrain.data.containers.record import Problem
 from fluxtrain.errors import BadInput
 
-LISTED = 10  # bad rows that are named; more are counted
+LISTED = 10  # bad rows that are looked for before a refusal, and reasons that are named
+
+
+def likewise(rows: int) -> str:
+    """Say behind a row how many more were refused for the same reason; "" for none."""
+    return "" if rows < 2 else f" (and {rows - 1:,} more row{'s' * (rows > 2)})"
 
 
 @dataclass(slots=True)
@@ -19,7 +24,8 @@ class Report:
     rows: int = 0  # documents, that is texts or conversations
     blank: int = 0  # texts without words
     bad: int = 0
-    problems: list[Problem] = field(default_factory=list)  # the first of the bad rows
+    # by reason: the first of the bad rows that have it, and how many do
+    problems: dict[str, tuple[Problem, int]] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)  # key -> rows that have it
     left_out_files: list[str] = field(default_factory=list)
     repeated: str = ""  # a sentence; empty where no row repeats another or this was not looked for
@@ -27,17 +33,22 @@ class Report:
     leaked: str = ""  # held-out rows that are trained on too
 
     def take(self, problem: Problem) -> None:
-        """Count a bad row, and list the first ones."""
+        """Count a bad row, and keep the first one of each reason."""
         self.bad += 1
-        if len(self.problems) < LISTED:
-            self.problems.append(problem)
+        self._keep(problem, 1)
+
+    def _keep(self, problem: Problem, rows: int) -> None:
+        first, before = self.problems.get(problem.said, (problem, 0))
+        if before or len(self.problems) < LISTED:
+            self.problems[problem.said] = (first, before + rows)
 
     def add(self, other: Report) -> None:
         """Count what another reading found as well."""
         self.rows += other.rows
         self.blank += other.blank
         self.bad += other.bad
-        self.problems = (self.problems + other.problems)[:LISTED]
+        for problem, rows in other.problems.values():
+            self._keep(problem, rows)
         self.ignored.update(other.ignored)
         self.left_out_files += other.left_out_files
 
@@ -49,7 +60,7 @@ class Report:
         if self.bad <= limit:
             return
         if self.bad == 1 and limit == 0:
-            raise BadInput(f"{self.problems[0]} (data.max_bad_rows is 0)")
+            raise BadInput(f"{next(self._listed())} (data.max_bad_rows is 0)")
         count = f"{self.bad:,}{'' if whole else ' or more'}"
         raise BadInput(
             f"{count} rows cannot be used, and data.max_bad_rows is {limit}: "
@@ -58,10 +69,11 @@ class Report:
         )
 
     def _listed(self) -> Iterator[str]:
-        """Yield the listed rows; the name of a file stands before its first one."""
+        """Yield the reasons, each with its first row; the name of a file stands once."""
         before = ""
-        for problem in self.problems:
-            yield str(problem) if problem.origin.file != before else problem.short
+        for problem, rows in self.problems.values():
+            told = str(problem) if problem.origin.file != before else problem.short
+            yield told + likewise(rows)
             before = problem.origin.file
 
     def lines(self) -> list[str]:

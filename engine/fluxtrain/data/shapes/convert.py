@@ -8,14 +8,18 @@ from typing import Any, cast
 
 from fluxtrain.data.containers.record import Record, keys_of, kind_of
 from fluxtrain.data.row import Message, Row, weights_of
+from fluxtrain.data.shapes.columns import UnclearColumns, readings_of, told
 from fluxtrain.data.shapes.keys import (
     COLUMNS,
     CONVERSATIONS,
     MESSAGE_COLUMNS,
+    NEEDED,
     TITLES,
     USED,
     Found,
     Shape,
+    advice_for,
+    has_keys,
     preference_of,
     says_something,
     shapes_of,
@@ -47,10 +51,11 @@ class KeyRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recognised:
-    """The shape of a file and the reason in words."""
+    """The shape of a file, the reason in words, and the columns where their names told them."""
 
     shape: Shape
     because: str
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 def recognised(record: Record, mapping: KeyRules) -> Recognised | None:
@@ -77,6 +82,8 @@ def recognised(record: Record, mapping: KeyRules) -> Recognised | None:
         )
     found = shapes_of(values, mapping.columns.get("role"))
     if mapping.shape != "auto":
+        if not has_keys(cast(Shape, mapping.shape), values):
+            return None
         named = next((one.named for one in found if one.shape == mapping.shape), None)
         because = "data.format says so" + (f", and its first row has {named}" if named else "")
         return Recognised(shape=cast(Shape, mapping.shape), because=because)
@@ -91,6 +98,43 @@ def recognised(record: Record, mapping: KeyRules) -> Recognised | None:
     renames = ", ".join(f"{ours} is {theirs}" for ours, theirs in mapping.columns.items())
     because = f"its first row has {found[0].named}"
     return Recognised(shape=found[0].shape, because=because + (f" ({renames})" if renames else ""))
+
+
+def recognised_by_columns(
+    record: Record, values: Mapping[str, Any], mapping: KeyRules
+) -> Recognised:
+    """Recognise the shape of a file by the names of its columns, where its keys are none of ours.
+
+    `record` is its first row, and `values` has a value for each key of the first rows. Raises
+    UnclearColumns, with the ways in which the columns could be read.
+    """
+    readings, is_sure = readings_of(values, mapping.shape) if not mapping.columns else ([], False)
+    if is_sure:
+        [one] = readings
+        because = f"{one.because} ({one.settings[0]})"
+        return Recognised(shape=one.shape, because=because, columns=one.columns)
+    keys = keys_of(record.values if mapping.columns else dict(values))
+    if mapping.shape != "auto":
+        needed = NEEDED.get(mapping.shape, ("messages",))
+        named = " and ".join(f"`{key}`" for key in needed)
+        cure = (
+            told(readings)
+            if readings
+            else ("leave out data.format, or say with data.columns which column is which")
+        )
+        raise UnclearColumns(
+            f"{record.origin.file} is read as {TITLES[cast(Shape, mapping.shape)]} (data.format="
+            f"{mapping.shape}), and no row has {named}; its keys are {keys}: {cure}",
+            readings,
+        )
+    if readings:
+        ways = "in several ways" if len(readings) > 1 else "in a way that is not sure"
+        raise UnclearColumns(
+            f"{record.origin} can be read {ways} (its keys: {keys}): {told(readings)}", readings
+        )
+    raise UnclearColumns(
+        f"{record.origin} has no keys that are known (its keys: {keys}): {advice_for(values)}"
+    )
 
 
 def renamed(values: dict[str, Any], mapping: KeyRules) -> dict[str, Any]:

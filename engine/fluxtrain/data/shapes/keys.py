@@ -43,6 +43,11 @@ USED: dict[Shape, tuple[str, ...]] = {
     "alpaca": ("instruction", "input", "output", "system", "history"),
     "completion": ("prompt", "completion", "tools", "functions"),
 }
+NEEDED: dict[str, tuple[str, ...]] = {  # of conversations one of their keys
+    "text": ("text",),
+    "alpaca": ("instruction", "output"),
+    "completion": ("prompt", "completion"),
+}
 # What `data.columns` may name, beside `role` and `content` within messages.
 COLUMNS = (
     *("text", "title", "messages", "tools", "system", "prompt", "completion"),
@@ -70,28 +75,7 @@ _MARKS = frozenset(
 )
 _LEARNT = frozenset({"weight", "loss_weight", "train", "training"})  # 1 says what holds anyway
 
-# Other names under which the columns of a prompt and its answer are published.
-_PROMPTS = (
-    *("question", "query", "prompt", "input", "inputs", "instruction", "source", "problem"),
-    *("user", "human"),
-)
-_ANSWERS = (
-    *("answer", "response", "output", "outputs", "completion", "target", "targets", "solution"),
-    *("chosen", "assistant", "gpt"),
-)
 _WRAPPERS = ("data", "rows", "examples", "instances", "items", "records", "dataset", "train")
-_SYSTEMS = ("system_prompt", "system_message", "system")
-_TEXTS = (
-    "text",
-    "content",
-    "body",
-    "raw_content",
-    "article",
-    "document",
-    "passage",
-    "code",
-    "story",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +108,13 @@ def shapes_of(values: Mapping[str, Any], role: str | None = None) -> list[Found]
     return found
 
 
+def has_keys(shape: Shape, values: Mapping[str, Any]) -> bool:
+    """Tell whether a row has the keys that a shape needs."""
+    if shape in NEEDED:
+        return all(key in values for key in NEEDED[shape])
+    return any(key in values for key in CONVERSATIONS)
+
+
 def says_something(key: str, value: Any, content: frozenset[str] = CONTENT) -> bool:
     """Tell whether a key says something to the model, or about what is learnt, by this value."""
     if key not in content or (isinstance(value, str | list | dict) and not value):
@@ -149,29 +140,12 @@ def preference_of(values: Mapping[str, Any]) -> str | None:
 
 def advice_for(values: Mapping[str, Any]) -> str:
     """Suggest what makes a row readable whose keys show no shape."""
-    prompt = _named(values, _PROMPTS)
-    answer = _named(values, _ANSWERS)
-    if "instruction" in values and answer is not None:
-        further = ", input: context" if "context" in values else ""
-        return (
-            f"if `{answer}` answers `instruction`, set data.columns: {{output: {answer}{further}}}"
-        )
-    if prompt is not None and answer is not None:
-        system = _named(values, _SYSTEMS)
-        ours = "prompt: {}, completion: {}" if system is None else "instruction: {}, output: {}"
-        further = "" if system in (None, "system") else f", system: {system}"
-        return (
-            f"if `{answer}` answers `{prompt}`, set data.columns: "
-            f"{{{ours.format(prompt, answer)}{further}}}"
-        )
     if (told := _of_lists(values) or _of_kinds(values)) is not None:
         return told
-    text = _named(values, _TEXTS)
-    if text is not None:
-        return f"if `{text}` is the whole text to learn, set data.columns: {{text: {text}}}"
     return (
         "it must have `text`, `messages`, `conversations`, `prompt` and `completion`, or "
-        "`instruction` and `output`; data.columns says which column is which"
+        "`instruction` and `output`; say which column is which with data.columns, such as "
+        "data.columns={prompt: ..., completion: ...}"
     )
 
 
@@ -215,9 +189,3 @@ def _of_kinds(values: Mapping[str, Any]) -> str | None:
             )
         return f"`{key}` is {kind_of(value)}, and it must be a list of messages"
     return None
-
-
-def _named(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return the key of a string that has one of these names, however it is capitalised."""
-    there = {key.lower(): key for key, value in values.items() if isinstance(value, str)}
-    return next((there[name] for name in names if name in there), None)

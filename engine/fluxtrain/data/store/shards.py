@@ -107,8 +107,8 @@ class ShardWriter:
         Raises BadInput as the encoder does.
         """
         for batch in encoder.batches(islice(rows, self.notes.rows, None)):
-            self._samples += batch.samples
-            self._tokens += sum(len(sample.ids) for sample, _ in batch.samples)
+            self._samples += batch
+            self._tokens += sum(len(sample.ids) for sample, _ in batch)
             if self._tokens >= SHARD_TOKENS:
                 self._flush(encoder.notes)
         self._flush(encoder.notes)

@@ -69,7 +69,7 @@ def compared_rows(
     use_template(loaded.tokenizer, settings.chat_template)
     encoder = Encoder(loaded.tokenizer, corpus.max_bad_rows)
     first = _first(Reading(corpus), rows * _DOCUMENTS)
-    tokens = in_memory(sample for one in encoder.batches(first) for sample in one.samples)
+    tokens = in_memory(sample for batch in encoder.batches(first) for sample in batch)
     check_vocabulary(tokens.largest, loaded.embedding_rows)
     count = int(tokens.starts[-1])
     length = min(wanted, most, count)
