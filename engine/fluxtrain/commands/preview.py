@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fluxtrain.config.choices import choose_schedule
+from fluxtrain.config.choices import Schedule, choose_schedule
 from fluxtrain.config.schema import RunConfig, settings
 from fluxtrain.core.guards.wrap_checks import refuse_several_processes
 from fluxtrain.data.batches import refuse_larger_step
@@ -116,7 +116,7 @@ def preview(
         host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
         estimated_rows=rows,
         first=first,
-        steps=schedule.total_steps,
+        schedule=schedule,
         choices=(
             device, dtype, *read, *chosen, *targets, *placement.choices,
             *page_locks_planned(facts, placement, device.value, per_s), *schedule.choices,
@@ -186,11 +186,12 @@ def _answer(
     host_limit_bytes: int | None,
     estimated_rows: int,
     first: FirstSamples | None,
-    steps: int,
+    schedule: Schedule,
     choices: tuple[ChoiceMade, ...],
 ) -> PlanAnswer:
-    placement = forecast.placement
-    fit = first.fit(config.data.row_tokens) if first else None
+    placement, steps, data = forecast.placement, schedule.total_steps, config.data
+    fit = first.fit(data.row_tokens) if first else None
+    notes = [*first.told(data.row_tokens), *first.few_held_out(data)] if first else []
     return PlanAnswer(
         model=model,
         method=method,
@@ -198,7 +199,7 @@ def _answer(
         layout=planned_layout(forecast.facts, forecast.layout),
         accumulation=config.train.accumulation,
         sequence_length=config.data.row_tokens,
-        notes=tuple(first.told(config.data.row_tokens)) if first else (),
+        notes=(*schedule.told, *notes),
         fitting_share=fit.share if fit else None,
         samples=counted(fit) if fit else None,
         device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.capacity.has_gpu),

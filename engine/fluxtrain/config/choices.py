@@ -10,6 +10,8 @@ from fluxtrain.events.events import ChoiceMade
 
 WARMUP_SHARE = 0.03
 WARMUP_LIMIT_STEPS = 100
+FEW_STEPS = 10  # of a whole run, which teach next to nothing
+_ENOUGH_STEPS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,7 @@ class Schedule:
     warmup_steps: int
     learning_rate: float
     choices: tuple[ChoiceMade, ...]
+    told: tuple[str, ...] = ()  # what a person should know before training, a sentence each
 
 
 def choose_schedule(
@@ -50,6 +53,19 @@ def choose_schedule(
         warmup_steps=warmup,
         learning_rate=rate,
         choices=tuple(choices),
+        told=_few_steps(settings, total, steps_per_epoch),
+    )
+
+
+def _few_steps(settings: TrainSettings, total: int, steps_per_epoch: int) -> tuple[str, ...]:
+    """Say that a run ends before it has learnt anything, where nobody asked for so few steps."""
+    if settings.steps is not None or total >= FEW_STEPS:
+        return ()
+    epochs = math.ceil(_ENOUGH_STEPS / steps_per_epoch)
+    return (
+        f"the whole run is {total} step{'s' * (total > 1)}, which teaches next to nothing: set "
+        f"train.epochs={epochs} for {epochs * steps_per_epoch} steps, lower train.batch_rows, or "
+        "add data",
     )
 
 

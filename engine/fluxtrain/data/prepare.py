@@ -64,6 +64,7 @@ class PreparedData:
     notes: Notes  # what was noticed while rows became tokens
     documents: int
     tokens: int
+    has_own_held_out: bool = False  # held-out rows are of data.held_out_path
 
 
 def prepare(
@@ -96,6 +97,7 @@ def prepare(
         notes=found.notes,
         documents=len(found.tokens[0].starts) - 1,
         tokens=int(found.tokens[0].starts[-1]),
+        has_own_held_out=apart is not None,
     )
 
 

@@ -11,6 +11,9 @@ from fluxtrain.data.order import salted
 from fluxtrain.data.store.tokens import TokenSource
 from fluxtrain.errors import BadInput
 
+FEW_DOCUMENTS, FEW_TOKENS = 10, 1000  # held out: fewer of both say little
+_SHARES = (0.05, 0.1, 0.2, 0.3)  # to hold out in place of too little
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -82,3 +85,16 @@ def _split(spans: Spans, held: Ints, sizes: Ints, firsts: Ints) -> Split:
         trained=Spans(spans.starts[kept > 0], kept[kept > 0]),
         held_out=Spans((spans.starts + kept)[rest > 0], rest[rest > 0]),
     )
+
+
+def few_held_out(documents: int, tokens: int, all_documents: int) -> list[str]:
+    """Say that evaluations say little where only a handful of documents is held out of all."""
+    if not documents or documents >= FEW_DOCUMENTS or tokens >= FEW_TOKENS:
+        return []
+    share = next((one for one in _SHARES if one * all_documents >= FEW_DOCUMENTS), None)
+    cure = f"set data.held_out={share:g}, or " if share else ""
+    return [
+        f"held out for evaluation: {documents} document{'s' * (documents > 1)} of {tokens} tokens, "
+        f"too few to tell one model from another: {cure}name data to evaluate on in "
+        "data.held_out_path"
+    ]

@@ -17,6 +17,7 @@ from fluxtrain.data.reading.corpus import Corpus, Reading
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.rendering.named import NAMED
 from fluxtrain.data.shapes.keys import TITLES
+from fluxtrain.data.splitting import few_held_out
 from fluxtrain.events.events import ChoiceMade, SampleFit
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundTask, Part, Prompt, Task
@@ -42,7 +43,10 @@ class TextTask(Task[Batch]):
     def notes(self, part: Part) -> list[str]:
         """Return what reading left out, what repeats, and what does not fit into rows."""
         data = self.data
-        return [*data.told, *data.notes.sentences(), *self.packed(part).fit.sentences()]
+        held = data.held_out
+        few = few_held_out(held.fit.samples, held.token_count, data.documents)
+        told = [*data.told, *data.notes.sentences(), *self.packed(part).fit.sentences()]
+        return told + few if part == "trained" and not data.has_own_held_out else told
 
     def rows(self, part: Part) -> int:
         """Count the packed rows of a part."""

@@ -142,6 +142,8 @@ class Run:
             steps_per_epoch=self._task.data.steps_per_epoch,
             usual_rate=usual_rate(config),
         )
+        for line in self.schedule.told:
+            session.announcer.warn(line)
         self.model, self.engine = wrapped(
             config,
             inputs.loaded,

@@ -121,7 +121,7 @@ def _pairs(
         contexts, prompts = contexts + inputs, [key for key in prompts if key not in inputs]
     every = [*prompts, *answers, *contexts, *systems]
     for prompt, answer, context, system in product(
-        prompts, answers, contexts or [None], systems or [None]
+        prompts, answers, contexts or [""], systems or [""]
     ):
         taken = [prompt, answer, *filter(None, (context, system))]
         as_alpaca = len(taken) > 2 or strings[prompt] == "instruction" or shape == "alpaca"
@@ -136,7 +136,7 @@ def _pairs(
         because += f", `{system}` as the system message" if system else ""
         yield ColumnReading(
             shape="alpaca" if "instruction" in columns else "completion",
-            columns={a: b for a, b in columns.items() if b is not None and a != b},
+            columns={a: b for a, b in columns.items() if b and a != b},
             ignore=tuple(key for key in every if key not in taken),
             because=because,
         )

@@ -16,7 +16,7 @@ from fluxtrain.data.prepare import corpora
 from fluxtrain.data.reading.request import DEMO, read_request
 from fluxtrain.data.reading.sampling import first_rows
 from fluxtrain.data.rendering.named import use_template
-from fluxtrain.data.splitting import split, whole
+from fluxtrain.data.splitting import few_held_out, split, whole
 from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.models.demo_model import SEQUENCE_LENGTH
@@ -52,6 +52,13 @@ class FirstSamples:
         spans = split(self.tokens, split_off, data.row_tokens, data.seed).trained
         rows = pack_rows(self.tokens, spans, data.row_tokens, packs).rows
         return rows if self.is_all else max(1, round(rows * (1 - held_out) / self.share))
+
+    def few_held_out(self, data: DataSettings) -> list[str]:
+        """Say where these are all samples, and only a handful of them is held out."""
+        if not self.is_all or data.held_out_path is not None:
+            return []
+        held = split(self.tokens, data.held_out, data.row_tokens, data.seed).held_out
+        return few_held_out(len(held.lengths), held.tokens, self.tokens.documents)
 
     def told(self, row_tokens: int) -> list[str]:
         """Return what a person should know of them, a sentence each."""
