@@ -40,7 +40,7 @@ from measured_on import (
 )
 from verdicts import Row, Slow, Told, beside, counted, judged, slow_references, verdicts
 
-from fluxtrain.machine.allocator import NAMES, SETTING
+from fluxtrain.machine.before_torch import NAMES, SETTING
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "benchmarks.md"

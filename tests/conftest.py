@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from fluxtrain.machine.allocator import let_segments_grow
+from fluxtrain.machine.before_torch import let_segments_grow
 from tests.process_state import changes, process_state
 
 # Before torch is imported. Test processes that each use every core only wait for each other.

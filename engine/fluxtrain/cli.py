@@ -33,7 +33,7 @@ from fluxtrain.commands.options import (
 from fluxtrain.commands.output import complain, hush_libraries, leave, print_json, say, silent, tell
 from fluxtrain.errors import EXIT_FINISHED, BadInput, FluxTrainError, NoSpace
 from fluxtrain.events.run_folder.standard_streams import open_standard_streams
-from fluxtrain.machine import allocator, openmp
+from fluxtrain.machine import before_torch
 from fluxtrain.units import loss_text
 
 if TYPE_CHECKING:
@@ -381,8 +381,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         faulthandler.enable(sys.__stderr__)
     hush_libraries()
     if "torch" not in sys.modules:  # else a program calls this, and torch has read them already
-        openmp.share_cores()
-        allocator.let_segments_grow()
+        before_torch.share_cores()
+        before_torch.let_segments_grow()
     given = sys.argv[1:] if arguments is None else arguments
     try:
         ended = get_command(app)(given, standalone_mode=False)  # app() replaces sys.excepthook too

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, DoesNotFit
-from fluxtrain.machine.allocator import NAMES, PAGE_BYTES, SETTING
+from fluxtrain.machine.before_torch import NAMES, PAGE_BYTES, SETTING
 from fluxtrain.machine.gpu import own_process_bytes
 from fluxtrain.train.placing.device_budget import hold_to_budget
 from fluxtrain.units import GIB, MIB

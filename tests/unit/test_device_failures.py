@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import DeviceFailed
-from fluxtrain.machine.failed_card import device_failure
-from fluxtrain.machine.failures import as_told
+from fluxtrain.machine.failures import as_told, device_failure
 
 
 class NvmlError(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.machine.allocator import (
+from fluxtrain.machine.before_torch import (
     GPU_NODE,
     NAMES,
     PAGE_BYTES,
@@ -51,7 +51,7 @@ def test_without_a_gpu_nothing_is_set(tmp_path: Path) -> None:
 def test_the_command_says_it_before_torch_is_imported() -> None:
     script = """
 import sys
-import fluxtrain.machine.allocator as allocator
+import fluxtrain.machine.before_torch as allocator
 allocator.let_segments_grow = lambda: print("torch" in sys.modules)
 from fluxtrain.cli import main
 main(["train", "nothing.yaml"])

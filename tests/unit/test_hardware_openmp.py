@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.machine.openmp import GPU_NODES, SPINS, share_cores
+from fluxtrain.machine.before_torch import GPU_NODES, SPINS, share_cores
 
 
 def test_without_a_gpu_threads_soon_sleep(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_beside_a_gpu_nothing_is_set(node: str, tmp_path: Path) -> None:
 def test_the_command_says_it_before_torch_is_imported() -> None:
     script = """
 import sys
-import fluxtrain.machine.openmp as openmp
+import fluxtrain.machine.before_torch as openmp
 openmp.share_cores = lambda: print("torch" in sys.modules)
 from fluxtrain.cli import main
 main(["train", "nothing.yaml"])

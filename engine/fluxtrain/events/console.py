@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import singledispatch
 from typing import Protocol
 
 from fluxtrain.events.events import (
@@ -94,9 +95,13 @@ class JsonConsole:
 
 def line(event: Event) -> str | None:
     """Return `event` as text that a terminal can show; None if it is not for the console."""
-    write = _LINES.get(type(event))
-    text = write(event) if write else None
+    text = _text(event)
     return None if text is None else printable_lines(text)
+
+
+@singledispatch
+def _text(_event: Event) -> str | None:
+    return None
 
 
 def to_standard_output(text: str) -> None:
@@ -108,8 +113,8 @@ def to_standard_output(text: str) -> None:
         sys.stdout = sys.__stderr__ or sys.stdout
 
 
-def _hello(event: Event) -> str | None:
-    assert isinstance(event, Hello)
+@_text.register
+def _hello(event: Hello) -> str | None:
     if not event.parameters:
         return f"fluxtrain {event.version}: {event.model}, method {event.method}, {event.machine}"
     again = f", going on after step {event.first_step}" if event.first_step else ""
@@ -119,8 +124,8 @@ def _hello(event: Event) -> str | None:
     )
 
 
-def _planned(event: Event) -> str:
-    assert isinstance(event, Planned)
+@_text.register
+def _planned(event: Planned) -> str:
     lines = [
         f"plan: offload {event.offload}, {event.batch_rows} x {event.accumulation} rows of "
         f"{event.sequence_length} tokens a step, chunks of {event.chunk_rows}; device memory "
@@ -137,8 +142,8 @@ def _planned(event: Event) -> str:
     return "\n".join(lines)
 
 
-def _plan_checked(event: Event) -> str | None:
-    assert isinstance(event, PlanChecked)
+@_text.register
+def _plan_checked(event: PlanChecked) -> str | None:
     known = [row for row in event.rows if row.error is not None]
     parts = [
         f"{_QUANTITIES.get(row.quantity, row.quantity)} {_amount(row.quantity, row.predicted)} and "
@@ -159,8 +164,8 @@ _QUANTITIES = {
 }
 
 
-def _step(event: Event) -> str:
-    assert isinstance(event, StepFinished)
+@_text.register
+def _step(event: StepFinished) -> str:
     if event.left_out and event.loss_scale is None:
         told = f"step {event.step}/{event.total_steps}  loss {loss_text(event.loss)}"
         return f"{told}  skipped: its gradients are not finite"
@@ -179,8 +184,8 @@ def _step(event: Event) -> str:
     )
 
 
-def _evaluation(event: Event) -> str:
-    assert isinstance(event, EvaluationFinished)
+@_text.register
+def _evaluation(event: EvaluationFinished) -> str:
     further = "".join(f", {n} {v:.4g}" for n, v in event.metrics.items() if n != "loss")
     return (
         f"evaluation at step {event.step}: loss {loss_text(event.loss)}{further} over "
@@ -202,8 +207,8 @@ def _beside_the_best(event: EvaluationFinished) -> str:
     return text
 
 
-def _stopped_early(event: Event) -> str:
-    assert isinstance(event, StoppedEarly)
+@_text.register
+def _stopped_early(event: StoppedEarly) -> str:
     than = f" by more than {event.threshold:g}" if event.threshold else ""
     best = "" if event.best_loss is None else (
         f"; the best was {event.best_loss:.4f} at step {event.best_step}"
@@ -214,15 +219,15 @@ def _stopped_early(event: Event) -> str:
     )
 
 
-def _checkpoint(event: Event) -> str:
-    assert isinstance(event, CheckpointWritten)
+@_text.register
+def _checkpoint(event: CheckpointWritten) -> str:
     size, spent = bytes_text(event.bytes), duration_text(event.seconds)
     held = "" if event.held_s is None else f", {duration_text(event.held_s)} of them held up"
     return f"checkpoint of step {event.step}: {event.path} ({size} in {spent}{held})"
 
 
-def _sample(event: Event) -> str:
-    assert isinstance(event, SampleGenerated)
+@_text.register
+def _sample(event: SampleGenerated) -> str:
     words = " ".join(f"{event.prompt}|{event.text}".split())
     if event.seconds is None:
         return f"sample: {words}"
@@ -230,14 +235,14 @@ def _sample(event: Event) -> str:
     return f"sample {event.number} of {event.count} at step {event.step}{took}: {words}"
 
 
-def _advice(event: Event) -> str:
-    assert isinstance(event, AdviceGiven)
+@_text.register
+def _advice(event: AdviceGiven) -> str:
     gain = f" ({event.gain})" if event.gain else ""
     return f"advice: {event.text}: {event.how}{gain}"
 
 
-def _changed(event: Event) -> str:
-    assert isinstance(event, ChangeApplied)
+@_text.register
+def _changed(event: ChangeApplied) -> str:
     reasons = {
         "asked": "as asked", "advice": "as advised", "undo": "undone",
         "wrong": "undone: it gave less than half of what was promised",
@@ -250,13 +255,13 @@ def _changed(event: Event) -> str:
     )
 
 
-def _change_refused(event: Event) -> str:
-    assert isinstance(event, ChangeRefused)
+@_text.register
+def _change_refused(event: ChangeRefused) -> str:
     return f"after step {event.step}: {event.name}={event.value} was not made: {event.because}"
 
 
-def _change_measured(event: Event) -> str:
-    assert isinstance(event, ChangeMeasured)
+@_text.register
+def _change_measured(event: ChangeMeasured) -> str:
     change = f"{event.name} {event.before} -> {event.after}"
     if event.measured_gain is None:
         return f"{change}: too few steady steps to measure it"
@@ -269,19 +274,19 @@ def _change_measured(event: Event) -> str:
     )
 
 
-def _log(event: Event) -> str:
-    assert isinstance(event, LogWritten)
+@_text.register
+def _log(event: LogWritten) -> str:
     return f"{event.level}: {event.text}"
 
 
-def _phase(event: Event) -> str | None:
-    assert isinstance(event, PhaseChanged)
+@_text.register
+def _phase(event: PhaseChanged) -> str | None:
     quiet = event.phase in ("training", "evaluating", "saving", "failed", "finished")
     return None if quiet else f"{event.phase}{f': {event.detail}' if event.detail else ''}"
 
 
-def _done(event: Event) -> str:
-    assert isinstance(event, Done)
+@_text.register
+def _done(event: Done) -> str:
     loss = loss_text(event.loss)
     held_out = loss_text(event.evaluation_loss)
     ended = state_of_exit(event.exit_code)
@@ -308,22 +313,3 @@ def _whose_weights(event: Done) -> str:
         f" (step {event.model_step}, the last; the best {best}, was at step {event.best_step}: "
         "train.final_model=best saves that one)"
     )
-
-
-_LINES: dict[type[Event], Callable[[Event], str | None]] = {
-    Hello: _hello,
-    Planned: _planned,
-    PhaseChanged: _phase,
-    StepFinished: _step,
-    StoppedEarly: _stopped_early,
-    EvaluationFinished: _evaluation,
-    CheckpointWritten: _checkpoint,
-    SampleGenerated: _sample,
-    AdviceGiven: _advice,
-    ChangeApplied: _changed,
-    ChangeRefused: _change_refused,
-    ChangeMeasured: _change_measured,
-    LogWritten: _log,
-    PlanChecked: _plan_checked,
-    Done: _done,
-}

@@ -9,9 +9,9 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -61,16 +61,15 @@ def check_space(path: Path, needed_bytes: int) -> None:
         )
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write `path` so that readers, also after a power cut, see the old or the new content.
-
-    Raises OSError.
-    """
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write, which becomes `path` in the end: readers, also after a power cut, see
+    the old or the new content. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:  # never through a planted link
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -79,6 +78,12 @@ def replace_file(path: Path, content: bytes) -> None:
     finally:  # absent after the replace; a signal may come before it
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `path` as `whole_file` does. Raises OSError."""
+    with whole_file(path) as file:
+        file.write(content)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

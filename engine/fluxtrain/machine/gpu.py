@@ -112,15 +112,8 @@ def _none(reason: str, driver_folder: Path) -> Gpus:
         count = len(list(driver_folder.iterdir()))
     except OSError:
         count = 0
-    nameless = dict.fromkeys(
-        (
-            *("name", "uuid", "memory_total_bytes", "memory_free_bytes", "other_processes"),
-            *("compute_capability", "pcie_generation", "pcie_width", "bf16"),
-            *("pcie_card_generation", "pcie_card_width", "power_limit_w", "power_default_w"),
-            *("numa_node", "mig", "mig_slices"),
-        ),
-        reason,
-    )
+    facts = [name for name in Gpu.__struct_fields__ if name not in ("index", "unknown")]
+    nameless = dict.fromkeys(facts, reason)
     gpus = tuple(
         Gpu(index=index, **dict.fromkeys(nameless), unknown=nameless) for index in range(count)
     )

@@ -32,8 +32,7 @@ from fluxtrain.events.run_folder.control import ControlServer
 from fluxtrain.events.run_folder.holding import Holding
 from fluxtrain.events.run_folder.own_files import refuse_odd_places
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.machine.failed_card import device_failure
-from fluxtrain.machine.failures import as_told
+from fluxtrain.machine.failures import as_told, device_failure
 from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.observe.disk_wait import DiskWait
 from fluxtrain.train.observe.gauges import GaugeThread

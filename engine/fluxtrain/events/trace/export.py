@@ -25,7 +25,7 @@ from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 from fluxtrain.events.trace.attribution import attribute, median_step, summary_lines
 from fluxtrain.events.trace.lanes import CARD_LANES, LANES, StepLanes
 from fluxtrain.events.trace.ring import RingReader, read_ring
-from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.atomic import storage_error, whole_file
 from fluxtrain.files.temporary import FULL
 
 _BESIDE = "h2d beside"  # a thread in the trace, not a lane
@@ -97,22 +97,16 @@ def write_trace(path: Path, steps: Sequence[StepLanes], run_id: str) -> int:
     The file is whole or absent. Raises `BadInput` for a bad path and `NoSpace` on a full disk.
     """
     check_trace_path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with whole_file(path) as file:
             if path.suffix == ".gz":
                 with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
                     _write(cast("BinaryIO", packed), steps, run_id)
             else:
                 _write(file, steps, run_id)
-        size = temporary.stat().st_size
-        os.replace(temporary, path)
+        return path.stat().st_size
     except OSError as error:
         raise _refused(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    return size
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.machine.allocator import limit_within, segments_grow
+from fluxtrain.machine.before_torch import limit_within, segments_grow
 from fluxtrain.units import GIB, bytes_text
 
 _SMALLEST_BYTES = 64 << 20

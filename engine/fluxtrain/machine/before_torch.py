@@ -1,4 +1,4 @@
-"""Sets how torch allocates the memory of a GPU. Imports no torch."""
+"""Settings that torch and OpenMP read once, when torch is imported. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,3 +41,24 @@ def limit_within(bytes_left: int, *, grow: bool) -> int:
     less than a page, even a limit of whole pages, because small blocks have smaller pages.
     """
     return max(0, bytes_left - PAGE_BYTES) if grow else bytes_left
+
+
+# libgomp's own count is 300,000: beside other programs a thread then spins for one that the system
+# has preempted, and burns the processor time that one needs (docs/benchmarks.md).
+SPINS = 2000
+SET_BY_USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+GPU_NODES = ("dev/nvidiactl", "dev/dxg")  # the driver's, and that of WSL2
+
+
+def share_cores(
+    environment: MutableMapping[str, str] | None = None, root: Path = Path("/")
+) -> None:
+    """Let waiting threads sleep soon if the processor computes everything.
+
+    Call it before torch is imported, because libgomp reads the setting once. Does nothing if the
+    user has set it, or with a GPU, when the host computes AdamW alone.
+    """
+    found = os.environ if environment is None else environment
+    set_by_user = any(name in found for name in SET_BY_USERS)
+    if not set_by_user and not any((root / node).exists() for node in GPU_NODES):
+        found["GOMP_SPINCOUNT"] = str(SPINS)
