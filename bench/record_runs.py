@@ -22,10 +22,16 @@ from children import Stopped, run_python, started_python, stoppable
 
 from fluxtrain.events import events as ev
 from fluxtrain.events.reader import JournalFollower
+from fluxtrain.events.trace.ring import RingWriter, read_ring
 
 RECORDED = Path(__file__).parents[1] / "tests" / "tui" / "recorded"
 RUNS = Path("/tmp/fluxtrain/runs")
-KEPT = ("events.ndjson", "timeline.ring")
+# Parts of a run's time after which tests and pictures look at its timeline; others keep all steps.
+LOOKED_AT = {
+    "demo": (0.66, 1.0), "diverged": (1.0,), "resumed": (1.0,), "blocks": (0.66, 1.0),
+    "advised": (0.42, 0.62), "killed": (),
+}  # fmt: skip
+BEFORE, AFTER = 7, 2  # steps that are kept around such a moment
 LIMIT_S = 300.0
 EVERY_20 = ("--set", "train.checkpoint_every=20", "--set", "train.evaluate_every=20")
 STREAMED = ("--set", "placement.offload=weights")
@@ -64,9 +70,28 @@ def step_done(step: int) -> Callable[[ev.AnyEvent], bool]:
 
 def keep(run: Path, name: str) -> None:
     """Write what is replayed of a run to the recorded ones."""
-    (RECORDED / name).mkdir(exist_ok=True)
-    for file in KEPT:
-        shutil.copyfile(run / file, RECORDED / name / file)
+    folder = RECORDED / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    shutil.copyfile(run / "events.ndjson", folder / "events.ndjson")
+    events, wanted = events_of(folder), set[int]()
+    began_s, lasted_s = events[0].wall_s, events[-1].wall_s - events[0].wall_s
+    for share in LOOKED_AT.get(name, ()):
+        until_s = began_s + share * lasted_s
+        done = [
+            one.step for one in events if isinstance(one, ev.StepFinished) and one.wall_s <= until_s
+        ]
+        wanted |= set(range(done[-1] - BEFORE, done[-1] + AFTER + 1))
+    steps = [
+        one
+        for one in read_ring(run / "timeline.ring")
+        if name not in LOOKED_AT or one.step in wanted
+    ]
+    if steps:
+        writer = RingWriter(folder / "timeline.ring")
+        for step in steps:
+            writer.write(step)
+        writer.close()
     print(name)
 
 
@@ -122,10 +147,6 @@ RECORDINGS: dict[str, Callable[[], None]] = {
     "streamed": lambda: record(
         "streamed", "--steps", "40", *STREAMED, *EVERY_20, "--set", "train.batch_rows=1",
         "--set", "data.sequence_length=32",
-    ),
-    "cards": lambda: record(
-        "cards", "--steps", "24", *STREAMED, *EVERY_20, "--set", "train.batch_rows=8",
-        "--set", "placement.chunk_rows=2", "--set", "parallel.cards=2",
     ),
     "advised": advised,
     "blocks": lambda: record("blocks", "--steps", "60", *STREAMED, *EVERY_20),

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "tests" / "tui" / "recorded"
 FOLDER = ROOT / "screenshots"
 RUNS = Path("/tmp/fluxtrain/runs")  # the recorded runs for the list of runs, dated as they ended
-COMPARED = ("v", "down", "down", "enter", "left", "H", "H")
+COMPARED = ("v", "down", "down", "down", "down", "enter", "left", "H", "H")
 
 
 @dataclass(frozen=True)

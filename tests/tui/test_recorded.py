@@ -17,9 +17,7 @@ from fluxtui.state.view import View
 from fluxtui.widgets.spans import width_of
 
 RECORDED = Path(__file__).parent / "recorded"
-RUNS = (
-    "demo", "killed", "resumed", "diverged", "h200", "streamed", "changed", "blocks", "cards",
-)  # fmt: skip
+RUNS = ("demo", "killed", "resumed", "diverged", "h200", "h200-cards", "streamed")
 
 
 def events_of(run: str) -> list[ev.AnyEvent]:
@@ -109,20 +107,6 @@ def test_a_diverged_run_says_why_and_what_to_do() -> None:
     view = view_of("diverged", process="dead")
     assert view.status.kind == "failed"
     assert "Diverged" in view.status.detail and "learning" in view.status.detail
-
-
-def test_wrong_advice_of_a_real_run_was_undone_and_a_manual_change_taken_back() -> None:
-    trials = view_of("changed", process="dead").state.changes.trials
-    assert [(trial.change.name, trial.change.why) for trial in trials] == [
-        ("chunk_rows", "advice"),
-        ("resident_blocks", "asked"),
-    ]
-    wrong, manual = trials
-    assert wrong.measured is not None and wrong.measured.verdict == "wrong"
-    assert wrong.measured.measured_gain is not None
-    assert wrong.measured.measured_gain < 0.5 * (wrong.measured.predicted_gain or 0)
-    assert [trial.undone and trial.undone.why for trial in trials] == ["wrong", "undo"]
-    assert manual.measured is not None and manual.measured.verdict == "measured"
 
 
 def test_a_real_trainer_tells_each_blocks_name_and_bytes() -> None:

@@ -36,9 +36,7 @@ from fluxtui.wizard.pages.waiting import pending
 from fluxtui.words import counted
 
 RECORDED = Path(__file__).parent / "recorded"
-RUNS = (
-    "demo", "killed", "resumed", "diverged", "h200", "streamed", "changed", "blocks", "cards",
-)  # fmt: skip
+RUNS = ("demo", "killed", "resumed", "diverged", "h200", "h200-cards", "streamed")
 SIZES = ((60, 20), (80, 24), (100, 34), (120, 40), (200, 60))
 OTHERS_WORDS = ("log", "moves", "lanes", "step", "recent_steps")  # names and texts of any length
 INSET = {"box": (4, 2), "rule": (0, 1), "bare": (0, 0)}
