@@ -173,13 +173,6 @@ def test_data_that_cannot_be_used_is_refused(
     assert path.read_bytes() == content
 
 
-def test_a_batch_larger_than_the_data_is_refused(
-    call: Call, run_config: RunConfig, tmp_path: Path
-) -> None:
-    config = run_config(train__batch_rows=100_000)
-    assert_refused(call("train", config, "--run-dir", tmp_path / "run"), 2, "train.batch_rows")
-
-
 def test_a_run_directory_that_is_used_already_is_refused(
     call: Call, run_config: RunConfig, tmp_path: Path
 ) -> None:
@@ -242,43 +235,6 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 1 << 30}))
     answer = call("train", run_config(model__path=str(folder)), "--run-dir", tmp_path / "run")
     assert_refused(answer, 3, "does not fit", "TiB")
-
-
-@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
-def test_a_model_that_lies_in_the_run_directory_already_is_not_replaced(
-    call: Call, run_config: RunConfig, tmp_path: Path, resume: list[str]
-) -> None:
-    (tmp_path / "project" / "model").mkdir(parents=True)
-    (tmp_path / "project" / "model" / "notes.txt").write_text("mine")
-    answer = call("train", run_config(), "--run-dir", tmp_path / "project", *resume)
-    assert_refused(answer, 2, "would replace", "--run-dir")
-    assert [p.name for p in (tmp_path / "project").rglob("*")] == ["model", "notes.txt"]
-
-
-def test_a_pid_file_that_is_a_link_is_not_followed(
-    call: Call, run_config: RunConfig, tmp_path: Path
-) -> None:
-    (tmp_path / "precious").write_text("keep me")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "pid").symlink_to(tmp_path / "precious")
-    assert_refused(call("train", run_config(), "--run-dir", tmp_path / "run"), 2, "--run-dir")
-    assert (tmp_path / "precious").read_text() == "keep me"
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-that-name/data.txt", "\x1b[31m\nred.txt"])
-def test_a_path_that_no_system_takes_is_told_in_one_line(
-    call: Call, run_config: RunConfig, tmp_path: Path, name: str
-) -> None:
-    for key in ("data__path", "model__path"):
-        config = run_config(**{key: name if name.startswith("~") else str(tmp_path / name)})
-        answer = call("train", config, "--run-dir", tmp_path / f"run-{key}")
-        assert_refused(answer, 2)
-        assert "\x1b" not in answer.stderr
-
-
-def test_names_that_are_not_utf8_are_refused(call: Call, run_config: RunConfig) -> None:
-    assert_refused(call("train", run_config(), "--run-dir", "/tmp/\udcff"), 2, "not UTF-8")
-    assert_refused(call("train", "--resume", "/tmp/\udcff"), 2, "not UTF-8")
 
 
 def test_a_full_disk_ends_with_five_and_keeps_the_checkpoint_before(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Interrupted
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
-from fluxtrain.events.trace.ring import read_ring
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
@@ -43,16 +41,6 @@ def assert_same_weights(one: Path, other: Path) -> None:
     left, right = weights(one), weights(other)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def choice(run_dir: Path) -> dict[str, str] | None:
-    choices = json.loads((run_dir / "plan.json").read_text())["choices"]
-    return next((one for one in choices if one["name"] == "train.moments"), None)
-
-
-def kinds(run_dir: Path) -> set[str]:
-    steps = read_ring(run_dir / "timeline.ring")
-    return {one.kind for step in steps for one in step.intervals if one.lane == "cpu"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -83,17 +71,3 @@ def test_a_run_that_is_stopped_and_goes_on_the_other_way_has_the_same_bits(
     monkeypatch.setattr(TrainingLoop, "_between_steps", between)
     assert run(config, tmp_path / "parts", "with_weights", resume="auto") == whole
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
-
-
-def test_the_plan_and_the_timeline_say_when_moments_were_updated(
-    run_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = run_config(train__steps=6)
-    for moments in ("deferred", "with_weights", "auto"):
-        run(config, tmp_path / moments, moments)
-    chosen = choice(tmp_path / "deferred")
-    assert chosen is not None
-    assert (chosen["value"], chosen["because"]) == ("deferred", "as set")
-    assert choice(tmp_path / "auto") is None, "without a GPU there is nothing to choose"
-    assert kinds(tmp_path / "deferred") == {"update", "moments"}
-    assert kinds(tmp_path / "with_weights") == kinds(tmp_path / "auto") == {"update"}

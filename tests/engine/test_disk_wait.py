@@ -88,16 +88,6 @@ def test_after_its_time_the_last_refusal_is_raised_with_code_5() -> None:
     assert disk.tries < 60, "a checkpoint is not written anew every second"
 
 
-@pytest.mark.parametrize("case", ["off", "stop", "file size limit"])
-def test_what_waiting_cannot_cure_is_not_waited_for(case: str) -> None:
-    wait, clock, _ = waiting(0.0 if case == "off" else 600.0, lambda: case == "stop")
-    limit = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-    disk = Disk(clock, 10_000.0, limit if case == "file size limit" else FULL)
-    with pytest.raises(NoSpace):
-        wait.until_written(disk.write)
-    assert clock.now_s == 0.0
-
-
 def test_an_event_that_the_journal_refused_is_in_it_once_after_the_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

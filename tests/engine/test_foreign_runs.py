@@ -15,11 +15,10 @@ import pytest
 from fluxtrain.cli import main
 from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
-from fluxtrain.events.run_folder.own_files import clear_model, note_model, refuse_odd_places
+from fluxtrain.events.run_folder.own_files import clear_model, note_model
 from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
 from fluxtrain.files.atomic import read_json
 from fluxtrain.train.checkpoint.recovery import may_keep_tokens, resumed_config
-from fluxtrain.train.session import Session
 
 Call = Callable[..., tuple[int, str]]
 TRUSTING = {"path": "elsewhere/model", "trust_remote_code": True}
@@ -72,11 +71,6 @@ def test_code_is_trusted_by_the_user_and_not_by_the_folder(tmp_path: Path, said:
     assert not resumed_config(run, ["model.trust_remote_code=false"]).model.trust_remote_code
 
 
-def test_a_run_without_code_of_its_own_goes_on_as_before(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    assert resumed_config(run, ["train.steps=7"]).train.steps == 7
-
-
 @pytest.mark.parametrize("named", ["--resume RUN", "--resume auto --run-dir RUN", "--run-dir RUN"])
 def test_the_command_refuses_code_that_only_the_folder_asks_for(
     call: Call, tmp_path: Path, named: str
@@ -86,15 +80,6 @@ def test_the_command_refuses_code_that_only_the_folder_asks_for(
     code, said = call("train", *named.replace("RUN", str(run.path)).split())
     assert code == 2 and "add --set model.trust_remote_code=true" in said
     assert sorted(os.listdir(run.path)) == before, "nothing was written"
-
-
-@pytest.mark.parametrize("trusts", [True, False])
-def test_the_command_that_goes_on_says_again_what_the_user_said(
-    tmp_path: Path, trusts: bool
-) -> None:
-    session: Any = Session.__new__(Session)
-    session.run_dir, session.trusts_code = RunDir(tmp_path), trusts
-    assert ("--set model.trust_remote_code=true" in session.resume_command) is trusts
 
 
 # --- places to write ------------------------------------------------------------------------------
@@ -168,14 +153,6 @@ def test_no_reader_of_a_run_goes_through_a_link_or_waits_for_a_pipe(
     assert name in FOLDERS or read_json(source) is None
     after = sorted(precious.rglob("*")) if precious.is_dir() else precious.read_bytes()
     assert after == before
-
-
-def test_a_run_folder_that_the_user_names_by_a_link_is_the_run(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    (tmp_path / "link").symlink_to(run.path)
-    named = RunDir(tmp_path / "link")
-    refuse_odd_places(named)
-    assert resumed_config(named, []) == resumed_config(run, [])
 
 
 def test_others_files_in_a_model_that_is_saved_again_are_moved_and_told(tmp_path: Path) -> None:

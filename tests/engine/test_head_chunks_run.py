@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.config.schema import load_config
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
 from fluxtrain.plan import heads
-from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.run import train
 from tests.engine.test_rows_run import numbers, run
 
 
@@ -40,24 +36,3 @@ def test_a_run_in_vocab_chunks_has_the_numbers_of_one_without(
     norms = [[norm for _, norm in each[:-1]] for each in (chunks, whole)]
     if limit != "null":
         assert norms[0] == pytest.approx(norms[1], rel=2e-2)
-
-
-def test_a_run_in_vocab_chunks_that_is_continued_has_the_same_losses(
-    run_config: Callable[..., Path],
-    model_folder: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(heads, "VOCAB_CHUNK_BYTES", 1)
-    monkeypatch.setattr(heads, "MULTIPLE_ROWS", 32)
-    config = run_config(model__path=str(model_folder("llama")), train__steps=4)
-    settings = load_config(config, ["placement.head=chunks", "train.checkpoint_every=2"])
-    train(settings, locate(None, tmp_path / "run", settings))
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
-    train(settings, locate(str(checkpoint), None, settings))
-    said: dict[int, list[float]] = {}
-    for event in read_events(tmp_path / "run" / "events.ndjson"):
-        if isinstance(event, ev.StepFinished):
-            said.setdefault(event.step, []).append(event.loss)
-    assert [len(losses) for losses in said.values()] == [1, 1, 2, 2]
-    assert all(len(set(losses)) == 1 for losses in said.values())

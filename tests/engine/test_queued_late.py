@@ -81,10 +81,6 @@ def test_blocks_that_are_queued_slower_than_they_compute_are_one_run() -> None:
     assert attribute(step).queued_s == pytest.approx(8 * 6e-3, rel=0.01)
 
 
-def test_a_gpu_with_work_ahead_is_busy() -> None:
-    assert not late(cut(blocks_of(queueing_s=2e-3, computing_s=6e-3)))
-
-
 def test_a_gpu_that_is_behind_by_as_much_all_the_time_is_busy() -> None:
     """A host that waits for the GPU after each block keeps its distance."""
     blocks = [
@@ -97,16 +93,6 @@ def test_a_gpu_that_is_behind_by_as_much_all_the_time_is_busy() -> None:
 def test_a_gpu_that_catches_up_was_busy_until_then() -> None:
     behind = [(At(1.0, 1.05), At(1.06, 1.0601))]
     assert not late(cut(behind))
-
-
-def test_runs_of_two_kinds_and_with_a_pause_between_them_are_apart() -> None:
-    first = blocks_of(6e-3, 2e-3, 2)
-    later = [(At(a.queued_s + 1, a.came_s + 1), At(b.queued_s + 1, b.came_s + 1)) for a, b in first]
-    assert len(late(cut(first + later))) == 2
-
-
-def test_what_has_no_name_is_no_block() -> None:
-    assert not late(cut(blocks_of(6e-3, 2e-3), kind="evaluation", name=""))
 
 
 def test_a_processor_that_computes_itself_queues_nothing() -> None:

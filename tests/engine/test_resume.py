@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -145,29 +143,6 @@ def test_ten_kills_at_random_moments_change_no_loss(run_config: RunConfig, tmp_p
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_many_kills_change_no_loss(
-    run_config: RunConfig, tmp_path: Path, seed: int, dtype: str
-) -> None:
-    config = run_config(train__steps=60, train__checkpoint_every=2 + seed % 5, model__dtype=dtype)
-    typical_s = reference(config, tmp_path / "whole")
-    kill_and_resume(config, tmp_path / "killed", kills=20, seed=seed, typical_s=typical_s)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
-
-
-@pytest.mark.slow
-def test_a_first_run_that_measures_the_machine_has_the_bits_of_the_next_one(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-    command = (sys.executable, "-m", "fluxtrain", "train", "--demo", "--steps", "40")
-    for name in ("first", "second"):
-        ask = (*command, "--set", "train.seed=5", "--run-dir", str(tmp_path / name))
-        subprocess.run(ask, env=environment, check=True, capture_output=True)
-    assert_same_run(tmp_path / "first", tmp_path / "second")
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
     run_config: RunConfig, tmp_path: Path, number: signal.Signals, code: int
@@ -187,21 +162,6 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
     assert json.loads((stopped / "result.json").read_text())["exit_code"] == code
     assert finished("train", "--resume", stopped) == 0
     assert_same_run(tmp_path / "whole", stopped)
-
-
-def test_a_second_interrupt_ends_at_once(run_config: RunConfig, tmp_path: Path) -> None:
-    config = run_config(train__steps=100_000, train__checkpoint_every="end")
-    run_dir = tmp_path / "run"
-    with running("train", config, "--run-dir", run_dir) as process:
-        wait_for(lambda: steps_done(run_dir) >= 2)
-        os.kill(process.pid or 0, signal.SIGSTOP)  # so that both are pending before it can act
-        os.kill(process.pid or 0, signal.SIGTERM)
-        os.kill(process.pid or 0, signal.SIGINT)
-        os.kill(process.pid or 0, signal.SIGCONT)
-        process.join(200)
-        assert process.exitcode in (130, 143)
-    if not events(run_dir, Done):  # the interrupt came as the second: nothing more was written
-        assert not (run_dir / "result.json").exists()
 
 
 _INTERRUPTED_TWICE = """
@@ -357,27 +317,3 @@ def test_a_killed_run_goes_on_whatever_was_refused_in_between(
     assert files_of(run_dir) == kept
     assert finished("train", "--run-dir", run_dir, "--resume", "auto") == 0
     assert_same_run(run_dir, straight)
-
-
-def test_a_resume_with_another_model_says_so(
-    run_config: RunConfig, model_folder: Callable[..., Path], tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    reference(run_config(), run_dir)
-    other = run_config("other.yaml", model__path=str(model_folder("qwen2")))
-    assert finished("train", other, "--run-dir", run_dir, "--resume", "auto") == 2
-    message = refusal(run_dir)
-    assert "model was 'LlamaForCausalLM" in message
-    assert "is 'Qwen2ForCausalLM" in message
-
-
-def test_an_estimate_of_the_time_left_uses_the_steps_of_this_process_only(
-    run_config: RunConfig, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    reference(run_config(train__steps=8, train__checkpoint_every=4), run_dir)
-    assert finished("train", "--resume", run_dir / "checkpoints" / "step-00000004") == 0
-    again = events(run_dir, StepFinished)[8:]
-    assert [step.step for step in again] == [5, 6, 7, 8]
-    assert [step.eta_s is None for step in again] == [True, True, True, False]
-    assert again[-1].eta_s == 0.0

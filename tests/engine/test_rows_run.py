@@ -48,21 +48,3 @@ def test_a_run_by_rows_has_the_numbers_of_one_without(
     assert numbers(rows) == numbers(whole)
     assert (embedding_of(whole).value, embedding_of(rows).value) == ("whole", "rows")
     assert embedding_of(rows).because == "as set"
-
-
-def test_rows_that_the_plan_chose_for_an_embedding_on_the_device_are_nothing_to_warn_of(
-    run_config: Callable[..., Path],
-    model_folder: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Large tables are looked up by rows where they are on the host; here all live on the
-    device."""
-    monkeypatch.setattr("fluxtrain.plan.tables.LEAST_TABLE_BYTES", 1)
-    monkeypatch.setattr("fluxtrain.plan.tables.MOST_OF_TABLE", 1e6)
-    config = run_config(model__path=str(model_folder("llama")), train__steps=1)
-    for asked, warns in (("auto", False), ("rows", True)):
-        wishes = (f"placement.embedding={asked}", "placement.offload=none")
-        events = run(config, tmp_path / asked, *wishes)
-        said = [event.text for event in events if isinstance(event, ev.LogWritten)]
-        assert any("has no effect" in text for text in said) == warns

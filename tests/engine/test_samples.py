@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fluxtrain.config.schema import load_config
-from fluxtrain.errors import BadInput, Interrupted
+from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.models.generate import writing
@@ -175,22 +175,6 @@ def test_a_model_that_cannot_generate_is_trained_on(
     assert events[-1].step == 4 and events[-1].exit_code == 0
 
 
-def test_a_stop_does_not_wait_for_the_answers(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def stop(_: object) -> int | None:
-        asked.append(1)
-        return 130 if len(asked) > 12 else None
-
-    monkeypatch.setattr("fluxtrain.train.requests.Requests.stop_code", property(stop))
-    config = run_config(train__steps=4, samples__prompts=PROMPTS, samples__max_new_tokens=90)
-    with pytest.raises(Interrupted):
-        run(config, tmp_path / "run")
-    assert len(asked) < 40
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -205,13 +189,3 @@ def test_prompts_that_cannot_be_used_are_refused_before_training(
 ) -> None:
     with pytest.raises(BadInput, match=words):
         run(run_config(), tmp_path / "run", *overrides)
-
-
-def test_chat_prompts_need_a_template(
-    run_config: MakeConfig, model_folder: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = model_folder("qwen2")
-    (folder / "chat_template.jinja").unlink()
-    config = run_config(model__path=str(folder), samples__prompts=["x"], samples__form="chat")
-    with pytest.raises(BadInput, match="has no chat template: set data.chat_template"):
-        run(config, tmp_path / "run")

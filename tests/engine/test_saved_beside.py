@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from fluxtrain.data.rendering.named import use_template
-from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
-from fluxtrain.machine.failures import as_told
 from fluxtrain.methods.method import METHODS
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from tests.engine.adapter_folders import exported, make_adapter
@@ -89,15 +88,6 @@ def test_settings_that_transformers_refuses_to_write_are_saved(
     assert found == DOUBTFUL | ({"pad_token_id": 0} if "pad_token_id" in found else {})
 
 
-def test_generation_settings_that_are_no_json_are_replaced(
-    model_folder: Folder, tmp_path: Path
-) -> None:
-    folder = model_folder("llama")
-    (folder / "generation_config.json").write_text("{damaged")
-    made = saved(loaded(folder), tmp_path / "made")
-    assert json.loads((made / "generation_config.json").read_text())["eos_token_id"] == 0
-
-
 def test_another_chat_template_is_saved_in_every_place_of_it(
     model_folder: Folder, tmp_path: Path
 ) -> None:
@@ -127,20 +117,6 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
     events = list(read_events(tmp_path / "run" / "events.ndjson"))
     assert not [event for event in events if isinstance(event, ev.StepFinished | ev.Planned)]
     assert not (tmp_path / "run" / "model").exists()
-
-
-def test_a_full_disk_of_the_trial_is_no_fault_of_the_models_folder(
-    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = loaded(model_folder("llama"))
-
-    def full(*_: Any, **__: Any) -> None:
-        raise Exception("No space left on device (os error 28)")  # as tokenizers do
-
-    monkeypatch.setattr("fluxtrain.models.export.write_model_files", full)
-    with pytest.raises(OSError, match="No space left on device") as refused:
-        METHODS["full"].try_saving(model, tmp_path)
-    assert isinstance(as_told(refused.value), NoSpace)
 
 
 @pytest.fixture
@@ -174,30 +150,6 @@ def test_a_run_goes_on_beside_a_full_temporary_folder(
     assert not list((tmp_path / "run").glob(".trial-*")) + list(full_temporary.iterdir())
 
 
-def test_a_trial_for_which_no_folder_has_room_is_told_with_the_temporary_one(
-    model_folder: Folder, full_temporary: Path
-) -> None:
-    beside = full_temporary / "run"
-    beside.mkdir()
-    with pytest.raises(NoSpace, match=f"saved to try it, in {full_temporary} .* or set TMPDIR"):
-        METHODS["full"].try_saving(loaded(model_folder("llama")), beside)
-
-
-def test_a_fault_of_the_model_is_not_tried_in_a_second_place(
-    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[Path] = []
-
-    def faulty(*places: Any) -> None:
-        tried.append(next(one for one in places if isinstance(one, Path)))
-        raise ValueError("no such tokenizer")
-
-    monkeypatch.setattr("fluxtrain.methods.method.try_saving_model", faulty)
-    with pytest.raises(BadInput, match="cannot be written .no such tokenizer."):
-        METHODS["full"].try_saving(loaded(model_folder("llama")), tmp_path)
-    assert len(tried) == 1
-
-
 def test_a_tokenizer_that_comes_back_as_another_one_is_refused(
     model_folder: Folder, tmp_path: Path
 ) -> None:
@@ -205,17 +157,6 @@ def test_a_tokenizer_that_comes_back_as_another_one_is_refused(
     model.tokenizer.add_tokens(["quick brown"])
     with pytest.raises(BadInput, match="it makes other tokens of the same text"):
         METHODS["full"].try_saving(model, tmp_path)
-
-
-def test_a_fresh_model_is_saved_in_both_spellings(tmp_path: Path) -> None:
-    model = load_model(ModelSource())
-    made = saved(model, tmp_path / "made")
-    config = json.loads((made / "config.json").read_text())
-    words = json.loads((made / "tokenizer_config.json").read_text())
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
-    assert config["torch_dtype"] == config["dtype"]
-    assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert AutoModelForCausalLM.from_pretrained(made) is not None
 
 
 def test_a_merged_model_is_saved_in_both_spellings(model_folder: Folder, tmp_path: Path) -> None:

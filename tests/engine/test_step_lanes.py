@@ -15,17 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import load_config
-from fluxtrain.core.device.recorder import Border, HostClock, Note, Recorder
+from fluxtrain.core.device.recorder import HostClock, Recorder
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.events.events import StepFinished
 from fluxtrain.events.journal import read_events
-from fluxtrain.events.trace.attribution import attribute
 from fluxtrain.events.trace.lanes import BUSY_LANES, Interval, StepLanes
 from fluxtrain.events.trace.ring import read_ring
 from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.observe.step_cutter import StepCutter
-from fluxtrain.train.observe.timeline import RECENT_STEPS, TimelineThread
+from fluxtrain.train.observe.timeline import TimelineThread
 from fluxtrain.train.run import train
 from tests.wrap_with import wrap_with
 
@@ -116,20 +114,6 @@ def test_no_interval_leaves_its_step_or_is_negative_and_no_lane_is_busier_than_t
     assert any(i.lane == "h2d" for s in steps for i in s.intervals) == (offload != "none")
 
 
-def test_each_block_is_computed_once_in_each_direction_and_the_head_once(
-    tiny: Make, batch: MakeBatch
-) -> None:
-    steps, engine = recorded(tiny("llama"), batch("llama"))
-    for step in steps[1:]:
-        for name in BLOCKS:
-            assert len(of(step, "gpu", "forward", name)) == 1
-            assert len(of(step, "gpu", "backward", name)) == 1
-        assert [one.name for one in step.intervals if one.kind == "head"] == ["lm_head"]
-    moved = sum(one.lane == "h2d" for step in steps for one in step.intervals)
-    again = sum(one.lane == "h2d" and one.began_before for s in steps for one in s.intervals)
-    assert engine.traffic().h2d_bytes > 0 and moved - again > 0
-
-
 def test_an_update_that_runs_into_the_next_step_is_in_both_and_sums_to_itself() -> None:
     recorder = Recorder(HostClock())
     cutter = StepCutter(recorder)
@@ -148,52 +132,6 @@ def test_an_update_that_runs_into_the_next_step_is_in_both_and_sums_to_itself() 
     assert before.duration_s + after.duration_s >= 0.008
 
 
-class LateClock(HostClock):
-    """The computation comes to a border some time after it was noted, as a busy GPU does."""
-
-    def __init__(self) -> None:
-        self._to_come: list[Border] = []
-
-    def border(self, step: int) -> Border:
-        border = super().border(step)
-        border.instant = None
-        self._to_come.append(border)
-        return border
-
-    def arrive(self) -> None:
-        """The computation has come to every border that was noted."""
-        for border in self._to_come:
-            border.instant = time.perf_counter()
-        self._to_come.clear()
-
-    def anchor_at(self, border: Border) -> float | None:
-        return None if border.instant is None else float(border.instant)
-
-
-def test_what_began_before_the_computation_came_to_a_border_is_of_the_step_before() -> None:
-    clock = LateClock()
-    recorder = Recorder(clock)
-    cutter = StepCutter(recorder)
-    recorder.begin_step(1)
-    clock.arrive()
-    recorder.begin_step(2)
-    with recorder.working("cpu", "update", "a"):
-        pass
-    assert cutter.ready() == []
-    with recorder.working("cpu", "update", "b"):
-        clock.arrive()
-        assert cutter.ready() == []  # the border has passed, and "b" began before it
-        recorder.end_step()
-    clock.arrive()
-    first, second = cutter.ready()
-    assert [one.name for one in first.intervals] == ["a", "b"]
-    assert [one.name for one in second.intervals] == ["b"]
-    assert [one.began_before for one in (*first.intervals, *second.intervals)] == [
-        False, False, True,
-    ]  # fmt: skip
-    assert (first.late, second.late) == (0, 0)
-
-
 def test_a_wait_of_the_computation_is_a_stall_with_its_cause() -> None:
     recorder = Recorder(HostClock())
     cutter = StepCutter(recorder)
@@ -204,66 +142,6 @@ def test_a_wait_of_the_computation_is_a_stall_with_its_cause() -> None:
     ((one,),) = [step.intervals for step in cutter.ready()]
     assert (one.lane, one.kind) == ("stall", "weights")
     assert one.duration_s == pytest.approx(0.002, abs=1e-6)
-
-
-def test_nothing_is_noted_outside_a_step_and_an_evaluation_is_one_interval() -> None:
-    recorder = Recorder(HostClock())
-    cutter = StepCutter(recorder)
-
-    def compute() -> None:
-        recorder.computed("forward", "a", recorder.instant())
-
-    compute()
-    with recorder.working("disk", "checkpoint", ""):
-        assert not recorder.notes
-    recorder.begin_step(1)
-    compute()
-    with recorder.as_one("evaluation"):
-        compute()
-        compute()
-    recorder.end_step()
-    compute()
-    (step,) = cutter.ready()
-    assert [one.kind for one in step.intervals] == ["forward", "evaluation"]
-    assert not recorder.notes
-
-
-def test_notes_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fluxtrain.core.device.recorder._MOST_NOTES", 10)
-    recorder = Recorder(HostClock())
-    recorder.begin_step(1)
-    for _ in range(50):
-        recorder.host_did("data", 1.0, 2.0)
-    recorder.end_step()
-    (step,) = StepCutter(recorder).ready()
-    assert step.dropped == 41
-    assert sum(isinstance(note, Border) for note in recorder.notes) == 0
-
-
-class Never:
-    """A copy that is never issued."""
-
-    def instants(self) -> None:
-        return None
-
-    def failed(self) -> bool:
-        return False
-
-
-def test_what_is_never_known_holds_up_some_steps_and_is_then_counted_as_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fluxtrain.train.observe.step_cutter._MOST_WAITING", 2)
-    recorder = Recorder(HostClock())
-    cutter = StepCutter(recorder)
-    recorder.begin_step(1)
-    recorder.copied("h2d", "weights", "a", Never())
-    for step in (2, 3):
-        recorder.begin_step(step)
-        assert cutter.ready() == []
-    recorder.begin_step(4)
-    assert [(step.step, step.late) for step in cutter.ready()] == [(1, 1), (2, 0), (3, 0)]
-    assert all(not isinstance(note, Note) for note in recorder.notes)
 
 
 def test_a_run_leaves_the_lanes_of_its_steps_in_its_ring(
@@ -289,18 +167,6 @@ def test_a_run_leaves_the_lanes_of_its_steps_in_its_ring(
     assert any(one.kind == "evaluation" for one in steps[1].intervals)
 
 
-def test_the_recorded_step_is_accounted_for_and_its_bound_is_named(
-    tiny: Make, batch: MakeBatch
-) -> None:
-    steps, _ = recorded(tiny("llama"), batch("llama"), overlap=True)
-    for step in steps:
-        found = attribute(step)
-        waits_s = sum(found.waits_s.values())
-        assert found.busy_s["gpu"] + waits_s == pytest.approx(step.length_s, rel=1e-6)
-        assert found.busy_s["gpu"] > 0 and found.busy_s["cpu"] >= 0
-        assert {"forward", "head", "backward"} <= found.work_s.keys()
-
-
 def test_a_trained_run_gives_a_summary_and_a_trace_and_train_writes_one_itself(
     run_config: Callable[..., Path], tmp_path: Path, fluxtrain: Callable[..., Any]
 ) -> None:
@@ -317,21 +183,6 @@ def test_a_trained_run_gives_a_summary_and_a_trace_and_train_writes_one_itself(
     refused = fluxtrain("train", config, "--run-dir", tmp_path / "b", "--trace", tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert not (tmp_path / "b").exists()
-
-
-def test_what_an_evaluation_waited_for_is_no_stall_of_the_next_step(
-    run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def waiting(objective: Any, model: torch.nn.Module, *arguments: Any) -> Any:
-        engine_of(model).device.stalls.add("weights", 1000.0)
-        return evaluate(objective, model, *arguments)
-
-    monkeypatch.setattr("fluxtrain.train.loop.evaluate", waiting)
-    config = load_config(run_config(train__steps=3, train__evaluate_every=1), [])
-    train(config, locate(None, tmp_path / "run", config))
-    told = list(read_events(tmp_path / "run" / "events.ndjson"))
-    stalls_s = [sum(e.stalls_s.values()) for e in told if isinstance(e, StepFinished)]
-    assert len(stalls_s) == 3 and max(stalls_s) < 1000
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("a bug")])
@@ -356,15 +207,3 @@ def test_a_timeline_that_fails_on_the_way_is_told_once_and_stops_recording(
     assert not recorder.notes and not recorder.recording
     thread.close()
     assert len(said) == 1 and "timeline.ring" in said[0] and "goes on" in said[0]
-
-
-def test_the_last_steps_are_at_hand_while_they_are_kept(tmp_path: Path) -> None:
-    thread = TimelineThread(tmp_path / "timeline.ring", pytest.fail)
-    recorder = Recorder(HostClock())
-    thread.watch(recorder)
-    for number in range(1, RECENT_STEPS + 4):
-        recorder.begin_step(number)
-    thread.close()
-    kept = [one.step for one in thread.recent]
-    assert kept == [one.step for one in read_ring(tmp_path / "timeline.ring")][-RECENT_STEPS:]
-    assert len(kept) == RECENT_STEPS and kept[-1] == RECENT_STEPS + 3

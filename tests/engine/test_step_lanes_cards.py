@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.core.device.recorder import Border, HostClock, Recorder
+from fluxtrain.core.device.recorder import Border, Recorder
 from fluxtrain.events.trace.attribution import attribute
 from fluxtrain.events.trace.lanes import StepLanes
 from fluxtrain.train.observe.step_cutter import StepCutter
@@ -60,27 +60,6 @@ def test_each_block_is_in_the_lanes_of_its_card_and_the_seconds_add_up() -> None
             assert card.busy_s["gpu"] + sum(card.waits_s.values()) == pytest.approx(step.length_s)
             assert card.for_others_s > 0  # one thread computes for both
     assert copied == dealt
-
-
-def test_the_update_of_a_block_that_lives_on_a_card_is_in_that_cards_lane() -> None:
-    (step, *_) = recorded(2, offload="none", device_groups="auto", resident_blocks="auto")
-    updates = [one for one in step.intervals if (one.lane, one.kind) == ("gpu", "update")]
-    where = {one.name: one.card for one in updates if "layers" in one.name}
-    assert where == {f"model.layers.{at}": at % 2 for at in range(5)}
-
-
-def test_an_evaluation_is_one_interval_whatever_the_cards_do() -> None:
-    first, second = Recorder(HostClock()), Recorder(HostClock())
-    first.lead([second])
-    first.begin_step(1)
-    with first.as_one("evaluation"):
-        second.computed("forward", "a", second.instant())
-    second.computed("forward", "b", second.instant())
-    notes = [note for note in first.notes if not isinstance(note, Border)]
-    assert [(note.kind, note.card) for note in notes] == [("evaluation", 0), ("forward", 1)]
-    first.stop()
-    second.computed("forward", "c", second.instant())
-    assert not first.notes and not second.recording
 
 
 class FakeClock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,15 +37,3 @@ def test_a_ring_that_cannot_be_written_is_told_and_the_training_goes_on(
     assert sum(isinstance(event, StepFinished) for event in events) == 2
     warnings = [e.text for e in events if isinstance(e, LogWritten) and "timeline" in e.text]
     assert len(warnings) == 1 and "timeline.ring" in warnings[0]
-
-
-def test_a_ring_that_is_a_link_is_refused_before_anything_is_trained(
-    run_config: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = load_config(run_config(train__steps=2), [])
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    os.symlink(tmp_path / "elsewhere", run_dir / "timeline.ring")
-    with pytest.raises(BadInput, match=r"timeline\.ring is a symbolic link"):
-        train(config, locate(None, run_dir, config))
-    assert not (tmp_path / "elsewhere").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,10 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events import events as ev
 from fluxtrain.events.announce import Announcer
 from fluxtrain.events.answers.machine import Rate
-from fluxtrain.events.choices import SETTINGS, setting_name
 from fluxtrain.events.journal import read_events
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.models.demo_model import demo_model
 from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.inputs import load_inputs
 from fluxtrain.train.observe.gauges import GaugeThread, TrafficWindow, bus_ceilings
 from fluxtrain.train.observe.step_clock import PHASES, StepClock
 from fluxtrain.train.placing.placing import decide, model_facts
@@ -51,23 +48,6 @@ def test_the_plan_names_every_setting_and_gives_every_choice_a_reason() -> None:
         assert setting.description in text
     assert "* train.steps" in text
     assert "  train.seed" in text
-
-
-def test_every_name_that_a_plan_may_have_is_one_of_the_configuration() -> None:
-    known = {setting.key for setting in settings(demo_config())}
-    assert set(SETTINGS.values()) - known == {"page-locked memory"}
-    assert [setting_name(name) for name in SETTINGS] == list(SETTINGS.values())
-    assert all(setting_name(name) == name for name in SETTINGS.values())
-
-
-@pytest.mark.parametrize("offload", ["none", "weights"])
-@pytest.mark.parametrize("wish", ["rows", "whole"])
-def test_text_and_values_of_a_plan_say_the_same_of_the_embedding(offload: str, wish: str) -> None:
-    request = [f"placement.offload={offload}", f"placement.embedding={wish}"]
-    plan = preview(demo_config([*request, "placement.device=cpu"]))
-    told = next(choice for choice in plan.choices if choice.name == "placement.embedding")
-    assert plan.layout.embedding == told.value == (wish if offload == "weights" else "whole")
-    assert {one.layout.embedding for one in plan.plans} <= {told.value}
 
 
 def test_the_plan_of_a_run_is_what_was_shown_before(run_config: MakeConfig, tmp_path: Path) -> None:
@@ -122,20 +102,6 @@ def test_the_plan_counts_rows_and_steps_by_the_packing_of_the_run(
     assert str(planned.value) == str(run.value)
 
 
-def test_rows_of_data_that_was_looked_at_in_part_are_told_as_an_estimate(
-    run_config: MakeConfig, tmp_path: Path
-) -> None:
-    data = {"data__path": str(short_texts(tmp_path / "short.jsonl", 3000)), "data__held_out": 0}
-    settings = {"data__sequence_length": 32, "train__batch_rows": 10, "train__steps": None}
-    config = load_config(run_config(**data, **settings))
-    plan, run = preview(config), load_inputs(config)
-    assert plan.rows_estimated
-    assert plan.estimated_rows == pytest.approx(len(run.task.data.trained), rel=0.03)
-    steps = next(choice for choice in plan.choices if choice.name == "train.steps")
-    assert "about" in steps.because
-    assert f"about {plan.steps:,} steps" in table(plan)
-
-
 def test_predicted_times_follow_a_run_that_took_far_longer(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,16 +136,6 @@ def test_the_plan_reads_no_weights(run_config: MakeConfig, tmp_path: Path) -> No
     assert preview(load_config(path)).model.parameters > 10_000
 
 
-def test_the_plan_reads_data_in_the_format_that_is_set(tmp_path: Path) -> None:
-    """A log of JSON objects, to be learnt as the text that it is."""
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"event": "something that was long to tell"}\n' * 2000)
-    sets = [f"data.path={log}", "train.steps=2"]
-    assert preview(demo_config([*sets, "data.format=plain"])).estimated_rows > 100
-    with pytest.raises(BadInput, match="has no keys that are known"):
-        preview(demo_config(sets))
-
-
 def test_the_plan_refuses_as_the_run_would(run_config: MakeConfig) -> None:
     with pytest.raises(DoesNotFit):
         preview(load_config(run_config(placement__budget_gib=1e-5)))
@@ -192,19 +148,6 @@ def test_the_plan_refuses_as_the_run_would(run_config: MakeConfig) -> None:
     for path in ("/nowhere", "./nowhere", "~/nowhere"):
         with pytest.raises(BadInput, match="nowhere does not exist: check model.path"):
             preview(load_config(run_config(model__path=path)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_facts_count_each_parameter_once_also_on_the_meta_device(dtype: torch.dtype) -> None:
-    real = demo_model(256, dtype=dtype)
-    with torch.device("meta"):
-        meta = demo_model(256, dtype=dtype)
-    one, other = (model_facts(m, real.config, 128) for m in (real, meta))
-    assert one == other
-    counted = sum(group.trained_bf16 + group.trained_fp32 for group in one.groups)
-    exact = sum(parameter.numel() for parameter in real.parameters())
-    assert exact <= counted <= exact * 1.02  # padding between parameters
-    assert one.layers == real.config.num_hidden_layers
 
 
 def test_a_budget_on_the_cpu_bounds_the_plan() -> None:
@@ -309,18 +252,6 @@ def test_bus_ceilings_are_those_that_a_probe_measured_on_this_machine(
     assert traffic.d2h_ceiling_bytes_per_s is None
 
 
-def test_the_ceiling_of_several_cards_is_that_of_all_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one = {"h2d_pinned": Rate(5e10, ""), "d2h_pinned": Rate(5e10, "")}
-    two = {**one, "card1_h2d_pinned": Rate(1e10, ""), "cards_h2d": Rate(5.5e10, "")}
-    monkeypatch.setattr("fluxtrain.train.observe.gauges.known_rates", lambda _: one)
-    assert bus_ceilings(2) == (None, None)
-    monkeypatch.setattr("fluxtrain.train.observe.gauges.known_rates", lambda _: two)
-    assert bus_ceilings(2) == (5.5e10, None)
-    assert bus_ceilings(4) == (None, None)  # others than those that were measured together
-
-
 def test_gauges_tell_what_the_engine_counts() -> None:
     thread, kept = gauges()
     thread.sample()
@@ -345,19 +276,6 @@ def test_gauges_tell_what_the_engine_counts() -> None:
     assert by_type[ev.MovesMade].total == 9
 
 
-def test_the_thread_samples_at_ten_a_second_at_most_and_once_more_at_the_end() -> None:
-    thread, kept = gauges()
-    started_s = time.monotonic()
-    thread.start()
-    while len(kept.events) < 6:
-        time.sleep(0.01)
-    thread.close()
-    lasted_s = time.monotonic() - started_s
-    thread.close()
-    beats = [event for event in kept.events if isinstance(event, ev.Heartbeat)]
-    assert 2 <= len(beats) <= 10 * lasted_s + 2
-
-
 def test_a_gauge_that_fails_once_is_told_of_and_sampled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -380,20 +298,6 @@ def test_a_gauge_that_fails_once_is_told_of_and_sampled_again(
     (told,) = (event for event in kept.events if isinstance(event, ev.LogWritten))
     assert "memory" in told.text and "no /proc" in told.text
     assert isinstance(kept.events[0], ev.Heartbeat)
-
-
-def test_a_gauge_that_always_fails_is_told_of_once_and_keeps_no_other_back() -> None:
-    thread, kept = gauges()
-    engine: Any = FakeEngine()
-    thread.watch(engine, SimpleNamespace(read_bytes=0, written_bytes=0))
-    engine.traffic = lambda: 1 / 0
-    for _ in range(3):
-        thread.sample()
-    thread.close()
-    by_type = Counter(type(event) for event in kept.events)
-    assert by_type[ev.LogWritten] == 1
-    assert by_type[ev.TrafficSampled] == 0
-    assert by_type[ev.Heartbeat] == by_type[ev.MemorySampled] == by_type[ev.ResidencySampled] == 4
 
 
 def test_rates_are_the_bytes_between_two_samples() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from fluxtrain.events.frames import decode_line
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.launch import start_trainer
 from fluxtrain.events.run_folder.run_dir import RunDir
-from tests.process_state import changes, process_state
 
 MakeConfig = Callable[..., Path]
 
@@ -31,13 +29,6 @@ def trained(*arguments: object) -> int:
         main(["train", *map(str, arguments)])
     assert isinstance(caught.value.code, int)
     return caught.value.code
-
-
-def test_a_program_that_calls_the_command_is_as_before(run_config: MakeConfig) -> None:
-    before = process_state()
-    assert trained(run_config(), "--set", "train.steps=1") == 0
-    assert trained("no-such-file.yaml") == 2
-    assert changes(before, process_state()) == []
 
 
 def test_json_output_is_every_lifecycle_event_and_nothing_else(
@@ -113,32 +104,3 @@ def test_a_watcher_hears_the_run_and_the_log_has_each_line_once(
     log = (tmp_path / "run" / "engine.log").read_text()
     assert log.count("step 3/3") == 1
     assert "Traceback" not in log
-
-
-def test_a_run_outlives_its_watcher(run_config: MakeConfig, tmp_path: Path) -> None:
-    trainer = start_trainer([str(run_config(train__steps=5))], tmp_path / "run")
-    deadline = time.monotonic() + 120
-    while not trainer.reader.poll() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    trainer.reader.close()
-    assert trainer.wait(200) == 0
-    assert RunDir(tmp_path / "run").liveness() == "finished"
-    steps = [e.step for e in read_events(tmp_path / "run" / "events.ndjson")
-             if isinstance(e, ev.StepFinished)]  # fmt: skip
-    assert steps == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.slow
-def test_a_watcher_sees_that_a_trainer_was_killed(run_config: MakeConfig, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    trainer = start_trainer([str(run_config(train__steps=100_000))], run)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if any(isinstance(event, ev.StepFinished) for event in trainer.reader.poll()):
-            break
-        time.sleep(0.02)
-    assert run.liveness() == "running"
-    trainer.kill()
-    assert trainer.wait(120) == -9
-    assert run.liveness() == "dead"
-    assert os.path.exists(run.journal)

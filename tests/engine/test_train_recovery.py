@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fluxtrain.config.schema import demo_config
-from fluxtrain.core.device.recorder import HostClock, Recorder
 from fluxtrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_DOES_NOT_FIT,
@@ -23,14 +22,11 @@ from fluxtrain.errors import (
     NoSpace,
 )
 from fluxtrain.events import events as ev
-from fluxtrain.events.frames import decode_line
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.control import send_command
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.train.checkpoint.recovery import has_run, locate, stored_config
-from fluxtrain.train.requests import Allowance
+from fluxtrain.train.checkpoint.recovery import locate, stored_config
 from fluxtrain.train.session import Session
-from tests.refused_threads import refuse_thread
 
 
 @pytest.fixture(autouse=True)
@@ -53,22 +49,6 @@ def a_run(path: Path, config: Any = None, checkpoint: int | None = None) -> RunD
 
 
 # --- which run ------------------------------------------------------------------------------------
-
-
-def test_without_a_wish_a_new_directory_is_made(tmp_path: Path) -> None:
-    one, two = locate(None, None, demo_config()), locate(None, None, demo_config())
-    assert one.run_dir.path != two.run_dir.path
-    assert one.run_dir.path.parent == tmp_path / "runs"
-    assert not one.resumes
-
-
-def test_a_directory_with_only_a_log_in_it_is_new(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "engine.log").write_text("")
-    (tmp_path / "run" / "config.yaml").write_text("")
-    target = locate(None, tmp_path / "run", demo_config())
-    assert not target.resumes
-    assert not has_run(target.run_dir)
 
 
 def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(tmp_path: Path) -> None:
@@ -262,16 +242,6 @@ def test_a_process_that_makes_no_step_leaves_a_runs_end_as_it_was(
     assert (run.summary().state, run.result.exists()) == ("failed", False)
 
 
-def test_the_end_of_an_earlier_process_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    with pytest.raises(Diverged), open_session(run):
-        raise Diverged("nan")
-    with open_session(run):
-        assert not run.error.exists()
-        assert run.liveness() == "running"
-    assert run.liveness() == "finished"
-
-
 def test_a_session_answers_while_it_lives_and_frees_everything_after(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with open_session(run) as session:
@@ -291,23 +261,6 @@ def test_a_session_answers_while_it_lives_and_frees_everything_after(tmp_path: P
     assert beats[-1].phase == "starting"
 
 
-def test_no_flood_of_commands_fills_the_journal(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    with open_session(run) as session:
-        for _ in range(3000):
-            assert not session._answer("nope" * 9, {"x": "y" * 999})[0]
-        assert run.journal.stat().st_size < 1 << 14
-        for _ in range(1500):
-            assert session._answer("pause", {})[0] and session._answer("resume", {})[0]
-        session._commands_told = Allowance(1e9, 1)
-        assert session._answer("pause", {})[0]
-    told = journal(run)
-    commands = [event.command for event in told if isinstance(event, ev.CommandAnswered)]
-    assert 100 <= len(commands) <= 110 and set(commands) == {"pause", "resume"}
-    warned = [event.text for event in told if isinstance(event, ev.LogWritten)]
-    assert any("commands came faster than" in text for text in warned), "how many are missing"
-
-
 def test_a_refused_session_leaves_the_others_files_alone(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with open_session(run):
@@ -315,27 +268,3 @@ def test_a_refused_session_leaves_the_others_files_alone(tmp_path: Path) -> None
         with pytest.raises(BadInput):
             Session(run)
         assert json.loads(run.result.read_text()) == {"exit_code": 9}
-
-
-@pytest.mark.parametrize("refused", ["control", "gauges", "timeline"])
-def test_a_thread_that_the_system_refuses_is_told_and_leaves_nothing_behind(
-    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_thread(monkeypatch, refused)
-    run = RunDir(tmp_path / "run")
-    with pytest.raises(RuntimeError, match="new thread"), open_session(run) as session:
-        session.listen()
-        session.timeline.watch(Recorder(HostClock()))
-    assert json.loads(run.error.read_text())["exit_code"] == EXIT_DOES_NOT_FIT
-    assert not run.socket.exists()
-    with run.lock():
-        pass
-
-
-def test_printed_json_decodes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir(tmp_path / "run")
-    with open_session(run) as session:
-        session.announcer.warn("disk is slow: 3 µs\nmore")
-    lines = capsys.readouterr().out.splitlines()
-    told = [decode_line(line.encode()) for line in lines]
-    assert any(isinstance(e, ev.LogWritten) and "µs\nmore" in e.text for e in told)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.events.trace.attribution import Attribution, attribute, median_step, summary_lines
+from fluxtrain.events.trace.attribution import Attribution, attribute, summary_lines
 from fluxtrain.events.trace.lanes import BUSY_LANES, LANES, Interval, StepLanes
 
 
@@ -33,27 +33,6 @@ def test_time_of_which_nothing_is_recorded_stands_beside_the_computation() -> No
     assert one.told == "computation 860 ms of 1.00 s, unrecorded 140 ms (14 %)"
 
 
-def test_time_of_which_nothing_is_recorded_stands_beside_the_lane_that_is_waited_for() -> None:
-    one = found(("stall", "weights", 0.0, 0.2), ("h2d", "weights", 0, 0.2), ("gpu", "head", 0.5, 1))
-    assert one.bound == "h2d"
-    assert one.told == (
-        "copies to the device 200 ms of 1.00 s, the computation waits 200 ms for it, "
-        "unrecorded 300 ms (30 %)"
-    )
-
-
-def test_a_step_that_is_mostly_unrecorded_says_so() -> None:
-    one = found(("stall", "weights", 0.0, 0.2), ("gpu", "forward", 0.2, 0.4))
-    assert one.bound == "host"
-    assert one.because == "unrecorded 600 ms of 1.00 s, computation 200 ms"
-
-
-def test_data_that_is_waited_for_is_no_unrecorded_time() -> None:
-    one = found(("host", "data", 0.0, 0.4), ("gpu", "forward", 0.4, 1.0))
-    assert one.bound == "host"
-    assert one.because == "host, the computation waits 400 ms of 1.00 s for data"
-
-
 def test_the_optimizer_that_is_waited_for_is_named_with_its_time_and_the_wait() -> None:
     one = found(
         ("stall", "update", 0.0, 0.12),
@@ -65,18 +44,6 @@ def test_the_optimizer_that_is_waited_for_is_named_with_its_time_and_the_wait() 
     assert one.bound == "cpu"
     assert one.because == "cpu optimizer 410 ms of 750 ms, the computation waits 120 ms for it"
     assert one.waits_s == pytest.approx({"update": 0.12})
-
-
-def test_a_stall_inside_a_computation_is_no_computing() -> None:
-    one = found(("gpu", "gradients", 0.0, 1.0), ("stall", "gradients", 0.2, 0.5))
-    assert one.busy_s["gpu"] == pytest.approx(0.7)
-    assert one.work_s == pytest.approx({"gradients": 0.7})
-    assert one.bound == "d2h" and one.waits_s == pytest.approx({"gradients": 0.3})
-
-
-def test_the_driving_threads_wait_counts_only_while_nothing_computes() -> None:
-    one = found(("gpu", "backward", 0.0, 0.6), ("host", "update", 0.4, 0.8))
-    assert one.waits_s == pytest.approx({"update": 0.2, "host": 0.2})
 
 
 def test_a_stall_for_weights_while_no_copy_runs_is_a_wait_for_their_update() -> None:
@@ -124,17 +91,6 @@ def test_each_cause_names_who_is_waited_for(
     assert one.waits_s == pytest.approx({cause: 0.4}) and one.bound == lane
 
 
-def test_phases_of_the_driving_thread_are_no_wait() -> None:
-    one = found(("host", "forward", 0.0, 1.0), ("gpu", "forward", 0.6, 1.0))
-    assert one.waits_s == pytest.approx({"host": 0.6}) and one.bound == "host"
-
-
-def test_a_step_of_which_nothing_is_known_is_all_the_hosts() -> None:
-    assert found().waits_s == {"host": 1.0}
-    assert attribute(step_of(length_s=0.0)).waits_s == {}
-    assert summary_lines(attribute(step_of(length_s=0.0)), "last")
-
-
 SOME = st.lists(
     st.tuples(
         st.sampled_from(LANES),
@@ -159,11 +115,6 @@ def test_computing_and_waiting_partition_the_step(
     assert one.bound in (*BUSY_LANES, "host")
 
 
-def test_the_median_step_is_one_of_the_steps() -> None:
-    steps = [step_of(length_s=length) for length in (5.0, 1.0, 2.0, 9.0)]
-    assert median_step(steps).length_s == 5.0 and median_step(steps[:3]).length_s == 2.0
-
-
 def test_the_summary_names_every_lane_its_share_and_the_bound() -> None:
     one = found(
         ("gpu", "forward", 0.12, 0.75), ("cpu", "update", 0.0, 0.41), ("stall", "update", 0, 0.12),
@@ -186,22 +137,3 @@ def test_a_gpu_that_is_no_faster_than_its_work_is_queued_is_bound_by_the_host() 
     assert one.because == ("computation 950 ms of 1.00 s, 600 ms of it queued late by the host")
     rows = [row for row in summary_lines(one, "last") if "  of it" in row]
     assert "600 ms" in rows[0] and "60 %" in rows[0]
-
-
-def test_work_that_is_queued_late_for_a_part_of_the_step_stands_beside_what_binds_it() -> None:
-    late = ("queue", "forward", 0.0, 0.2)
-    one = found(("gpu", "forward", 0.0, 0.3), ("gpu", "backward", 0.3, 0.95), late)
-    assert one.bound == "gpu"
-    assert one.aside == "200 ms of the computation queued late by the host"
-    waits = ("stall", "weights", 0.3, 0.6)
-    one = found(("gpu", "forward", 0.0, 0.95), waits, ("h2d", "weights", 0.2, 0.6), late)
-    assert one.bound == "h2d" and "queued late" in one.told
-    short = found(("gpu", "forward", 0.0, 0.95), ("queue", "forward", 0.0, 0.05))
-    assert short.told == "computation 950 ms of 1.00 s"
-
-
-def test_what_each_of_several_cards_got_late_is_its_own() -> None:
-    lanes = [("gpu", 0.0, 0.5, 0), ("queue", 0.0, 0.5, 0), ("gpu", 0.5, 0.9, 1)]
-    made = [Interval(lane, "forward", "a", at, to - at, card=card) for lane, at, to, card in lanes]
-    one = attribute(StepLanes(step=1, wall_s=0.0, length_s=1.0, intervals=made))
-    assert [card.queued_s for card in one.cards] == pytest.approx([0.5, 0.0])

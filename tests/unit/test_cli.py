@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.commands.output import say
-from fluxtrain.config.schema import json_schema
-from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
+from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_NO_SPACE
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.events.typed import typed_line
-from fluxtrain.train.live.settings import LIVE_SETTINGS
 
 EXIT_CODES = ("0 finished", "1 a bug", "2 bad", "3 does not fit", "4 diverged", "5 no space")
 
@@ -35,11 +31,6 @@ def test_the_help_documents_every_exit_code(tmp_path: Path, arguments: list[str]
     words = " ".join(said.stdout.split())
     for text in (*EXIT_CODES, "130 interrupted", "143 terminated"):
         assert text in words
-
-
-def test_the_help_of_apply_names_everything_that_can_change(tmp_path: Path) -> None:
-    words = " ".join(command("apply", "--help", folder=tmp_path).stdout.split())
-    assert [knob for knob in LIVE_SETTINGS if knob not in words] == []
 
 
 def test_the_help_comes_at_once(tmp_path: Path) -> None:
@@ -73,10 +64,6 @@ def test_neither_the_schema_nor_the_list_of_runs_loads_torch(tmp_path: Path) -> 
         assert answer.stderr.split() == ["0", "False"]
 
 
-def test_the_schema_is_the_configurations_own(tmp_path: Path) -> None:
-    assert json.loads(command("schema", folder=tmp_path).stdout) == json_schema()
-
-
 def test_runs_are_listed_for_people_and_for_programs(tmp_path: Path) -> None:
     assert "no runs below" in command("runs", folder=tmp_path).stdout
     assert json.loads(command("runs", "--json", folder=tmp_path).stdout) == []
@@ -91,12 +78,6 @@ def test_runs_are_listed_for_people_and_for_programs(tmp_path: Path) -> None:
     run.write_json(run.error, told)
     said = command("runs", folder=tmp_path).stdout
     assert " refused " in said and said.endswith("nothing.txt does not exist\n")
-
-
-def test_a_file_in_the_place_of_the_runs_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("")
-    said = command("runs", folder=tmp_path)
-    assert said.returncode == 2 and "is a file: set FLUXTRAIN_RUNS" in said.stderr
 
 
 def test_names_of_folders_cannot_steer_the_terminal_of_who_lists_the_runs(tmp_path: Path) -> None:
@@ -170,20 +151,6 @@ def test_an_output_that_is_full_is_said_as_such(tmp_path: Path) -> None:
     assert ended.stderr.count("\n") == 1
 
 
-def test_what_is_said_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    say("a sample of data: \x1b[31mred\x1b]0;title\x07\nand its second line: é")
-    said = capsys.readouterr().out
-    assert said.count("\N{REPLACEMENT CHARACTER}") == 3
-    assert said.endswith("title\N{REPLACEMENT CHARACTER}\nand its second line: é\n")
-    assert "\x1b" not in said and "\x07" not in said
-
-
-def test_no_command_at_all_shows_what_there_is(tmp_path: Path) -> None:
-    said = command(folder=tmp_path)
-    assert said.returncode == EXIT_BAD_INPUT
-    assert said.stderr.startswith("Usage:") and "error" not in said.stderr
-
-
 INTERRUPTED = """
 import os, signal, sys
 from fluxtrain.cli import main
@@ -213,18 +180,3 @@ def test_signs_that_an_output_does_not_have_become_marks(tmp_path: Path) -> None
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "f?r\n", "na\\xefve\n")
-
-
-def test_the_command_that_goes_on_can_be_typed_as_it_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "bin" / "fluxtrain"
-    script.parent.mkdir()
-    script.touch(mode=0o755)
-    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
-    line = "fluxtrain train --resume '/a b'"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert typed_line(line) == f"{script} train --resume '/a b'"
-    monkeypatch.setenv("PATH", str(script.parent))
-    assert typed_line(line) == line
-    assert typed_line("torchrun train") == "torchrun train"

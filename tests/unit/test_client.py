@@ -14,7 +14,6 @@ import msgspec
 import psutil
 import pytest
 
-from fluxtrain.errors import EXIT_BUG
 from fluxtrain.events.answers.answers import Answer, DryRunAnswer, InspectionAnswer
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine, decoded, last_words
 from fluxtrain.events.answers.machine import ProbeAnswer
@@ -65,31 +64,6 @@ def test_a_field_that_is_missing_or_of_another_type_is_named(
     for text in (json.dumps(without), json.dumps({**told, name: [[]]})):
         with pytest.raises(EngineRefused, match=f"its answer cannot be understood: .*{name}"):
             decoded(answer, text)
-
-
-@pytest.mark.parametrize("text", ["", "no json", '{"number": 1', '{"number": ' * 100_000])
-def test_what_is_no_json_is_refused(text: str) -> None:
-    with pytest.raises(EngineRefused, match="is not JSON") as refused:
-        decoded(Echo, text)
-    assert refused.value.exit_code == EXIT_BUG
-
-
-@pytest.mark.parametrize("key", ["device_bytes", "host_bytes"])
-def test_a_plan_over_a_limit_does_not_fit(key: str) -> None:
-    assert wizard_pilot.planned().fits
-    assert not wizard_pilot.planned(**{key: 1 << 40}).fits
-    unknown = {key: 1 << 40, "device_budget_bytes": None, "host_limit_bytes": None}
-    assert wizard_pilot.planned(**unknown).fits, "a limit that is not known is not held against it"
-
-
-def test_the_settings_that_are_told_are_the_changed_ones_and_always_the_model() -> None:
-    setting = {"default": 1, "description": ""}
-    plan = wizard_pilot.planned(settings=[
-        {**setting, "key": "model.path", "value": 1, "changed": False},
-        {**setting, "key": "train.seed", "value": 1, "changed": False},
-        {**setting, "key": "train.steps", "value": 2, "changed": True},
-    ])  # fmt: skip
-    assert plan.changed == {"model.path": 1, "train.steps": 2}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -100,34 +99,6 @@ def test_garbage_is_answered_with_an_error_and_the_line_stays_usable(
 
 
 @pytest.mark.usefixtures("server")
-def test_an_oversize_request_is_answered_with_the_limit(path: Path) -> None:
-    with connected(path) as client:
-        answer = ask(client, b"x" * (control.REQUEST_LIMIT_BYTES + 1))
-        assert answer["ok"] is False
-        assert str(control.REQUEST_LIMIT_BYTES) in answer["message"]
-
-
-@pytest.mark.usefixtures("server")
-def test_many_clients_and_many_commands_on_one_line_are_served(path: Path) -> None:
-    clients = [connected(path) for _ in range(8)]
-    for number, client in enumerate(clients):
-        request = json.dumps({"command": "apply", "arguments": {"n": number}}).encode() + b"\n"
-        client.sendall(request * 3)
-    for number, client in enumerate(clients):
-        with client, client.makefile("rb") as answers:
-            for _ in range(3):
-                assert f'"n": {number}' in json.loads(answers.readline())["message"]
-
-
-@pytest.mark.usefixtures("server")
-def test_a_client_that_sends_half_a_line_and_sleeps_delays_nobody(path: Path) -> None:
-    with connected(path) as slow:
-        slow.sendall(b'{"comm')
-        assert send_command(path, "pause").ok  # while the other still has half a line to send
-        assert ask(slow, b'and":"stop"}\n')["ok"]
-
-
-@pytest.mark.usefixtures("server")
 def test_a_client_that_reads_no_answer_is_dropped_and_delays_nobody(path: Path) -> None:
     with connected(path) as deaf:
         deaf.setblocking(False)
@@ -165,59 +136,6 @@ def test_silent_clients_in_every_place_leave_one_to_a_client_that_asks(
         assert send_command(path, "pause").ok
     for client in (active, *silent):
         client.close()
-
-
-def answered_in(seconds: float, clients: list[socket.socket]) -> int:
-    """How many requests the clients get answered, each sending as fast as it can."""
-    counts = []
-
-    def flood(client: socket.socket) -> None:
-        client.settimeout(0.2)
-        got = 0
-        while time.monotonic() < until_s:
-            with contextlib.suppress(TimeoutError):
-                client.sendall(b'{"command":"unknown"}\n' * 100)
-            with contextlib.suppress(TimeoutError):
-                got += client.recv(1 << 16).count(b"\n")
-        counts.append(got)
-
-    until_s = time.monotonic() + seconds
-    threads = [threading.Thread(target=flood, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts)
-
-
-@pytest.mark.usefixtures("server")
-def test_what_clients_send_beyond_their_rate_waits_and_another_client_is_answered(
-    path: Path,
-) -> None:
-    flooding = [connected(path) for _ in range(6)]
-    told: list[CommandAnswer] = []
-    asking = threading.Thread(
-        target=lambda: told.extend(send_command(path, "pause") for _ in range(3))
-    )
-    asking.start()
-    answered = answered_in(1.0, flooding)
-    asking.join()
-    assert answered <= 6 * (2 + 1.5 / control.CLIENT_PAUSE_S)
-    assert [answer.ok for answer in told] == [True] * 3
-    for client in flooding:
-        client.close()
-
-
-@pytest.mark.usefixtures("server")
-def test_clients_that_come_and_go_without_end_delay_nobody(path: Path) -> None:
-    until_s = time.monotonic() + 1.0
-    while time.monotonic() < until_s:
-        with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(0.2)
-            with contextlib.suppress(OSError):
-                client.connect(str(path))
-                client.sendall(b"{")
-    assert send_command(path, "pause").ok
 
 
 def test_a_dead_trainers_socket_is_replaced_and_a_living_one_is_not(path: Path) -> None:
@@ -304,39 +222,3 @@ def test_a_trainer_that_does_not_answer_in_time_is_said_so(path: Path) -> None:
     assert not answered.is_set(), "nobody waited for the answer"
     may_answer.set()
     server.close()
-
-
-def test_an_answer_that_trickles_forever_ends_at_the_timeout(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        stop = threading.Event()
-
-        def trickle() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                while not stop.wait(0.05):
-                    connection.send(b" ")
-
-        thread = threading.Thread(target=trickle)
-        thread.start()
-        with pytest.raises(NotReachable, match="did not answer"):
-            send_command(path, "pause", timeout_s=0.5)
-        stop.set()
-        thread.join()
-
-
-def test_a_trainer_that_hangs_up_is_said_so(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-
-        def hang_up() -> None:
-            connection, _ = listener.accept()
-            connection.close()
-
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        with pytest.raises(NotReachable, match="cannot talk to the trainer"):
-            send_command(path, "pause")
-        thread.join()

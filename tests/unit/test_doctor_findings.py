@@ -107,28 +107,6 @@ def test_a_slot_that_is_narrower_than_the_card_costs_what_the_link_says(
     assert "riser" in slot.cure
 
 
-def test_a_link_that_only_sleeps_is_not_a_narrow_slot() -> None:
-    """It reports few lanes while idle; the measured rate shows that they are there."""
-    machine = host(gpus=(card(pcie_generation=1, pcie_width=8),))
-    assert findings(probe_of(machine, h2d_pinned=25e9)) == ()
-
-
-def test_a_bus_far_below_its_link_is_found_and_bound_to_the_cards_node() -> None:
-    slow = {"h2d_pinned": 10e9, "d2h_pinned": 10e9, "h2d_both_ways": 8e9, "d2h_both_ways": 8e9}
-    bus = only(probe_of(**slow))
-    assert (bus.name, "numactl" in bus.cure) == ("bus", False)
-    assert "10.0 GB/s" in bus.numbers and "20.5 GB/s" in bus.numbers
-    far = host(numa_nodes=2, gpus=(card(numa_node=1),))
-    assert "--cpunodebind=1" in found(probe_of(far, **slow))["bus"].cure
-
-
-def test_copies_that_collapse_both_ways_are_found() -> None:
-    both = only(probe_of(h2d_both_ways=12e9, d2h_both_ways=14e9))
-    assert both.name == "both directions"
-    assert both.factor == pytest.approx(1.3)
-    assert "26.0 GB/s for copies both ways at once, 26.0 GB/s one way" in both.numbers
-
-
 def test_memory_that_cuda_does_not_lock_is_found_with_every_cure() -> None:
     refused = probe_of(host(wsl=True), pin=None)
     pageable = found(refused)["pageable memory"]
@@ -139,33 +117,12 @@ def test_memory_that_cuda_does_not_lock_is_found_with_every_cure() -> None:
     assert ".wslconfig" not in found(probe_of(pin=None))["pageable memory"].cure
 
 
-@pytest.mark.parametrize(
-    ("limit", "is_found"),
-    [
-        (8 << 20, False),  # the sample was larger and was locked all the same
-        (16 * GIB, True),
-        (100 * GIB, False),
-        (None, False),
-    ],
-)
-def test_a_limit_of_page_locks_counts_where_it_may_bind(limit: int | None, is_found: bool) -> None:
-    assert ("page-lock limit" in found(probe_of(host(memlock_limit_bytes=limit)))) is is_found
-
-
 def test_a_gpu_that_torch_cannot_use_comes_first_and_alone() -> None:
     nothing = dict.fromkeys((*BUS_RATES, "gpu_matmul", "pin"))
     first, *others = findings(probe_of(host(power_saving=("on battery",)), **nothing))
     assert (first.name, first.level) == ("GPU not usable", "broken")
     assert "RTX 4090, driver 580.65" in first.numbers
     assert [one.name for one in others] == ["power mode"]
-
-
-def test_without_a_gpu_the_time_of_a_step_is_told() -> None:
-    note = only(probe_of(host(gpus=()), cpu_matmul=8 * 0.5e9 * 2048 / 60))
-    assert (note.name, note.level) == ("no GPU", "note")
-    assert "about 1m 00s a step" in note.numbers
-    unmeasured = only(probe_of(host(gpus=()), cpu_matmul=None))
-    assert "unknown time" in unmeasured.numbers
 
 
 def test_memory_of_a_card_that_others_hold_is_found() -> None:
@@ -176,17 +133,6 @@ def test_memory_of_a_card_that_others_hold_is_found() -> None:
     assert shared.factor == pytest.approx(1.2)
     quiet = host(gpus=(card(memory_free_bytes=23 * GIB),))
     assert findings(probe_of(quiet)) == ()
-
-
-def test_a_lowered_power_limit_is_found_with_the_command() -> None:
-    limit = only(probe_of(host(gpus=(card(power_limit_w=300.0),))))
-    assert limit.factor == pytest.approx(1.5)
-    assert "nvidia-smi -i 0 -pl 450" in limit.cure
-
-
-def test_a_card_without_bf16_is_noted() -> None:
-    old = host(gpus=(card(bf16=False, compute_capability="7.5"),))
-    assert "7.5" in only(probe_of(old)).numbers
 
 
 @pytest.mark.parametrize(
@@ -220,19 +166,6 @@ def test_each_limit_of_the_host_is_found_with_its_numbers_and_its_cure(
         assert word in f"{finding.numbers} {finding.cure}"
 
 
-def test_more_threads_than_cores_or_a_limit_above_the_machine_are_no_findings() -> None:
-    roomy = host(threads_wished=32, memory_limit_bytes=900 * GIB, cpu_quota=64.0)
-    assert findings(probe_of(roomy)) == ()
-
-
-@pytest.mark.parametrize(("cores", "copies", "is_slow"), [(2, 3e9, 1), (2, 4.9e9, 0), (16, 7e9, 1)])
-def test_slow_memory_is_judged_by_the_cores_there_are(
-    cores: int, copies: float, is_slow: int
-) -> None:
-    machine = host(cores=cores, cores_installed=cores)
-    assert len(findings(probe_of(machine, host_copy=copies))) == is_slow
-
-
 @pytest.mark.parametrize(
     ("facts", "write", "names"),
     [
@@ -249,10 +182,6 @@ def test_the_disk_of_the_runs_is_judged(
 ) -> None:
     probe = probe_of(disk=storage(**facts), disk_write=write)
     assert list(found(probe)) == names
-
-
-def test_a_slow_disk_is_told_in_seconds_a_checkpoint() -> None:
-    assert "takes 1m 40s" in only(probe_of(disk_write=0.12e9)).numbers
 
 
 def test_findings_are_ranked_by_what_there_is_to_gain() -> None:

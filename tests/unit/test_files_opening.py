@@ -86,11 +86,6 @@ def test_a_pipe_in_which_nothing_comes_is_given_up(tmp_path: Path, opened: bool)
         os.close(held)
 
 
-def test_a_device_without_an_end_is_read_up_to_the_limit() -> None:
-    with pytest.raises(OSError, match="it has more than 1,000 bytes"):
-        read_named(Path("/dev/zero"), 1000)
-
-
 # -- files found in folders ------------------------------------------------------------------------
 
 
@@ -153,11 +148,3 @@ def test_links_that_lead_elsewhere_are_refused(tmp_path: Path, target: str, at: 
     assert leaves(link, snapshot) is not None
     with pytest.raises(BadInput, match="outside of the model's folder"):
         refuse_foreign(snapshot)
-
-
-@pytest.mark.parametrize("kind", ["a named pipe", "a socket"])
-def test_a_model_has_no_special_files(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "model").mkdir()
-    ODD[kind](tmp_path / "model" / "tokenizer.json")
-    with pytest.raises(BadInput, match=f"is {kind}, and a model has none"):
-        refuse_foreign(tmp_path / "model")

@@ -154,19 +154,6 @@ def test_every_card_is_described(driver: Driver, tmp_path: Path) -> None:
     assert driver.open_count == 0
 
 
-def test_a_machine_without_nodes_says_so_and_old_cards_have_no_bf16(
-    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        Driver, "answer_nvmlDeviceGetCudaComputeCapability", lambda self, handle: (7, 5)
-    )
-    old, lost = read_gpus(driver, devices=devices(tmp_path, -1)).gpus
-    assert (old.compute_capability, old.bf16) == ("7.5", False)
-    for gpu in (old, lost):  # one without a node, one that the kernel does not list
-        assert gpu.numa_node is None
-        assert "no node" in gpu.unknown["numa_node"]
-
-
 def test_a_fact_that_the_driver_refuses_is_none_with_its_words(driver: Driver) -> None:
     refused = {
         "nvmlDeviceGetMemoryInfo": ("memory_total_bytes", "memory_free_bytes"),
@@ -183,12 +170,6 @@ def test_a_fact_that_the_driver_refuses_is_none_with_its_words(driver: Driver) -
         assert getattr(gpu, name) is None
         assert gpu.unknown[name] == "Not Supported"
     assert set(gpu.unknown) == names
-
-
-def test_no_driver_is_no_gpu_with_the_reason(driver: Driver, tmp_path: Path) -> None:
-    driver.refuses = ("nvmlInit",)
-    found = read_gpus(driver, tmp_path / "no driver")
-    assert (found.gpus, found.reason) == ((), "NVML says: Not Supported")
 
 
 def test_a_broken_library_does_not_hide_the_cards_that_the_kernel_drives(
@@ -262,25 +243,6 @@ def test_a_gpu_that_torch_cannot_use_stops_the_run_with_the_cure(two_cards: Gpus
         check_accelerator(False, "cuda", torch_cuda_version="13.0", gpus=two_cards)
 
 
-def test_nameless_cards_stop_the_run_too(tmp_path: Path) -> None:
-    (tmp_path / "0000:01:00.0").mkdir()
-    with pytest.raises(BadInput, match="NVIDIA GPU"):
-        check_accelerator(False, gpus=read_gpus(Driver(refuses=("nvmlInit",)), tmp_path))
-
-
-def test_the_cpu_is_used_when_it_was_asked_for(two_cards: Gpus) -> None:
-    choice = check_accelerator(False, "cpu", gpus=two_cards)
-    assert (choice.value, choice.because) == ("cpu", "as set")
-    assert check_accelerator(True, "cpu", gpus=two_cards).value == "cpu"
-
-
-def test_a_gpu_that_torch_can_use_is_used(two_cards: Gpus) -> None:
-    choice = check_accelerator(True, gpus=two_cards)
-    assert choice.value == "cuda"
-    assert "RTX 4090" in choice.because
-    assert check_accelerator(True, gpus=NONE).value == "cuda"  # NVML is missing, torch is not
-
-
 def test_without_a_gpu_the_cpu_is_chosen_with_the_reason_and_cuda_is_refused() -> None:
     choice = check_accelerator(False, gpus=NONE)
     assert (choice.value, choice.because) == (
@@ -289,11 +251,3 @@ def test_without_a_gpu_the_cpu_is_chosen_with_the_reason_and_cuda_is_refused() -
     )
     with pytest.raises(BadInput, match=r"device=cuda, but no NVIDIA GPU"):
         check_accelerator(False, "cuda", gpus=NONE)
-
-
-def test_hiding_all_gpus_is_a_choice_of_the_user(
-    two_cards: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    choice = check_accelerator(False, gpus=two_cards)
-    assert (choice.value, choice.because) == ("cpu", "CUDA_VISIBLE_DEVICES hides all GPUs")

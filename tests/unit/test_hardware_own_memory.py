@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,30 +66,12 @@ def test_the_own_process_counts_on_every_card_and_no_other_does() -> None:
     assert driver.open_count == 0
 
 
-def test_a_process_that_computes_and_draws_counts_once() -> None:
-    assert own_process_bytes(Driver([(ME, 2 * GIB)], draws=True), ME) == 2 * GIB
-
-
-def test_cards_that_are_hidden_from_cuda_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert own_process_bytes(Driver([(ME, 2 * GIB)], [(ME, GIB)]), ME) == GIB
-
-
 def test_alone_under_a_number_that_means_nobody_here_is_this_process() -> None:
     assert own_process_bytes(Driver([(HOST, GIB)], [(HOST, GIB)]), ME) == 2 * GIB
 
 
 def test_of_several_unknown_processes_none_can_be_told_to_be_this_one() -> None:
     assert own_process_bytes(Driver([(HOST, GIB), (STRANGER, GIB)]), ME) is None
-
-
-def test_another_process_of_this_machine_is_never_taken_for_this_one() -> None:
-    assert own_process_bytes(Driver([(os.getppid(), GIB)]), ME) is None
-
-
-@pytest.mark.parametrize("cards", [[[]], [[(ME, None)]], [[(ME, GIB)], [(ME, None)]]])
-def test_memory_that_the_driver_hides_is_unknown(cards: list[Any]) -> None:
-    assert own_process_bytes(Driver(*cards), ME) is None
 
 
 def test_a_driver_that_does_not_answer_is_unknown_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,3 @@ def test_seconds_that_tasks_waited_for_memory(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(TEXT.format(total))
     assert memory_waited_s(tmp_path) == waited_s
-
-
-def test_a_kernel_that_says_something_else_is_not_understood(tmp_path: Path) -> None:
-    (tmp_path / "proc/pressure").mkdir(parents=True)
-    (tmp_path / "proc/pressure/memory").write_text("off\n")
-    assert memory_waited_s(tmp_path) is None

@@ -12,7 +12,6 @@ from fluxtrain.machine.machine import read_machine
 from fluxtrain.machine.system import read_system, wished_threads
 
 FREQUENCY = "sys/devices/system/cpu/cpu0/cpufreq"
-PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def tree(root: Path, **files: str) -> Path:
@@ -34,28 +33,6 @@ def files(**named: str) -> dict[str, str]:
         "supply": "sys/class/power_supply/AC/type",
     }
     return {places[name].replace("/", "__"): f"{value}\n" for name, value in named.items()}
-
-
-@pytest.mark.parametrize("word", ["always", "madvise", "never"])
-def test_the_chosen_way_of_huge_pages_is_the_one_in_brackets(tmp_path: Path, word: str) -> None:
-    line = "always madvise never".replace(word, f"[{word}]")
-    (tmp_path / PAGES).parent.mkdir(parents=True)
-    (tmp_path / PAGES).write_text(f"{line}\n")
-    assert read_system(tmp_path).huge_pages == word
-
-
-@pytest.mark.parametrize(
-    ("release", "is_wsl"),
-    [("5.15.153.1-microsoft-standard-WSL2\n", True), ("6.8.0-45-generic\n", False)],
-)
-def test_wsl2_is_known_by_its_kernel(tmp_path: Path, release: str, is_wsl: bool) -> None:
-    assert read_system(tree(tmp_path, proc__sys__kernel__osrelease=release)).wsl is is_wsl
-
-
-def test_nodes_are_counted(tmp_path: Path) -> None:
-    for name in ("node0", "node1", "has_memory", "power"):
-        (tmp_path / "sys/devices/system/node" / name).mkdir(parents=True)
-    assert read_system(tmp_path).numa_nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -86,11 +63,6 @@ def test_only_what_slows_the_machine_counts_as_saving(
     tmp_path: Path, set_up: dict[str, str], saving: tuple[str, ...]
 ) -> None:
     assert read_system(tree(tmp_path, **files(**set_up))).power_saving == saving
-
-
-def test_the_power_mode_names_what_the_kernel_names(tmp_path: Path) -> None:
-    root = tree(tmp_path, **files(governor="powersave", driver="intel_pstate", profile="balanced"))
-    assert read_system(root).power_mode == "powersave, balanced"
 
 
 def test_an_empty_tree_gives_a_reason_for_every_fact(tmp_path: Path) -> None:

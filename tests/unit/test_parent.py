@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.files.parent import end_with_parent, environment_of_child
-
 # Never ends, in native code that holds the interpreter: no thread of the process could end it.
 ENDLESS = """
 import os, sys
@@ -73,20 +71,3 @@ def test_a_killed_process_leaves_no_engine_behind_also_one_in_an_endless_loop(
         asking.wait()
         if told.exists() and runs(int(told.read_text().split()[0])):
             os.kill(int(told.read_text().split()[0]), signal.SIGKILL)
-
-
-def test_a_command_whose_parent_is_gone_already_ends_at_once() -> None:
-    environment = {**environment_of_child(), "FLUXTRAIN_PARENT": "1"}  # not who starts it here
-    done = subprocess.run(
-        [sys.executable, "-m", "fluxtrain", "schema"], env=environment, capture_output=True,
-        timeout=100, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (128 + signal.SIGKILL, b"")
-
-
-def test_a_command_that_a_person_starts_asks_nothing_of_its_parent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("FLUXTRAIN_PARENT", raising=False)
-    monkeypatch.setattr("os.getppid", lambda: pytest.fail("it was asked"))
-    end_with_parent()

@@ -9,7 +9,6 @@ import pytest
 
 from fluxtrain.errors import EXIT_TERMINATED, BadInput, FluxTrainError, Interrupted
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.events.trace.ring import RingWriter
 from fluxtrain.train.checkpoint.recovery import Target, find, has_run, truly_told
 
 STOPPED = Interrupted("stopped before a step was made", EXIT_TERMINATED)
@@ -47,23 +46,11 @@ def test_a_folder_with_anything_else_in_it_stays_as_it_is(tmp_path: Path, name: 
     assert {name, "engine.log", "events.ndjson"} <= {path.name for path in run.path.iterdir()}
 
 
-def test_a_folder_that_was_not_made_for_the_run_stays(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    assert told(run, STOPPED, made=False) == str(STOPPED)
-    assert run.log.exists()
-
-
 def test_a_folder_that_another_process_took_meanwhile_stays(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     with run.lock():
         assert told(run, STOPPED) == str(STOPPED)
         assert run.log.exists()
-
-
-def test_the_folder_of_a_run_that_failed_keeps_its_log(tmp_path: Path) -> None:
-    run, failed = a_run(tmp_path), BadInput("no such model")
-    assert told(run, failed) == str(failed)
-    assert run.log.exists()
 
 
 @pytest.mark.parametrize("name", ["run.json", "plan.json", "result.json", "error.json"])
@@ -88,41 +75,9 @@ def test_a_run_begins_beside_other_files_and_where_one_was_refused_before(tmp_pa
     assert found is not None and not found.resumes
 
 
-@pytest.mark.parametrize("name", ["pid", "timeline.ring"])
-def test_files_of_others_that_are_no_json_are_not_replaced_either(
-    tmp_path: Path, name: str
-) -> None:
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(BadInput, match=f"{name} is there already and is not of a run"):
-        find(None, tmp_path, None)
-    assert (tmp_path / name).read_text() == "mine"
-
-
-def test_a_run_begins_where_a_process_left_its_mark_and_its_timeline(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    RingWriter(run.timeline).close()
-    with run.lock():
-        run_left_by_a_kill = run.pid.read_bytes()
-    assert run.pid.read_bytes() == b"" and find(None, tmp_path, None) is not None
-    run.pid.write_bytes(run_left_by_a_kill)
-    assert find(None, tmp_path, None) is not None
-
-
 def test_checkpoints_of_another_program_are_not_taken_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "best.pt").write_text("mine")
     assert not has_run(RunDir(tmp_path))
     (tmp_path / "checkpoints" / "step-00000003").mkdir()
     assert has_run(RunDir(tmp_path))
-
-
-def test_a_start_that_was_refused_does_not_hold_the_folder(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "first")
-    run.path.mkdir()
-    run.journal.write_text("")
-    run.error.write_text(json.dumps({"exit_code": 2, "message": "no such package"}))
-    found = find(None, run.path, None)
-    assert found is not None and found.resumes  # at its first step: there is no checkpoint
-    (run.checkpoints / "step-00000001").mkdir(parents=True)
-    with pytest.raises(BadInput, match="holds a run already"):
-        find(None, run.path, None)

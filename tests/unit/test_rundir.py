@@ -111,16 +111,6 @@ def test_a_run_id_is_a_plain_name_whatever_the_model_is_called(
     assert run.run_id.split("-", 2)[2] == label
 
 
-def test_all_paths_are_absolute_and_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = RunDir("here")
-    monkeypatch.chdir("/")
-    for path in (run.run, run.plan, run.journal, run.log, run.error, run.result, run.pid):
-        assert path.parent == tmp_path / "here"
-    assert run.socket.name == "ctl.sock"
-    assert run.checkpoints.parent == run.model.parent == run.path
-
-
 def test_the_root_comes_from_the_environment_or_is_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,23 +141,6 @@ def test_a_directory_used_by_another_process_is_refused_with_its_pid_until_it_en
         assert run.user() == ProcessMark.mine()
 
 
-def test_the_same_process_cannot_use_a_directory_twice_and_can_after_release(run: RunDir) -> None:
-    lock = run.lock()
-    with pytest.raises(BadInput, match=f"process {os.getpid()}"):
-        run.lock()
-    lock.release()
-    lock.release()
-    with run.lock():
-        pass
-    assert run.user() is None
-
-
-def test_locking_makes_a_directory_that_is_missing(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "waiting" / "run")
-    with run.lock():
-        assert run.path.is_dir()
-
-
 def test_without_file_locks_the_recorded_process_decides(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,12 +166,6 @@ def test_a_read_only_directory_is_bad_input_that_names_it(open_folder: Path) -> 
         assert answer[0] == EXIT_BAD_INPUT
         assert str(open_folder / "runs") in answer[1]
         assert "Permission denied" in answer[1] and "--run-dir" in answer[1]
-
-
-def test_a_root_that_is_a_file_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("")
-    with pytest.raises(BadInput, match="runs is a file"):
-        RunDir.create(tmp_path / "runs", "demo")
 
 
 def test_a_full_file_system_is_no_space_with_path_and_bytes(tmp_path: Path) -> None:
@@ -259,18 +226,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_new_one(
     assert [path.name for path in run.path.iterdir()] == ["result.json"]
 
 
-def test_space_is_checked_against_what_is_needed(tmp_path: Path) -> None:
-    atomic.check_space(tmp_path / "not" / "there", 1)
-    with pytest.raises(NoSpace, match=r"needs 1\.00e\+03|needs .* TiB and .* is free"):
-        atomic.check_space(tmp_path, 1 << 60)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
-def test_a_damaged_json_file_reads_as_missing(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "result.json").write_bytes(content)
-    assert atomic.read_json(tmp_path / "result.json") is None
-
-
 def test_the_state_follows_the_run(run: RunDir, make_step: Make) -> None:
     assert run.liveness() == "waiting"
     with run.lock():
@@ -285,15 +240,6 @@ def test_the_state_follows_the_run(run: RunDir, make_step: Make) -> None:
         run.write_json(run.result, {"exit_code": 0})
     assert run.liveness() == "finished"
     emitter.close()
-
-
-@pytest.mark.parametrize(
-    ("code", "state"),
-    [(0, "finished"), (1, "failed"), (3, "failed"), (5, "failed"), (130, "stopped")],
-)
-def test_the_exit_code_names_the_ending(run: RunDir, code: int, state: str) -> None:
-    run.write_json(run.result, {"exit_code": code})
-    assert run.liveness() == state
 
 
 def test_a_failure_is_known_from_its_error_file_or_from_the_journal(
@@ -312,21 +258,6 @@ def test_a_failure_is_known_from_its_error_file_or_from_the_journal(
     run.write_json(run.error, {"exit_code": 5, "kind": "NoSpace", "message": "disk full"})
     assert (run.liveness(), run.summary().message) == ("failed", "disk full")
     emitter.close()
-
-
-def test_of_two_endings_the_newer_one_counts_and_one_failure_may_be_told_in_both_files(
-    run: RunDir,
-) -> None:
-    failure = {"exit_code": 5, "message": "disk full"}
-    for path, age_s, content in ((run.error, 50, failure), (run.result, 40, {"exit_code": 5})):
-        run.write_json(path, content)
-        os.utime(path, (time.time() - age_s, time.time() - age_s))
-    assert (run.summary().exit_code, run.summary().message) == (5, "disk full")
-    run.write_json(run.result, {"exit_code": 0})  # resumed with more space
-    assert (run.summary().exit_code, run.summary().message) == (0, "")
-    os.utime(run.result, (time.time() - 45, time.time() - 45))
-    run.write_json(run.error, {"exit_code": 4, "message": "diverged"})
-    assert (run.summary().exit_code, run.summary().message) == (4, "diverged")
 
 
 def test_a_killed_run_that_was_resumed_once_is_dead_and_not_what_it_was_before(run: RunDir) -> None:

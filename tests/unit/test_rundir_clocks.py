@@ -53,14 +53,6 @@ def test_a_look_at_a_run_never_keeps_a_trainer_from_its_lock(run: RunDir) -> Non
             looker.join()
 
 
-def test_another_boot_of_the_same_host_is_another_life(run: RunDir) -> None:
-    mark = msgspec.structs.replace(ProcessMark.mine(), boot="an-earlier-one")
-    run.journal.write_bytes(b"")
-    os.utime(run.journal, (time.time() - 300, time.time() - 300))
-    run.pid.write_bytes(msgspec.json.encode(mark))
-    assert run.liveness() == "dead"
-
-
 @pytest.mark.parametrize("set_by_s", [3600.0, -3600.0])
 def test_the_silence_of_a_trainer_is_told_by_a_clock_that_nobody_sets(
     run: RunDir, set_by_s: float

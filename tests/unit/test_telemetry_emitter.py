@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -16,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.events.emitter import Emitter
-from fluxtrain.events.events import Done, Heartbeat, LogWritten, PhaseChanged, StepFinished
+from fluxtrain.events.events import Done, Heartbeat, LogWritten, StepFinished
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.live import PENDING_FRAMES
 from fluxtrain.events.reader import PipeReader
@@ -160,23 +158,6 @@ def test_a_reader_stopped_by_a_signal_costs_microseconds_and_no_journal_frame(
     assert_no_gap(journal)
 
 
-def test_of_a_kind_of_gauge_the_latest_waits_and_the_others_are_counted(
-    pipe: tuple[PipeReader, int],
-) -> None:
-    reader, write_end = pipe
-    emitter = Emitter(None, write_end)
-    fill(write_end)
-    for step in range(10):
-        emitter.emit(Heartbeat(phase="training", step=step))
-    assert emitter.dropped == 9
-    reader.poll()  # room again
-    emitter.emit(PhaseChanged(phase="paused"))
-    beat, phase = reader.poll()
-    assert (beat.step, phase.phase) == (9, "paused")
-    assert (beat.dropped, phase.dropped) == (8, 9)
-    emitter.close()
-
-
 def test_lifecycle_events_wait_for_the_reader_in_order_up_to_a_bound(
     pipe: tuple[PipeReader, int], make_step: Make
 ) -> None:
@@ -305,43 +286,6 @@ print(json.dumps([raised, other, emitter.journal_lost]))
     logs = sum(isinstance(event, LogWritten) for event in events)
     assert logs == refused_at
     assert lost >= 50 - logs + 2
-
-
-def test_a_background_thread_that_meets_the_full_disk_first_leaves_the_news_to_the_owner(
-    journal: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emitter = Emitter(journal)
-    real_write = os.write
-
-    def no_space(descriptor: int, data: bytes) -> int:
-        if descriptor > 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real_write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", no_space)
-    thread = threading.Thread(target=emitter.emit, args=(PhaseChanged(phase="saving"),))
-    thread.start()
-    thread.join()
-    with pytest.raises(NoSpace):
-        emitter.emit(PhaseChanged(phase="training"))
-    emitter.emit(PhaseChanged(phase="stopping"))
-    assert emitter.journal_lost == 3
-    monkeypatch.undo()
-    emitter.close()
-
-
-def test_a_live_descriptor_that_is_not_open_is_bad_input() -> None:
-    with pytest.raises(BadInput, match="--live-fd 987 is not an open descriptor"):
-        Emitter(None, 987)
-
-
-def test_after_close_events_go_nowhere_and_nothing_fails(journal: Path, make_step: Make) -> None:
-    emitter = Emitter(journal)
-    emitter.emit(make_step(1))
-    emitter.close()
-    emitter.emit(make_step(2))
-    emitter.close()
-    assert_no_gap(journal, count=1)
 
 
 def child_env() -> dict[str, str]:

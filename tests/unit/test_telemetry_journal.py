@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -62,15 +61,6 @@ def test_a_torn_last_line_is_the_end_and_the_next_writer_removes_it(
     assert journal.read_bytes().startswith(whole[: whole.rindex(b"\n", 0, -1) + 1])
 
 
-def test_a_torn_line_longer_than_any_frame_is_removed_too(journal: Path, make_step: Make) -> None:
-    write_run(journal, make_step, range(2))
-    whole = journal.read_bytes()
-    journal.write_bytes(whole + b"x" * 3_000_000)
-    write_run(journal, make_step, [2])
-    assert journal.read_bytes().startswith(whole)
-    assert steps_of(read_events(journal)) == [0, 1, 2]
-
-
 def test_a_journal_with_a_hole_as_large_as_a_disk_is_refused_at_once_and_stays(
     journal: Path,
 ) -> None:
@@ -79,15 +69,6 @@ def test_a_journal_with_a_hole_as_large_as_a_disk_is_refused_at_once_and_stays(
     with pytest.raises(BadInput, match="has no line in its last 256 MiB, so no run wrote it"):
         JournalWriter(journal)
     assert journal.stat().st_size == 1 << 42
-
-
-def test_a_journal_that_is_nothing_but_a_torn_line_starts_again(
-    journal: Path, make_step: Make
-) -> None:
-    journal.write_bytes(b'{"event":"hel')
-    assert list(read_events(journal)) == []
-    write_run(journal, make_step, [1])
-    assert [event.seq for event in read_events(journal)] == [1]
 
 
 def test_garbage_in_the_middle_is_skipped_and_counted(journal: Path, make_step: Make) -> None:
@@ -121,12 +102,6 @@ def test_all_readers_refuse_another_major_version(journal: Path, make_hello: Mak
     reader.close()
 
 
-def test_a_journal_that_cannot_be_opened_says_which_and_why(tmp_path: Path) -> None:
-    (tmp_path / "events.ndjson").mkdir()
-    with pytest.raises(BadInput, match=r"cannot write .*events\.ndjson: Is a directory"):
-        Emitter(tmp_path / "events.ndjson")
-
-
 def test_a_follower_sees_a_run_from_before_its_first_byte(journal: Path, make_step: Make) -> None:
     follower = JournalFollower(journal)
     assert follower.poll() == []
@@ -137,32 +112,6 @@ def test_a_follower_sees_a_run_from_before_its_first_byte(journal: Path, make_st
         assert steps_of(follower.poll()) == [step]
         assert follower.poll() == []
     emitter.close()
-
-
-def test_a_follower_waits_for_the_rest_of_a_torn_line(journal: Path, make_step: Make) -> None:
-    frame = encode_frame(make_step(4))
-    follower = JournalFollower(journal)
-    with open(journal, "ab", buffering=0) as file:
-        file.write(frame[:50])
-        assert follower.poll() == []
-        file.write(frame[50:] + frame[:10])
-        assert steps_of(follower.poll()) == [4]
-        file.write(frame[10:])
-        assert steps_of(follower.poll()) == [4]
-    assert follower.garbage_lines == 0
-
-
-def test_a_follower_reads_on_when_a_resumed_trainer_cuts_the_torn_tail(
-    journal: Path, make_step: Make
-) -> None:
-    write_run(journal, make_step, range(2))
-    with open(journal, "ab") as file:
-        file.write(b'{"event":"step","st')
-    follower = JournalFollower(journal)
-    assert steps_of(follower.poll()) == [0, 1]
-    write_run(journal, make_step, [2])
-    assert steps_of(follower.poll()) == [2]
-    assert (follower.restarts, follower.garbage_lines) == (0, 0)
 
 
 def test_a_follower_starts_again_when_the_file_is_cut_or_replaced(
@@ -235,19 +184,6 @@ def test_the_newest_event_is_found_from_the_end(journal: Path, make_step: Make) 
     end = read_end(journal)
     assert end.step is not None and end.last == end.step and end.step.step == 1999
     assert tail_lines(journal, 1000)[0] == b"garbage"
-
-
-def test_a_day_of_events_replays_in_about_a_second(
-    journal: Path, make_step: Make, make_memory: Make
-) -> None:
-    frames = [encode_frame(make_step(1)), encode_frame(make_memory())]
-    frames.append(encode_frame(Heartbeat(phase="training", step=1)))
-    journal.write_bytes(b"".join(frames) * (86_400 // 3))
-    start_s = time.process_time()
-    events = JournalFollower(journal).read_all()
-    spent_s = time.process_time() - start_s
-    assert len(events) == 86_400
-    assert spent_s < 3.0  # measured: 0.3 s of one core
 
 
 def test_a_link_in_the_place_of_the_journal_is_refused_and_its_target_left_alone(

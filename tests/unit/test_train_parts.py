@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.config.choices import choose_schedule
-from fluxtrain.config.schema import TrainSettings
 from fluxtrain.errors import BadInput, DoesNotFit, Interrupted, NoSpace
 from fluxtrain.events import events as ev
 from fluxtrain.events.console import PlainConsole, line
@@ -41,11 +39,6 @@ def test_a_fixed_cadence_is_due_at_its_multiples_and_at_the_end(every: int, tota
     assert due == sorted({*range(every, total + 1, every), total})
 
 
-def test_the_end_is_the_only_time_when_that_was_asked() -> None:
-    cadence = Cadence(every="end", total_steps=9, share=0.1)
-    assert [step for step in range(1, 10) if cadence.is_due(step)] == [9]
-
-
 @pytest.mark.parametrize("cost_s", [0.0, 0.5, 5.0, 60.0])
 def test_an_automatic_cadence_never_takes_more_than_its_share(cost_s: float) -> None:
     clock, spent_s, times = Clock(), 0.0, 0
@@ -62,28 +55,7 @@ def test_an_automatic_cadence_never_takes_more_than_its_share(cost_s: float) -> 
         assert times == 9
 
 
-def test_long_steps_are_saved_by_the_clock() -> None:
-    clock = Clock()
-    cadence = Cadence(every="auto", total_steps=1000, share=0.05, period_s=600, clock=clock)
-    clock.now_s += 601
-    assert cadence.is_due(1)
-    cadence.done(1, 20.0)
-    clock.now_s += 599
-    assert not cadence.is_due(2)
-
-
 # --- the time that is left ------------------------------------------------------------------------
-
-
-def test_equal_steps_have_no_spread_and_the_first_step_does_not_count() -> None:
-    progress = Progress()
-    progress.step_took(99.0)
-    assert progress.eta(10) == (None, None)
-    progress.step_took(2.0)
-    assert progress.eta(10) == (None, None)
-    progress.step_took(2.0)
-    assert progress.eta(10) == (20.0, 0.0)
-    assert progress.eta(0) == (0.0, 0.0)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=80), st.integers(1, 10_000))
@@ -99,33 +71,6 @@ def test_the_estimate_is_the_mean_of_recent_steps(times_s: list[float], remainin
 
 
 # --- choices --------------------------------------------------------------------------------------
-
-
-def test_each_automatic_number_of_the_course_has_its_reason() -> None:
-    schedule = choose_schedule(
-        TrainSettings(epochs=2.5), steps_per_epoch=100, usual_rate=(2e-5, "trained already")
-    )
-    assert schedule.total_steps == 250
-    assert schedule.warmup_steps == 8
-    assert schedule.learning_rate == 2e-5
-    reasons = {choice.name: choice.because for choice in schedule.choices}
-    assert "2.5 epochs of 100 steps" in reasons["train.steps"]
-    assert "trained already" in reasons["train.learning_rate"]
-    assert "3% of 250" in reasons["train.warmup_steps"]
-
-
-def test_what_was_set_is_kept() -> None:
-    settings = TrainSettings(steps=7, learning_rate=0.5, warmup_steps=0)
-    schedule = choose_schedule(settings, steps_per_epoch=100, usual_rate=(3e-3, ""))
-    assert (schedule.total_steps, schedule.learning_rate, schedule.warmup_steps) == (7, 0.5, 0)
-    assert [choice.name for choice in schedule.choices] == ["train.steps"]
-
-
-@given(st.integers(1, 10**7))
-def test_the_warm_up_is_short_and_never_longer_than_the_run(steps: int) -> None:
-    settings = TrainSettings(steps=steps)
-    schedule = choose_schedule(settings, steps_per_epoch=10, usual_rate=(3e-3, ""))
-    assert 1 <= schedule.warmup_steps <= min(100, steps)
 
 
 # --- requests and signals -------------------------------------------------------------------------
@@ -196,18 +141,6 @@ def test_a_run_that_was_started_to_ignore_the_end_of_its_terminal_ignores_it() -
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_that_a_finaliser_swallows_still_stops_the_run() -> None:
-    class Finalised:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGTERM)
-
-    requests, one = Requests(), [Finalised()]
-    with Signals(requests, str):
-        one.clear()
-    assert requests.stop_code == 143
-
-
 # --- what is printed ------------------------------------------------------------------------------
 
 
@@ -231,17 +164,6 @@ def test_fast_steps_share_a_line_and_the_first_and_last_always_have_one() -> Non
     assert all(b - a >= 4 for a, b in pairwise(shown[:-1]))
 
 
-def test_a_step_line_has_its_numbers_and_a_dash_for_the_unknown() -> None:
-    text = line(step(3)) or ""
-    for part in ("step 3/100", "1.2500", "1.00e-3", "norm -", "128 tokens/s", "1m 01s left"):
-        assert part in text
-
-
-def test_a_sample_is_one_line() -> None:
-    said = line(ev.SampleGenerated(step=1, prompt="Return the ", text="\n\n  value\n\n"))
-    assert said == "sample: Return the | value"
-
-
 @pytest.mark.parametrize(
     "event",
     [
@@ -254,25 +176,6 @@ def test_a_sample_is_one_line() -> None:
 def test_no_line_steers_the_terminal(event: ev.Event) -> None:
     said = line(event)
     assert said is not None and "\x1b" not in said and "\N{REPLACEMENT CHARACTER}" in said
-
-
-@pytest.mark.parametrize(
-    ("code", "step", "begins"),
-    [
-        (0, 40, "finished after step 40 in "),
-        (130, 40, "stopped after step 40 in "),
-        (130, 0, "stopped before the first step in "),
-    ],
-)
-def test_the_last_line_tells_an_end_from_a_stop(code: int, step: int, begins: str) -> None:
-    event = ev.Done(
-        exit_code=code, step=step, seconds=3.0, loss=None, evaluation_loss=None, model_path=None
-    )
-    assert str(line(event)).startswith(begins)
-
-
-def test_gauges_are_not_for_the_console() -> None:
-    assert line(ev.Heartbeat(phase="training", step=1)) is None
 
 
 # --- failures and advice --------------------------------------------------------------------------

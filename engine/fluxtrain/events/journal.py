@@ -47,8 +47,8 @@ class JournalWriter:
         except OSError as error:
             raise storage_error(path, error) from error
         self._end = self._cut_torn_tail()
-        last = read_end(path).last
-        self.last_seq = last.seq if last is not None else 0
+        newest = next(filter(None, map(decode_line, tail_lines(path))), None)
+        self.last_seq = newest.seq if newest is not None else 0
 
     def append(self, frame: bytes) -> None:
         """Hand one whole frame to the operating system, or raise `NoSpace` and leave no trace."""

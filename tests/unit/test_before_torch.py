@@ -11,12 +11,15 @@ import pytest
 
 from fluxtrain.machine.before_torch import (
     GPU_NODE,
+    GPU_NODES,
     NAMES,
     PAGE_BYTES,
     SETTING,
+    SPINS,
     let_segments_grow,
     limit_within,
     segments_grow,
+    share_cores,
 )
 from fluxtrain.units import GIB, MIB
 
@@ -51,15 +54,15 @@ def test_without_a_gpu_nothing_is_set(tmp_path: Path) -> None:
 def test_the_command_says_it_before_torch_is_imported() -> None:
     script = """
 import sys
-import fluxtrain.machine.before_torch as allocator
-allocator.let_segments_grow = lambda: print("torch" in sys.modules)
+from fluxtrain.machine import before_torch
+before_torch.let_segments_grow = before_torch.share_cores = lambda: print("torch" in sys.modules)
 from fluxtrain.cli import main
 main(["train", "nothing.yaml"])
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )
-    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    assert (done.returncode, done.stdout) == (2, "False\nFalse\n"), done.stderr
 
 
 def taken_in_pages(limit_bytes: int, blocks_bytes: Iterable[int]) -> int:
@@ -107,3 +110,25 @@ def test_what_was_asked_of_torch_is_read_as_torch_reads_it(name: str) -> None:
     assert segments_grow({name: f"max_split_size_mb:64, {SETTING}"})
     assert not segments_grow({name: "expandable_segments:False"})
     assert not segments_grow({})
+
+
+def test_without_a_gpu_threads_soon_sleep(tmp_path: Path) -> None:
+    environment: dict[str, str] = {}
+    share_cores(environment, tmp_path)
+    assert environment == {"GOMP_SPINCOUNT": str(SPINS)}
+
+
+@pytest.mark.parametrize("given", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}], ids=str)
+def test_how_threads_wait_stays_as_it_was_set(given: dict[str, str], tmp_path: Path) -> None:
+    environment = dict(given)
+    share_cores(environment, tmp_path)
+    assert environment == given
+
+
+@pytest.mark.parametrize("node", GPU_NODES)
+def test_beside_a_gpu_nothing_of_threads_is_set(node: str, tmp_path: Path) -> None:
+    (tmp_path / node).parent.mkdir()
+    (tmp_path / node).touch()
+    environment: dict[str, str] = {}
+    share_cores(environment, tmp_path)
+    assert environment == {}
