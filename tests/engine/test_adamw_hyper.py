@@ -6,13 +6,10 @@ import struct
 from fractions import Fraction
 
 import pytest
-from hypothesis import strategies as st
 
 from fluxtrain._native import AdamWStep
 from fluxtrain.core.adamw.hyper import Coefficients, Hyper, coefficients
 from fluxtrain.errors import BadInput
-
-STEPS = st.integers(min_value=1, max_value=10**6)
 
 
 def fp32(value: float) -> float:

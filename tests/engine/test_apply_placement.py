@@ -16,7 +16,7 @@ from fluxtrain.core.memory.group_memory import GroupMemory
 from fluxtrain.core.memory.window import Window
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.core.wrap.grouping import facts_of
-from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
@@ -93,48 +93,6 @@ def training(tiny: Any, batch: Any) -> Callable[..., Training]:
     return fresh
 
 
-@pytest.mark.parametrize("resident", [1, 4])
-@pytest.mark.parametrize("kept", [2, LAYERS])
-def test_blocks_that_become_resident_leave_the_slot_that_others_will_use(
-    training: Callable[[], Training], resident: int, kept: int
-) -> None:
-    """One that keeps its activations refers to its weights until its backward pass; what was copied
-    ahead for it into a shared slot is overwritten by then."""
-    plain, turned = training(), training()
-    turned.steps(1)
-    settings = settings_with(
-        turned.context, prefetch=2, resident_blocks=resident, blocks_without_recompute=kept
-    )
-    turn(turned.engine, turned.context, settings)
-    turned.steps(3)
-    assert turned.losses == plain.steps(4)
-    assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
-
-
-def test_blocks_that_stop_being_resident_need_no_memory_for_the_slots_they_share(
-    training: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, turned = training(), training()
-    plain.steps(4)
-    everywhere = settings_with(turned.context, prefetch=2, resident_blocks=LAYERS)
-    turn(turned.engine, turned.context, everywhere)
-    turned.steps(2)
-
-    def runs_out(*_: Any, **__: Any) -> None:
-        raise DoesNotFit("there is no memory")
-
-    monkeypatch.setattr(Window, "add_slot", runs_out)
-    slots = {id(slot.flat) for slot in turned.engine.cards[0].window.slots}
-    turn(
-        turned.engine, turned.context, settings_with(turned.context, prefetch=2, resident_blocks=1)
-    )
-    left = turned.engine.cards[0].window.slots
-    assert {id(slot.flat) for slot in left} < slots
-    assert sum(slot.owner is None for slot in left) == turned.engine.plan.slots
-    turned.steps(2)
-    assert turned.losses == plain.losses
-
-
 def test_losses_and_weights_keep_their_bits_through_changes_of_residency_and_prefetch(
     training: Callable[[], Training],
 ) -> None:
@@ -181,47 +139,6 @@ def test_the_window_the_counters_and_the_residency_are_those_of_the_new_layout(
     assert run.engine.memory().device_by["weights"] == before
 
 
-def test_resident_blocks_are_copied_once_a_step_instead_of_twice(
-    training: Callable[[], Training],
-) -> None:
-    run = training()
-    run.steps(2)
-
-    def moved() -> int:
-        before = run.engine.traffic().h2d_bytes
-        run.steps(1)
-        run.engine.flush()
-        return run.engine.traffic().h2d_bytes - before
-
-    streamed = moved()
-    turn(run.engine, run.context, settings_with(run.context, prefetch=2, resident_blocks=LAYERS))
-    run.steps(1)
-    every = sum(block.weight_bytes for block in run.engine.blocks)
-    assert moved() == every < streamed
-
-
-def test_another_chunk_gives_what_a_run_gives_that_starts_with_it(
-    training: Callable[[], Training],
-) -> None:
-    run, started = training(), training()
-    run.steps(3)
-    shards = [
-        (name, {key: tensor.clone() for key, tensor in tensors.items()})
-        for name, tensors in run.engine.state_shards()
-    ]
-    turn(
-        run.engine,
-        run.context,
-        settings_with(run.context, prefetch=2, resident_blocks=0, chunk_rows=4),
-    )
-    for name, tensors in shards:
-        started.engine.load_state_shard(name, tensors)
-    started.engine.chunk_rows = 4
-    started.losses = list(run.losses)
-    assert run.steps(4) == started.steps(4)
-    assert all(torch.equal(a, b) for a, b in zip(run.weights(), started.weights(), strict=True))
-
-
 def test_running_out_of_device_memory_leaves_everything_as_it_was(
     training: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,22 +169,6 @@ def test_running_out_of_device_memory_leaves_everything_as_it_was(
     assert run.steps(2) == plain.losses
 
 
-def test_a_slot_that_a_computation_uses_is_never_given_back(
-    training: Callable[[], Training],
-) -> None:
-    run = training()
-    run.steps(1)
-    group = next(g for g in run.engine.groups if g.kind == "block")
-    run.engine.cards[0].window.take(group)
-    slot = run.engine.cards[0].window.holds(group)
-    assert slot is not None
-    with pytest.raises(AssertionError, match="uses"):
-        run.engine.cards[0].window.remove_slot(slot)
-    run.engine.cards[0].window.release(group)
-    run.engine.cards[0].window.remove_slot(slot)
-    assert run.engine.cards[0].window.holds(group) is None
-
-
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
@@ -292,50 +193,6 @@ def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
     assert turned.steps(2) == plain.steps(2)
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
     assert turned.engine.memory().device_by["weights"] == planned.device_by["weights"]
-
-
-def test_blocks_can_move_to_the_device_before_the_embedding_does(
-    training: Callable[..., Training],
-) -> None:
-    plain, turned = training(), training(device_first="blocks")
-    plain.steps(8)
-    for device_groups, resident in ((2, 0), (2, 2), (LAYERS + 1, 0), (0, 0)):
-        turned.steps(2)
-        settings = settings_with(
-            turned.context, prefetch=2, resident_blocks=resident, device_groups=device_groups
-        )
-        turn(turned.engine, turned.context, settings)
-        used, need = turned.engine.memory().device_by, turned.context.need(settings)
-        assert (used["weights"], used["optimizer"]) == (need.weights_bytes, need.optimizer_bytes)
-        letters = turned.engine.residency().optimizer
-        assert letters == ("G" * min(device_groups, LAYERS)).ljust(LAYERS, "C")
-        embedding = turned.engine.groups[0]
-        assert embedding.placement.weights == ("device" if device_groups > LAYERS else "host")
-    assert turned.losses == plain.losses
-    assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
-
-
-def test_a_model_is_wrapped_with_its_first_blocks_on_the_device_and_the_embedding_at_home(
-    tiny: Any,
-) -> None:
-    model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS)
-    wrap_with(model, device="cpu", offload="weights", device_groups=2, device_first="blocks")
-    homes = [group.placement.weights for group in engine_of(model).groups]
-    assert homes == ["host", "device", "device"] + ["host"] * (len(homes) - 3)
-    with pytest.raises(BadInput, match=r"device_first is 'head': use auto, embedding or blocks"):
-        wrap_with(tiny("llama", torch.bfloat16), device="cpu", device_first="head")
-
-
-def test_a_moved_state_is_the_optimizers_and_survives_its_export(
-    training: Callable[[], Training],
-) -> None:
-    plain, turned = training(), training()
-    turned.steps(2)
-    settings = settings_with(turned.context, prefetch=2, resident_blocks=0, device_groups=4)
-    turn(turned.engine, turned.context, settings)
-    turned.optimizer.load_state_dict(turned.optimizer.state_dict())
-    assert turned.steps(2) == plain.steps(4)
-    assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
 
 
 def test_no_room_for_a_part_leaves_every_part_where_it_was(

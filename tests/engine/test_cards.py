@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 import fluxtrain
 from fluxtrain.core.cards.transfer import SeenOnFirstCard
-from fluxtrain.core.device import multi_gpu_streams
-from fluxtrain.core.runtime.arrivals import arrivals_of, note_arrivals
+from fluxtrain.core.runtime.arrivals import arrivals_of
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.plan import depths, states
+from fluxtrain.plan import states
 from fluxtrain.plan.request import PlacementRequest
 from tests.on_cards import (
     LENGTH,
     ROWS,
-    VOCABULARY,
     assert_same,
     batch,
     llama,
@@ -121,99 +119,6 @@ def test_neighbours_on_one_card_have_different_lanes_and_the_bits_stay(
     assert_same(trained(model, None), trained(other, dealing))
 
 
-def test_packed_blocks_have_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "LEAST_PACKED", 1024)
-    model = llama(4).requires_grad_(False)
-    model.lm_head.requires_grad_(True)
-    engine = wrapped_as_dealt(model, (0, 0, 1, 1), frozen="nf4")
-    assert any(group.dense_bytes for group in engine.groups)
-    assert {unit.lane for unit in engine.units} == {0}
-
-
-def test_a_block_waits_for_code_outside_where_an_argument_is_new() -> None:
-    """Arguments that the block before had too were waited for then."""
-    card = wrapped(llama(2), 2).cards[0]
-    table, mask = torch.ones(3), torch.ones(2)
-    assert card.joins_for([table], 0) == "now"
-    assert card.joins_for([table], 1) == "last"
-    assert card.joins_for([table, mask], 1) == "now"
-    assert card.joins_for([mask], 1) == "last"
-    mask.add_(1)
-    assert card.joins_for([mask], 1) == "now", "it was written to since"
-    arrived = note_arrivals(torch.ones(2), [(0, 2)], [None])
-    assert card.joins_for([arrived, mask], 1) == "last"
-
-
-class Between(nn.Module):
-    """A model that computes between its blocks with what they return."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embed = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))
-        self.head = nn.Linear(16, VOCABULARY, bias=False)
-        self.how = how
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = first = self.embed(ids)
-        seen: list[Tensor] = []
-        for layer in self.layers:
-            out = layer(hidden)
-            if self.how == "residual":
-                hidden = hidden + out
-            elif self.how == "in place":
-                out.mul_(0.5)
-                hidden = out
-            elif self.how == "added in place":
-                out += first
-                hidden = out
-            elif self.how == "view":
-                hidden = out.reshape(-1, 16).view(out.shape)
-            elif self.how == "kept":
-                seen.append(out)
-                hidden = out
-            else:
-                hidden = out.detach() if layer is self.layers[2] else out
-        if seen:
-            hidden = torch.stack(seen).mean(0)
-        return self.head(hidden)
-
-
-@pytest.mark.parametrize(
-    "how", ["residual", "in place", "added in place", "view", "kept", "detached"]
-)
-def test_what_a_model_computes_between_its_blocks_is_right(how: str) -> None:
-    plain = Between(how)
-    found = []
-    for cards in (None, 2, 3):
-        model = copy.deepcopy(plain)
-        wrapped(model, cards)
-        ids = batch()["input_ids"]
-        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-        loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        found.append(gradients | {"loss": loss.detach()})
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
-
-
-def test_hooks_and_retained_gradients_between_blocks_are_served() -> None:
-    model = llama(4)
-    wrapped(model, 2)
-    kept: list[Tensor] = []
-
-    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
-        out.retain_grad()
-        kept.append(out)
-
-    for layer in model.model.layers:
-        layer.register_forward_hook(keep)
-    model(**batch()).loss.backward()
-    assert len(kept) == 4
-    assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in kept)
-
-
 @pytest.mark.parametrize("cards", [2, 3, 4])
 def test_hidden_states_and_logits_without_gradients_are_those_of_one_card(cards: int) -> None:
     model = llama(5).eval()
@@ -227,19 +132,6 @@ def test_hidden_states_and_logits_without_gradients_are_those_of_one_card(cards:
             for a, b in zip(left.hidden_states, right.hidden_states, strict=True):
                 assert a.shape == b.shape and a.device == b.device
                 assert torch.equal(a, b)
-
-
-def test_generation_is_that_of_one_card() -> None:
-    model = llama(5).eval()
-    other = copy.deepcopy(model)
-    wrapped(model, None)
-    wrapped(other, 2)
-    prompt = batch()["input_ids"][:2, :5]
-    how = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    assert torch.equal(model.generate(prompt, **how), other.generate(prompt, **how))
-    assert torch.equal(
-        model.generate(prompt, num_beams=2, **how), other.generate(prompt, num_beams=2, **how)
-    )
 
 
 def test_several_passes_a_step_and_updates_in_backward_keep_the_bits() -> None:
@@ -315,12 +207,6 @@ def test_a_state_of_one_card_is_loaded_by_two_and_back() -> None:
         assert_same(left[name], right[name])
 
 
-def test_more_cards_than_blocks_leave_some_without_any() -> None:
-    model = llama(2)
-    other = copy.deepcopy(model)
-    assert_same(trained(model, None, steps=2), trained(other, 4, steps=2))
-
-
 def test_unwrap_gives_the_model_back() -> None:
     model = llama(4)
     before = {n: v.clone() for n, v in model.state_dict().items()}
@@ -348,14 +234,3 @@ def test_every_card_counts_what_it_holds_and_what_comes_to_it() -> None:
     hidden = ROWS * LENGTH * 32 * 2
     assert traffic.cards[1][2] >= 2 * 2 * 2 * hidden  # to its 2 blocks, and their gradients back
     assert place.cards == "01010"
-
-
-def test_one_card_tells_of_no_cards() -> None:
-    engine = wrapped(llama(2), None)
-    assert engine.memory().cards == ()
-    assert engine.traffic().cards == ()
-    assert engine.residency().cards == ""
-
-
-def test_the_plan_counts_as_many_lanes_as_a_card_has() -> None:
-    assert multi_gpu_streams.LANES == depths.LANES

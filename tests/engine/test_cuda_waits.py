@@ -80,22 +80,6 @@ def test_a_copy_that_was_seen_to_have_arrived_is_not_asked_about_again(
     assert transfer.done() and end.asked == 3
 
 
-def test_a_copy_that_was_waited_for_has_arrived(driver: dict[str, Any]) -> None:
-    transfer = issued(CurrentStream(torch.device("cuda", 0)))
-    end: Any = transfer.end
-    for _ in range(3):
-        transfer.wait_host()
-    assert transfer.done() and end.asked == 1
-
-
-def test_the_computation_waits_for_a_copy_under_way(driver: dict[str, Any]) -> None:
-    stream = CurrentStream(torch.device("cuda", 0))
-    transfer = issued(stream)
-    transfer.wait_compute("weights")
-    waiting: Any = stream()
-    assert waiting.waited == [transfer.end]
-
-
 def test_a_copy_that_failed_says_so_whoever_waits(driver: dict[str, Any]) -> None:
     transfer = CudaTransfer(Stalls(), CurrentStream(torch.device("cuda", 0)))
     transfer.fail(RuntimeError("the update failed"))

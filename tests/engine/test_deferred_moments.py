@@ -49,15 +49,6 @@ def test_wherever_and_however_states_are_kept_the_bits_are_the_same(how: dict[st
     assert_same_bits(both[1].state(), both[0].state())
 
 
-def test_of_a_group_with_low_bit_states_only_the_fp32_ones_come_later(held: Hold) -> None:
-    training = Training(build(), deferred=True, states="8bit")
-    formats = [{s.format for s in group.trained} for group in training.engine.groups]
-    assert {"8bit"} in formats and {"8bit", "fp32"} in formats
-    training.steps(1)
-    training.engine.flush()
-    assert set(held.passed) == {torch.float32}
-
-
 def test_fp16_masters_are_updated_at_once_and_a_step_that_overflows_is_left_out(
     held: Hold,
 ) -> None:

@@ -50,20 +50,6 @@ def test_pages_of_a_packed_weight_leave_process_and_page_cache(tmp_path: Path) -
     assert torch.equal(second, before[1])
 
 
-def test_memory_that_is_no_files_is_left_alone(tmp_path: Path) -> None:
-    weight = torch.randn(300, 1000)
-    before = weight.clone()
-    assert drop(weight) == 0
-    assert torch.equal(weight, before)
-    path = saved(tmp_path / "model.safetensors", 1, 512, 512)
-    mapped = load_file(path)["block.0"]
-    assert drop(mapped.t()) == 0  # strided
-    assert drop(mapped[0, :4]) == 0  # less than a page
-    path.unlink()
-    drop(mapped)  # its file has no name any more
-    assert mapped[0, 0] == 1.0
-
-
 MEASURED = textwrap.dedent("""
     import json, sys, threading, time
     import torch

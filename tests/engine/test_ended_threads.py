@@ -112,17 +112,3 @@ def test_a_worker_is_idle_after_the_last_of_its_jobs_alone() -> None:
     queued.set()
     worker.close()
     assert idle_after == [3]
-
-
-def test_a_worker_whose_job_failed_is_idle_too_and_goes_on() -> None:
-    idle: list[str] = []
-    worker = Worker("test", when_idle=lambda: idle.append("idle"))
-
-    def fails() -> None:
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        worker.submit(fails).result()
-    assert worker.submit(lambda: 7).result() == 7
-    worker.close()
-    assert idle == ["idle", "idle"]

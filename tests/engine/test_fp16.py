@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-import fluxtrain
 from fluxtrain.core.adamw import reference
 from fluxtrain.core.adamw.hyper import Hyper, coefficients
 from fluxtrain.core.updates.loss_scale import FIRST
 from fluxtrain.core.updates.norm import clip_scale
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.core.wrap.grouping import facts_of
-from fluxtrain.errors import MisusedModel, UnsupportedModel
+from fluxtrain.errors import MisusedModel
 from fluxtrain.plan import states as state_formats
 from tests.engine.half_models import (
     HALF,
@@ -29,7 +28,6 @@ from tests.engine.half_models import (
     state,
     step,
 )
-from tests.engine.placing_anew import turn_to
 
 
 @HOMES
@@ -100,27 +98,6 @@ def test_a_streamed_fp16_training_follows_the_plain_one(
     assert float(engine.loss_scale.value) == FIRST
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_every_placement_of_fp16_gives_the_same_bits(
-    half: Any, batch: Any, same: Any, states: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", 100)
-    found = []
-    for options in (
-        {"offload": "none"},
-        {"offload": "weights", "overlap": True},
-        {"offload": "weights", "device_groups": 2},
-        {"offload": "max"},
-    ):
-        model, _ = half("qwen2", chunk_rows=2, states=states, **options)
-        optimizer = adamw(model)
-        for number in range(4):
-            step(model, optimizer, batch("qwen2", seed=number))
-        found.append(state(model))
-    for other in found[1:]:
-        same(found[0], other)
-
-
 def test_a_weight_that_is_written_from_outside_is_its_own_master(half: Any, batch: Any) -> None:
     model, engine = half()
     optimizer = adamw(model)
@@ -164,41 +141,10 @@ def test_a_saved_and_restored_fp16_training_goes_on_bit_for_bit(
     assert any(bool((m != m.half().float()).any()) for m in masters(engine_of(model)).values())
 
 
-def test_moving_homes_in_between_changes_no_bit(half: Any, batch: Any, same: Any) -> None:
-    found = []
-    for moves in (False, True):
-        model, engine = half(offload="weights")
-        optimizer = adamw(model)
-        for number in range(4):
-            if moves and number in (1, 3):
-                count = 2 if number == 1 else 0
-                turn_to(
-                    engine,
-                    device_groups=count,
-                    resident_blocks=1,
-                    blocks_without_recompute=0,
-                    slots=2,
-                )
-            step(model, optimizer, batch(seed=number))
-        found.append(state(model))
-    same(found[0], found[1])
-
-
 def test_a_group_cannot_be_updated_before_the_overflow_is_known(half: Any) -> None:
     model, engine = half()
     with pytest.raises(MisusedModel, match="loss scale"):
         engine.begin_step_in_backward(adamw(model))
-
-
-def test_a_loose_fp16_parameter_is_refused_with_the_cure() -> None:
-    class Loose(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(4, dtype=HALF))
-            self.blocks = nn.ModuleList(nn.Linear(4, 4, dtype=HALF) for _ in range(3))
-
-    with pytest.raises(UnsupportedModel, match="gain is float16"):
-        fluxtrain.wrap(Loose())
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
@@ -220,16 +166,3 @@ def test_predicted_bytes_of_fp16_are_those_that_are_allocated(
         assert group.state_bytes == pytest.approx(predicted.state_bytes, abs=4096)
         held = predicted.gradient_bytes(accumulates=True)
         assert group.gradient_bytes == pytest.approx(held, abs=4096)
-
-
-def test_a_large_fp16_parameter_costs_sixteen_bytes_and_an_update_moves_28() -> None:
-    n = 1 << 20
-    layers = [nn.Linear(1024, 1024, bias=False, dtype=HALF) for _ in range(3)]
-    model = nn.ModuleDict({"blocks": nn.ModuleList(layers)})
-    facts = facts_of(model).groups[0]
-    assert facts.weight_bytes == 2 * n
-    assert facts.state_bytes == 12 * n
-    assert facts.host_bytes() == 16 * n
-    assert facts.host_bytes(accumulates=True) == 20 * n
-    assert facts.update_bytes == 28 * n
-    assert facts_of(model, "8bit").groups[0].host_bytes() == 10 * n + 2 * 4 * n // 256

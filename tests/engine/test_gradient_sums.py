@@ -129,23 +129,6 @@ def test_shared_groups_keep_a_sum_of_their_own_while_others_come_and_go(device: 
     assert not gradients.is_open(shared)
 
 
-def test_each_dtype_of_a_block_keeps_its_own(device: Any) -> None:
-    gradients = Gradients(device, nobody, nobody)
-    g = Group("adapted", "block")
-    g.users = 1
-    for i, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
-        g.add(nn.Parameter(torch.zeros(4, dtype=dtype)), f"p{i}")
-    g.place(GroupPlacement.on("host"), CPU, pin=False)
-    exact = torch.full((4,), 1.0 + 2.0**-20)
-    for member in g.members:
-        gradients.add(g, member, exact)
-    gradients.finish(g)
-    gradients.host.wait(g)
-    found = [m.gradient for m in g.members]
-    assert [f.dtype for f in found] == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert torch.equal(found[1], exact) and torch.equal(found[0], torch.ones(4).bfloat16())
-
-
 def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> None:
     sums: list[list[Tensor]] = []
     for together in (True, False):
@@ -169,45 +152,6 @@ def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> N
             assert torch.equal(norm, torch.linalg.vector_norm(member.gradient))
     for one, other in zip(*sums, strict=True):
         assert torch.equal(one, other)
-
-
-def test_sums_of_groups_of_different_sizes_do_not_mix(device: Any) -> None:
-    gradients = Gradients(device, nobody, nobody)
-    groups = [group((4, 4), (3,)), group((5, 6)), group((2, 2), (9,)), group((4, 4), (3,))]
-    for step in range(2):
-        for i, g in enumerate(groups):
-            for m in g.members:
-                gradients.add(g, m, torch.full(m.shape, float(10 * step + i)))
-            gradients.finish(g)
-        for i, g in enumerate(groups):
-            gradients.host.wait(g)
-            assert all(bool((m.gradient == 10 * step + i).all()) for m in g.members)
-            gradients.host.forget(g)
-
-
-def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
-    gradients = Gradients(device, nobody, nobody)
-    g = group((8, 8))
-    gradients.add(g, g.members[0], torch.ones(8, 8))
-    gradients.finish(g)
-    gradients.host.drain()
-    staged = gradients.host.staging._rings[g.segments[0].size_bytes].buffers[0].untyped_storage()
-    before = torch._C._storage_Use_Count(staged._cdata)
-    gradients.stage_only(set())
-    assert torch._C._storage_Use_Count(staged._cdata) < before
-    assert torch._C._storage_Use_Count(staged._cdata) == 1  # this test's
-
-
-def test_gradients_of_several_dtypes_that_come_together_are_each_read_as_what_they_are(
-    device: Any,
-) -> None:
-    gradients = Gradients(device, nobody, nobody)
-    g = group((4,), (4,), (4,), dtype=torch.float32)
-    values = [torch.full((4,), 1.5), torch.full((4,), 2.5).bfloat16(), torch.full((4,), 3.5).half()]
-    gradients.add_all((g, m, value) for m, value in zip(g.members, values, strict=True))
-    gradients.finish(g)
-    gradients.host.wait(g)
-    assert [float(m.gradient[0]) for m in g.members] == [1.5, 2.5, 3.5]
 
 
 def test_a_block_may_finish_while_another_thread_asks_for_the_bytes(

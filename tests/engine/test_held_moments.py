@@ -101,11 +101,6 @@ def test_a_step_in_backward_lets_the_moments_of_another_optimizer_go(written: Ho
         assert time.monotonic() - started_s < GIVEN_UP_S / 2
 
 
-def test_one_card_holds_nothing_back(written: Hold) -> None:
-    after_a_step()
-    assert begins(written, GIVEN_UP_S)
-
-
 def test_moments_that_nobody_asks_for_begin_in_the_end(
     written: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,42 +151,6 @@ def test_members_that_nothing_is_added_to_keep_what_they_have(gradients: Gradien
     assert len(norms(gradients, g)) == 3
 
 
-def test_each_copy_is_told_and_sums_take_no_staging_memory_of_their_own(
-    gradients: Gradients, told: Told
-) -> None:
-    g = group(torch.bfloat16)
-    for seed in range(2):  # both buffers of the first passes are made
-        one_pass(gradients, g, seed)
-        gradients.host.wait(g)
-        gradients.host.forget(g)
-    one_pass(gradients, g, 2)
-    held, elements = gradients.device_bytes, g.trained_elements
-    moved = []
-    for seed in (3, 4):
-        told.up = told.down = 0
-        one_pass(gradients, g, seed)
-        moved.append((told.up, told.down))
-    assert moved == [(2 * elements, 4 * elements), (4 * elements, 4 * elements)]
-    assert gradients.device_bytes == held
-
-
-def test_what_was_expected_is_brought_again_where_others_took_its_place(
-    gradients: Gradients,
-) -> None:
-    g, other = group(torch.bfloat16), group(torch.bfloat16)
-    first = one_pass(gradients, g, 0)
-    gradients.prefetch(g)
-    for seed in range(3):
-        one_pass(gradients, other, seed)
-        gradients.host.forget(other)
-    second = draws(g, 1)
-    for member, value in zip(g.members, second, strict=True):
-        gradients.add(g, member, value)
-    gradients.finish(g)
-    for found, a, b in zip(of(gradients, g), first, second, strict=True):
-        assert torch.equal(found, a.bfloat16().float() + b)
-
-
 def test_after_a_backward_pass_that_raised_sums_are_what_they_were(gradients: Gradients) -> None:
     g = group(torch.bfloat16)
     first = one_pass(gradients, g, 0)
@@ -237,19 +201,6 @@ def test_whoever_writes_to_rows_between_passes_is_heard() -> None:
         passes_of(model, 1)
         found[embedding] = gradient_of(model)
     assert torch.equal(found["rows"], found["whole"])
-
-
-def test_forgotten_rows_leave_no_memory_on_the_device() -> None:
-    model = llama()
-    engine = wrapped(model, "rows")
-    for _ in range(2):  # all buffers are made
-        passes_of(model, 3)
-        engine.forget_gradients()
-    before = engine.cards[0].gradients.device_bytes
-    passes_of(model, 3)
-    assert engine.cards[0].gradients.device_bytes > before
-    engine.forget_gradients()
-    assert engine.cards[0].gradients.device_bytes == before
 
 
 @pytest.mark.parametrize("tied", [False, True])

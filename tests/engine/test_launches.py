@@ -105,13 +105,6 @@ def test_where_that_is_the_current_one_nothing_is_changed(
     assert gpus.changes == 0
 
 
-def test_a_failing_launch_leaves_the_gpu_that_was_current(gpus: Gpus) -> None:
-    with pytest.raises(ZeroDivisionError), launching_on(ONE):
-        assert gpus.current == TENSORS_ON
-        _ = 1 / 0
-    assert gpus.current == 0
-
-
 def test_without_a_gpu_no_driver_is_asked() -> None:
     with launching_on(ONE):
         assert not ONE.is_cuda

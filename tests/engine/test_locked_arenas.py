@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import gc
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -176,62 +174,6 @@ def test_memory_whose_copy_waits_for_an_update_is_let_go_at_once(
     update.set_result(None)
     transfer.wait_host()
     assert bool((there == 7.0).all())
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("error", [RuntimeError("it was never made"), KeyboardInterrupt()])
-def test_an_arena_whose_copy_failed_is_unlocked_all_the_same(
-    error: BaseException, locks: Granted
-) -> None:
-    def wait() -> None:
-        raise error
-
-    arena = HostArena(4096, pin=True)
-    arena.under_way["h2d"] = wait
-    del arena
-    gc.collect()
-    assert locks.locked_bytes == 0
-
-
-def test_a_refusal_is_told_while_other_threads_may_free_locked_memory(locks: Granted) -> None:
-    """Who writes the log may wait for a thread on which the collector frees an arena."""
-    other = HostArena(4096, pin=True)
-    locks.limit_bytes = locks.locked_bytes
-    freed: list[bool] = []
-
-    class Log(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            thread = threading.Thread(target=locks.unlock, args=(other.address,), daemon=True)
-            thread.start()
-            thread.join(5)
-            freed.append(not thread.is_alive())
-
-    logger, handler = logging.getLogger("fluxtrain"), Log()
-    logger.addHandler(handler)
-    try:
-        assert HostArena(4096, pin=True).pinned_bytes == 0
-    finally:
-        logger.removeHandler(handler)
-    assert freed == [True]
-
-
-def test_an_arena_that_is_freed_while_another_is_looked_for_hides_none(
-    locks: Granted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From Python 3.12 on the collector may begin after any call, so within the lock too."""
-    arenas = sorted((HostArena(1 << 20, pin=True) for _ in range(2)), key=lambda one: one.address)
-    last = arenas.pop()
-    found = bisect.bisect_right
-
-    def collecting(starts: list[int], address: int) -> int:
-        place = found(starts, address)
-        arenas.clear()
-        return place
-
-    memory = last.tensor(torch.uint8, 1, 0)
-    monkeypatch.setattr(bisect, "bisect_right", collecting)
-    assert locks.arena_of(memory) is last
-    assert not arenas
 
 
 def test_locks_keep_no_arena(locks: Granted) -> None:

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import gc
 import itertools
 import mmap
 import os
-import signal
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from fluxtrain.core.device import page_locks
 from fluxtrain.core.device.arena import ALIGNMENT_BYTES, HostArena, aligned
 from fluxtrain.core.device.page_locks import PageLocks
-from fluxtrain.core.memory.group import Group, prepare_move
+from fluxtrain.core.memory.group import Group
 from fluxtrain.errors import UnsupportedModel
 from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.pages import made_bytes, made_bytes_at, mapped
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
-
-
-@given(st.integers(0, 1 << 40))
-def test_aligned_sizes_are_the_next_multiple(count: int) -> None:
-    assert count <= aligned(count) < count + ALIGNMENT_BYTES
-    assert aligned(count) % ALIGNMENT_BYTES == 0
 
 
 def test_an_arena_is_zero_and_its_tensors_share_memory_but_not_storages() -> None:
@@ -85,57 +73,6 @@ def test_memory_is_made_before_it_is_locked_and_given_back_where_that_is_refused
     assert again.pinned_bytes == 0 and len(locks.made) == 2
 
 
-def test_an_arena_may_have_huge_pages_and_a_fork_gets_only_what_is_made_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(page_locks, "LOCKS", Locks())
-    locked = HostArena(16 * MIB, pin=True, for_forks=True)
-    own, free = (HostArena(16 * MIB, pin=False, for_forks=forks) for forks in (False, True))
-    found = [mapped(arena.tensor(torch.uint8, 1, 0)) for arena in (locked, own, free)]
-    assert {permissions for permissions, _ in found} == {"rw-p"}  # shared memory gets none
-    if Path("/sys/kernel/mm/transparent_hugepage").exists():
-        assert all("hg" in flags for _, flags in found)
-    assert ["wf" in flags for _, flags in found] == [True, True, False]
-
-
-def test_a_fork_is_ended_by_what_it_does_not_get_and_by_nothing_else() -> None:
-    own, free = HostArena(16 * MIB, pin=False), HostArena(16 * MIB, pin=False, for_forks=True)
-    held = [arena.tensor(torch.uint8, 16 * MIB, 0).fill_(1) for arena in (own, free)]
-
-    def reads(memory: Tensor) -> None:
-        assert memory[8 * MIB] == 1
-
-    def frees() -> None:
-        """Its own memory may not lie where the arenas did: that is unmapped with them."""
-        nonlocal own, free
-        others = [mmap.mmap(-1, 16 * MIB) for _ in range(8)]
-        held.clear()
-        del own, free
-        gc.collect()
-        for other in others:
-            other[:] = bytes(16 * MIB)
-
-    assert in_fork(lambda: reads(held[1])) == 0
-    assert in_fork(frees) == 0
-    assert in_fork(lambda: reads(held[0])) == signal.SIGSEGV
-    assert all(bool((memory == 1).all()) for memory in held)
-
-
-def in_fork(work: Callable[[], None]) -> int:
-    """What a forked child that does `work` ends with: 0, 1 after an exception, or a signal."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child uses none
-        child = os.fork()
-    if child == 0:
-        faulthandler.disable()  # it would tell of the signal as one of the tests' process
-        with contextlib.suppress(BaseException):
-            work()
-            os._exit(0)
-        os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return abs(code)
-
-
 def test_a_fork_gets_weights_and_neither_states_nor_gradients() -> None:
     """Every step writes these: with a child that shares them it would copy them all."""
     group = placed((torch.bfloat16, (64, 64), True))
@@ -145,14 +82,6 @@ def test_a_fork_gets_weights_and_neither_states_nor_gradients() -> None:
     held = {"weights": segment.weights, "m": segment.m, "gradient": segment.rounded}
     wiped = {name: "wf" in mapped(memory)[1] for name, memory in held.items() if memory is not None}
     assert wiped == {"weights": False, "m": True, "gradient": True}
-
-
-def test_one_thread_leaves_the_pages_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    locks = Locks()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(page_locks, "LOCKS", locks)
-    assert HostArena(64 * MIB, pin=True).pinned_bytes
-    assert locks.made[0] < 16 * MIB
 
 
 def test_an_arena_lives_as_long_as_its_tensors_and_no_longer() -> None:
@@ -304,11 +233,3 @@ def test_the_hosts_peak_is_at_most_the_arenas_and_fifteen_percent() -> None:
     assert weights > 190 * MIB and arenas > 6.9 * weights
     assert wrapped <= 1.15 * weights + device
     assert trained <= 1.15 * arenas + device
-
-
-def test_a_fork_gets_weights_that_came_home_unlocked() -> None:
-    group = placed((torch.bfloat16, (64, 64), True))
-    for tier in ("device", "host"):
-        prepare_move(group, GroupPlacement.on(tier), pin=False)()
-    (segment,) = group.segments
-    assert segment.weights is not None and "wf" not in mapped(segment.weights)[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.core.device.heap import FORGOTTEN_BLOCKS, SPARE_BYTES, Heap, private_bytes
+from fluxtrain.core.device.heap import SPARE_BYTES, Heap, private_bytes
 from fluxtrain.units import MIB
 
 
@@ -30,12 +30,6 @@ class Process:
         self.resident += touches
         self.used += keeps
         self.heap.tidy()
-
-
-def test_a_little_that_is_free_stays_for_the_next_tensor() -> None:
-    process = Process()
-    process.block(touches=SPARE_BYTES)
-    assert process.trims == 0
 
 
 def test_what_is_free_goes_back_once_it_is_more_than_may_be_spared() -> None:
@@ -60,28 +54,6 @@ def test_a_block_that_needs_much_does_not_fetch_it_anew_each_time() -> None:
     assert process.trims == 2
 
 
-def test_what_came_with_one_block_alone_is_not_kept_for_ever() -> None:
-    """Such as the optimizer's states, with the first update."""
-    process = Process()
-    process.block(touches=SPARE_BYTES + 1)
-    process.block(touches=100 * SPARE_BYTES, keeps=100 * SPARE_BYTES)
-    for _ in range(4 * FORGOTTEN_BLOCKS):
-        process.block(touches=SPARE_BYTES // 16)
-    trims, steps = process.trims, 0
-    while process.trims == trims:
-        process.block(touches=SPARE_BYTES)
-        steps += 1
-    assert steps < 5
-
-
-def test_memory_that_was_given_back_by_others_counts_again_when_it_returns() -> None:
-    process = Process()
-    process.resident -= 50 * MIB
-    process.block(touches=0)
-    process.block(touches=SPARE_BYTES + 1)
-    assert process.trims == 1
-
-
 def test_without_a_kernel_that_tells_nothing_is_given_back(tmp_path: Path) -> None:
     missing = tmp_path / "statm"
     assert private_bytes(missing) == 0
@@ -91,12 +63,6 @@ def test_without_a_kernel_that_tells_nothing_is_given_back(tmp_path: Path) -> No
     heap = Heap(measure=lambda: private_bytes(missing), trim=lambda: trims.append(1))
     heap.tidy()
     assert not trims
-
-
-def test_shared_pages_are_not_private(tmp_path: Path) -> None:
-    (tmp_path / "statm").write_text("900 500 200 3 0 400 0\n")
-    assert private_bytes(tmp_path / "statm") % 300 == 0
-    assert private_bytes(tmp_path / "statm") > 0
 
 
 DEEP = """

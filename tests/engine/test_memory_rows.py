@@ -44,16 +44,6 @@ def test_rows_are_brought_as_they_are() -> None:
     device.close()
 
 
-def test_more_tokens_than_rows_need_no_more_than_the_table() -> None:
-    device = CpuDevice()
-    buffers = RowBuffers(device, 50, 4, torch.float32)
-    _, transfers = buffers.upload(Places.of(torch.arange(50).repeat(9)), gather(torch.randn(50, 4)))
-    for transfer in transfers:
-        transfer.wait_host()
-    assert buffers.capacity == 50
-    device.close()
-
-
 def test_a_table_holds_the_last_rows_and_zeros_whatever_was_there() -> None:
     scatter, flat = Scatter(), torch.full((210,), 7.0)
     for rows in ([3, 4], [4, 20, 49], []):
@@ -63,19 +53,6 @@ def test_a_table_holds_the_last_rows_and_zeros_whatever_was_there() -> None:
         expected[rows] = values
         assert torch.equal(table_of(flat), expected)
         assert not flat[200:].any()
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_what_others_wrote_into_the_table_is_cleared(told: bool) -> None:
-    scatter, flat = Scatter(), torch.zeros(200)
-    scatter.fill(flat, torch.tensor([1]), torch.ones(1, 4), 50)
-    if told:  # a copy by the device, which no version counts
-        flat.numpy()[:] = 5.0
-        scatter.forget(flat)
-    else:
-        table_of(flat)[30].add_(5.0)
-    scatter.fill(flat, torch.tensor([2]), torch.ones(1, 4), 50)
-    assert table_of(flat).sum() == 4
 
 
 class Late:

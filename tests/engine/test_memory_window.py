@@ -150,33 +150,6 @@ def test_a_wrong_guess_costs_a_copy_and_nothing_else() -> None:
     assert made.take(a)[0][0] == 0 and made.take(b)[0][0] == 1
 
 
-def test_running_out_of_slots_is_an_error_and_not_a_wrong_weight() -> None:
-    a, b, c = (group(i) for i in range(3))
-    made, _ = window(2)
-    made.take(a), made.take(b)
-    assert not made.prefetch(c)
-    with pytest.raises(RuntimeError, match="no device slot is free"):
-        made.take(c)
-    made.release(a)
-    assert made.take(c)[0][0] == 2
-
-
-def test_weights_that_find_no_memory_to_be_unpacked_leave_their_slot_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    a, b = group(0), group(1)
-    made, _ = window(1)
-
-    def ran_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(made.scratch, "fill", ran_out)
-        with pytest.raises(torch.OutOfMemoryError):
-            made.take(a)
-    assert made.take(b)[0][0] == 1
-
-
 def test_a_resident_group_is_copied_again_only_after_its_weights_change() -> None:
     own, other = group(1), group(2)
     made, moves = window(1)
@@ -189,14 +162,6 @@ def test_a_resident_group_is_copied_again_only_after_its_weights_change() -> Non
     own.memory.views[0].fill_(5.0)
     made.forget(own)
     assert made.take(own)[0][0] == 5.0
-
-
-def test_a_slot_that_is_too_small_is_never_used() -> None:
-    large = group(3, elements=2 * SIZE)
-    made, _ = window(2)
-    assert not made.prefetch(large)
-    made.add_slot(8 * SIZE)
-    assert made.take(large)[0].numel() == 2 * SIZE
 
 
 def test_an_upload_waits_for_the_groups_own_update() -> None:
@@ -243,18 +208,6 @@ def test_a_slot_whose_copy_failed_serves_another_group() -> None:
     timer.start()
     assert made.take(other)[0][0] == 2
     timer.join()
-    device.close()
-
-
-def test_whoever_drains_the_window_is_not_told_of_an_update_that_failed() -> None:
-    """Whoever takes its group is; to others the window only has to be at rest."""
-    device = CpuDevice()
-    made, _ = window(1, device)
-    g = group(1)
-    g.jobs.pending = Future()
-    assert made.prefetch(g)
-    g.jobs.pending.set_exception(ArithmeticError("diverged"))
-    made.drain()
     device.close()
 
 

@@ -134,19 +134,6 @@ def test_a_new_optimizer_after_the_first_was_dropped_starts_anew_as_torchs_does(
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
-def test_an_optimizer_whose_state_is_cleared_starts_anew_as_torchs_does(pair: Make) -> None:
-    results = []
-    for model in pair():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-        empty = optimizer.state_dict()
-        plain_loop(model, optimizer, 2)
-        optimizer.state.clear()
-        losses = plain_loop(model, optimizer, 2, seed=5)
-        optimizer.load_state_dict(empty)
-        results.append(losses + plain_loop(model, optimizer, 2, seed=9))
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
-
-
 def test_a_second_optimizer_over_a_stepped_parameter_is_refused_by_name(pair: Make) -> None:
     _, model = pair()
     first = torch.optim.AdamW(model.parameters(), lr=1e-3)

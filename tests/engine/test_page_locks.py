@@ -126,10 +126,6 @@ def test_a_limit_that_is_known_is_kept_without_asking(tiny: Any, system: Any) ->
     assert "1.00 MB/s instead of 2.00 MB/s" in choice.because
 
 
-def test_without_a_gpu_nothing_is_locked_and_nothing_is_said(tiny: Any) -> None:
-    assert page_locks_of(engine_of(fluxtrain.wrap(tiny("llama"))), {}) == ()
-
-
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20_000])
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_the_ring_copies_every_byte_of_any_size(size: int, pieces: int, system: Any) -> None:

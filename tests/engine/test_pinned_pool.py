@@ -18,7 +18,6 @@ from fluxtrain.core.memory.activation_offload import ActivationOffload
 from fluxtrain.core.memory.pinned_pool import PinnedPool
 from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.granted import Granted, granting
-from tests.engine.placing_anew import turn_to
 from tests.wrap_with import wrap_with
 
 
@@ -68,21 +67,6 @@ def test_what_was_never_fetched_is_waited_for_before_its_memory_serves_again(
     assert copy.waited and buffer.unawaited is None
 
 
-def test_memory_is_freed_after_its_copies(locks: Granted) -> None:
-    order: list[str] = []
-
-    class Late:
-        def wait_host(self) -> None:
-            order.append(f"waited with {locks.locked_bytes} bytes locked")
-
-    buffer = PinnedPool().take(4096)
-    buffer.under_way["d2h"] = Late().wait_host
-    del buffer
-    gc.collect()
-    assert order == ["waited with 4096 bytes locked"]
-    assert locks.locked_bytes == 0
-
-
 def test_memory_is_freed_after_its_copies_when_a_collection_finds_all_at_once(
     device: CpuDevice, locks: Granted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,39 +113,6 @@ def test_a_thread_that_copies_may_give_memory_back_while_its_copy_is_waited_for(
     assert copy.in_time
 
 
-def test_memory_that_is_not_locked_is_let_go_at_once(locks: Granted) -> None:
-    """The thread that copies holds it, and may itself be the one that lets go."""
-
-    class Late:
-        waited = False
-
-        def wait_host(self) -> None:
-            self.waited = True
-
-    locks.limit_bytes = 0
-    buffer, copy = PinnedPool().take(4096), Late()
-    buffer.under_way["d2h"] = copy.wait_host
-    del buffer
-    gc.collect()
-    assert not copy.waited
-
-
-def test_a_buffer_may_come_back_while_another_is_looked_for(locks: Granted) -> None:
-    """From Python 3.12 on the collector may begin between any two sizes."""
-    pool = PinnedPool()
-    first, other = pool.take(1000), pool.take(500)
-    pool.give_back(first)
-
-    class Collecting(int):
-        def __gt__(self, size: int) -> bool:
-            if other.size_bytes not in pool._free:
-                pool.give_back(other)
-            return int(self) > size
-
-    assert pool.take(Collecting(2000)).size_bytes == 2000
-    assert pool.take(500) is other
-
-
 def test_sizes_that_differ_do_not_pile_up(locks: Granted) -> None:
     """Batches as long as their longest row: never more buffers than offloaded inputs at a time."""
     pool = PinnedPool()
@@ -173,18 +124,6 @@ def test_sizes_that_differ_do_not_pile_up(locks: Granted) -> None:
         del held, buffer
     assert locks.locked_bytes <= 4 * 2150  # a quarter more than what was too small, each time
     assert locks.attempts == 4 * 4  # 1000, 1250, 1562 and 1953 bytes
-
-
-def test_small_ones_whose_size_differs_do_not_take_the_memory_of_large_ones(
-    locks: Granted,
-) -> None:
-    pool = PinnedPool()
-    for small in (1000, 1100, 900, 1300, 2500):
-        held = [pool.take(size) for _ in range(4) for size in (small, 1_000_000)]
-        for buffer in held:
-            pool.give_back(buffer)
-        del held, buffer
-    assert locks.locked_bytes <= 4 * (1_000_000 + 2500)
 
 
 def test_a_training_takes_memory_in_its_first_step_alone(
@@ -230,33 +169,3 @@ def test_the_gauge_counts_every_locked_byte_wherever_boundaries_wait(
     engine.cards[0].activation_offload.give_back()
     assert boundaries > 0
     assert engine.memory().host_pinned_bytes == counted[1] - boundaries
-
-
-def test_boundaries_give_their_locks_back_with_the_engine(
-    tiny: Any, batch: Any, locks: Granted
-) -> None:
-    model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-    wrap_with(model, offload="weights", activations="host")
-    model(**batch(seed=0)).loss.backward()
-    fluxtrain.unwrap(model)
-    del model
-    gc.collect()
-    assert locks.locked_bytes == 0
-
-
-def test_blocks_that_keep_activations_from_now_on_leave_no_memory_behind(
-    tiny: Any, batch: Any, locks: Granted
-) -> None:
-    model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-    wrap_with(model, offload="weights", activations="host", resident_blocks=4)
-    engine = engine_of(model)
-    model(**batch()).loss.backward()
-    engine.forget_gradients()
-    before, attempts = locks.locked_bytes, locks.attempts
-    for kept in (0, 3):
-        assert (locks.attempts, locks.locked_bytes) == (attempts, before)
-        turn_to(engine, resident_blocks=4, blocks_without_recompute=kept)
-        model(**batch()).loss.backward()
-        engine.forget_gradients()
-    assert [unit.recomputes for unit in engine.units].count(False) == 3
-    assert before - locks.locked_bytes == 3 * 4 * 10 * 32 * 2  # blocks, rows, tokens, bf16

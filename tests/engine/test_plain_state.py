@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.core.updates.loss_scale import LossScale
-from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
-from tests.engine import half_models
 from tests.engine.plain_models import Pair, adamw, net, train, trained
 
 
@@ -141,15 +138,6 @@ def test_moments_of_bf16_weights_get_their_dtype_as_torchs_do(
     assert state["exp_avg_sq"].dtype == torch.bfloat16 and state["step"] == 22
 
 
-def test_the_original_goes_on_as_if_nothing_had_been_copied_from_it(
-    expected: list[float],
-) -> None:
-    model, optimizer = trained()
-    for way in (_loaded_by_a_plain_model, _copied):
-        train(*way(model, optimizer), 50, 53)
-    assert train(model, optimizer, 20, 26) == pytest.approx(expected, rel=1e-5)
-
-
 def test_one_optimizer_over_a_wrapped_and_an_unwrapped_model_keeps_both_moments(
     expected: list[float],
 ) -> None:
@@ -183,19 +171,6 @@ def test_a_subclass_of_adamw_takes_over_the_moments_of_a_wrapped_model(
     other = Other(model.parameters(), lr=1e-3)
     other.load_state_dict(optimizer.state_dict())
     assert train(model, other, 20, 26) == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_step_that_was_left_out_just_before_unwrapping_is_not_counted(
-    half: Any, batch: Any
-) -> None:
-    model, _ = half(overlap=True)
-    optimizer = half_models.adamw(model)
-    half_models.step(model, optimizer, batch())
-    engine_of(model).loss_scale = LossScale(torch.device("cpu"), half_models.TOO_LARGE)
-    half_models.step(model, optimizer, batch())
-    fluxtrain.unwrap(model)
-    state = optimizer.state_dict()["state"]
-    assert {float(entry["step"]) for entry in state.values()} == {1.0}
 
 
 # -- what cannot go on -----------------------------------------------------------------------------

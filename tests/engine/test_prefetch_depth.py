@@ -12,7 +12,6 @@ from torch import nn
 import fluxtrain
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.wrap.engine import Engine, engine_of
-from fluxtrain.errors import BadInput
 from tests.wrap_with import wrap_with
 
 LAYERS = 8
@@ -97,14 +96,3 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
         assert later.group in asked
         assert [group for group in asked if group not in own] == [later.group]
     fluxtrain.sync(model)
-
-
-@pytest.mark.parametrize("prefetch", [0, -1, 2.5, True])
-def test_a_number_of_blocks_ahead_that_makes_no_sense_is_refused(tiny: Any, prefetch: Any) -> None:
-    with pytest.raises(BadInput, match="prefetch is"):
-        wrap_with(tiny("llama"), prefetch=prefetch)
-
-
-def test_who_asks_for_no_block_ahead_hears_what_to_do(tiny: Any) -> None:
-    with pytest.raises(BadInput, match="prefetch is 0: use at least 1 or auto"):
-        wrap_with(tiny("llama"), prefetch=0)

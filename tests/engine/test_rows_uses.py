@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import fluxtrain
 from fluxtrain.core.runtime.context import HostIds
-from fluxtrain.errors import BadInput
 from tests.engine.row_models import (
     HIDDEN,
     VOCABULARY,
@@ -64,16 +62,6 @@ def test_a_weight_that_is_also_read_by_itself_gets_both_gradients() -> None:
     equal(trained(Twice(), "whole", loss_of=both), trained(Twice(), "rows", loss_of=both))
 
 
-def test_a_frozen_embedding_gets_no_gradient() -> None:
-    def frozen() -> nn.Module:
-        model = llama()
-        model.get_input_embeddings().weight.requires_grad_(requires_grad=False)  # type: ignore[operator, union-attr]
-        return model
-
-    equal(trained(frozen(), "whole"), result := trained(frozen(), "rows"))
-    assert "model.embed_tokens.weight" not in result[1]
-
-
 BAD_CALLS: dict[str, tuple[type[Exception], Callable[[Any, Tensor], Any]]] = {
     "floats": (RuntimeError, lambda embed, ids: embed(ids.float())),
     "booleans": (RuntimeError, lambda embed, ids: embed(ids > 3)),
@@ -85,20 +73,6 @@ BAD_CALLS: dict[str, tuple[type[Exception], Callable[[Any, Tensor], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_CALLS)
-def test_a_call_that_torch_refuses_is_refused_with_its_words_and_rows_stay(kind: str) -> None:
-    error, call = BAD_CALLS[kind]
-    model, ids = Twice(), inputs(0)["input_ids"]
-    with pytest.raises(error) as plain:
-        call(model.embed, ids)
-    engine = wrapped(model, "rows")
-    with pytest.raises(error) as found:
-        call(model.embed, ids)
-    assert str(found.value) == str(plain.value)
-    assert by_rows(engine)
-    squares(model, 0).backward()
-
-
 def test_embeddings_given_in_place_of_ids() -> None:
     def given(model: Any, seed: int) -> Tensor:
         batch = inputs(seed)
@@ -107,24 +81,6 @@ def test_embeddings_given_in_place_of_ids() -> None:
         return loss
 
     equal(trained(llama(), "whole", loss_of=given), trained(llama(), "rows", loss_of=given))
-
-
-@pytest.mark.parametrize("ids", [torch.zeros(0, 4, dtype=torch.int64), torch.tensor(3)], ids=str)
-def test_no_id_and_one_id(ids: Tensor) -> None:
-    model = Twice()
-    expected = model.embed(ids)
-    engine = wrapped(model, "rows")
-    found = model.embed(ids)
-    assert by_rows(engine)
-    assert found.shape == expected.shape
-    assert torch.equal(found, expected)
-
-
-def test_an_id_beyond_the_table_is_an_index_error() -> None:
-    model = Twice()
-    wrapped(model, "rows")
-    with pytest.raises(IndexError):
-        model(torch.tensor([[VOCABULARY]]), again=False)
 
 
 def test_generation_and_evaluation_give_what_the_plain_model_gives() -> None:
@@ -245,16 +201,6 @@ def test_a_table_with_hooks_stays_whole_and_that_is_said(
     assert "its weight has hooks" in caplog.text
 
 
-def test_an_embedding_of_another_kind_stays_whole() -> None:
-    class Scaled(nn.Embedding):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input) * 2
-
-    model = Twice()
-    model.embed = Scaled(VOCABULARY, HIDDEN)
-    assert not by_rows(wrapped(model, "rows"))
-
-
 class Ids(Tensor):
     """Integers of another class."""
 
@@ -284,77 +230,3 @@ def test_a_tied_table_falls_back_to_the_slot_of_the_head(kind: str) -> None:
         assert not by_rows(engine)
         results.append(embed.weight.grad.detach().clone())
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("kind", ["hook", "class", "max_norm"])
-def test_what_rows_cannot_do_is_done_with_the_whole_table(kind: str) -> None:
-    results = []
-    for embedding in ("whole", "rows"):
-        model = Twice()
-        engine = wrapped(model, embedding)
-        ids = inputs(0)["input_ids"]
-        if kind == "hook":
-            model.embed.weight.register_hook(lambda gradient: gradient * 2)
-        elif kind == "class":
-            ids = ids.as_subclass(Ids)
-        else:
-            model.embed.max_norm = 1e9
-        out = model(ids).as_subclass(Tensor)
-        out.float().square().mean().backward()
-        assert not by_rows(engine)
-        results.append(model.embed.weight.grad.detach().clone())
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("when", ["after the forward", "between two forwards"])
-def test_a_hook_that_comes_late_is_called(when: str, tied: bool) -> None:
-    results = []
-    for embedding in ("whole", "rows"):
-        model: Any = llama(torch.float32, tie_word_embeddings=tied, pad_token_id=7)
-        engine = wrapped(model, embedding)
-        embed, seen = model.get_input_embeddings(), []
-        found = embed(inputs(0)["input_ids"]).square().sum()
-        embed.weight.register_hook(
-            lambda gradient, seen=seen: seen.append(gradient) or gradient * 2
-        )
-        if when == "between two forwards":
-            found = found + embed(inputs(1)["input_ids"]).square().sum()
-        found.backward()
-        assert [gradient.shape for gradient in seen] == [embed.weight.shape] * len(seen)
-        results.append([*seen, embed.weight.grad.detach().clone()])
-        embed(inputs(2)["input_ids"])
-        assert not by_rows(engine)
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-    assert results[0][-1].any()
-
-
-def test_a_call_by_rows_before_one_that_needs_the_whole_table() -> None:
-    results = []
-    for embedding in ("whole", "rows"):
-        model = Twice(padding_idx=7)
-        engine = wrapped(model, embedding)
-        ids = inputs(0)["input_ids"]
-        first = model(ids)
-        second = model(ids.flip(0).as_subclass(Ids)).as_subclass(Tensor)
-        assert not by_rows(engine)
-        (first.square().mean() + second.square().mean()).backward()
-        results.append(model.embed.weight.grad.detach().clone())
-    assert torch.equal(*results)
-    assert not results[0][7].any()
-
-
-def test_unwrapped_again_it_is_a_plain_embedding() -> None:
-    model = Twice()
-    wrapped(model, "rows")
-    squares(model, 0).backward()
-    fluxtrain.unwrap(model)
-    assert type(model.embed.weight) is nn.Parameter
-    squares(model, 0).backward()
-    assert model.embed.weight.grad is not None
-
-
-def test_another_word_is_refused() -> None:
-    with pytest.raises(BadInput, match="embedding is 'some': use auto, whole or rows"):
-        wrapped(llama(), "some")

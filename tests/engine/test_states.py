@@ -19,8 +19,6 @@ from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
 from fluxtrain.plan import states as state_formats
-from fluxtrain.plan.facts import GroupFacts
-from fluxtrain.plan.group_placement import GroupPlacement
 from tests.wrap_with import wrap_with
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
@@ -182,16 +180,6 @@ def test_steps_in_backward_equal_exact_ones_without_clipping(
     assert same(*results)
 
 
-@FORMATS
-def test_accumulated_gradients_update_low_bit_states_too(
-    states: str, tiny: Any, batch: Any
-) -> None:
-    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
-    losses = train(model, adamw(model), batch, range(6), passes=2)
-    assert all(bool(torch.isfinite(loss)) for loss in losses)
-    assert losses[-1] < losses[0]
-
-
 @pytest.mark.thinned(3)
 @FORMATS
 @DTYPES
@@ -268,20 +256,6 @@ def test_a_shard_with_other_states_is_refused_with_both_names(tiny: Any, batch: 
             engine_of(other).load_state_shard(name, tensors)
 
 
-def test_8_bit_states_take_two_bytes_and_a_scale_a_parameter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.undo()
-    group = Group("block", "block", "8bit")
-    group.add(nn.Parameter(torch.zeros(64, 1000, dtype=torch.bfloat16)), "weight")
-    group.add(nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)), "norm")
-    group.place(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
-    group.memory.ensure_state()
-    n = 64_000
-    assert [(s.format, s.elements) for s in group.trained] == [("8bit", n), ("fp32", 1024)]
-    assert group.state_bytes == 4 * n + 2 * 4 * n // 256 + 10 * 1024
-
-
 @FORMATS
 def test_the_predicted_bytes_are_those_that_training_holds(
     states: Any, tiny: Any, batch: Any
@@ -291,45 +265,3 @@ def test_the_predicted_bytes_are_those_that_training_holds(
     model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
     train(model, adamw(model), batch, range(1))
     assert engine_of(model).memory().host_arena_bytes == facts.host_bytes
-
-
-@pytest.mark.parametrize(
-    ("states", "kept", "moved"), [("fp32", 14, 26), ("bf16", 10, 18), ("8bit", 8, 14)]
-)
-def test_bytes_a_parameter_follow_from_the_format(states: Any, kept: int, moved: int) -> None:
-    n = 1 << 20
-    facts = GroupFacts(
-        name="block", kind="block", weight_bytes=2 * n, trained_bf16=n, states=states, narrow=n
-    )
-    scales = 8 * n // 256 if states == "8bit" else 0
-    assert facts.host_bytes() == kept * n + scales
-    assert facts.update_bytes == moved * n + 2 * scales
-
-
-def test_blocks_of_states_never_span_two_parameters() -> None:
-    group = Group("block", "block", "8bit")
-    for count in (300, 100, 1000, 257):
-        group.add(nn.Parameter(torch.ones(count)), f"w{count}")
-    group.place(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
-    group.memory.ensure_state()
-    assert all(member.offset % 256 == 0 for member in group.members)
-    scales = [member.states()["m_scale"] for member in group.members]
-    assert [s.numel() for s in scales] == [2, 1, 4, 2]
-    for scale in scales:
-        scale.fill_(1.0)
-    group.forget_moments(group.members[2])
-    assert [float(s.sum()) for s in scales] == [2, 1, 0, 2]
-
-
-def test_an_unknown_format_is_refused(tiny: Any) -> None:
-    with pytest.raises(BadInput, match="states is 'fp8': use one of fp32, bf16, 8bit"):
-        fluxtrain.wrap(tiny("llama"), states="fp8")
-
-
-@FORMATS
-def test_unwrap_leaves_the_current_weights(states: str, tiny: Any, batch: Any) -> None:
-    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
-    train(model, adamw(model), batch, range(2))
-    expected = weights_of(model)
-    fluxtrain.unwrap(model)
-    assert same([p.detach() for p in model.parameters()], expected)

@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.core.device.transfer import Transfer
 from fluxtrain.core.wrap.engine import Engine, engine_of
-from fluxtrain.errors import BadInput
 from tests.wrap_with import wrap_with
 
 
@@ -25,19 +24,6 @@ def trained(model: nn.Module, inputs: dict[str, Tensor], steps: int = 3) -> Engi
         optimizer.step()
         optimizer.zero_grad()
     return engine_of(model)
-
-
-def test_after_the_first_step_blocks_are_copied_ahead_of_their_use(tiny: Any, batch: Any) -> None:
-    model = fluxtrain.wrap(tiny("llama", num_hidden_layers=8), chunk_rows=4)
-    engine = trained(model, batch(), steps=2)
-    engine.take_moves(1000)
-    trained(model, batch(), steps=1)
-    moves, _ = engine.take_moves(1000)
-    weights = [m for m in moves if m.what == "weights" and "layers" in m.block]
-    assert {m.block for m in weights} == {f"model.layers.{i}" for i in range(8)}
-    demanded = [m.block for m in weights if m.cause == "demand"]
-    assert len(demanded) <= 2, demanded  # where the pass starts
-    assert all(m.duration_s is not None for m in moves)
 
 
 def test_a_move_is_given_once_when_it_has_ended(tiny: Any) -> None:
@@ -82,21 +68,6 @@ def test_traffic_of_a_step_is_the_weights_in_and_the_gradients_out(tiny: Any, ba
         assert d2h == every
         edges = every - len(blocks) * one
         assert (2 * len(blocks) - slots - 1) * one <= h2d <= 2 * len(blocks) * one + edges + one
-
-
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_resident_weights_move_only_when_they_change(offload: str, tiny: Any, batch: Any) -> None:
-    model = fluxtrain.wrap(tiny("llama"), offload=offload)
-    engine = engine_of(model)
-    weights = sum(b.weight_bytes for b in engine.blocks)
-    for _ in range(3):
-        model(**batch()).loss.backward()
-        engine.forget_gradients()
-    assert engine.traffic().h2d_bytes == (0 if offload == "none" else weights)
-    with torch.no_grad():
-        model(**batch())
-    assert engine.traffic().h2d_bytes == (0 if offload == "none" else weights)
-    assert set(engine.residency().weights) == {"G"}
 
 
 def test_device_bytes_do_not_grow_with_depth_or_steps(tiny: Any, batch: Any) -> None:
@@ -158,26 +129,6 @@ def test_logits_of_all_tokens_never_exist_at_once(tiny: Any, batch: Any) -> None
     with Watch():
         model(**inputs).loss.backward()
     assert max(largest) < 8 * 32 * 4096 * 4 / 4
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"offload": "everything"}, "auto, none, optimizer, weights or max"),
-        ({"chunk_rows": 0}, "at least 1"),
-        ({"device": "tpu"}, "tpu"),
-        ({"device": "meta"}, "use 'cuda' or 'cpu'"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused_and_leave_the_model_plain(
-    options: dict[str, Any], words: str, tiny: Any
-) -> None:
-    model = tiny("llama")
-    with pytest.raises((BadInput, RuntimeError), match=words):
-        wrap_with(model, **options)
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert "_fluxtrain_engine" not in model.__dict__
 
 
 def test_a_list_of_any_shape_of_blocks_is_found(tiny: Any) -> None:
@@ -273,8 +224,3 @@ def test_a_forward_pass_without_its_backward_frees_what_it_offloaded(tiny: Any, 
     gc.collect()
     assert [ref() for ref in held[2:]] == [None] * 3  # the last two are still on their way
     assert trained(model, batch(), steps=1).cards[0].activation_offload.newest() is None
-
-
-def test_an_unknown_place_for_boundaries_is_refused(tiny: Any) -> None:
-    with pytest.raises(BadInput, match="use auto, device or host"):
-        wrap_with(tiny("llama"), activations="disk")

@@ -87,10 +87,6 @@ def test_a_peft_config_for_a_wrapped_model(trained: Callable[..., Told]) -> None
     equal(trained("wrapped, then peft_config"), trained("peft_config"))
 
 
-def test_full_training(trained: Callable[..., Told]) -> None:
-    equal(trained("wrapped", offload="weights"), trained("plain"))
-
-
 def test_a_packed_base_trains_and_its_adapter_is_exported(
     trained: Callable[..., Told], model_folder: Callable[..., Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -12,7 +12,6 @@ from fluxtrain._native import Pass
 from fluxtrain.core.adamw import kernels
 from fluxtrain.core.adamw.kernels import update_threads
 from fluxtrain.core.updates import updates
-from fluxtrain.core.wrap.engine import engine_of
 
 
 @pytest.mark.parametrize(("cores", "used"), [(2, None), (4, 3), (8, 7), (16, 14), (64, 56)])
@@ -65,14 +64,3 @@ def test_every_update_leaves_them(
         optimizer.step()
         assert set(calls) == expected
         fluxtrain.unwrap(model)
-
-
-def test_updates_under_the_backward_pass_leave_them_too(
-    tiny: Any, batch: Any, calls: list[tuple[Pass, int | None]]
-) -> None:
-    model = fluxtrain.wrap(tiny("llama"), offload="weights")
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine_of(model).begin_step_in_backward(optimizer)
-    model(**batch("llama")).loss.backward()
-    optimizer.step()
-    assert set(calls) == {(Pass.UPDATE, 3)}

@@ -69,15 +69,6 @@ def test_weights_overtake_a_sum_that_waits_for_its_way_home(
     assert torch.equal(back, host(3.0))
 
 
-def test_what_follows_a_copy_that_was_made_keeps_its_place(
-    device: CpuDevice, come: threading.Event
-) -> None:
-    made = device.upload(host(0.0), host(1.0), None, None)
-    made.wait_host()
-    behind = device.upload(host(0.0), host(1.0), None, None, [device.download(host(0.0), host(1))])
-    assert arrives(device.upload(host(0.0), host(2.0), None, None, [made])) and not behind.done()
-
-
 def test_an_upload_behind_one_that_failed_fails_too(
     device: CpuDevice, come: threading.Event
 ) -> None:
@@ -117,22 +108,6 @@ def test_memory_stays_locked_for_a_copy_that_others_overtook(
     gc.collect()
     assert early == {address: False}
     timer.join()
-    device.close()
-
-
-def test_the_thread_that_brings_home_what_others_wait_for_waits_for_none_of_them(
-    locks: Granted,
-) -> None:
-    """It frees memory that was collected there, before the copy that an upload follows."""
-    device = CpuDevice()
-    others_bytes = locks.locked_bytes
-    arenas, come = [HostArena(4 * COUNT, pin=True)], threading.Event()
-    freed = device._down.submit(lambda: come.wait(LIMIT_S) and arenas.clear())
-    down = device.download(host(0.0), host(1.0))
-    home = arenas[0].tensor(torch.float32, COUNT, 0)
-    behind = device.upload(host(0.0), home, None, None, [down])
-    come.set()
-    assert arrives(behind) and freed.done() and locks.locked_bytes == others_bytes
     device.close()
 
 
@@ -241,29 +216,6 @@ def test_the_stream_of_weights_waits_for_no_way_home(gpu: CudaDevice) -> None:
     assert late.done() and down.done()
 
 
-def test_a_sum_that_is_home_goes_up_with_the_weights(gpu: CudaDevice) -> None:
-    arena, home = locked(0.0)
-    down = gpu.download(home, host(3.0))
-    down.wait_host()
-    gpu.upload(host(0.0), home, None, None, [down])
-    assert isinstance(down, CudaTransfer)
-    assert faked(gpu._up).did == [down.end] and faked(gpu._behind).did == []
-    assert arena.pinned_bytes
-
-
-def test_what_is_not_locked_waits_for_its_way_home_on_a_thread_of_its_own(gpu: CudaDevice) -> None:
-    come, home, back = threading.Event(), host(0.0), host(0.0)
-    gpu._down_thread.submit(lambda: come.wait(LIMIT_S))
-    down = gpu.download(home, host(3.0))
-    late = gpu.upload(back, home, None, None, [down])
-    weights = gpu.upload(host(0.0), host(5.0), None, None)
-    assert isinstance(weights, CudaTransfer) and weights._issued.wait(LIMIT_S / 2)
-    assert late.instants() is None
-    come.set()
-    late.wait_host()
-    assert torch.equal(back, host(3.0))
-
-
 def tells(transfer: Transfer) -> bool:
     """Does it raise what went wrong, to one who does not wait for ever?"""
     assert isinstance(transfer, CudaTransfer) and transfer._issued.wait(LIMIT_S / 2)
@@ -289,16 +241,3 @@ def test_a_copy_that_a_stream_does_not_take_is_told_to_those_who_wait(
         updated.set_result(None)  # whose thread queues the copy
         assert tells(weights)
     assert arena.pinned_bytes
-
-
-def test_a_copy_that_cannot_be_handed_on_is_told_to_those_who_wait(
-    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads take nothing more when the process ends."""
-    come = threading.Event()
-    gpu._down_thread.submit(lambda: come.wait(LIMIT_S))
-    down = gpu.download(host(0.0), host(3.0))
-    late = gpu.upload(host(0.0), host(0.0), None, None, [down])
-    monkeypatch.setattr(gpu._up_thread, "submit", wrong)
-    come.set()
-    assert tells(late)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.core.device.arena import HostArena
-from fluxtrain.core.device.cuda_device import CudaDevice, CudaTransfer
+from fluxtrain.core.device.cuda_device import CudaDevice
 from fluxtrain.core.device.page_locks import LOCKS
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.models.known_packing import known_packing
@@ -215,25 +215,6 @@ def locked(value: int) -> tuple[HostArena, Tensor]:
     return arena, arena.tensor(torch.uint8, SIZE, 0).fill_(value)
 
 
-def test_weights_overtake_a_sum_that_waits_for_its_way_home(device: CudaDevice) -> None:
-    (sums, home), (others, at_home) = locked(0), locked(5)
-    gradient, back, weights = (on_device(device, value) for value in (3, 0, 0))
-    held_up(device)
-    torch.cuda.set_sync_debug_mode("error")
-    down = device.download(home, gradient)
-    behind = device.upload(back, home, None, device.mark(), [down])
-    overtaking = device.upload(weights, at_home, None, device.mark())
-    torch.cuda.set_sync_debug_mode("default")
-    overtaking.wait_host()
-    assert not down.done() and not behind.done()
-    behind.wait_compute("gradients")
-    assert int(back.min()) == int(back.max()) == 3
-    assert int(weights.min()) == int(weights.max()) == 5
-    assert isinstance(down, CudaTransfer) and isinstance(behind, CudaTransfer)
-    assert down.end.elapsed_time(behind._start) >= 0
-    assert sums.size_bytes == others.size_bytes
-
-
 def test_memory_stays_locked_for_a_copy_that_others_overtook(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,19 +239,6 @@ def test_memory_stays_locked_for_a_copy_that_others_overtook(
     assert int(back.min()) == int(weights.min()) == 7
     assert other[0].size_bytes == SIZE
     monkeypatch.undo()
-
-
-def test_device_memory_is_given_away_after_a_copy_that_was_overtaken(device: CudaDevice) -> None:
-    arena, home = locked(1)
-    _, landing = other = locked(0)
-    back, leaving = on_device(device, 0), on_device(device, 0)
-    held_up(device)
-    device.upload(back, home, None, None, [device.download(landing, leaving)])
-    del back, leaving
-    fresh = [torch.zeros(SIZE, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    torch.cuda.synchronize()
-    assert [int(one.max()) for one in fresh] == [0, 0]
-    assert arena.size_bytes == other[0].size_bytes
 
 
 @pytest.mark.parametrize("place", ["at home", "some at home", "boundaries at home"])

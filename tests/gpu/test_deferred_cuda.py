@@ -161,17 +161,3 @@ def test_a_whole_forward_is_computed_while_no_moment_is_written_and_backward_wai
     timer.join()
     training.step()
     assert_same(*both)
-
-
-def test_all_weights_are_written_before_the_first_moments_and_these_last_group_first() -> None:
-    training = Training(build(torch.bfloat16), deferred=True)
-    training.steps(2)
-    training.engine.flush()
-    recorder = training.engine.device.recorder
-    recorder.begin_step(3)
-    training.steps(1)
-    training.engine.flush()
-    notes = [note for note in recorder.notes if getattr(note, "lane", "") == "cpu"]
-    done = [(note.kind, note.name) for note in sorted(notes, key=lambda note: note.start)]
-    names = [group.name for group in training.engine.groups]
-    assert done == [("update", n) for n in names] + [("moments", n) for n in reversed(names)]

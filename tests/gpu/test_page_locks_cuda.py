@@ -97,14 +97,6 @@ def test_training_goes_on_through_the_ring_with_the_same_bits(
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
 
 
-def test_a_limit_known_beforehand_is_kept_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = model()
-    losses, _, _ = trained(plain, offload="weights")
-    monkeypatch.setattr(page_locks, "LOCKS", PageLocks(limit_bytes=64 * MIB))
-    again, _, locked = trained(plain, offload="weights")
-    assert again == losses and locked <= 64 * MIB
-
-
 def test_a_refusal_leaves_no_error_behind() -> None:
     locks = Refusing(0)
     assert not locks.lock(4096, MIB)

@@ -137,24 +137,3 @@ def test_later_steps_ask_the_driver_for_no_memory(
         for before, after in zip(watch.calls, watch.calls[1:], strict=False)
     ]
     assert grown.count({}) >= WINDOWS - 1, grown
-
-
-def test_memory_that_every_step_asks_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_what_is_free()
-    watch, kept = Watch(monkeypatch), []
-    training = Training(FIRST + WINDOWS * WINDOW_STEPS, **STREAMED)
-
-    def grow(step: int) -> None:
-        watch.before_step(step)
-        if step < FIRST:
-            return
-        kept.append(torch.empty(32 << 20, dtype=torch.uint8, device="cuda"))
-        kept.append(torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True))
-        kept.append(HostArena(1 << 20, pin=True).tensor(torch.uint8, 1, 0))
-
-    training.batches.before_step = grow
-    training.run()
-    for before, after in zip(watch.calls, watch.calls[1:], strict=False):
-        grown = {name for name in after if after[name] > before[name]}
-        assert grown & set(DEVICE) and grown & set(HOST)
-    assert watch.arenas == sorted(set(watch.arenas))

@@ -33,11 +33,6 @@ def run_python(code: str, **environment: str) -> str:
     return finished.stdout.strip()
 
 
-def test_the_library_is_found_where_the_package_is_installed() -> None:
-    assert library.library_path().name == "libflux_native.so"
-    assert str(library.library_path().parent) in {str(Path(p)) for p in native.__path__}
-
-
 def test_a_missing_library_names_the_cure_and_where_it_was_sought(
     forgotten_library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -91,16 +86,3 @@ def test_an_unknown_wish_is_refused_with_the_known_ones(
     with pytest.raises(BadInput, match="use scalar, avx2 or avx512, or leave it out") as raised:
         native.isa()
     assert repr(wish) in str(raised.value)
-
-
-def test_an_empty_wish_is_none() -> None:
-    code = "import fluxtrain._native as n; print(n.isa())"
-    assert run_python(code, FLUXTRAIN_ISA="") in native.ISA_NAMES
-
-
-def test_set_isa_goes_down_and_up_again_within_one_process() -> None:
-    before = native.isa()
-    try:
-        assert native.set_isa("scalar") == native.isa() == "scalar"
-    finally:
-        assert native.set_isa(before) == before
