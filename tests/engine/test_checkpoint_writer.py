@@ -18,7 +18,7 @@ from fluxtrain.core.device.recorder import HostClock, Recorder
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.events import events as ev
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.files.cache import Damaged
 from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.train.checkpoint import place

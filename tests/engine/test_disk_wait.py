@@ -15,8 +15,7 @@ import pytest
 
 from fluxtrain.errors import NoSpace
 from fluxtrain.events import events as ev
-from fluxtrain.events.announce import Announcer
-from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.emitter import Announcer, Emitter
 from fluxtrain.events.journal import JournalWriter, read_events
 from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.train.observe.disk_wait import DiskWait

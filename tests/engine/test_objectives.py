@@ -18,8 +18,8 @@ import fluxtrain
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.events import events as ev
-from fluxtrain.events.announce import Announcer
 from fluxtrain.events.console import line
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.measure.calibrate import calibrate
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.methods.optimizer import EngineAdamW

@@ -16,8 +16,8 @@ from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import demo_config, load_config, settings
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events import events as ev
-from fluxtrain.events.announce import Announcer
 from fluxtrain.events.answers.machine import Rate
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.journal import read_events
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.models.demo_model import demo_model

@@ -18,7 +18,7 @@ from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import StepFinished
 from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundTask

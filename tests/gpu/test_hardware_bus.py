@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import asdict
 
 from fluxtrain.commands.doctor.self_test import check_streaming
-from fluxtrain.machine.device import check_accelerator
+from fluxtrain.machine.gpu import check_accelerator
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.probe.bandwidth import BUS_RATES, bus_rates, matmul_rate
 from fluxtrain.measure.probe.pin_rate import pin_rate

@@ -12,8 +12,7 @@ import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.events.answers.machine import Gpu, GpuProcess
-from fluxtrain.machine.device import check_accelerator
-from fluxtrain.machine.gpu import Gpus, read_gpus
+from fluxtrain.machine.gpu import Gpus, check_accelerator, read_gpus
 from fluxtrain.units import GIB
 
 

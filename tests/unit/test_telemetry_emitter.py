@@ -206,31 +206,6 @@ def test_frames_from_many_threads_are_whole_and_numbered_without_a_gap(
     assert_no_gap(journal, count=1600)
 
 
-def test_a_signal_that_emits_while_emit_runs_neither_hangs_nor_breaks_the_order(
-    journal: Path, make_step: Make
-) -> None:
-    emitter = Emitter(journal)
-    heard = []
-
-    def on_signal(number: int, frame: object) -> None:
-        emitter.emit(LogWritten(level="info", text="tick"))
-        heard.append(number)
-
-    before = signal.signal(signal.SIGALRM, on_signal)
-    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
-    try:
-        end_s = time.monotonic() + 0.5
-        steps = 0
-        while time.monotonic() < end_s or len(heard) < 20:
-            emitter.emit(make_step(steps))
-            steps += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    emitter.close()
-    assert_no_gap(journal, count=steps + len(heard))
-
-
 def test_a_full_disk_raises_once_and_what_was_written_stays_readable(tmp_path: Path) -> None:
     # RLIMIT_FSIZE makes the kernel refuse growth, with a short write first, as a full disk does.
     program = f"""

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import singledispatch
-from typing import Protocol
 
 from fluxtrain.events.events import (
     AdviceGiven,
@@ -43,13 +42,6 @@ from fluxtrain.units import (
 )
 
 STEP_LINES_PERIOD_S = 2.0
-
-
-class Console(Protocol):
-    """Shows events; must not raise if its reader is gone."""
-
-    def __call__(self, event: Event) -> None:
-        """Show one lifecycle event."""
 
 
 class PlainConsole:

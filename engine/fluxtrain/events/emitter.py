@@ -10,14 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from fluxtrain.errors import FluxTrainError
-from fluxtrain.events.events import Done, Event, Failed, Gauge
+from fluxtrain.errors import FluxTrainError, NoSpace
+from fluxtrain.events.events import (
+    Done,
+    Event,
+    Failed,
+    Gauge,
+    Heartbeat,
+    LogWritten,
+    PhaseChanged,
+    RunPhase,
+    StepFinished,
+)
 from fluxtrain.events.frames import encode_frame
 from fluxtrain.events.journal import JournalWriter
 from fluxtrain.events.live import LivePipe
@@ -26,7 +35,7 @@ JOURNAL_GAUGE_PERIOD_S = 1.0
 
 
 class Emitter:
-    """Stamps events and writes them. Thread safe, also when a signal handler interrupts `emit`.
+    """Stamps events and writes them, from any thread.
 
     If the journal cannot be written (the disk is full), the thread that made the emitter gets one
     error: its next lifecycle `emit` raises `NoSpace` (or `BadInput`), after the event is written to
@@ -49,9 +58,7 @@ class Emitter:
         self._held: dict[type[Event], tuple[Event, float]] = {}  # newer than those in the journal
         self._owner = threading.get_ident()
         self._owner_knows = False
-        self._lock = threading.RLock()
-        self._waiting: deque[Event] = deque()
-        self._emitting = False
+        self._lock = threading.Lock()
         self._closed = False
         self.journal_lost = 0
 
@@ -69,15 +76,8 @@ class Emitter:
         """Stamp and write one event in microseconds, even if the reader is slow; after `close` do
         nothing."""
         with self._lock:
-            self._waiting.append(event)
-            if self._emitting or self._closed:
-                return  # called by a signal handler: the interrupted call writes it
-            self._emitting = True
-            try:
-                while self._waiting:
-                    self._put(self._waiting.popleft())
-            finally:
-                self._emitting = False
+            if not self._closed:
+                self._put(event)
 
     def journal_again(self, event: Event) -> None:
         """Write to the journal alone an event that `emit` raised for. Raises as `emit` did."""
@@ -156,3 +156,66 @@ class Emitter:
         if threading.get_ident() == self._owner and not self._owner_knows:
             self._owner_knows = True
             raise failure
+
+
+class Announcer:
+    """Emits events, shows them on the console, and knows the phase and step for heartbeats."""
+
+    def __init__(self, emitter: Emitter, show: Callable[[Event], None]) -> None:
+        self._emitter = emitter
+        self._show = show
+        self._listeners: list[Callable[[Event], None]] = []
+        self._phase: RunPhase = "starting"
+        self._step = 0
+        self._rewrite: Callable[[Callable[[], None]], None] | None = None
+
+    @property
+    def current_phase(self) -> RunPhase:
+        """Return the phase that was reported last."""
+        return self._phase
+
+    def rewrites_with(self, rewrite: Callable[[Callable[[], None]], None]) -> None:
+        """Let `rewrite` repeat the writing of an event that the journal's full disk refused."""
+        self._rewrite = rewrite
+
+    def also_tell(self, listener: Callable[[Event], None]) -> None:
+        """Give all events from now on to `listener` too, which must neither block nor raise."""
+        self._listeners.append(listener)
+
+    def emit(self, event: Event) -> None:
+        """Write a lifecycle event. Raises NoSpace once when the journal's disk is full, after what
+        `rewrites_with` was given did not help."""
+        if isinstance(event, StepFinished):
+            self._step = event.step
+        self._show(event)
+        for listener in self._listeners:
+            listener(event)
+        try:
+            self._emitter.emit(event)
+        except NoSpace:
+            if self._rewrite is None:
+                raise
+            self._rewrite(lambda: self._emitter.journal_again(event))
+
+    def gauge(self, event: Event) -> None:
+        """Write a sample; never shown on the console, never raises for a full disk."""
+        for listener in self._listeners:
+            listener(event)
+        self._emitter.emit(event)
+
+    def phase(self, phase: RunPhase, detail: str = "") -> None:
+        """Report that the run entered another phase."""
+        self._phase = phase
+        self.emit(PhaseChanged(phase=phase, detail=detail))
+
+    def warn(self, text: str) -> None:
+        """Report something that the user should know and that does not stop the run."""
+        self.emit(LogWritten(level="warning", text=text))
+
+    def at_step(self, step: int) -> None:
+        """Note the step that a resumed run starts from."""
+        self._step = step
+
+    def heartbeat(self) -> Heartbeat:
+        """Return the heartbeat event of this moment."""
+        return Heartbeat(phase=self._phase, step=self._step)

@@ -14,7 +14,7 @@ from torch import nn
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import RunPhase, StepFinished
 from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import B, BoundTask

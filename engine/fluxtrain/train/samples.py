@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.config.sample_settings import SampleSettings
 from fluxtrain.errors import BadInput, is_panic
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import SampleGenerated
 from fluxtrain.models.generate.prompts import Prompt, Prompting, read_prompts
 from fluxtrain.models.generate.sampling import Sampling

@@ -24,9 +24,8 @@ from fluxtrain.errors import (
     Interrupted,
     ReadFailed,
 )
-from fluxtrain.events.announce import Announcer
 from fluxtrain.events.console import JsonConsole, PlainConsole, to_standard_output
-from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.emitter import Announcer, Emitter
 from fluxtrain.events.events import CommandAnswered, Done, Event, Failed
 from fluxtrain.events.run_folder.control import ControlServer
 from fluxtrain.events.run_folder.holding import Holding

@@ -15,7 +15,7 @@ from fluxtrain.core.updates.loss_scale import LEAST
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.methods.objective import B, Objective
 from fluxtrain.train.checkpoint.randomness import random_state, restore_random_state

@@ -40,7 +40,7 @@ def compute_device(device: str | torch.device | None) -> torch.device:
                 "NVIDIA driver, or use device='cpu'"
             )
         return chosen
-    from fluxtrain.machine.device import check_accelerator
+    from fluxtrain.machine.gpu import check_accelerator
 
     check_accelerator(torch.cuda.is_available())
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

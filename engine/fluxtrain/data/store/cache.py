@@ -25,7 +25,7 @@ from fluxtrain.data.store.shards import StoredTokens, can_go_on
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
 from fluxtrain.files.atomic import LEFT
 from fluxtrain.files.cache import Damaged, cache_root, read_sealed, write_sealed
-from fluxtrain.files.locks import if_left, try_lock, wait_for_lock
+from fluxtrain.files.folders import if_left, try_lock, wait_for_lock
 from fluxtrain.files.opening import is_plain_folder, kind_of, open_to_write
 from fluxtrain.files.temporary import FULL, free_text
 

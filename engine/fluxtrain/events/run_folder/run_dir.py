@@ -26,7 +26,7 @@ from fluxtrain.events.run_folder.process import ProcessMark
 from fluxtrain.events.run_folder.states import RunState, state_of_exit, state_word
 from fluxtrain.events.typed import typed
 from fluxtrain.files.atomic import check_space, read_json, storage_error, write_json
-from fluxtrain.files.locks import is_at, try_lock
+from fluxtrain.files.folders import is_at, try_lock
 from fluxtrain.files.opening import is_plain_folder, open_plain, open_to_write
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start

@@ -14,7 +14,7 @@ import torch
 
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import DoesNotFit, FluxTrainError
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import CheckpointWritten
 from fluxtrain.events.run_folder.holding import Holding
 from fluxtrain.files.cache import Damaged

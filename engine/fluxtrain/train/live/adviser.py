@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import AdviceGiven, AdviceWithdrawn
 from fluxtrain.events.trace.lanes import StepLanes, queued_s
 from fluxtrain.machine.system import memory_waited_s

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import ChangeApplied, ChangeRefused, StepFinished
 from fluxtrain.plan.placement import Placement
 from fluxtrain.train.live.adviser import Adviser, Setup

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import ChangeMeasured, MeasuringChange
 from fluxtrain.train.live.settings import Change, LiveSettings
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.trace.lanes import StepLanes
 from fluxtrain.machine.gpu import Gpus
 from fluxtrain.machine.machine import read_machine

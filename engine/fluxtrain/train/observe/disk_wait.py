@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fluxtrain.errors import NoSpace
-from fluxtrain.events.announce import Announcer
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.units import duration_text
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ import msgspec
 import psutil
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.events.announce import Announcer
 from fluxtrain.events.answers.machine import TOGETHER
+from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import (
     CardTraffic,
     Event,

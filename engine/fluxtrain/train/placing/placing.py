@@ -21,8 +21,7 @@ from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade
-from fluxtrain.machine.device import check_accelerator
-from fluxtrain.machine.gpu import Gpus
+from fluxtrain.machine.gpu import Gpus, check_accelerator
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
