@@ -47,7 +47,7 @@ def test_it_overwrites_nothing_and_says_what_is_wrong(
     there = tmp_path / "mine.yaml"
     there.write_text("mine")
     code, _, err = call(capsys, "init", there)
-    assert (code, there.read_text()) == (2, "mine") and "stays as it is" in err
+    assert (code, there.read_text()) == (2, "mine") and "is not overwritten" in err
     code, _, err = call(capsys, "init", tmp_path)
     assert code == 2 and "is a folder: name a file" in err
     code, _, err = call(capsys, "init", tmp_path / "no" / "run.yaml")
@@ -79,6 +79,58 @@ def test_what_it_writes_is_planned_and_trained(
     run = RunDir(tmp_path / "run")
     assert call(capsys, "train", file, "--run-dir", run.path, "--steps", 2)[0] == 0
     assert json.loads(run.result.read_text())["step"] == 2
+
+
+def columns_of(file: Path) -> object:
+    return yaml.safe_load(file.read_text())["data"].get("columns")
+
+
+def test_columns_are_read_and_written_and_unclear_ones_refused_with_what_is_accepted(
+    model_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file, clear, unclear = (
+        model_folder("llama"), tmp_path / "run.yaml", tmp_path / "a.csv", tmp_path / "b.csv",
+    )  # fmt: skip
+    clear.write_text("Question,Answer\n" + "what is it,it is a fox\n" * 40)
+    assert call(capsys, "init", file, "--model", model, "--data", clear)[0] == 0
+    assert columns_of(file) == {"prompt": "Question", "completion": "Answer"}
+    assert preview(load_config(file), None, None, tmp_path / "run").steps >= 1
+    file.unlink()
+    unclear.write_text("question,query,answer\n" + "one,two,three\n" * 40)
+    command = ["init", file, "--model", model, "--data", unclear]
+    code, _, err = call(capsys, *command)
+    assert code == 2 and not file.exists()
+    [first, _] = err.partition(": set ")[2].split(", or ")
+    sets = [word for one in first.split(" with ") for word in ("--set", one.strip())]
+    assert call(capsys, *command, *sets)[0] == 0
+    assert columns_of(file) == {"prompt": "question", "completion": "answer"}
+    assert list(load_config(file).data.ignore) == ["query"]
+    preview(load_config(file), None, None, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n', "role assistant"),
+        ("a.csv", "question,answer\n", "has no rows"),
+        ("a.pdf", "%PDF-1.4", "is a PDF"),
+    ],
+)
+def test_data_that_a_run_cannot_use_writes_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, told: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    for model in ([], ["--model", "owner/name"]):
+        code, _, err = call(capsys, "init", tmp_path / "r.yaml", "--data", tmp_path / name, *model)
+        assert code == 2 and told in err and not (tmp_path / "r.yaml").exists()
+
+
+def test_a_model_that_a_run_cannot_use_writes_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    code, _, err = call(capsys, "init", tmp_path / "run.yaml", "--model", tmp_path / "empty")
+    assert code == 2 and "has no config.json" in err and not (tmp_path / "run.yaml").exists()
 
 
 def test_the_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:

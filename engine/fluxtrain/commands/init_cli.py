@@ -28,13 +28,18 @@ def init(
     data: Annotated[
         str | None, typer.Option("--data", metavar="PATH", help="what it learns from")
     ] = None,
+    sets: options.Sets = None,
     debug: options.Debug = False,
 ) -> None:
-    """Write a starter file with the ten settings that matter; asks nothing, overwrites nothing."""
-    from fluxtrain.commands.starter import write_starter
-    from fluxtrain.events.printable import printable
+    """Write a starter file with the ten settings that matter, for a model and data that it reads.
 
-    write_starter(path, model, data)
+    Asks nothing, overwrites nothing, fetches nothing. What a run could not use is refused.
+    """
+    with ImmediateInterrupts():
+        from fluxtrain.commands.starter import write_starter
+        from fluxtrain.events.printable import printable
+
+    write_starter(path, model, data, sets or ())
     name = printable(shlex.quote(str(path)))
     say(f"wrote {name}; further:")
     say(f"  fluxtrain inspect {name}   shows the data as the model will see it")

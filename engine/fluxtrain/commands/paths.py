@@ -34,8 +34,8 @@ def _missing(config: RunConfig) -> Iterator[str]:
         ("data.path", config.data.path),
         ("data.held_out_path", config.data.held_out_path),
     ):
-        for address in _addresses(path):
-            if (address == DEMO and key == "data.path") or _ADDRESS.match(address):
+        for address in addresses(path):
+            if (address == DEMO and key == "data.path") or is_address(address):
                 continue
             if not _exists(address) and not glob.has_magic(address):
                 yield _told(address, key)
@@ -43,7 +43,13 @@ def _missing(config: RunConfig) -> Iterator[str]:
         yield _told(config.samples.prompts, "samples.prompts")
 
 
-def _addresses(path: DataPath | None) -> Iterator[str]:
+def is_address(path: str) -> bool:
+    """Return whether a path of data is one on the hub, not on this machine."""
+    return _ADDRESS.match(path) is not None
+
+
+def addresses(path: DataPath | None) -> Iterator[str]:
+    """Yield every path that a setting of data names."""
     for one in (path,) if isinstance(path, str) else path or ():
         yield one.path if isinstance(one, DataEntry) else one
 

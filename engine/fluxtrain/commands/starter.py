@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from fluxtrain.commands.paths import refuse_missing_paths
+from fluxtrain.commands.paths import addresses, is_address, refuse_missing_paths
 from fluxtrain.config.loader import Loader
 from fluxtrain.config.schema import RunConfig, settings, validate
-from fluxtrain.config.text import parse_yaml
+from fluxtrain.config.text import apply_overrides, parse_yaml
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.models.model_files import is_local
 
 COMMENTS = {
     "model.path": "a folder in Hugging Face format, or a hub id such as Qwen/Qwen2.5-0.5B",
@@ -25,6 +27,7 @@ COMMENTS = {
     "train.evaluate_every": "steps between evaluations; auto: ten in the run",
     "train.final_model": "which weights are saved at the end: last, or best by evaluation",
 }
+_OTHERS = {"data.columns": "by their names; ours: the file's"}
 _HEAD = """\
 # A run of FluxTrain. What is not here has its default: `fluxtrain schema` lists every setting.
 #
@@ -35,40 +38,89 @@ _HEAD = """\
 _COLUMN = 32  # where comments begin, unless a value is longer
 
 
-def starter(path: str, model: str | None, data: str | None) -> str:
-    """Return the text of a starter file that is named `path`.
+def starter(path: str, model: str | None, data: str | None, overrides: Sequence[str] = ()) -> str:
+    """Return the text of a starter file that is named `path`, for a model and data that were read.
 
-    Raises BadInput for a model or data that is not there.
+    `overrides` are settings as `--set` takes them, written into the file. Raises BadInput for a
+    model or data that is not there, or that a run could not use as the file says.
     """
-    given = {"model.path": model, "data.path": data}
     defaults = {setting.key: setting.value for setting in settings(RunConfig())}
-    lines = [_HEAD.format(path=path)]
-    section = ""
-    for key, comment in COMMENTS.items():
+    values = {key: defaults[key] for key in COMMENTS}
+    values |= {key: value for key, value in (("model.path", model), ("data.path", data)) if value}
+    values |= _flat(apply_overrides({}, list(overrides)))
+    config = validate(parse_yaml(_text(path, values), path), path)
+    refuse_missing_paths(config)
+    if (model or data) and "data.columns" not in values and (columns := _read(config)):
+        values["data.columns"] = columns
+    return _text(path, values)
+
+
+def _read(config: RunConfig) -> dict[str, str]:
+    """Read the first rows of the data with the model's tokenizer; return the columns that their
+    names told. What lies on the hub is not fetched.
+
+    Raises BadInput as the run would for what was read.
+    """
+    from fluxtrain.data.prepare import corpora
+    from fluxtrain.data.reading.request import DEMO, read_request
+    from fluxtrain.data.reading.sampling import first_rows
+    from fluxtrain.train.placing.row_length import samples_of, tokenizer_of, with_row_length
+
+    is_fetched = config.model.path != DEMO and not is_local(config.model.path)
+    loaded = None if is_fetched else tokenizer_of(config)
+    if config.data.path == DEMO or any(map(is_address, addresses(config.data.path))):
+        return {}
+    corpus, _ = corpora(read_request(config.data.model_dump()))
+    if loaded is None:
+        first_rows(corpus)
+    else:
+        with_row_length(config, samples_of(config, *loaded))
+    first, *others = (dict(part.rules.columns) for part in corpus.parts)
+    return first if all(columns == first for columns in others) else {}
+
+
+def _text(path: str, values: Mapping[str, object]) -> str:
+    """Return the file with a line a setting, those of a section together."""
+    sections: dict[str, list[str]] = {}
+    for key, value in values.items():
         owner, _, name = key.partition(".")
-        if owner != section:
-            lines.append(f"{owner}:" if not section else f"\n{owner}:")
-            section = owner
-        value = given.get(key) or defaults[key]
-        lines.append(f"  {name}: {_scalar(value)}".ljust(_COLUMN) + f"  # {comment}")
-    text = "\n".join(lines) + "\n"
-    refuse_missing_paths(validate(parse_yaml(text, path), path))
-    return text
+        comment = COMMENTS.get(key, _OTHERS.get(key, ""))
+        line = f"  {name}: {_scalar(value)}"
+        lines = sections.setdefault(owner, [f"{owner}:"])
+        lines.append(line.ljust(_COLUMN) + f"  # {comment}" if comment else line)
+    return (
+        "\n".join([_HEAD.format(path=path), "\n\n".join(map("\n".join, sections.values()))]) + "\n"
+    )
 
 
-def write_starter(path: Path, model: str | None, data: str | None) -> None:
+def _flat(raw: Mapping[str, object]) -> dict[str, object]:
+    """Return settings by their whole keys. Raises BadInput for one without a section."""
+    flat: dict[str, object] = {}
+    for section, named in raw.items():
+        if not isinstance(named, dict):
+            raise BadInput(f"--set {section}: write section.key=value, as in train.steps=100")
+        flat |= {f"{section}.{name}": value for name, value in named.items()}
+    return flat
+
+
+def write_starter(
+    path: Path, model: str | None, data: str | None, overrides: Sequence[str] = ()
+) -> None:
     """Write a starter file; a file that is there already stays as it is.
 
-    Raises BadInput where it is there, or cannot be written, and NoSpace on a full disk.
+    Raises BadInput where it is there, cannot be written, or would not run, and NoSpace on a full
+    disk.
     """
     if path.is_dir():
         raise BadInput(f"{path} is a folder: name a file, such as {path / 'run.yaml'}")
-    text = starter(str(path), model, data)
+    if path.exists():
+        raise _is_there(path)
+    text = starter(str(path), model, data, overrides)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise BadInput(f"{path} is there already, and stays as it is: name another file") from None
+        raise _is_there(path) from None
     except FileNotFoundError:
         raise BadInput(f"{path.parent} does not exist: make the folder first") from None
     except OSError as error:
@@ -77,8 +129,16 @@ def write_starter(path: Path, model: str | None, data: str | None) -> None:
         raise kind(f"{path} cannot be written: {error.strerror}") from None
 
 
+def _is_there(path: Path) -> BadInput:
+    return BadInput(f"{path} exists already and is not overwritten: name another file")
+
+
 def _scalar(value: object) -> str:
     """Return a value as YAML on one line; a text that YAML would read otherwise is quoted."""
+    if isinstance(value, dict | list):
+        return yaml.safe_dump(
+            value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=1 << 20
+        ).strip()
     if not isinstance(value, str):
         return str(value)
     try:
