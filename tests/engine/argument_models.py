@@ -136,10 +136,6 @@ def passes_on_a_view(block: Any, x: Tensor) -> Tensor:
     return x.view(x.shape[0], -1)
 
 
-def passes_on_its_view(block: Any, x: Tensor) -> Tensor:
-    return x.view(x.shape[0], -1)
-
-
 def passes_on_beside(block: Any, x: Tensor) -> Any:
     return block.linear(x), x
 

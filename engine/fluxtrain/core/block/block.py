@@ -37,7 +37,7 @@ from fluxtrain.core.guards.arguments import (
     without_caches,
 )
 from fluxtrain.core.guards.leaks import BoundWeights
-from fluxtrain.core.guards.output_alias import chunk_outputs
+from fluxtrain.core.guards.output_alias import CallOutputs
 from fluxtrain.core.memory.module_buffers import put_back
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.arrivals import ArgumentArrivals, wait_for_all
@@ -153,16 +153,16 @@ def _by_chunks(
     several cards, the next begins with the first rows."""
     device, split = context.card_of(unit).device, splits(tensors, rows)
     merging = Merging(device, rows, hands_over=len(context.cards) > 1)
-    inputs: list[list[Tensor]] = []
-    arriving = ArgumentArrivals(device, tensors, split)
-    outs: list[tuple[Tree, list[Tensor]]] = []
+    arriving, outputs = ArgumentArrivals(device, tensors, split), CallOutputs()
     for first, stop in spans(rows, context.chunk_rows):
         arriving.wait_for(first, stop)
-        inputs.append(slice_rows(tensors, split, first, stop))
-        outs.append(flatten(run_with(unit.original, tree.fill(inputs[-1]))))
-        for place, part in enumerate(outs[-1][1]):
+        inputs = slice_rows(tensors, split, first, stop)
+        out, parts = flatten(run_with(unit.original, tree.fill(inputs)))
+        outputs.note_chunk(out, parts, inputs)
+        for place, part in enumerate(parts):
             merging.add(place, (first, stop), part)
-    return outs[0][0].fill(chunk_outputs([out for _, out in outs], inputs, tensors, merging.take))
+    outputs.finish_forward()
+    return outputs.hand_out([merging.take(place) for place in outputs.returned], tensors)
 
 
 def _recorded(
@@ -206,15 +206,8 @@ class _Streamed(torch.autograd.Function):
         ctx.save_for_backward(*call.finish_forward(tensors))
         ctx.held_inputs = HeldInputs(card.counts, call.given.kept_bytes)
         found = {i: merging.take(i) for i in call.outputs.returned}
-        merged = [rows for rows in found.values() if rows is not None]
-        ctx.mark_non_differentiable(
-            *(
-                o
-                for i, o in zip(call.outputs.returned, merged, strict=True)
-                if not differentiable[i]
-            )
-        )
-        return tuple(merged)
+        ctx.mark_non_differentiable(*(o for i, o in found.items() if not differentiable[i]))
+        return tuple(found.values())
 
     @staticmethod
     @once_differentiable
@@ -224,7 +217,7 @@ class _Streamed(torch.autograd.Function):
         call: Call = ctx.call
         card = context.card_of(call.unit)
         call.given.refuse_changed()
-        arriving = call.outputs.gradients_of_results(gradients)
+        arriving = call.outputs.gradients_of_outputs(gradients)
         tensors = call.given.fetch(card.activation_offload, ctx.saved_tensors)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)

@@ -20,8 +20,8 @@ from fluxtrain.core.block.room import give_back, note_cure, put_together, tell
 from fluxtrain.core.guards.argument_writes import WRITES_TO_A_LEAF
 from fluxtrain.core.guards.arguments import Tree, batch_rows, flatten, run_with, slice_rows, splits
 from fluxtrain.core.guards.checks import Sums, checksum, sums_of
-from fluxtrain.core.guards.leaks import copied_out, refuse_foreign_inputs
-from fluxtrain.core.guards.output_alias import CallOutputs, find_aliases
+from fluxtrain.core.guards.leaks import refuse_foreign_inputs
+from fluxtrain.core.guards.output_alias import CallOutputs, own_outputs
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.module_buffers import Copies, as_before, put_back
 from fluxtrain.core.memory.segment import Member
@@ -387,11 +387,10 @@ class Call(UnitCall):
             with hooks(), self.capture.collecting() as extra:
                 out = run_with(self.unit.original, arguments)
             tree, outputs = flatten((out, extra))
-            outputs = copied_out(self.unit, outputs)
-            aliases, results = find_aliases(outputs, inputs, whole=len(self.chunks) == 1)
+            results = own_outputs(self.unit, outputs, inputs)
         if self._forward:
             self.given.writes.refuse_change(arguments, inputs, self.given.needs)
-            self.outputs.note_chunk(tree, aliases, len(results))
+            self.outputs.note_chunk(tree, results, inputs)
         return results
 
 

@@ -27,7 +27,6 @@ from fluxtrain.core.guards.arguments import (
     slice_rows,
     splits,
 )
-from fluxtrain.core.guards.shared_memory import overlap, same_elements
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.arrivals import wait_for_all
 from fluxtrain.core.runtime.context import Context
@@ -226,8 +225,6 @@ def _run(
         return None  # each chunk would write to the same tensor
     if tree.nests() and not tree.is_in((args, kwargs), given):
         return None  # each chunk would append to the same list
-    if _share(flatten(out)[1], given):
-        return None  # the concatenation of chunks would not share that memory
     return flatten((out, extra))[1]
 
 
@@ -238,15 +235,6 @@ def _is_same(now: Tensor, before: Tensor) -> bool:
     return torch.equal(now.isnan(), before.isnan()) and torch.equal(
         now.nan_to_num(0.0, math.inf, -math.inf), before.nan_to_num(0.0, math.inf, -math.inf)
     )
-
-
-def _share(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    """True when an output is a view of part of an argument or of another output."""
-    for i, output in enumerate(outputs):
-        others = (*given, *outputs[:i])
-        if any(overlap(output, o) and not same_elements(output, o) for o in others):
-            return True
-    return False
 
 
 def _not_there(_: object) -> Tensor:

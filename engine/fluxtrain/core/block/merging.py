@@ -47,12 +47,10 @@ class Merging:
         whole = self._whole.pop(place)
         return [whole[first:stop] for (first, stop), _ in self._pieces.pop(place)]
 
-    def take(self, place: int) -> Tensor | None:
-        """Return the whole tensor; None where no chunk has brought rows."""
+    def take(self, place: int) -> Tensor:
+        """Return the whole tensor, once every chunk has brought its rows."""
         if place in self._whole:
             spans, points = zip(*self._pieces[place], strict=True)
             return note_arrivals(self._whole.pop(place), spans, points)
-        parts = self._parts.pop(place, [])
-        if not parts:
-            return None
+        parts = self._parts.pop(place)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

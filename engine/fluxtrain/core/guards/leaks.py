@@ -94,18 +94,6 @@ def _state(parameter: nn.Parameter) -> tuple[int, int]:
     return parameter._version, parameter.data_ptr()
 
 
-def copied_out(unit: Unit, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs, with a copy in place of each that shares memory with a weight."""
-    weights = {member.parameter.untyped_storage().data_ptr() for _, member in unit.members}
-    with torch.enable_grad():  # a copy asks for gradients where the output does
-        return [
-            output.clone()
-            if output.layout == torch.strided and output.untyped_storage().data_ptr() in weights
-            else output
-            for output in outputs
-        ]
-
-
 def refuse_foreign_inputs(
     unit: Unit,
     anchor: Tensor,
