@@ -103,14 +103,6 @@ def test_losses_and_weights_keep_their_bits_and_what_stays_is_what_is_planned(
     assert same(every, some)
 
 
-def test_several_passes_a_step_leave_the_same_ones(tiny: Any, batch: Any) -> None:
-    every, some = Training(tiny, batch, 0), Training(tiny, batch, 2)
-    for _ in range(3):
-        assert every.step(passes=3) == (LAYERS + 1, 0)
-        assert some.step(passes=3) == (LAYERS - 2, 3 * BLOCK_INPUT)
-    assert same(every, some)
-
-
 def test_their_number_changes_between_two_steps(tiny: Any, batch: Any) -> None:
     every, turned = (
         Training(tiny, batch, 0, resident_blocks=LAYERS),
@@ -126,46 +118,3 @@ def test_their_number_changes_between_two_steps(tiny: Any, batch: Any) -> None:
         assert held == (LAYERS + 1 - sent) * BLOCK_INPUT
         assert turned.engine.plan.layout.activations_on_device == staying
     assert same(every, turned)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("where", [PLACES[0], PLACES[3], PLACES[4]], ids=str)
-def test_all_of_them_leave_the_device_between_two_steps(
-    tiny: Any, batch: Any, where: dict[str, Any]
-) -> None:
-    every, turned = Training(tiny, batch, 0, **where), Training(tiny, batch, 0, **where)
-    turn_to(turned.engine, activations="device")
-    kept = where.get("blocks_without_recompute", 0)
-    for away in (False, True, False, True):
-        turn_to(turned.engine, activations="host" if away else "device")
-        for _ in range(2):
-            every.step()
-            sent, _ = turned.step()
-            assert sent == (LAYERS + 1 - kept if away else 0)
-    assert same(every, turned)
-
-
-def test_the_ones_sent_last_are_still_there_behind_those_that_stay(
-    tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the backward pass asks for no copy that was not begun a block before."""
-    some = Training(tiny, batch, 3)
-    download = some.engine.device.download
-
-    def late(*args: Any) -> Any:
-        transfer = download(*args)
-        monkeypatch.setattr(transfer, "done", lambda: False, raising=False)
-        return transfer
-
-    monkeypatch.setattr(some.engine.device, "download", late)
-    loss = some.loss()
-    newest = some.engine.cards[0].activation_offload.newest()
-    assert newest is not None
-    assert newest.unchanged_source is not None
-    before = newest.previous()
-    assert before is not None
-    assert before.unchanged_source is not None
-    first = before.previous()
-    assert first is not None
-    assert first.unchanged_source is None
-    loss.backward()

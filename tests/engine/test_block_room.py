@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.core.block import chunking, room
 from fluxtrain.core.wrap.engine import engine_of
 
 ROWS, WIDTH = 8, 16
@@ -124,26 +123,6 @@ def test_gradients_are_those_of_all_memory(
     assert engine_of(model).chunk_rows == (chunk if where == "backward" else 2)
 
 
-def test_halves_that_find_no_room_to_be_put_together_wait_on_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, joined, ran_out = Stack(), room._joined, list[int]()
-
-    def no_room_at_first(pair: list[Tensor], *, rows: bool) -> Tensor:
-        if not ran_out or len(ran_out) % 2 == 0:  # each second time
-            ran_out.append(len(pair))
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")
-        ran_out.append(0)
-        return joined(pair, rows=rows)
-
-    wanted = gradients(copy.deepcopy(model))
-    fluxtrain.wrap(model, device="cpu", chunk_rows=8)
-    limit_of(model, 2).backward = 2
-    monkeypatch.setattr(room, "_joined", no_room_at_first)
-    assert_close(gradients(model), wanted)
-    assert ran_out.count(2) >= 3  # rows of the chunk, and of its half; the sum of what is not cut
-
-
 def test_without_gradients_too() -> None:
     model = Stack().eval()
     wanted = copy.deepcopy(model)(values())
@@ -234,18 +213,6 @@ def test_what_a_block_wrote_before_memory_ran_out_is_not_written_twice(
         assert_close(gradients(model), gradients(again))
 
 
-def test_dropout_without_gradients_draws_the_same_again() -> None:
-    found: list[Tensor] = []
-    for chunk, most in ((8, 4), (4, 99)):
-        model = Stack("dropout")
-        fluxtrain.wrap(model, device="cpu", chunk_rows=chunk)
-        limit_of(model, 0).forward = most
-        torch.manual_seed(11)
-        with torch.no_grad():
-            found.append(torch.stack([model(values()), torch.rand(())]))
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize(("how", "most"), [("", 0), ("dropout", 4)])
 def test_a_backward_that_finds_no_room_names_the_cure_and_leaves_nothing(
     how: str, most: int
@@ -260,30 +227,6 @@ def test_a_backward_that_finds_no_room_names_the_cure_and_leaves_nothing(
     model.zero_grad()
     if not how:
         assert_close(gradients(model), gradients(Stack()))
-
-
-def test_a_backward_without_room_for_the_trial_of_one_row_names_the_cure() -> None:
-    model = Stack()
-    fluxtrain.wrap(model, device="cpu", chunk_rows=8)
-    loss = model(values())
-    limit_of(model, 1).forward = limit_of(model, 1).backward = 0
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        loss.backward()
-    assert "blocks.1 ran out of device memory with 8 rows" in caught.value.__notes__[0]
-
-
-def test_measuring_a_row_that_finds_no_room_names_the_cure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def ran_out(*_: Any) -> int:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(chunking, "saved_row_bytes", ran_out)
-    model = Stack()
-    fluxtrain.wrap(model, device="cpu")
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(values())
-    assert "blocks.0 ran out of device memory with 1 rows" in caught.value.__notes__[0]
 
 
 def test_a_trainer_that_redoes_steps_gets_the_error() -> None:

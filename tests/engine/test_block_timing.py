@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.core.wrap.block_discovery import take_apart
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.measure import block_timing as timing_module
@@ -101,22 +99,6 @@ def test_the_host_is_one_step_ahead_and_never_waits_for_the_card_to_run_dry(
     assert len(found.seconds["kept_backward"]) >= 1
 
 
-def test_the_host_never_reads_the_norm_of_a_step_under_way(
-    timer: tuple[BlockTimer, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it took to wait for that would be taken for what an update of a group takes it."""
-    scale = GradNorm.scale
-
-    def read(norm: GradNorm) -> float:
-        if not any(frame.name == "take_back" for frame in traceback.extract_stack()):
-            card.log.append("reads the norm")  # the other asks first whether it is there
-        return scale(norm)
-
-    monkeypatch.setattr(GradNorm, "scale", read)
-    timer[0].measure(batch_of(4))
-    assert "reads the norm" not in repeated(card)
-
-
 def test_steps_before_the_card_is_hot_are_not_counted(
     timer: tuple[BlockTimer, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,21 +110,3 @@ def test_steps_before_the_card_is_hot_are_not_counted(
     found: BlockTimes = timer[0].measure(batch_of(4))
     assert repeated(card).count("queues") == 3 + 4
     assert len(found.seconds["forward"]) == 4  # from the one that begins as the heat is there
-
-
-def test_a_slow_card_is_hot_after_one_step_and_tries_no_more_than_it_must(
-    timer: tuple[BlockTimer, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timing_module, "HEAT_S", 0.0)
-    monkeypatch.setattr(timing_module, "LIMIT_S", -1.0)
-    found = timer[0].measure(batch_of(4))
-    assert repeated(card) == ["queues", "queues", "waits for a step"]
-    assert len(found.seconds["forward"]) == len(found.seconds["kept_backward"]) == 1
-
-
-def test_the_host_s_own_time_is_told_of_the_forward_and_of_both(
-    timer: tuple[BlockTimer, Engine],
-) -> None:
-    found = timer[0].measure(batch_of(4))
-    pairs = zip(found.seconds["host_forward"], found.seconds["host"], strict=True)
-    assert all(0 < forward_s < both_s for forward_s, both_s in pairs)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.core.block.rng import RandomState
 from tests.between_blocks import (
     BETWEEN,
@@ -70,18 +68,6 @@ def test_a_model_may_feed_another_one(cards: tuple[int, int]) -> None:
     assert_close(gradients(two, 0), gradients(plain, 0))
 
 
-def test_hidden_states_of_several_cards_are_saved_and_loaded() -> None:
-    model, kept = Model(lambda h: h), []
-    wrapped(model, 2, chunk_rows=2)
-    model.between = lambda h: (kept.append(h), h)[1]
-    model(torch.zeros(ROWS, LENGTH, dtype=torch.long))
-    for hidden in kept:
-        torch.save(hidden, file := io.BytesIO())
-        file.seek(0)
-        assert torch.equal(torch.load(file), hidden.detach())
-    fluxtrain.unwrap(model)
-
-
 class Choosing(Block):
     """Returns some of its rows, too: how many depends on the data."""
 
@@ -122,47 +108,6 @@ def test_outputs_whose_rows_depend_on_the_data_are_put_together(cards: int, seed
         losses.append((loss.detach(), {name: gradient.clone() for name, gradient in found.items()}))
     torch.testing.assert_close(losses[1][0], losses[0][0])
     assert_close(losses[1][1], losses[0][1])
-
-
-class Failing(Block):
-    def forward(self, hidden: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
-        if self.fails:
-            scale.add_(1.0)
-            raise ValueError("on purpose")
-        return super().forward(hidden) * scale
-
-    fails = False
-
-
-class Scaling(Model):
-    def __init__(self) -> None:
-        super().__init__(lambda h: h)
-        self.layers = nn.ModuleList(Failing() for _ in range(4))
-        self.scale = torch.ones(1, 1)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.embed(words)
-        for layer in self.layers:
-            hidden = layer(hidden, self.scale)
-        logits: Tensor = self.head(hidden)
-        return logits
-
-
-@pytest.mark.parametrize("cards", [1, 2, 3])
-def test_a_block_that_fails_after_it_wrote_to_an_argument_leaves_cards_agreed(cards: int) -> None:
-    words, found = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % WORDS, []
-    for count in (0, cards):
-        model = Scaling()
-        if count:
-            wrapped(model, count, chunk_rows=ROWS)
-        model(words)
-        for layer in model.layers:
-            layer.fails = True
-            with pytest.raises(ValueError, match="on purpose"):
-                model(words)
-            layer.fails = False
-        found.append((model(words).detach(), model.scale.clone()))
-    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("gradients", [True, False])

@@ -132,33 +132,6 @@ def test_gradients_of_code_between_blocks_have_arrived_when_it_reads_them(
     assert LateDevice.made > 0
 
 
-@pytest.mark.usefixtures("late", "blocks_alone")
-def test_nothing_is_read_early_without_gradients_and_in_generation() -> None:
-    model = llama(5).eval()
-    other = copy.deepcopy(model)
-    wrapped(model, None)
-    wrapped(other, 2)
-    with torch.no_grad():
-        assert torch.equal(model(**batch()).logits, other(**batch()).logits)
-    prompt = batch()["input_ids"][:2, :5]
-    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(prompt, **how), other.generate(prompt, **how))
-
-
-@pytest.mark.usefixtures("late")
-def test_a_head_on_all_cards_waits_for_what_it_reads() -> None:
-    model = llama(4, dtype=torch.float32)
-    wrapped(model, 2)
-    engine = engine_of(model)
-    engine.plan = replace(engine.plan, head_dealing="summed")
-    loss = model(**batch()).loss
-    loss.backward()
-    assert torch.isfinite(loss)
-    gradients = [p.grad for p in model.parameters() if p.requires_grad]
-    assert all(g is not None and torch.isfinite(g).all() for g in gradients)
-    fluxtrain.unwrap(model)
-
-
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("cards", [2, 3])
 def test_a_head_in_order_waits_for_what_it_reads(cards: int) -> None:

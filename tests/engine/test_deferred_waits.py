@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 from torch import Tensor
 
 import fluxtrain
-from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.errors import Diverged
 from tests.engine.deferred_models import HOLD_S, MAX_NORM, Hold, Training, assert_same_bits, build
 from tests.engine.placing_anew import turn_to
@@ -171,24 +167,6 @@ def test_stepping_and_forgetting_gradients_waits_for_nothing(held: Hold) -> None
     assert all(group.jobs.under_way for group in training.engine.groups)
 
 
-def test_two_optimizers_over_one_block_step_one_after_the_other(held: Hold) -> None:
-    found = []
-    for deferred in (False, True):
-        training = Training(build(), deferred=deferred)
-        parameters = list(training.model.parameters())
-        halves = [torch.optim.AdamW(parameters[at::2], lr=3e-3) for at in (0, 1)]
-        for _ in range(4):
-            training.backward()
-            training.engine.clip_grad_norm(MAX_NORM)
-            for half in halves:
-                half.step()
-            for half in halves:
-                half.zero_grad()
-        found.append((training.losses, training.state()))
-    assert found[0][0] == found[1][0]
-    assert_same_bits(found[1][1], found[0][1])
-
-
 def test_a_step_that_diverges_leaves_weights_and_moments_out(held: Hold) -> None:
     training = Training(build(), deferred=True)
     training.steps(2)
@@ -202,25 +180,6 @@ def test_a_step_that_diverges_leaves_weights_and_moments_out(held: Hold) -> None
         training.engine.flush()
     assert held.passed == passed
     assert_same_bits(training.state(), before)
-    training.steps(1)
-    assert all(m.step == 3 for g in training.engine.groups for m in g.members)
-
-
-def test_a_copy_that_waits_for_an_update_that_failed_does_not_tell_it_again() -> None:
-    """The thread of the copies has not come to it yet when the one who waits is told."""
-    training = Training(build(), deferred=True)
-    training.steps(2)
-    loss = training.forward()
-    loss.backward()
-    training.engine.clip_grad_norm(MAX_NORM, [loss.detach() * float("nan")])
-    copies: Any = training.engine.device
-    may_go_on = threading.Event()
-    copies._up.submit(partial(may_go_on.wait, 60))
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    with pytest.raises(Diverged):
-        training.engine.flush()
-    threading.Timer(0.05, may_go_on.set).start()
     training.steps(1)
     assert all(m.step == 3 for g in training.engine.groups for m in g.members)
 
@@ -242,48 +201,6 @@ def test_moments_that_fail_say_so_once_as_weights_do(
     with pytest.raises(RuntimeError, match="no memory bus"):
         surfaces(training)
     training.engine.flush()  # told once
-
-
-def test_moments_that_fail_are_told_of_though_the_next_step_was_queued(held: Hold) -> None:
-    training = Training(build(), deferred=True)
-    parameters = [p for n, p in training.model.named_parameters() if ".layers." in n]
-    halves = [torch.optim.AdamW(parameters[at::2]) for at in (0, 1)]
-    training.backward()
-    held.hold()
-    held.fails = RuntimeError("no memory bus")
-    halves[0].step()
-    halves[1].step()  # the same groups, whose first moments are still to come
-    held.free.set()
-    with pytest.raises(RuntimeError, match="no memory bus"):
-        training.engine.flush()
-
-
-def test_groups_that_were_queued_before_one_could_not_be_get_their_moments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expected = Training(build(), deferred=False)
-    expected.steps(1)
-    training = Training(build(), deferred=True)
-    training.backward()
-
-    def fails() -> list[Tensor]:
-        raise MemoryError("states find no room")
-
-    monkeypatch.setattr(training.engine.groups[2].memory, "ensure_state", fails)
-    with pytest.raises(MemoryError):
-        training.step()
-    training.engine.flush()
-    for got, wanted in zip(training.engine.groups[:2], expected.engine.groups[:2], strict=True):
-        wanted.jobs.wait()
-        for mine, theirs in zip(got.trained, wanted.trained, strict=True):
-            for name, flat in mine.states().items():
-                assert torch.equal(flat, theirs.states()[name]), name
-
-
-def test_a_model_is_not_deferred_unless_it_is_asked_for(held: Hold) -> None:
-    model = fluxtrain.wrap(build(), device="cpu", offload="weights", overlap=True)
-    engine: Engine = engine_of(model)
-    assert not engine.plan.deferred_moments
 
 
 class InterruptedOnce:
@@ -318,33 +235,3 @@ def test_an_interrupted_wait_is_gone_on_with_by_the_next_one(held: Hold, which: 
     held.assert_waits(lambda: saved.append(training.state()))
     training.engine.flush()
     assert_same_bits(saved[0], training.state())
-
-
-def test_a_copy_of_the_optimizer_has_the_moments_of_its_step(held: Hold) -> None:
-    training = Training(build(), deferred=True)
-    training.steps(1)
-    training.engine.flush()
-    held.hold()
-    training.backward()
-    training.step()
-    copies: list[torch.optim.Optimizer] = []
-    held.assert_waits(lambda: copies.append(copy.deepcopy(training.optimizer)))
-    of_step = training.optimizer.state_dict()["state"]["fluxtrain"]
-    copied: Any = copies[0].state["fluxtrain"]  # type: ignore[index]
-    assert type(copied) is dict
-    assert copied.keys() == of_step.keys()
-    for index, entry in copied.items():
-        assert entry["step"] == of_step[index]["step"] == 2
-        assert torch.equal(entry["exp_avg"], of_step[index]["exp_avg"])
-        assert torch.equal(entry["exp_avg_sq"], of_step[index]["exp_avg_sq"])
-
-
-def test_a_saved_state_is_read_back_as_plain_values(held: Hold) -> None:
-    training = Training(build(), deferred=True)
-    training.steps(2)
-    written = io.BytesIO()
-    torch.save(training.optimizer.state_dict(), written)
-    written.seek(0)
-    read = torch.load(written, weights_only=True)
-    assert type(read["state"]["fluxtrain"]).__module__ == "collections"
-    assert {entry["step"] for entry in read["state"]["fluxtrain"].values()} == {2}

@@ -16,11 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fluxtrain
-from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput
 from fluxtrain.files.cache import Damaged
-from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
+from fluxtrain.train.checkpoint.checkpoint import read_checkpoint
 from fluxtrain.train.checkpoint.newest import newest_resumable
 from tests.conftest import EXPLORES
 from tests.engine.test_checkpoint_writer import FakeData, FakeEngine, state_at, writer
@@ -80,14 +78,6 @@ def test_a_checkpoint_without_a_group_is_skipped_in_words_for_the_one_before(
     assert any(text.startswith(f"skipped a damaged checkpoint: {NEWEST}") for text in warnings)
 
 
-def test_the_message_counts_the_groups_that_lack(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path)
-    sealed_again(tmp_path / NEWEST, lack_one(manifest_of(tmp_path / NEWEST)))
-    made, _ = writer(tmp_path)
-    with pytest.raises(Damaged, match="lacks 1 of the 2 groups of the model, first 'b.0'"):
-        made.restore(read_checkpoint(tmp_path / NEWEST), FakeEngine(9), FakeData())
-
-
 def test_where_none_is_whole_nothing_is_started_over(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
     for path in tmp_path.glob("step-*"):
@@ -103,16 +93,6 @@ def test_a_checkpoint_that_the_user_named_is_not_replaced_by_another(tmp_path: P
     made, _ = writer(tmp_path)
     with pytest.raises(Damaged, match="lacks 2 of the 2 groups.*: name another checkpoint"):
         made.resume(named, FakeEngine(9), FakeData())
-
-
-def test_the_best_checkpoint_must_be_whole_too(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path)
-    sealed_again(tmp_path / NEWEST, lack_all(manifest_of(tmp_path / NEWEST)))
-    made, _ = writer(tmp_path)
-    state = state_at(12)
-    state.best_step = 10
-    with pytest.raises(Damaged, match="lacks 2 of the 2 groups"):
-        made.best(state, FakeEngine(9))
 
 
 @pytest.mark.parametrize(
@@ -131,12 +111,6 @@ def test_a_link_or_a_pipe_in_a_checkpoint_is_damage(tmp_path: Path, kind: str, o
     assert step == 5
     assert (odd == "link" and kind != "folder") <= bool(warnings)
     assert (aside / "manifest.json").exists() if kind == "folder" else aside.exists()
-
-
-def test_every_group_of_an_engine_is_asked_for(tiny: Any) -> None:
-    engine = engine_of(fluxtrain.wrap(tiny("llama")))
-    assert engine.shard_names() == [name for name, _ in engine.state_shards()]
-    assert len(engine.shard_names()) > 2
 
 
 # --- flipped bits, copies, other ends -------------------------------------------------------------
@@ -171,17 +145,6 @@ def test_a_flipped_bit_anywhere_costs_the_checkpoint_and_no_more(
         assert any(NEWEST in text and "damaged" in text for text in warnings) is harmed
 
 
-def test_a_copy_beside_the_checkpoints_is_none_of_them(pristine: Path, tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    shutil.copytree(pristine, root)
-    shutil.copytree(root / "step-00000005", root / "step-00000099")
-    shutil.copytree(root / "step-00000005", root / "step-before")
-    step, _, warnings = resumed(root)
-    assert step == 10
-    assert warnings == ["skipped a damaged checkpoint: step-00000099 holds step 5"]
-    assert list_checkpoints(root)[0].name == "step-00000099"
-
-
 def test_a_step_beyond_the_end_of_the_run_is_refused_with_the_cure(tmp_path: Path) -> None:
     made, _ = writer(tmp_path)
     for step in (20, 25):
@@ -189,13 +152,3 @@ def test_a_step_beyond_the_end_of_the_run_is_refused_with_the_cure(tmp_path: Pat
     step, _, warnings = resumed(tmp_path)
     assert step == 20
     assert any("is of step 25 and the run ends at step 20: raise" in text for text in warnings)
-
-
-def test_a_run_that_ends_before_all_its_checkpoints_is_told_so_and_of_no_damage(
-    tmp_path: Path,
-) -> None:
-    made, _ = writer(tmp_path)
-    for step in (24, 25):
-        made.write(state_at(step), FakeEngine(step), FakeData())
-    with pytest.raises(BadInput, match=r"step-00000024 is of step 24 .*: raise train\.steps"):
-        resumed(tmp_path)

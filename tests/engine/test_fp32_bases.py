@@ -36,15 +36,6 @@ def test_a_run_says_once_what_the_setting_is(run_config: MakeConfig, tmp_path: P
     assert not any(word in text for text in told for word in OF_A_LIBRARY)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_dtype_that_was_chosen_needs_no_advice(
-    dtype: str, run_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = run_config(method__name="lora", model__dtype=dtype)
-    told = warnings_of(config, tmp_path / "run")
-    assert not any("frozen weights" in text for text in told)
-
-
 def test_an_export_and_a_chat_say_nothing_of_it(
     model_folder: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

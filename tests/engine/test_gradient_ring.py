@@ -8,15 +8,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.core.gradients.host_gradients import GradientRing
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import DoesNotFit, MisusedModel
-from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
+from fluxtrain.plan.depths import ring_depth
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.group_placement import GroupPlacement
 from tests.wrap_with import wrap_with
 
 LAYERS = 8
@@ -106,45 +104,6 @@ def test_a_gradient_that_was_used_up_is_not_shown() -> None:
     with pytest.raises(MisusedModel, match="was used up"):
         _ = model.model.layers[LAYERS - 1].mlp.up_proj.weight.grad
     optimizer.step()
-
-
-def test_gradients_that_another_optimizer_steps_are_kept() -> None:
-    model, engine, _ = wrapped()
-    first = torch.optim.AdamW([p for p in model.parameters() if p.dim() > 1], lr=1e-2)
-    second = torch.optim.AdamW([p for p in model.parameters() if p.dim() <= 1], lr=1e-2)
-    norm = model.model.layers[LAYERS - 1].input_layernorm.weight
-    ids = torch.randint(0, 256, (2, 16))
-    loss = model(input_ids=ids, labels=ids).loss
-    engine.begin_step_in_backward(first)
-    loss.backward()
-    assert len(held(engine)) == LAYERS
-    assert float(norm.grad.abs().sum()) > 0
-    first.step()
-    second.step()
-
-
-def test_the_oldest_buffer_is_lent_on_once_its_update_is_done() -> None:
-    groups = []
-    for i in range(5):
-        group = Group(f"block{i}", "block")
-        group.add(nn.Parameter(torch.zeros(8)), "w")
-        group.place(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
-        groups.append(group)
-    ring = GradientRing()
-    waited: list[str] = []
-    for group in groups:
-        group.jobs.wait = lambda name=group.name: waited.append(name)  # type: ignore[method-assign,misc]
-        ring.lend(group)
-    assert waited == ["block0", "block1"]
-    assert [g.memory.holds_gradients for g in groups] == [False, False, True, True, True]
-    ring.lend(groups[2])  # its own again; now block3 is the oldest
-    ring.lend(groups[0])
-    assert waited == ["block0", "block1", "block3"]
-
-
-def test_the_largest_gradients_pass_through_one_buffer() -> None:
-    assert ring_depth(LARGE_GRADIENT_BYTES) == 1
-    assert ring_depth(LARGE_GRADIENT_BYTES - 1) > 1
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -115,15 +115,3 @@ def test_steps_whose_gradients_were_forgotten_on_their_way_have_the_same_bits(
     for (name, a), b in zip(held.model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a.detach().clone(), b.detach().clone()), name
     fluxtrain.unwrap(other)
-
-
-def test_what_was_read_before_it_was_forgotten_keeps_its_values(held: Held) -> None:
-    held.let_go()
-    held.backward()
-    first = {name: p.grad for name, p in held.model.named_parameters()}
-    held.optimizer.zero_grad()
-    values = {name: g.clone() for name, g in first.items() if g is not None}
-    held.backward()
-    for name, parameter in held.model.named_parameters():
-        assert parameter.grad is not None
-        assert torch.equal(values[name], parameter.grad), name

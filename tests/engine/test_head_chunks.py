@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import pytest
@@ -11,17 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fluxtrain.core.memory.group import prepare_move
 from fluxtrain.core.wrap.engine import Engine, engine_of
-from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.plan import heads
-from fluxtrain.train.live import apply_placement as applying
 from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 from tests.wrap_with import wrap_with
 
 WORDS = 128  # of a chunk: five chunks, the last one shorter
-HEAD_ELEMENTS = VOCABULARY * HIDDEN
 
 
 @pytest.fixture(autouse=True)
@@ -111,34 +106,6 @@ def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> Tenso
     return torch.stack(each)
 
 
-@pytest.mark.parametrize("options", [{}, {"in_backward": True}, {"passes": 2}], ids=str)
-def test_the_same_vocab_chunks_give_the_same_bits(options: dict[str, Any]) -> None:
-    runs = [trained(qwen(torch.bfloat16), "rows", head="chunks", **options) for _ in range(2)]
-    assert runs[0][0] == runs[1][0]
-    assert all(torch.equal(values, runs[1][2][name]) for name, values in runs[0][2].items())
-
-
-def test_the_norm_of_all_gradients_does_not_depend_on_the_vocab_chunks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    norms = []
-    for words in (WORDS, 8, 1000):
-        monkeypatch.setattr(heads, "MULTIPLE_ROWS", words)
-        engine = in_vocab_chunks(model := qwen())
-        model(**inputs(0)).loss.backward()
-        weight: Any = head_of(engine).module.weight
-        measured = engine.clip_grad_norm(None).value()
-        theirs = torch.linalg.vector_norm(
-            torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
-        )
-        assert measured == pytest.approx(float(theirs), rel=1e-6)
-        assert float(weight.grad.norm()) == pytest.approx(
-            float(torch.tensor(weight.grad.tolist()).norm()), rel=1e-6
-        )
-        norms.append(measured)
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)
-
-
 def test_of_weight_and_gradient_the_device_never_holds_more_than_two_vocab_chunks() -> None:
     peaks: dict[str, int] = {}
     for head in ("whole", "chunks"):
@@ -160,51 +127,6 @@ def test_of_weight_and_gradient_the_device_never_holds_more_than_two_vocab_chunk
     assert peaks["whole"] - peaks["chunks"] > 1.8 * every  # weight, and gradient on its way home
 
 
-def test_the_weight_goes_up_twice_and_its_gradient_comes_home_once() -> None:
-    moved: dict[str, tuple[int, int]] = {}
-    for head in ("whole", "chunks"):
-        model = qwen()
-        engine = in_vocab_chunks(model, head)
-        model(**inputs(0)).loss.backward()
-        engine.cards[0].gradients.host.drain()
-        moved[head] = engine.traffic().h2d_bytes, engine.traffic().d2h_bytes
-    last_two = (VOCABULARY % WORDS + WORDS) * HIDDEN * 4  # are there still
-    assert moved["chunks"][0] - moved["whole"][0] == 4 * HEAD_ELEMENTS - last_two
-    assert moved["chunks"][1] == moved["whole"][1]
-
-
-def test_an_evaluation_copies_each_slice_once_and_computes_no_logits_beside() -> None:
-    model = qwen()
-    engine = in_vocab_chunks(model)
-    head = head_of(engine)
-    expected = qwen()(**inputs(0)).loss
-    with torch.no_grad(), engine.evaluating():
-        loss = model(**inputs(0)).loss
-        before = engine.traffic().h2d_bytes
-        model(**inputs(1))
-        again = engine.traffic().h2d_bytes - before
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0.0)
-    blocks = sum(g.weight_bytes for g in engine.groups if g.kind == "block")
-    assert again <= 4 * HEAD_ELEMENTS + blocks + 4 * inputs(1)["input_ids"].numel() * HIDDEN + 4096
-    assert head.vocab_chunks is not None and not engine.cards[0].gradients.is_open(head.group)
-
-
-def test_a_frozen_head_gives_gradients_to_what_is_before_it_alone() -> None:
-    plain, model = qwen(), qwen()
-    for each in (plain, model):
-        each.get_parameter("lm_head.weight").requires_grad_(False)
-    engine = in_vocab_chunks(model)
-    assert head_of(engine).vocab_chunks is not None
-    for each in (plain, model):
-        each(**inputs(0)).loss.backward()
-    assert model.get_parameter("lm_head.weight").grad is None
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is not None:
-            limit = 1e-5 * float(parameter.grad.abs().max())
-            got = model.get_parameter(name).grad
-            torch.testing.assert_close(got, parameter.grad, rtol=0.0, atol=limit, msg=name)
-
-
 def test_generation_gives_the_words_of_the_whole_head() -> None:
     prompt = inputs(0)["input_ids"][:1]
     words = []
@@ -214,58 +136,6 @@ def test_generation_gives_the_words_of_the_whole_head() -> None:
         words.append(model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0))
         assert (head_of(engine).vocab_chunks is None) == (head == "whole")
     assert torch.equal(*words)
-
-
-def test_a_run_in_vocab_chunks_goes_on_from_its_shards_with_the_same_losses() -> None:
-    def steps(model: nn.Module, optimizer: Any, seeds: range) -> list[float]:
-        told = []
-        for seed in seeds:
-            loss = model(**inputs(seed)).loss
-            loss.backward()
-            engine_of(model).clip_grad_norm(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(float(loss.detach()))
-        engine_of(model).flush()
-        return told
-
-    model, again = qwen(torch.bfloat16), qwen(torch.bfloat16)
-    for each in (model, again):
-        in_vocab_chunks(each)
-    first, second = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, again))
-    steps(model, first, range(3))
-    saved = {
-        name: {key: tensor.clone() for key, tensor in tensors.items()}
-        for name, tensors in engine_of(model).state_shards()
-    }
-    expected = steps(model, first, range(3, 6))
-    for name, tensors in saved.items():
-        engine_of(again).load_state_shard(name, tensors)
-    assert steps(again, second, range(3, 6)) == expected
-
-
-def test_a_loss_can_be_differentiated_twice() -> None:
-    plain, model = qwen(), qwen()
-    in_vocab_chunks(model)
-    for each in (plain, model):
-        loss = each(**inputs(0)).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-    for name, parameter in plain.named_parameters():
-        limit = 1e-5 * float(parameter.grad.abs().max())
-        got = model.get_parameter(name).grad
-        torch.testing.assert_close(got, parameter.grad, rtol=0.0, atol=limit, msg=name)
-
-
-def test_two_losses_in_one_backward_pass_give_the_sum_of_their_gradients() -> None:
-    plain, model = qwen(), qwen()
-    in_vocab_chunks(model)
-    for each in (plain, model):
-        (each(**inputs(1)).loss + 2 * each(**inputs(2)).loss).backward()
-    for name, parameter in plain.named_parameters():
-        limit = 1e-5 * float(parameter.grad.abs().max())
-        got = model.get_parameter(name).grad
-        torch.testing.assert_close(got, parameter.grad, rtol=0.0, atol=limit, msg=name)
 
 
 def test_a_weight_with_a_hook_is_copied_whole_and_its_hook_is_called(
@@ -282,15 +152,6 @@ def test_a_weight_with_a_hook_is_copied_whole_and_its_hook_is_called(
     assert head_of(engine).vocab_chunks is None
     got, expected = (m.get_parameter("lm_head.weight").grad for m in (model, plain))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_a_hook_that_comes_between_forward_and_backward_is_refused() -> None:
-    model = qwen()
-    in_vocab_chunks(model)
-    loss = model(**inputs(0)).loss
-    model.get_parameter("lm_head.weight").register_hook(lambda gradient: gradient)
-    with pytest.raises(MisusedModel, match="before the forward pass"):
-        loss.backward()
 
 
 def test_a_head_used_under_autocast_is_copied_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -337,25 +198,3 @@ def test_a_tied_head_beside_a_whole_lookup_stays_whole_and_that_is_said(
     assert "none is known" not in caplog.text  # once is enough, with the reason
     assert "head='chunks' has no effect" in caplog.text
     assert "embedding=rows" in caplog.text
-
-
-def test_a_word_for_the_head_that_is_none_is_refused() -> None:
-    with pytest.raises(BadInput, match="head is 'half'"):
-        wrap_with(qwen(), device="cpu", head="half")
-
-
-def test_no_slice_is_on_its_way_when_the_head_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = in_vocab_chunks(qwen())
-    chunks, device, moved = head_of(engine).vocab_chunks, engine.device, []
-
-    def checked(*args: Any, **options: Any) -> Any:
-        moved.append([chunks.is_there(index) for index in (0, 1)])
-        return prepare_move(*args, **options)
-
-    monkeypatch.setattr(applying, "prepare_move", checked)
-    device._up.submit(lambda: time.sleep(0.2))  # type: ignore[attr-defined]
-    chunks.prefetch(0)
-    chunks.prefetch(1)
-    assert not chunks.is_there(0)
-    turn_to(engine, device_groups=len(engine.groups), resident_blocks=0, slots=0)
-    assert moved and all(all(there) for there in moved)

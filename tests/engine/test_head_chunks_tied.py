@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.plan import heads
-from tests.engine.row_models import HIDDEN, VOCABULARY, inputs, trained
+from tests.engine.row_models import inputs, trained
 from tests.engine.test_head_chunks import WORDS, agree, head_of, in_vocab_chunks, qwen
 
 NAME = "model.embed_tokens.weight"
@@ -88,72 +88,6 @@ def test_the_norm_is_that_of_the_sum_of_both_gradients() -> None:
     assert measured == pytest.approx(float(torch.stack(norms).norm()), rel=1e-6)
 
 
-def test_the_rows_that_were_looked_up_come_home_once_more_and_nothing_else() -> None:
-    model = tied()
-    engine = chunked(model)
-    model(**inputs(0)).loss.backward()
-    engine.cards[0].gradients.host.drain()
-    blocks = sum(s.size_bytes for g in engine.groups for s in g.trained) - 4 * VOCABULARY * HIDDEN
-    rows = len(inputs(0)["input_ids"].unique())
-    assert engine.traffic().d2h_bytes == blocks + 4 * HIDDEN * (VOCABULARY + rows)
-    device = engine.cards[0].gradients.device_bytes
-    assert device < 4 * HIDDEN * VOCABULARY + blocks * 2  # no sum of the whole table
-
-
-class Both(nn.Module):
-    """Two losses over one tied model: two lookups wait when the first gradient comes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def losses(self) -> tuple[Tensor, Tensor]:
-        return self.model(**inputs(1)).loss, self.model(**inputs(2)).loss
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_two_forwards_before_a_backward_give_the_sum_of_their_gradients(together: bool) -> None:
-    found = []
-    for wraps in (False, True):
-        model = tied()
-        if wraps:
-            chunked(model)
-        one, other = Both(model).losses()
-        if together:
-            (one + other).backward()
-        else:
-            one.backward()
-            other.backward()
-        found.append(gradients(model))
-    same(found[1], found[0])
-
-
-def test_a_loss_without_the_head_and_one_with_it_give_the_sum() -> None:
-    found = []
-    for wraps in (False, True):
-        model: Any = tied()
-        if wraps:
-            chunked(model)
-        model.model(inputs(1)["input_ids"]).last_hidden_state.square().mean().backward()
-        model(**inputs(2)).loss.backward()
-        found.append(gradients(model))
-    same(found[1], found[0])
-
-
-def test_a_head_without_a_lookup_gives_its_gradient_alone() -> None:
-    found = []
-    for wraps in (False, True):
-        model: Any = tied()
-        if wraps:
-            chunked(model)
-        torch.manual_seed(1)
-        hidden = torch.randn(5, HIDDEN)
-        loss = nn.functional.cross_entropy(model.lm_head(hidden), torch.arange(5))
-        loss.backward()
-        found.append(gradients(model))
-    same(found[1], found[0])
-
-
 def test_a_lookup_that_turns_to_the_whole_takes_the_head_with_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -167,15 +101,3 @@ def test_a_lookup_that_turns_to_the_whole_takes_the_head_with_it(
     assert "is copied to the device whole" in caplog.text
     assert head_of(engine).vocab_chunks is None
     same(gradients(model), gradients(plain))
-
-
-def test_an_abandoned_lookup_does_not_change_the_next_gradient() -> None:
-    model, again = tied(), tied()
-    for each in (model, again):
-        chunked(each)
-    lost = model(**inputs(5))  # held, and never differentiated
-    for each in (model, again):
-        each(**inputs(0)).loss.backward()
-    assert lost.loss is not None
-    same(gradients(model), gradients(again))
-    assert engine_of(model).cards[0].gradients.open_groups() == []

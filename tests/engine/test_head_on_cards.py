@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +12,7 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import fluxtrain
-from fluxtrain.core.device.cpu_device import CpuDevice
-from fluxtrain.core.head import on_all_cards
 from fluxtrain.core.wrap.engine import Engine
-from fluxtrain.plan.dealing import LANDED_SLOPES, SENT_SLOPES
 from fluxtrain.plan.heads import HeadDealing
 from tests.on_cards import VOCABULARY, batch, llama, wrapped
 
@@ -101,53 +96,6 @@ def test_in_order_all_cards_give_the_bits_of_one(
     assert all(card.head_weight is not None for card in engine.cards[1:])
 
 
-def test_in_order_one_chunk_of_tokens_is_computed_where_the_head_is() -> None:
-    model = llama(4)
-    engine = shared(wrapped(model, 3), "in_order")
-    model(**batch(0)).loss.backward()
-    engine.flush()
-    assert all(card.head_weight is None for card in engine.cards)
-    fluxtrain.unwrap(model)
-
-
-def test_in_order_slopes_behind_a_soft_cap_take_no_more_the_more_chunks_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A copy under way keeps the memory of each."""
-    model = soft_capped()
-    engine = shared(wrapped(model, 2), "in_order")
-    engine.head_tokens = 4
-    land, sent = CpuDevice.land, list[int]()
-
-    def noted(self: CpuDevice, to: Tensor, source: Tensor, *how: Any) -> None:
-        if source.shape[1:] == (VOCABULARY,) and len(to) <= 4:
-            sent.append(source.data_ptr())
-        land(self, to, source, *how)
-
-    monkeypatch.setattr(CpuDevice, "land", noted)
-    model(**batch(0)).loss.backward()
-    assert len(sent) > 2 * SENT_SLOPES and len(set(sent)) == SENT_SLOPES
-    fluxtrain.unwrap(model)
-
-
-def test_in_order_the_first_card_has_room_for_a_few_slopes_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = llama(4)
-    engine = shared(wrapped(model, 3), "in_order")
-    engine.head_tokens = 2
-    landing, made = CpuDevice.landing, list[torch.Size]()
-
-    def noted(self: CpuDevice, like: Tensor) -> Tensor:
-        made.append(like.shape)
-        return landing(self, like)
-
-    monkeypatch.setattr(CpuDevice, "landing", noted)
-    model(**batch(0)).loss.backward()
-    assert made.count(torch.Size([2, VOCABULARY])) == LANDED_SLOPES
-    fluxtrain.unwrap(model)
-
-
 def test_a_changed_weight_reaches_every_card_and_an_unchanged_one_is_not_sent_again() -> None:
     model = llama(3, dtype=torch.float32)
     other = copy.deepcopy(model)
@@ -169,29 +117,6 @@ def test_a_changed_weight_reaches_every_card_and_an_unchanged_one_is_not_sent_ag
     assert torch.equal(first, second)
     torch.testing.assert_close(first, plain, rtol=1e-4, atol=1e-4)
     assert once - twice == VOCABULARY * 32 * 4
-
-
-def test_only_the_copy_of_the_weight_stays_on_other_cards_when_blocks_run_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So the plan counts the larger of the two, the rest of a head or a block's backward pass."""
-    others: list[weakref.ref[Any]] = []
-    begin = on_all_cards._OtherCard.__init__
-
-    def noted(self: Any, *given: Any, **how: Any) -> None:
-        begin(self, *given, **how)
-        others.extend(weakref.ref(total) for total in (self, self._sums.weight))
-
-    monkeypatch.setattr(on_all_cards._OtherCard, "__init__", noted)
-    model = llama(4)
-    engine = shared(wrapped(model, 3))
-    loss = model(**batch(0)).loss
-    gc.collect()
-    assert len(others) == 2 * 2
-    assert all(one() is None for one in others)
-    assert all(card.head_weight is not None for card in engine.cards[1:])
-    loss.backward()
-    fluxtrain.unwrap(model)
 
 
 def test_fewer_tokens_than_cards_stay_on_the_first_card() -> None:

@@ -15,7 +15,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 import fluxtrain
 from fluxtrain.core.head.lazy_logits import LazyLogits
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.plan import heads
 from tests.engine.head_models import WIDTH, WORDS, Tower, agree, batch, cross_entropy
 from tests.engine.test_uncomputed_logits import log_loss
@@ -83,22 +82,6 @@ def test_losses_that_read_logits_behind_steps_equal_torchs(head: str, step: str)
     agree(plain, wrapped, lambda logits, targets: logits.float().square().mean())
 
 
-@pytest.mark.parametrize("step", NOT_STEPS)
-def test_what_is_no_step_computes_with_the_logits(head: str, step: str) -> None:
-    wrapped = wrap_with(capped(step, torch.float32), device="cpu", head=head)
-    agree(capped(step, torch.float32), wrapped, cross_entropy())
-
-
-def test_logits_behind_steps_have_torchs_values_and_dtype() -> None:
-    for name in STEPS:
-        plain = capped(name, torch.bfloat16)
-        wrapped = wrap_with(capped(name, torch.bfloat16), device="cpu")
-        with torch.no_grad():
-            ours, theirs = wrapped(batch()[0]), plain(batch()[0])
-        assert ours.dtype == theirs.dtype, name
-        assert torch.equal(ours.clone(), theirs), name
-
-
 def test_a_gemma_2_makes_no_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Gemma2Config(
         vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -161,18 +144,3 @@ def test_a_head_with_adapters_has_the_plain_models_gradients_in_chunks(
     engine_of(wrapped).head_tokens = 5
     monkeypatch.setattr(LazyLogits, "computed", lambda self: pytest.fail("they were computed"))
     same_gradients(with_adapters(kind, tied), wrapped)
-
-
-def test_a_loss_of_its_own_trains_the_adapters_of_a_head() -> None:
-    ids, targets = batch()
-    plain, wrapped = with_adapters("of the head"), fluxtrain.wrap(with_adapters("of the head"))
-    for model in (plain, wrapped):
-        log_loss(model(input_ids=ids).logits, targets).backward()
-    for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
-        if theirs.requires_grad:
-            torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-def test_the_plan_counts_what_is_trained_of_a_head_with_adapters() -> None:
-    assert facts_of(with_adapters("of the head")).head_parameters == 4 * (32 + WORDS)
-    assert facts_of(with_adapters("beside a head that is trained")).head_parameters == 32 * WORDS

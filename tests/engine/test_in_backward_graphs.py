@@ -147,35 +147,6 @@ def test_two_losses_over_one_head(tied: bool, places: dict[str, str]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
-def test_a_block_that_is_needed_once_is_updated_while_the_pass_runs() -> None:
-    model = fluxtrain.wrap(Deep(), device="cpu", offload="weights")
-    engine, optimizer = engine_of(model), adamw(model)
-    loss = block_called_twice(model, 0)
-    engine.begin_step_in_backward(optimizer, loss)
-    loss.backward()
-    assert engine.step_in_backward is not None and len(engine.step_in_backward.updated) == len(
-        engine.groups
-    )
-    optimizer.step()
-
-
-def test_what_nobody_differentiates_keeps_no_update_waiting() -> None:
-    """Outputs of an earlier forward are still there, with their graph."""
-    model = fluxtrain.wrap(Deep(), device="cpu", offload="weights")
-    engine, optimizer = engine_of(model), adamw(model)
-    kept = [plain(model, 1)]
-    loss = plain(model, 0)
-    engine.begin_step_in_backward(optimizer, loss)
-    loss.backward()
-    assert engine.step_in_backward is not None and len(engine.step_in_backward.updated) == len(
-        engine.groups
-    )
-    optimizer.step()
-    assert kept
-    with pytest.raises(MisusedModel, match="changed between forward and backward"):
-        kept[0].backward()
-
-
 class Breaks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fluxtrain.models.export import SHARD_BYTES
-from fluxtrain.plan.footprint import SAVED_FILE_BYTES
 from fluxtrain.units import MIB
 from tests.engine import forked
 from tests.engine.conftest import VOCABULARY
@@ -171,7 +169,3 @@ def test_converted_weights_load_in_the_memory_that_is_predicted(
 ) -> None:
     predicted = measured(load(dense, "float32", "leaves"))["predicted"]
     measured(load(dense, "float32", "leaves", group_of(predicted + SLACK_BYTES)))
-
-
-def test_the_plan_knows_how_large_the_files_of_a_saved_model_are() -> None:
-    assert SAVED_FILE_BYTES == SHARD_BYTES

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +18,6 @@ from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.placement import Placement, placement_of
 from fluxtrain.plan.request import PlacementRequest
-
-ENGINE = Path(fluxtrain.__file__).parent
 
 
 def placed(model: nn.Module, **counts: Any) -> Placement:
@@ -74,27 +70,3 @@ def test_a_placement_of_another_model_or_for_what_is_not_there_yet_is_refused(ti
         rows = (plan.groups[0], on_disk, *plan.groups[2:])
         fluxtrain.wrap(model, device="cpu", placement=replace(plan, groups=rows))
     fluxtrain.wrap(model, device="cpu", placement=plan)  # nothing is left behind
-
-
-def test_the_engine_reads_rows_and_no_counts() -> None:
-    counts = re.compile(
-        r"device_groups|resident_blocks|blocks_without_recompute|activations_on_device|plan\.layout\b"
-    )
-    packages = (
-        "memory",
-        "gradients",
-        "runtime",
-        "block",
-        "head",
-        "embedding",
-        "updates",
-        "wrap",
-    )
-    files = [path for package in packages for path in (ENGINE / "core" / package).glob("*.py")]
-    assert len(files) > len(packages)
-    found = [
-        p.name
-        for p in (*files, ENGINE / "train/live/apply_placement.py")
-        if counts.search(p.read_text())
-    ]
-    assert found == []

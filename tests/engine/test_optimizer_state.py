@@ -17,7 +17,6 @@ from fluxtrain.errors import BadInput, MisusedModel
 from tests.wrap_with import wrap_with
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Wrapped = Callable[..., Any]
 
 
@@ -163,19 +162,6 @@ def test_a_lower_half_is_not_restored_beside_other_weights(wrapped: Wrapped) -> 
     assert bool((target == 0.5).all())
 
 
-def test_weights_written_just_before_an_export_are_exported_without_stale_lower_halves(
-    wrapped: Wrapped,
-) -> None:
-    model = wrapped()
-    optimizer = adamw(model)
-    train(model, optimizer, 0, 2)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(2.0)
-    index = [n for n, _ in model.named_parameters()].index("model.norm.weight")
-    entry = optimizer.state_dict()["state"]["fluxtrain"][index]
-    assert not entry["lo"].any()
-
-
 def test_a_plain_torch_state_is_taken_over(wrapped: Wrapped, new_model: Callable[..., Any]) -> None:
     """A run that began without FluxTrain goes on with it as it would have without."""
     plain = new_model("qwen2", torch.float32)
@@ -245,21 +231,6 @@ def test_shards_round_trip_and_training_goes_on_bit_for_bit(
     same_shards(shards(fresh), saved)
     assert train(fresh, adamw(fresh), 3, 6) == rest
     same_shards(shards(fresh), shards(model))
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_shards_replace_whatever_a_model_in_use_holds(wrapped: Wrapped, steps: int) -> None:
-    """The same optimizer goes on; shards from before the first step have no moments to leave."""
-    model = wrapped()
-    optimizer = adamw(model)
-    train(model, optimizer, 0, steps)
-    saved = shards(model)
-    first = train(model, optimizer, steps, steps + 3)
-    end = shards(model)
-    for name, tensors in saved.items():
-        engine_of(model).load_state_shard(name, tensors)
-    assert train(model, optimizer, steps, steps + 3) == first
-    same_shards(shards(model), end)
 
 
 def test_shards_of_a_partly_frozen_model_round_trip(new_model: Callable[..., Any]) -> None:

@@ -80,16 +80,6 @@ def test_the_weight_is_that_of_the_devices_slot(new_model: Make) -> None:
     fluxtrain.unwrap(model)
 
 
-def test_a_frozen_head_asks_for_no_gradient(new_model: Make) -> None:
-    seen: list[Any] = []
-    model = new_model("llama")
-    model.lm_head.requires_grad_(False)
-    fluxtrain.wrap(fuse(model, seen), device="cpu")
-    found = gradients_of(model, fused_lm_head=True)
-    assert not seen[0].weight.requires_grad and "lm_head.weight" not in found and found
-    fluxtrain.unwrap(model)
-
-
 def test_a_head_in_vocabulary_chunks_is_copied_whole_and_that_is_said(
     new_model: Make, close: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,39 +93,6 @@ def test_a_head_in_vocabulary_chunks_is_copied_whole_and_that_is_said(
     assert not unit.in_vocab_chunks
     assert "TRL's fused loss" in " ".join(engine_of(model)._said)
     fluxtrain.unwrap(model)
-
-
-def test_steps_follow_those_of_the_plain_model(new_model: Make) -> None:
-    losses = []
-    for wrapped in (False, True):
-        model = fuse(new_model("qwen2"))
-        if wrapped:
-            fluxtrain.wrap(model, device="cpu", offload="weights")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses.append([])
-        for _ in range(4):
-            loss = model(input_ids=IDS, labels=IDS, fused_lm_head=True).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-def test_a_forward_that_raises_gives_the_head_back(new_model: Make) -> None:
-    model = fluxtrain.wrap(fuse(new_model("llama")), device="cpu")
-    with pytest.raises(KeyError, match="labels"):
-        model(input_ids=IDS, fused_lm_head=True)
-    assert model.get_output_embeddings() is model.lm_head
-    fluxtrain.unwrap(model)
-
-
-def test_unwrap_leaves_a_forward_that_another_library_put_on_the_model(new_model: Make) -> None:
-    model = new_model("llama")
-    fluxtrain.wrap(model, device="cpu")
-    fuse(model)
-    fluxtrain.unwrap(model)
-    assert model(input_ids=IDS, labels=IDS, fused_lm_head=True).loss.item() > 0
 
 
 # -- adapters after wrap ---------------------------------------------------------------------------
@@ -165,16 +122,6 @@ def test_adapters_that_come_after_wrap_train_as_those_before(new_model: Make) ->
     assert steps(after) == steps(before)
     names = [n for n, p in after.named_parameters() if p.requires_grad]
     assert names and all("lora_" in name for name in names)
-
-
-def test_an_adapter_of_transformers_comes_after_wrap_too(new_model: Make) -> None:
-    model = fluxtrain.wrap(new_model("llama"), device="cpu")
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    model.add_adapter(config)
-    losses = steps(model)
-    assert losses[-1] < losses[0]
-    assert engine_of(model).adapters == ("default",)
-    fluxtrain.unwrap(model)
 
 
 def test_on_a_packed_base_they_are_refused_with_the_order_that_works(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.core.quantization import packing, reference
+from fluxtrain.core.quantization import reference
 from fluxtrain.core.quantization.layout import BLOCK, NESTED, PackedLayout
 from fluxtrain.core.quantization.packing import pack, unpack
 from fluxtrain.errors import BadInput
@@ -205,47 +205,6 @@ def test_all_borders_and_their_neighbours_have_the_codes_of_that_search() -> Non
     assert torch.equal(torch.bucketize(x, reference.nested_borders()), searched(x))
 
 
-def test_codes_of_absmax_differ_from_bitsandbytes_on_a_cpu_within_its_tables_steps() -> None:
-    absmax = any_weight((4096 * NESTED,), torch.float32, "normal", 6).abs()
-    codes, scales, offset = reference.nested(absmax, len(absmax))
-    theirs, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED)
-    assert torch.equal(state.absmax, scales)
-    assert torch.equal(state.code, reference.dynamic_map())
-    scaled = ((absmax - offset).view(-1, NESTED) / scales[:, None]).view(-1)
-    differ = theirs != codes
-    assert 0 < differ.sum() < len(absmax) / 100
-    values = reference.dynamic_map()
-    borders = ((values[:-1] + values[1:]) / 2)[torch.minimum(theirs, codes)[differ].long()]
-    assert ((scaled[differ] - borders).abs() <= 1.01 / 65535).all()
-
-
-def test_the_middle_between_two_values_goes_to_the_even_code() -> None:
-    """As in bitsandbytes' search on a GPU, which compares from the side that it comes from."""
-    values = reference.dynamic_map()
-    middle = (values[:-1] + values[1:]) / 2
-    codes = torch.bucketize(middle, reference.nested_borders())
-    assert (codes % 2 == 0).all()
-    assert ((codes - torch.arange(255)).abs() <= 1).all()
-    between = torch.bucketize(values, reference.nested_borders())
-    assert torch.equal(between, torch.arange(256))
-
-
-def test_nested_absmax_of_one_block_is_its_own_mean() -> None:
-    layout = PackedLayout.of("nf4-double", [(1, 64)])
-    packed, _ = packed_by_all(layout, [torch.full((1, 64), 0.25)])
-    assert torch.equal(unpacked(layout, packed, torch.float32)[:64], torch.full((64,), 0.25))
-
-
-@FORMATS
-def test_packed_values_are_near_the_weights(format: PackedFormat) -> None:
-    weight = any_weight((96, 640), torch.float32, "normal", 8)
-    layout = PackedLayout.of(format, [(96, 640)])
-    packed, _ = packed_by_all(layout, [weight])
-    got = unpacked(layout, packed, torch.float32)[: weight.numel()].view_as(weight)
-    error = (got - weight).square().mean().sqrt() / weight.square().mean().sqrt()
-    assert error < (0.01 if format == "int8" else 0.12)
-
-
 @ISAS
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -299,17 +258,3 @@ def test_large_ranges_are_unpacked_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
         expected = torch.empty(layout.elements, dtype=torch.bfloat16)
         reference.unpack(layout, packed, expected)
         assert same_bits(unpacked(layout, packed, torch.bfloat16), expected)
-
-
-def test_the_kernels_refuse_what_does_not_go_together() -> None:
-    with pytest.raises(ValueError, match="counts of elements, padding and columns"):
-        _native.pack(_native.PackingArgs(format=2, n=10, padded=16384, columns=3))
-    with pytest.raises(ValueError, match="an array is missing"):
-        _native.unpack(_native.PackingArgs(format=0, n=10, padded=16384))
-
-
-def test_a_weight_is_counted_once_by_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing reads a weight a second time to see whether it is finite."""
-    monkeypatch.setattr(packing, "count_not_finite", lambda _: pytest.fail("read again"))
-    layout = PackedLayout.of("nf4", [(8, 64)])
-    pack(layout, 0, torch.ones(8, 64), torch.zeros(layout.size_bytes, dtype=torch.uint8))

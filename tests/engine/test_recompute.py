@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
 from fluxtrain.core.wrap.engine import engine_of
@@ -124,46 +123,6 @@ def test_a_function_may_read_its_saved_tensors_twice() -> None:
     assert all(unit.records_again for unit in engine_of(model).units)
 
 
-class Checkpointed(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = checkpoint(super().forward, x, use_reentrant=False)
-        assert isinstance(out, Tensor)
-        return out
-
-
-def test_a_block_that_recomputes_by_itself_gives_the_same_gradients() -> None:
-    plain = Stack(Checkpointed)
-    model = fluxtrain.wrap(copy.deepcopy(plain))
-    past_the_checks(model)
-    same(gradients(model), gradients(plain))
-
-
-class Careful(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            return super().forward(x)
-        except Exception:  # noqa: BLE001 - a block that goes on with something else
-            return x
-
-
-def test_a_block_that_catches_exceptions_does_not_catch_the_early_end() -> None:
-    plain = Stack(Careful)
-    model = fluxtrain.wrap(copy.deepcopy(plain))
-    past_the_checks(model)
-    same(gradients(model), gradients(plain))
-
-
-def test_a_second_backward_over_one_graph_adds_the_same_gradients_again() -> None:
-    model = fluxtrain.wrap(Stack())
-    past_the_checks(model)
-    loss = model(rows()).square().sum()
-    loss.backward(retain_graph=True)
-    once = {name: p.grad.clone() for name, p in model.named_parameters()}
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * once[name])
-
-
 class Fickle(Block):
     less = False
 
@@ -180,19 +139,6 @@ def test_a_recompute_that_saves_less_is_refused() -> None:
         block.less = True
     with pytest.raises(MisusedModel, match="saved tensors"):
         loss.backward()
-
-
-def test_the_graph_that_waits_holds_no_activation() -> None:
-    model = fluxtrain.wrap(Stack())
-    gradients(model)
-    seen: list[weakref.ref[Tensor]] = []
-    for block in model.blocks:
-        block.inside.register_forward_hook(lambda _m, _a, out: seen.append(weakref.ref(out)))
-    loss = model(rows()).square().sum()
-    gc.collect()
-    assert len(seen) == 3
-    assert all(made() is None for made in seen)
-    loss.backward()
 
 
 def test_kept_blocks_compute_nothing_again_and_give_the_same_bits() -> None:
@@ -352,12 +298,6 @@ class Remembers(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.last, self.inner = x, self.inside(x)
         return super().forward(x)
-
-
-def test_the_input_that_a_block_remembers_stays_whole() -> None:
-    model = fluxtrain.wrap(Stack(Remembers))
-    model(rows())
-    assert torch.equal(model.blocks[0].last, rows())
 
 
 @pytest.mark.parametrize("blocks_without_recompute", [0, 3])

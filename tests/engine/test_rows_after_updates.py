@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Diverged
 from tests.engine.deferred_models import GIVEN_UP_S
-from tests.engine.row_models import by_rows, equal, inputs, llama, trained, wrapped
+from tests.engine.row_models import by_rows, inputs, llama, wrapped
 
 
 class Held:
@@ -95,45 +94,6 @@ def test_rows_wait_for_the_update_of_their_table(case: str) -> None:
     assert torch.equal(embed.weight.detach(), expected)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_updates_come_in_the_order_of_the_forward_and_moments_in_reverse(deferred: bool) -> None:
-    model = llama(torch.bfloat16)
-    engine = wrapped(model, "rows", deferred_moments=deferred)
-    optimizer = stepped(model, engine)
-    order: list[tuple[str, str]] = []
-    recorder: Any = engine.device.recorder
-    working = recorder.working
-
-    def noted(lane: str, what: str, name: str) -> Any:
-        order.append((what, name))
-        return working(lane, what, name)
-
-    recorder.working = noted
-    optimizer.step()
-    engine.flush()
-    names = [group.name for group in engine.groups]
-    assert [name for what, name in order if what == "update"] == names
-    later = [name for what, name in order if what == "moments"]
-    assert later == (names[::-1] if deferred else [])
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_rows_have_both_of_two_steps_without_a_forward_between(deferred: bool) -> None:
-    ids, found = inputs(1)["input_ids"], []
-    for embedding in ("whole", "rows"):
-        model = llama(torch.bfloat16)
-        engine = wrapped(model, embedding, deferred_moments=deferred)
-        optimizer = stepped(model, engine)
-        with Held(engine) as held:
-            optimizer.step()
-            threading.Timer(0.2, held.__exit__).start()
-            optimizer.step()  # waits where a slot is to be filled anew that the first step fills
-            found.append(model.get_input_embeddings()(ids).detach().clone())  # type: ignore[operator]
-        engine.flush()
-        found.append(model.get_input_embeddings()(ids).detach().clone())  # type: ignore[operator]
-    assert all(torch.equal(found[0], other) for other in found[1:])
-
-
 def test_a_step_that_is_refused_is_refused_in_the_forward() -> None:
     model = llama(torch.bfloat16)
     engine = wrapped(model, "rows")
@@ -145,21 +105,3 @@ def test_a_step_that_is_refused_is_refused_in_the_forward() -> None:
     with pytest.raises(Diverged):
         model(**inputs(1))
     assert by_rows(engine)
-
-
-def test_whoever_reads_the_table_itself_waits_for_it() -> None:
-    expected = table_after(torch.bfloat16)
-    model = llama(torch.bfloat16)
-    engine = wrapped(model, "rows")
-    stepped(model, engine).step()
-    model(**inputs(9))
-    assert torch.equal(model.get_input_embeddings().weight.detach(), expected)  # type: ignore[operator]
-    fluxtrain.sync(model)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_training_keeps_its_bits(tied: bool) -> None:
-    equal(
-        trained(llama(tie_word_embeddings=tied), "whole"),
-        trained(llama(tie_word_embeddings=tied), "rows"),
-    )

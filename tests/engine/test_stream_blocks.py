@@ -49,23 +49,6 @@ def test_every_parameter_is_in_exactly_one_part() -> None:
     assert len({id(p) for p in held}) == len(held) == len(list(model.parameters()))
 
 
-def test_a_short_list_beside_a_long_one_is_an_edge() -> None:
-    """Two small projections in a list are not worth a slot."""
-    model = tree(
-        layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(6)),
-        gates=nn.ModuleList(nn.Linear(4, 1) for _ in range(2)),
-    )
-    blocks, edges, _ = names(model)
-    assert blocks == [f"layers.{i}" for i in range(6)]
-    assert edges == ["gates"]
-
-
-def test_lists_inside_blocks_belong_to_their_block() -> None:
-    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    model = tree(layers=nn.ModuleList(tree(experts=experts) for _ in range(2)))
-    assert names(model)[0] == ["layers.0", "layers.1"]
-
-
 def test_a_sequential_of_leaves_is_one_block_of_a_list_and_no_list_itself() -> None:
     def mlp() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

@@ -201,16 +201,3 @@ def test_a_wrapped_model_that_must_be_one_graph_is_refused(tiny: Any, batch: Any
     model = torch.compile(fluxtrain.wrap(tiny("llama")), backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="fullgraph=True"):
         model(**batch())
-
-
-def test_an_unwrapped_model_can_be_compiled_again(tiny: Any, batch: Any) -> None:
-    model = fluxtrain.unwrap(fluxtrain.wrap(tiny("llama")))
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(inputs)
-        return graph.forward
-
-    model.compile(backend=backend)
-    model(**batch())
-    assert graphs

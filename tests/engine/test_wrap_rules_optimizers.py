@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -151,85 +149,6 @@ def test_two_models_under_one_optimizer_are_both_stepped(
 
 
 # -- state -----------------------------------------------------------------------------------------
-
-
-def test_there_is_no_state_before_the_first_step(tiny: Any) -> None:
-    model = fluxtrain.wrap(tiny("llama"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert optimizer.state_dict()["state"] == {}
-    assert engine_of(model).residency().optimizer_bytes == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_saved_and_restored_optimizer_goes_on_bit_for_bit(
-    overlap: bool, dtype: torch.dtype, tiny: Any, batch: Any, weights: Any, same: Any
-) -> None:
-    """Through torch.save, into a fresh model and a fresh optimizer; bf16 states stay fp32."""
-    model = fluxtrain.wrap(tiny("qwen2", dtype), overlap=overlap)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for seed in range(3):
-        step(model, optimizer, batch(seed=seed))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    resumed = fluxtrain.wrap(tiny("qwen2", dtype), overlap=overlap)
-    resumed.load_state_dict(saved["model"])
-    again = torch.optim.AdamW(resumed.parameters(), lr=1.0)
-    again.load_state_dict(saved["optimizer"])
-    for seed in range(3, 6):
-        assert step(model, optimizer, batch(seed=seed)) == step(resumed, again, batch(seed=seed))
-    same(weights(model), weights(resumed))
-
-
-def test_a_plain_adamws_state_is_taken_in(tiny: Any, batch: Any, weights: Any, close: Any) -> None:
-    plain = tiny("llama")
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for seed in range(3):
-        step(plain, theirs, batch(seed=seed))
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain))
-    ours = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    for model, optimizer in ((plain, theirs), (wrapped, ours)):
-        step(model, optimizer, batch(seed=9))
-    close(weights(plain), weights(wrapped), 1e-6)
-
-
-def test_a_state_of_another_model_is_refused(tiny: Any, batch: Any) -> None:
-    large, small = fluxtrain.wrap(tiny("llama", hidden_size=64)), fluxtrain.wrap(tiny("llama"))
-    theirs = torch.optim.AdamW(large.parameters())
-    step(large, theirs, batch())
-    ours = torch.optim.AdamW(small.parameters())
-    ours.load_state_dict(theirs.state_dict())
-    small(**batch()).loss.backward()
-    with pytest.raises(MisusedModel, match="another model"):
-        ours.step()
-
-
-def test_shards_restore_a_run_exactly_and_refuse_another_models(
-    tiny: Any, batch: Any, weights: Any, same: Any
-) -> None:
-    model = fluxtrain.wrap(tiny("qwen2", torch.bfloat16), overlap=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for seed in range(2):
-        step(model, optimizer, batch(seed=seed))
-    shards = {
-        name: {k: t.clone() for k, t in tensors.items()}
-        for name, tensors in engine_of(model).state_shards()
-    }
-    resumed = fluxtrain.wrap(tiny("qwen2", torch.bfloat16), offload="none")
-    for name, tensors in shards.items():
-        engine_of(resumed).load_state_shard(name, tensors)
-    same(weights(model), weights(resumed))
-    again = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
-    for seed in range(2, 4):
-        assert step(model, optimizer, batch(seed=seed)) == step(resumed, again, batch(seed=seed))
-    same(weights(model), weights(resumed))
-    other = engine_of(fluxtrain.wrap(tiny("qwen2", torch.float32)))
-    with pytest.raises(ValueError, match="another model"):
-        for name, tensors in shards.items():
-            other.load_state_shard(name, tensors)
 
 
 @pytest.mark.parametrize("second", [torch.optim.AdamW, torch.optim.RMSprop])

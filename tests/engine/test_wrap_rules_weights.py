@@ -9,7 +9,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -250,13 +249,6 @@ def test_a_copy_is_plain_and_runs_its_own_weights(
     assert engine_of(again) is not engine_of(model)
 
 
-def test_a_block_is_copied_as_a_plain_block(tiny: Any) -> None:
-    model = fluxtrain.wrap(tiny("llama"))
-    block = copy.deepcopy(model.model.layers[0])
-    assert all(type(p) is nn.Parameter for p in block.parameters())
-    assert "forward" not in block.__dict__
-
-
 def test_safetensors_saves_and_loads_a_wrapped_model(
     tiny: Any, batch: Any, tmp_path: Path, weights: Any, same: Any
 ) -> None:
@@ -314,29 +306,3 @@ def test_a_dropped_model_is_freed_with_its_threads(offload: str, tiny: Any, batc
         if thread.ident not in before:
             thread.join(60)
             assert not thread.is_alive(), thread.name
-
-
-@pytest.mark.parametrize("offload", ["weights", "max"])
-def test_a_thread_that_has_done_its_job_keeps_no_model_alive(
-    offload: str, tiny: Any, batch: Any, monkeypatch: Any
-) -> None:
-    """Threads that are stopped between telling the result and going on: nothing is held there."""
-    may_go_on = threading.Event()
-    tell = Future.set_result
-
-    def tell_and_stop(self: Future[Any], result: Any) -> None:
-        tell(self, result)
-        if threading.current_thread().name.startswith("flux-"):
-            may_go_on.wait(0.02)
-
-    monkeypatch.setattr(Future, "set_result", tell_and_stop)
-    model = fluxtrain.wrap(tiny("llama"), offload=offload, overlap=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer, batch())
-    engine_of(model).flush()
-    left = [weakref.ref(model), weakref.ref(engine_of(model))]
-    left += [weakref.ref(group) for group in engine_of(model).groups]
-    del model, optimizer
-    gc.collect()
-    assert [ref() for ref in left] == [None] * len(left)
-    may_go_on.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from fluxtrain.core.head.token_loss import (
     spans,
 )
 from fluxtrain.core.wrap.engine import Engine, engine_of
-from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
 from tests.wrap_with import wrap_with
 
@@ -33,12 +31,6 @@ pytestmark = [
 TOKENS, WIDTH = 37, 64
 VOCABULARY, HIDDEN = 64_000, 256
 CHUNK_ROWS = 4096  # of the weight
-
-
-@pytest.fixture
-def plainly() -> Iterator[None]:
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture
@@ -199,61 +191,6 @@ def test_vocab_chunks_train_as_the_whole_head_does(tied: bool, options: dict[str
     assert others == pytest.approx(losses, rel=1e-3)  # products in TF32 or fp32 round otherwise
     for name, values in weights.items():
         torch.testing.assert_close(theirs[name], values, rtol=0.0, atol=2e-3, msg=name)
-
-
-@pytest.mark.usefixtures("small_vocab_chunks")
-def test_the_same_vocab_chunks_give_the_same_losses() -> None:
-    one, other = (trained("chunks", torch.bfloat16) for _ in range(2))
-    assert one[0] == pytest.approx(other[0], rel=1e-6)
-
-
-@pytest.mark.usefixtures("small_vocab_chunks")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_whole(
-    tied: bool, dtype: torch.dtype
-) -> None:
-    ids = batch(0)
-    exact_model: Any = build(dtype, tied=tied).double()
-    exact_model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    found: dict[str, dict[str, Tensor]] = {}
-    for head in ("whole", "chunks"):
-        engine = wrapped(head, dtype, tied=tied)
-        model = engine.model  # type: ignore[attr-defined]
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found[head] = {
-            name: p.grad.detach().double().clone()
-            for name, p in model.named_parameters()
-            if name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight")
-        }
-        fluxtrain.unwrap(model)
-    for name in found["whole"]:
-        exact = exact_model.get_parameter(name).grad
-        off = {head: float((each[name] - exact).norm()) for head, each in found.items()}
-        assert off["chunks"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm()), name
-
-
-@pytest.mark.usefixtures("small_vocab_chunks", "plainly")
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_step_in_vocab_chunks_never_waits_for_the_gpu(tied: bool) -> None:
-    engine = wrapped("chunks", tied=tied)
-    model = engine.model  # type: ignore[attr-defined]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(6):
-        ids = batch(step)
-        if step == 5:  # the first steps look at what they computed
-            torch.cuda.synchronize()
-            engine.flush()
-            torch.cuda.set_sync_debug_mode("error")
-        with known_packing(mixes=False):  # else transformers looks for several documents in a row
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.cuda.set_sync_debug_mode("default")
-        engine.clip_grad_norm(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.flush()
-    fluxtrain.unwrap(model)
 
 
 @pytest.mark.usefixtures("small_vocab_chunks")

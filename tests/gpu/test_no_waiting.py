@@ -37,6 +37,7 @@ def waiting_is_an_error() -> Iterator[None]:
         },
         {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
         {"offload": "weights", "device_groups": 0, "activations": "host"},
+        {"offload": "weights", "device_groups": 0, "embedding": "rows", "head": "chunks"},
         {"offload": "none"},
     ],
 )

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.models.known_packing import known_packing
 from tests.gpu.exactly import exactly
 from tests.wrap_with import wrap_with
 
@@ -103,17 +102,6 @@ def test_rows_give_the_bits_of_the_whole_table(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_rows_that_wait_for_their_table_keep_the_bits(
-    tied: bool, deferred: bool, plainly: None
-) -> None:
-    whole = trained("whole", dtype=torch.bfloat16, tied=tied, deferred=deferred)
-    rows = trained("rows", dtype=torch.bfloat16, tied=tied, deferred=deferred)
-    assert rows[0] == whole[0]
-    assert [n for n in whole[1] if not torch.equal(whole[1][n], rows[1][n])] == []
-
-
-@pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_a_table_whose_update_in_backward_has_begun_keep_the_bits(
     tied: bool, plainly: None
 ) -> None:
@@ -121,42 +109,6 @@ def test_rows_of_a_table_whose_update_in_backward_has_begun_keep_the_bits(
     rows = trained("rows", dtype=torch.bfloat16, tied=tied, in_backward=True)
     assert rows[0] == whole[0]
     assert [n for n in whole[1] if not torch.equal(whole[1][n], rows[1][n])] == []
-
-
-def test_ids_that_only_the_device_has_give_the_same_bits(plainly: None) -> None:
-    host = trained("rows", dtype=torch.bfloat16, length=64)
-    device = trained("rows", dtype=torch.bfloat16, length=64, on_device=True)
-    assert host[0] == device[0]
-
-
-@pytest.mark.parametrize("given", ["host", "device"])
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_no_operation_of_a_step_synchronises(given: str, in_backward: bool, plainly: None) -> None:
-    model = build()
-    wrap_with(
-        model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
-        overlap=True, embedding="rows",
-    )  # fmt: skip
-    engine = engine_of(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    norms = []
-    for step in range(10):
-        if step == 5:  # the first steps look at what they computed
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        ids = batch(step % 2)
-        ids = ids if given == "host" else ids.to("cuda", non_blocking=True)
-        with known_packing(mixes=False):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        if in_backward:
-            engine.begin_step_in_backward(optimizer, loss)
-        loss.backward()
-        norms.append(engine.clip_grad_norm(None if in_backward else 1.0, [loss.detach()]))
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.set_sync_debug_mode("default")
-    losses = [norm.losses()[0] for norm in norms]
-    assert losses[-1] < losses[0]
 
 
 def step_of(model: nn.Module) -> Callable[[int], None]:
@@ -196,13 +148,3 @@ def test_the_device_never_holds_the_whole_table() -> None:
         torch.cuda.synchronize()
     table = VOCABULARY * HIDDEN * 2
     assert peaks["whole"] - peaks["rows"] > 0.8 * table
-
-
-def test_generation_gives_the_tokens_of_the_whole_table() -> None:
-    ids = batch(3)[:1, :16].cuda()
-    found = []
-    for embedding in ("whole", "rows"):
-        model = build().eval()
-        wrap_with(model, device="cuda", offload="weights", embedding=embedding)
-        found.append(model.generate(ids, max_new_tokens=12, do_sample=False))  # type: ignore[operator]
-    assert torch.equal(*found)
