@@ -156,7 +156,7 @@ def test_a_write_that_another_argument_would_see_is_refused() -> None:
         return block(x, mask=mask, part=mask[:1])
 
     wrapped = fluxtrain.wrap(Model(inside, around))
-    with pytest.raises(MisusedModel, match=r"blocks.0 wrote to its argument mask in place.*clone"):
+    with pytest.raises(MisusedModel, match=r"blocks.0 wrote in place to its argument mask.*clone"):
         wrapped(torch.randn(5, 6, 8))
 
 
@@ -179,10 +179,9 @@ def test_a_write_that_began_late_names_the_argument_and_the_cure() -> None:
         wrapped(torch.randn(5, 6, 8), mask)
 
 
-@pytest.mark.parametrize("counted", [True, False])  # by torch
-def test_a_write_to_a_tensor_inside_an_object_is_refused_by_its_type(counted: bool) -> None:
+def test_a_write_to_a_tensor_inside_an_object_is_refused_by_its_type() -> None:
     def inside(block: Any, x: Tensor, extra: Extra) -> Tensor:
-        (extra.count if counted else extra.count.data).add_(1.0)
+        extra.count.add_(1.0)
         return block.linear(x) * extra.count
 
     wrapped = fluxtrain.wrap(Model(inside, lambda block, x, extra: block(x, extra)))
@@ -227,7 +226,7 @@ def test_a_late_uncounted_write_is_called_what_it_is(who: str) -> None:
     late = True
     loss = wrapped(torch.randn(5, 6, 8), scale).sum()
     scale.data.add_(float(who == "caller"))
-    with pytest.raises(MisusedModel, match=r"argument scale was written to.*\.data.*scale \+ 1"):
+    with pytest.raises(MisusedModel, match=r"computed something else.*\.data"):
         loss.backward()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fluxtrain.core.guards.checks import checksum
+from fluxtrain.core.block.recompute import checksum
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,6 @@ from fluxtrain.core.block.rng import RandomState
 from fluxtrain.core.block.room import give_back, halve_chunk
 from fluxtrain.core.cards.on_card import backward_on_card, forward_on_card
 from fluxtrain.core.device.multi_gpu_streams import Joins
-from fluxtrain.core.guards.argument_writes import Untouched
 from fluxtrain.core.guards.arguments import (
     Tree,
     batch_rows,
@@ -38,6 +37,7 @@ from fluxtrain.core.guards.arguments import (
 )
 from fluxtrain.core.guards.leaks import BoundWeights
 from fluxtrain.core.guards.output_alias import CallOutputs
+from fluxtrain.core.guards.shared_memory import version_of
 from fluxtrain.core.memory.module_buffers import put_back
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.arrivals import ArgumentArrivals, wait_for_all
@@ -117,7 +117,8 @@ class _Before:
 
     def __init__(self, context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> None:
         self._context, self._unit, self._tree, self._tensors = context, unit, tree, tensors
-        self._untouched = Untouched(tree, tensors)
+        self._watched = [*tensors, *(tensor for _, held in opaque(tree) for tensor in held)]
+        self._versions = [version_of(tensor) for tensor in self._watched]
         self._buffers = unit.buffers_without_gradients.before(unit.module)
         self._device = context.device.torch_device
         draws = unit.module.training  # dropout
@@ -138,9 +139,11 @@ class _Before:
         put_back(self._unit.module, self._buffers)
         if self._random is not None:
             self._random.restore(self._device)
-        if not self._untouched.holds((args, kwargs)):
+        if [version_of(tensor) for tensor in self._watched] != self._versions:
             return False
-        if self._untouched.is_counted:
+        if self._tree.nests() and not self._tree.is_in((args, kwargs), self._tensors):
+            return False
+        if not any(tensor.is_inference() for tensor in self._watched):  # whose writes are counted
             return True
         with bound(self._context, self._unit, "probe"):
             return not writes(self._unit, self._tree, self._tensors)

@@ -14,12 +14,18 @@ from fluxtrain.core.block.call_arguments import CallArguments
 from fluxtrain.core.block.capture import Capture
 from fluxtrain.core.block.chunking import chunks, chunks_agree, draws, spans
 from fluxtrain.core.block.merging import Merging
-from fluxtrain.core.block.recompute import CannotRefill, Saved, Tape, gradient_ends
+from fluxtrain.core.block.recompute import (
+    CannotRefill,
+    Saved,
+    Tape,
+    checksum,
+    gradient_ends,
+    refuse_other_results,
+)
 from fluxtrain.core.block.rng import Autocast, RandomState
-from fluxtrain.core.block.room import give_back, note_cure, put_together, tell
+from fluxtrain.core.block.room import give_back, note_cure, tell
 from fluxtrain.core.guards.argument_writes import WRITES_TO_A_LEAF
 from fluxtrain.core.guards.arguments import Tree, batch_rows, flatten, run_with, slice_rows, splits
-from fluxtrain.core.guards.checks import Sums, checksum, sums_of
 from fluxtrain.core.guards.leaks import refuse_foreign_inputs
 from fluxtrain.core.guards.output_alias import CallOutputs, own_outputs
 from fluxtrain.core.memory.group import Group
@@ -41,7 +47,7 @@ class Chunk:
     random: RandomState | None = None  # before the forward
     tape: Tape | None = None
     saved: Saved | None = None  # what the graph saves; None: the graph is recorded again
-    sums: Sums | None = None  # checksums that the recomputation is compared with
+    checked: Tensor | None = None  # checksum that the recomputation is compared with
     result_starts: list[int] = field(default_factory=list)  # of its rows in each result
     result_rows: list[int] = field(default_factory=list)
 
@@ -177,7 +183,6 @@ class Call(UnitCall):
         self._ends = gradient_ends([m.parameter for _, m in self._trained])
 
     def _record(self, chunk: Chunk, inputs: Sequence[Tensor]) -> list[Tensor]:
-        before = sums_of(inputs) if self._verifies else []
         try:
             results = self._record_graph(chunk, inputs)
         except RuntimeError as error:
@@ -187,7 +192,7 @@ class Call(UnitCall):
         if self.given.explores:
             refuse_foreign_inputs(self.unit, self.context.anchor, inputs, results, self._ends)
         if self._verifies:
-            chunk.sums = Sums(before, checksum(results))
+            chunk.checked = checksum(results)
         return results
 
     def _record_graph(self, chunk: Chunk, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -251,7 +256,11 @@ class Call(UnitCall):
         ends = self._ends
         parts = [self.backward(half, tensors, wanted, gradients) for half in halves]
         self._ends = ends  # of the graphs that the other chunks have recorded
-        return [put_together(parts, at, rows=self.given.cut[i]) for at, i in enumerate(wanted)]
+        (one, other), cut = parts, self.given.cut
+        return [
+            torch.cat((a, b)) if cut[i] else a + b
+            for i, a, b in zip(wanted, one, other, strict=True)
+        ]
 
     def _halves(self, chunk: Chunk, tensors: Sequence[Tensor]) -> list[Chunk]:
         """Cut a chunk that ran out of memory in two; none where its halves compute something else:
@@ -333,17 +342,17 @@ class Call(UnitCall):
 
     def _refill(self, chunk: Chunk, saved: Saved, tensors: Sequence[Tensor]) -> None:
         """Recompute one chunk as far as its backward needs, with its forward's random state."""
-        if saved.is_full() and chunk.sums is None:
+        if saved.is_full() and chunk.checked is None:
             return
         after = self._restore_random(chunk)
         inputs = self.given.inputs(tensors, chunk.span, again=True)
 
         def run() -> None:
             results = self._compute(inputs, saved.again)
-            if chunk.sums is not None:
-                chunk.sums.compare(self.unit, self.given.tree, inputs, results)
+            if chunk.checked is not None:
+                refuse_other_results(self.unit.name, chunk.checked, results)
 
-        saved.fill(run, to_the_end=chunk.sums is not None)
+        saved.fill(run, to_the_end=chunk.checked is not None)
         after.restore(self._device)
         saved.check()
 
@@ -360,8 +369,8 @@ class Call(UnitCall):
         self._find_ends()
         results = self._compute(inputs, nullcontext)
         after.restore(self._device)
-        if chunk.sums is not None:
-            chunk.sums.compare(self.unit, self.given.tree, inputs, results)
+        if chunk.checked is not None:
+            refuse_other_results(self.unit.name, chunk.checked, results)
         return Tape(inputs, results).backward(arriving, wanted, self._ends, again=False)
 
     def _restore_random(self, chunk: Chunk) -> RandomState:

@@ -31,6 +31,8 @@ from torch.autograd.graph import (
 from fluxtrain.core.guards.shared_memory import without_memory
 from fluxtrain.errors import MisusedModel
 
+_TOLERANCE = 1e-3  # relative, of checksums; other kernels may be chosen the second time
+
 
 class _Enough(BaseException):
     """Ends a recomputation once all saved tensors are there. Not an Exception: a block may catch
@@ -193,6 +195,36 @@ def _run_backward(
         outputs, gradients, again, False, tuple(ends), True, accumulate_grad=False
     )
     return found
+
+
+def checksum(results: Sequence[Tensor]) -> Tensor:
+    """Return a scalar (float64) that changes when any result does."""
+    floats = [_norm_of(r.detach()) for r in results if r.is_floating_point()]
+    return torch.stack(floats).sum() if floats else torch.zeros((), dtype=torch.float64)
+
+
+def refuse_other_results(name: str, checked: Tensor, results: Sequence[Tensor]) -> None:
+    """Raise MisusedModel when a block's recomputed results differ from those whose checksum the
+    forward pass has taken."""
+    before, now = float(checked), float(checksum(results))
+    if abs(before - now) > _TOLERANCE * max(abs(before), 1e-6):
+        raise MisusedModel(
+            f"{name} computed something else in the backward pass (checksum {now:.6g}) than in the "
+            f"forward pass ({before:.6g}): was it switched between train and eval, were adapters "
+            "toggled, or was one of its arguments written to in a way that torch does not count "
+            "(.data, .numpy())? Keep the model and its inputs as they are from forward to "
+            "backward, and compute new tensors (x = x + 1). Or does it draw from a random "
+            "generator of its own (torch.Generator, numpy's default_rng)? Only the global ones of "
+            "torch, numpy and Python are set back to draw the same again: use these"
+        )
+
+
+def _norm_of(tensor: Tensor) -> Tensor:
+    """Compute the norm in fp32, for which a GPU reads 16-bit values directly: for float64 torch
+    would first make a copy four times as large as the tensor."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, 1, dtype=dtype)
+    return norm.double()
 
 
 def aliased_leaf(tensor: Tensor) -> Tensor:

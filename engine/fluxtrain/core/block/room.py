@@ -6,10 +6,7 @@ A trainer that redoes whole steps, and tells of it, switches this off.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.context import Context
@@ -44,25 +41,6 @@ def give_back(device: torch.device) -> None:
     would hold fewer rows with gaps between them."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def put_together(halves: Sequence[list[Tensor]], at: int, *, rows: bool) -> Tensor:
-    """Return one gradient of a chunk from those of its halves, of which it is the rows or the sum.
-    Where there is no room for it beside them, they wait on the host."""
-    pair = [half[at] for half in halves]
-    try:
-        return _joined(pair, rows=rows)
-    except torch.OutOfMemoryError:
-        pass
-    device, pair = pair[0].device, [part.cpu() for part in pair]
-    for half in halves:
-        half[at] = pair[0]  # nothing else holds what was on the device
-    give_back(device)
-    return _joined(pair, rows=rows).to(device)
-
-
-def _joined(pair: list[Tensor], *, rows: bool) -> Tensor:
-    return torch.cat(pair) if rows else sum(pair[1:], pair[0])
 
 
 def note_cure(unit: Unit, rows: int | None, error: torch.OutOfMemoryError) -> None:

@@ -7,8 +7,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
 
 def version_of(tensor: Tensor) -> int:
     """Count the writes in place to a tensor so far; 0 for inference tensors (not counted)."""
@@ -35,19 +33,15 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
-def is_all_of(tensor: Tensor, base: Tensor) -> bool:
-    """True when a tensor has the dtype, size, strides and offset of `base`."""
-    return (
-        tensor.dtype == base.dtype
-        and tensor.size() == base.size()
-        and tensor.stride() == base.stride()
-        and tensor.storage_offset() == base.storage_offset()
-    )
-
-
 def same_elements(one: Tensor, other: Tensor) -> bool:
-    """True when two tensors are the same elements of the same memory."""
-    return storage_of(one) == storage_of(other) and is_all_of(one, other)
+    """True when two tensors are the same elements of the same memory, in one shape and dtype."""
+    return (
+        storage_of(one) == storage_of(other)
+        and one.dtype == other.dtype
+        and one.size() == other.size()
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
@@ -76,18 +70,6 @@ def same_layout_copy(tensor: Tensor) -> Tensor | None:
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return memory.copy_(tensor.detach())
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Compare two tensors of one size and type: a NaN equals one of its bits, 0.0 is not -0.0."""
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    real = tensor.detach().resolve_conj().resolve_neg()
-    if real.is_complex():
-        real = torch.view_as_real(real)
-    return real.view(_BITS[real.element_size()])
 
 
 def _end(tensor: Tensor) -> int:
