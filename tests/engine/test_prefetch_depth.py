@@ -96,3 +96,29 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
         assert later.group in asked
         assert [group for group in asked if group not in own] == [later.group]
     fluxtrain.sync(model)
+
+
+def uploaded_bytes(model: nn.Module, engine: Engine, batch: Any) -> int:
+    """Bytes that the second of two steps uploads."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for seed in range(2):
+        before = engine.counters.h2d_bytes
+        model(**batch(seed=seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine.counters.h2d_bytes - before
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("grad", [False, True], ids=["evaluation", "forwards without a backward"])
+def test_forwards_without_a_backward_cost_later_steps_no_upload(
+    tiny: Any, batch: Any, slots: int, grad: bool
+) -> None:
+    """The order of a step is another than that of an evaluation, which goes back to the first
+    block after the last one."""
+    model, engine = wrapped(tiny, slots)
+    calm_bytes = uploaded_bytes(model, engine, batch)
+    with torch.set_grad_enabled(grad):
+        for seed in range(3):
+            model(**batch(seed=seed))
+    assert uploaded_bytes(model, engine, batch) == calm_bytes

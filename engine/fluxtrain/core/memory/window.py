@@ -89,6 +89,7 @@ class Slot:
     users: int = 0  # computations that are using it now
     free: object = None  # the point after which it may be overwritten
     used_at: int = 0
+    filled_at: int = 0
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def views_of(self, group: Group, scratch: Scratch) -> list[Tensor]:
@@ -113,6 +114,7 @@ class Window:
         self._at_device: dict[Group, list[Tensor]] = {}  # views, of packed groups that live there
         self._report = report
         self._clock = 0
+        self._fills = 0
 
     @property
     def size_bytes(self) -> int:
@@ -255,7 +257,8 @@ class Window:
             and (steal or not self._awaited(s))
             and not any(s.group is g and self.holds(g) is s for g in keep)
         ]
-        return min(shared, key=lambda s: (self._awaited(s), s.used_at), default=None)
+        # of prefetched groups that nothing has used, the oldest was most likely a wrong guess
+        return min(shared, key=lambda s: (self._awaited(s), s.used_at, s.filled_at), default=None)
 
     def _awaited(self, slot: Slot) -> bool:
         """True when the slot has a prefetched group that was not used yet: another prefetch must
@@ -278,7 +281,8 @@ class Window:
             del self._where[slot.group]
         slot.group, slot.version = group, group.version
         slot.frozen_version = group.frozen_version
-        slot.used_at = -1
+        self._fills += 1
+        slot.used_at, slot.filled_at = -1, self._fills
         self._where[group] = slot
         assert group.memory.flat_weights is not None
         slot.transfer = self.device.upload(
@@ -310,6 +314,11 @@ class CopiesAhead:
     def reach(self, direction: str, unit: Unit, slots: int) -> None:
         """Note that a unit is about to compute, after the last one, and prefetch the next units."""
         with self._lock:
+            end = self._last["forward"]
+            if direction == "backward" and self._last["backward"] is None and end is not None:
+                # in an evaluation the next batch's first unit follows: here its copy would take
+                # the slot of the weights that the backward pass needs next
+                self._following.pop(("forward", end), None)
             self._following[direction, self._last[direction]] = unit
             self._last[direction] = unit
             self._copy(direction, unit, slots)
