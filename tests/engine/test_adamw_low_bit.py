@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -91,19 +90,6 @@ def test_ranges_of_bf16_states_round_as_the_oracle_wherever_they_begin(
     assert all(same_bits(x, y) for x, y in zip(got.states, moments, strict=True))
     updated = got.weights if got.lo is None else decode(got.weights, got.lo)
     assert same_bits(updated, expected)
-
-
-def test_elements_that_share_a_place_or_a_segment_round_apart() -> None:
-    """Random numbers are exclusive-ors of two: no two or three elements go together for that."""
-    draws = torch.stack([reference.random_bits(rounding(1, t, 0), 1026) for t in range(2000)])
-    corners = draws[:, (0, 1, 1024, 1025)]
-    for half in (corners & 0xFFFF, corners >> 16):
-        sign = (half >= 0x8000).double() * 2 - 1
-        assert (sign.mean(dim=0).abs() < 0.12).all()
-        for i, j in itertools.combinations(range(4), 2):
-            assert abs((sign[:, i] * sign[:, j]).mean()) < 0.12
-        for chosen in itertools.combinations(range(4), 3):
-            assert abs(sign[:, chosen].prod(dim=1).mean()) < 0.12
 
 
 @KINDS

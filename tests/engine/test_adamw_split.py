@@ -182,17 +182,6 @@ def test_fp32_weights_have_the_oracles_bits(isa: str) -> None:
             assert_same_bits(device, want)
 
 
-@given(cut=st.integers(0, 1000))
-def test_an_arena_may_be_cut_anywhere(cut: int) -> None:
-    whole, parts = Training(1000, seed=4, wild=True), Training(1000, seed=4, wild=True)
-    grad = whole.next_gradient(torch.bfloat16, 1.0)
-    step_(whole.flat(grad), now(1))
-    for start, stop in ((0, cut), (cut, 1000)):
-        step_(parts.flat(grad).cut(start, stop), now(1))
-    for one, other in zip(whole.state, parts.state, strict=True):
-        assert_same_bits(one, other)
-
-
 @pytest.mark.parametrize("flush", [False, True])
 def test_subnormals_are_kept_whatever_the_process_chose(flush: bool) -> None:
     p, m, v = torch.tensor([1.0]), torch.tensor([1e-40]), torch.tensor([1e-40])

@@ -207,15 +207,6 @@ def test_a_state_of_one_card_is_loaded_by_two_and_back() -> None:
         assert_same(left[name], right[name])
 
 
-def test_unwrap_gives_the_model_back() -> None:
-    model = llama(4)
-    before = {n: v.clone() for n, v in model.state_dict().items()}
-    wrapped(model, 2)
-    fluxtrain.unwrap(model)
-    assert_same(before, dict(model.state_dict()))
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-
-
 def test_every_card_counts_what_it_holds_and_what_comes_to_it() -> None:
     model = llama(5)
     engine = wrapped(model, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -152,25 +151,3 @@ def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> N
             assert torch.equal(norm, torch.linalg.vector_norm(member.gradient))
     for one, other in zip(*sums, strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_block_may_finish_while_another_thread_asks_for_the_bytes(
-    device: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gradients = Gradients(device, nobody, nobody)
-    groups = [group((8,)), group((200,))]
-    for g in groups:
-        gradients.add(g, g.members[0], torch.ones(g.members[0].shape))
-    storage_of, asked = Tensor.untyped_storage, []
-
-    def asked_for(tensor: Tensor) -> Any:
-        if not asked:
-            asked.append(tensor)
-            finishing = threading.Thread(target=gradients.finish, args=(groups[0],))
-            finishing.start()
-            finishing.join()
-        return storage_of(tensor)
-
-    monkeypatch.setattr(Tensor, "untyped_storage", asked_for)
-    assert gradients.device_bytes > 0
-    assert asked and not gradients.is_open(groups[0])

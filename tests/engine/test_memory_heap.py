@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from fluxtrain.core.device.heap import SPARE_BYTES, Heap, private_bytes
+from fluxtrain.core.device.heap import SPARE_BYTES, Heap
 from fluxtrain.units import MIB
 
 
@@ -52,17 +51,6 @@ def test_a_block_that_needs_much_does_not_fetch_it_anew_each_time() -> None:
     assert process.trims == 1
     process.block(touches=SPARE_BYTES)
     assert process.trims == 2
-
-
-def test_without_a_kernel_that_tells_nothing_is_given_back(tmp_path: Path) -> None:
-    missing = tmp_path / "statm"
-    assert private_bytes(missing) == 0
-    missing.write_text("nonsense")
-    assert private_bytes(missing) == 0
-    trims: list[int] = []
-    heap = Heap(measure=lambda: private_bytes(missing), trim=lambda: trims.append(1))
-    heap.tidy()
-    assert not trims
 
 
 DEEP = """

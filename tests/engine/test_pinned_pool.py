@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -65,28 +64,6 @@ def test_what_was_never_fetched_is_waited_for_before_its_memory_serves_again(
     pool.give_back(buffer)
     assert pool.take(64) is buffer
     assert copy.waited and buffer.unawaited is None
-
-
-def test_memory_is_freed_after_its_copies_when_a_collection_finds_all_at_once(
-    device: CpuDevice, locks: Granted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a model that was dropped with the exception of its forward pass."""
-    early: list[bool] = []
-    starts, made = threading.Event(), threading.Event()
-    monkeypatch.setattr(locks, "_unregister", lambda _: early.append(not made.is_set()))
-    device._down.submit(starts.wait)
-    gc.disable()
-    try:
-        offload = ActivationOffload(device)
-        everything: list[Any] = [offload, offload.offload([numbers(1000, 1.0)], [True])]
-        everything.append(everything)  # only a collection frees it
-        device._down.submit(made.set)
-        del offload, everything
-        threading.Timer(0.3, starts.set).start()
-        gc.collect()
-    finally:
-        gc.enable()
-    assert early == [False]
 
 
 def test_a_thread_that_copies_may_give_memory_back_while_its_copy_is_waited_for(

@@ -231,21 +231,6 @@ def test_an_optimizers_state_is_taken_over_into_another_format(
     assert same(losses[:1], expected[:1])
 
 
-def test_torchs_own_state_is_taken_into_8_bits(tiny: Any, batch: Any) -> None:
-    plain = tiny("llama")
-    theirs = adamw(plain)
-    for step in range(3):
-        plain(**batch("llama", seed=10 * step)).loss.backward()
-        theirs.step()
-        theirs.zero_grad()
-    model = fluxtrain.wrap(tiny("llama"), chunk_rows=2, states="8bit")
-    model.load_state_dict(plain.state_dict())
-    optimizer = adamw(model)
-    optimizer.load_state_dict(theirs.state_dict())
-    before = plain(**batch("llama", seed=77)).loss
-    assert float(train(model, optimizer, batch, range(3, 12))[-1]) < float(before.detach())
-
-
 def test_a_shard_with_other_states_is_refused_with_both_names(tiny: Any, batch: Any) -> None:
     model = fluxtrain.wrap(tiny("llama"), chunk_rows=2, states="8bit")
     train(model, adamw(model), batch, range(1))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from torch import Tensor
 
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.device.cpu_device import CpuDevice
-from fluxtrain.core.device.cuda_device import CudaDevice, CudaTransfer
 from fluxtrain.core.device.transfer import Transfer
 from fluxtrain.core.gradients.gradients import Gradients
 from fluxtrain.core.memory.group import Group
@@ -143,101 +139,3 @@ def test_sums_are_right_however_late_their_copies_come(seed: int) -> None:
             assert torch.equal(found, wanted if found.dtype == torch.float32 else wanted.bfloat16())
     assert handed
     device.close()
-
-
-# -- a GPU's streams, without a GPU -------------------------------------------------------------
-
-
-class Stream:
-    def __init__(self, *_: object, **__: object) -> None:
-        self.did: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        self.did.append(event)
-
-    def synchronize(self) -> None:
-        self.did.append("synchronized")
-
-
-def faked(stream: Any) -> Stream:
-    assert isinstance(stream, Stream)
-    return stream
-
-
-class Event:
-    def __init__(self, *, enable_timing: bool = False) -> None:
-        self.passed = False
-
-    def record(self, stream: Stream) -> None:
-        pass
-
-    def query(self) -> bool:
-        return self.passed
-
-    def synchronize(self) -> None:
-        self.passed = True
-
-
-@pytest.fixture
-def gpu(locks: Granted, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
-    """Its copies are made when they are queued, and have arrived when their event says so."""
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda _: (0, 0, 1), raising=False)
-    monkeypatch.setattr(locks, "_locked_by_torch", lambda memory: False)
-    device = CudaDevice(torch.device("cuda", 0))
-    yield device
-    device.close()
-    every: list[Any] = [device._up, device._behind, device._down]
-    assert all(stream.did[-1] == "synchronized" for stream in every)
-
-
-def locked(value: float) -> tuple[HostArena, Tensor]:
-    arena = HostArena(4 * COUNT, pin=True)
-    return arena, arena.tensor(torch.float32, COUNT, 0).fill_(value)
-
-
-def test_the_stream_of_weights_waits_for_no_way_home(gpu: CudaDevice) -> None:
-    arena, home = locked(0.0)
-    up, behind = (faked(stream) for stream in (gpu._up, gpu._behind))
-    down = gpu.download(home, host(3.0))
-    free = gpu.mark()
-    late = gpu.upload(host(0.0), home, None, free, [down])
-    assert isinstance(down, CudaTransfer) and behind.did == [free, down.end] and up.did == []
-    weights = gpu.upload(host(0.0), home, None, free)
-    assert up.did == [free]
-    assert set(arena.under_way) == {gpu._down, gpu._behind, gpu._up}
-    assert isinstance(late, CudaTransfer) and isinstance(weights, CudaTransfer)
-    weights.end.passed = True  # type: ignore[attr-defined]
-    del home
-    arena.__del__()  # of what was locked
-    assert late.done() and down.done()
-
-
-def tells(transfer: Transfer) -> bool:
-    """Does it raise what went wrong, to one who does not wait for ever?"""
-    assert isinstance(transfer, CudaTransfer) and transfer._issued.wait(LIMIT_S / 2)
-    with pytest.raises(RuntimeError, match="went wrong"):
-        transfer.wait_host()
-    return transfer.failed() and not transfer.done()
-
-
-def wrong(*_: object) -> None:
-    raise RuntimeError("went wrong")
-
-
-def test_a_copy_that_a_stream_does_not_take_is_told_to_those_who_wait(
-    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arena, home = locked(0.0)
-    free, updated = gpu.mark(), Future[None]()
-    with monkeypatch.context() as patch:
-        patch.setattr(Stream, "wait_event", wrong)
-        assert tells(gpu.upload(host(0.0), host(1.0), None, free))
-        assert tells(gpu.download(host(0.0), host(1.0)))
-        weights = gpu.upload(host(0.0), home, updated, free)
-        updated.set_result(None)  # whose thread queues the copy
-        assert tells(weights)
-    assert arena.pinned_bytes
