@@ -20,11 +20,11 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.placement import placement_of
 from fluxtrain.train.live.apply_placement import apply_placement
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import LiveSettings
 from tests.live_settings import settings_with
+from tests.placements import placement_of
 from tests.wrap_with import wrap_with
 
 LAYERS = 6

@@ -16,8 +16,9 @@ from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.group_placement import GroupPlacement
-from fluxtrain.plan.placement import Placement, placement_of
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import PlacementRequest
+from tests.placements import placement_of
 
 
 def placed(model: nn.Module, **counts: Any) -> Placement:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,6 @@ from fluxtrain.plan.dealing import (
     DealtCard,
     counts_of,
     deal,
-    pairs_together,
     runs_of,
     spread_evenly,
 )
@@ -42,7 +43,7 @@ def test_of_any_first_blocks_each_card_has_its_share(counts: list[int]) -> None:
 @given(COUNTS)
 def test_neighbours_share_a_card_only_where_numbers_force_it(counts: list[int]) -> None:
     forced = max(0, 2 * max(counts) - sum(counts) - 1)
-    assert pairs_together(spread_evenly(counts)) == forced
+    assert sum(one == other for one, other in pairwise(spread_evenly(counts))) == forced
 
 
 @given(st.integers(1, 40), st.integers(1, 8), RULES)
@@ -121,5 +122,5 @@ def test_runs_are_the_whole_model_cut_where_the_card_changes(counts: list[int]) 
     dealt = spread_evenly(counts)
     runs = runs_of(dealt)
     assert [at for run in runs for at in run] == list(range(len(dealt)))
-    assert len(runs) == len(dealt) - pairs_together(dealt)
+    assert len(runs) == 1 + sum(one != other for one, other in pairwise(dealt))
     assert all(len({dealt[at] for at in run}) == 1 for run in runs)

@@ -323,7 +323,7 @@ def test_a_length_that_would_fit_is_named() -> None:
 @pytest.mark.parametrize(
     ("wish", "named"),
     [
-        (RunRequest(offload="everything"), "use auto, none"),  # type: ignore[arg-type]
+        (RunRequest(offload="everything"), "use .auto., .none."),  # type: ignore[arg-type]
         (RunRequest(batch_rows=0), "batch_rows is 0"),
         (RunRequest(chunk_rows=-1), "chunk_rows is -1"),
         (RunRequest(budget_gib=0), "budget_gib is 0"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.request import ParallelRequest
-from fluxtrain.units import MIB, bytes_text
+from fluxtrain.units import MIB
 
 ALIKE = 1.05  # times as long: cards that differ by less are equally fast
 MEMORY_STEP_BYTES = 256 * MIB  # a difference below it does not change which card comes first
@@ -116,11 +116,3 @@ def _fastest_first(
         return classes[at], -(free // MEMORY_STEP_BYTES), capacity.cards[at].index
 
     return sorted(usable, key=key)
-
-
-def budget_text(card: CardCapacity, needed_bytes: int, limit_bytes: int) -> str:
-    """Say what a card lacks."""
-    return (
-        f"{card.text} needs {bytes_text(needed_bytes)} of its memory and {bytes_text(limit_bytes)} "
-        "may be used"
-    )

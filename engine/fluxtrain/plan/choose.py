@@ -122,25 +122,6 @@ def place(
     return _Chooser(facts, capacities, known, request, parallel, share).placement()
 
 
-def option_of(
-    facts: ModelFacts,
-    capacities: CardsCapacity,
-    rates: CardsRates,
-    request: RunRequest,
-    counts: tuple[int, ...],
-    *,
-    share: float = 1.0,
-    head_dealing: HeadDealing = "one_card",
-) -> Option:
-    """Place and time all cards of `capacities`, in their order, with these numbers of blocks and
-    the rows of `request`. Raises DoesNotFit where they do not fit."""
-    positions = tuple(range(len(capacities.cards)))
-    parallel = ParallelRequest(cards=positions, dealing=counts)
-    chooser = _Chooser(facts, capacities, rates, request, parallel, share)
-    assert request.batch_rows is not None and request.chunk_rows != "auto", "a run has its rows"
-    return chooser.fastest(positions, request.batch_rows, request.chunk_rows, head_dealing)
-
-
 @dataclass(frozen=True)
 class _Chooser:
     facts: ModelFacts

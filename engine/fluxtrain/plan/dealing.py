@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import FP32_BYTES, GroupFacts, ModelFacts
@@ -128,11 +127,6 @@ def _neighbours_apart(cards: list[int]) -> list[int]:
             turned = min(found, key=lambda one: one.stop - one.start)
             cards[turned] = cards[turned][::-1]
     return cards
-
-
-def pairs_together(cards: Sequence[int]) -> int:
-    """Count the neighbouring blocks that are on one card."""
-    return sum(one == other for one, other in pairwise(cards))
 
 
 def runs_of(cards: Sequence[int]) -> list[range]:

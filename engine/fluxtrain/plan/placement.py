@@ -11,12 +11,10 @@ from fluxtrain.plan.facts import ModelFacts, Offload
 from fluxtrain.plan.footprint import (
     Footprint,
     Layout,
-    footprint,
     kept_count,
-    saving_bytes,
     slot_count,
 )
-from fluxtrain.plan.group_placement import Activations, GroupPlacement, table_of
+from fluxtrain.plan.group_placement import Activations, GroupPlacement
 from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.search import AUTO_SHARE, Search, TimedSearch
 from fluxtrain.plan.simulation import StepTime
@@ -165,35 +163,6 @@ class Placement:
             for number, card in enumerate(self.cards)
         )
 
-    def with_budget(self, budget_bytes: int) -> Placement:
-        """Return the placement of one card with another budget."""
-        return replace(self, cards=(replace(self.cards[0], budget_bytes=budget_bytes),))
-
-    def with_chunk_rows(self, chunk_rows: int) -> Placement:
-        """Return the placement with other chunks, and the same predicted peaks."""
-        return replace(self, layout=replace(self.layout, chunk_rows=chunk_rows))
-
-    def with_layout(self, facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Placement:
-        """Return the run of one card placed as `layout` says, with its predicted peaks."""
-        assert not self.several_cards, "the layout of one card"
-        need = footprint(facts, layout, has_gpu=has_gpu)
-        made = placement_of(facts, layout, need)
-        card = replace(
-            self.cards[0],
-            device_bytes=need.device_bytes,
-            shown_bytes=need.shown_device_bytes(has_gpu=has_gpu),
-            slots=made.cards[0].slots,
-        )
-        return replace(
-            self,
-            groups=made.groups,
-            layout=made.layout,
-            need=need,
-            cards=(card,),
-            saving_bytes=saving_bytes(facts, layout) if has_gpu else 0,
-            time=None,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementTotals:
@@ -203,28 +172,6 @@ class PlacementTotals:
     device_first: DeviceFirst  # which groups those are
     resident_blocks: int  # of the other blocks, those whose weights stay there too
     blocks_without_recompute: int  # blocks whose activations stay there
-
-
-def placement_of(
-    facts: ModelFacts,
-    layout: Layout,
-    need: Footprint,
-    *,
-    budget_bytes: int | None = None,
-    choices: tuple[ChoiceMade, ...] = (),
-) -> Placement:
-    """Make the table of `layout`, on the current card."""
-    held = exact_layout(facts, layout)
-    card = CardPlacement(
-        blocks=facts.layers,
-        device_bytes=need.device_bytes,
-        budget_bytes=budget_bytes,
-        slots=held.slots or 0,
-        shown_bytes=need.device_bytes,
-    )
-    return Placement(
-        groups=table_of(facts, layout), layout=held, need=need, cards=(card,), choices=choices
-    )
 
 
 def exact_layout(facts: ModelFacts, layout: Layout) -> Layout:

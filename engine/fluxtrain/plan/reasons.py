@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fluxtrain.events.choices import setting_name
@@ -30,7 +30,6 @@ from fluxtrain.plan.request import ParallelRequest, PlacementRequest, RunRequest
 from fluxtrain.plan.search import (
     BATCH_LIMIT_ROWS,
     CHUNK_TOKENS,
-    FEWEST_SLOTS,
     Search,
     TimedLayout,
     TimedSearch,
@@ -44,6 +43,24 @@ DEFERRED, WITH_WEIGHTS = "deferred", "with_weights"
 _HOST_BOUND = ("update", "host memory")
 _KEEPS_NONE = "every block computes its activations again: no room is left to keep them"
 _KEEPS_UNTRIED = "what a block that keeps its activations takes was not tried: training does"
+
+_AUTO: dict[str, Any] = vars(RunRequest())
+_PLACEMENT = tuple(vars(PlacementRequest()))
+# Settings that may be left out, one after another, those first that cost the least
+_EASIER: tuple[tuple[str, ...], ...] = (
+    ("chunk_rows",),
+    ("blocks_without_recompute",),
+    ("prefetch",),
+    ("resident_blocks",),
+    ("device_groups",),
+    ("device_groups", "resident_blocks"),
+    ("offload",),
+    ("batch_rows",),
+    ("passes",),
+    ("budget_gib",),
+    _PLACEMENT,
+    (*_PLACEMENT, "batch_rows"),
+)
 
 Reasons = dict[str, tuple[object, str]]  # of each choice: its value and why
 
@@ -59,7 +76,7 @@ def choices_of(
     first = best.cards[EDGES_CARD]
     found: Reasons = {}
     if len(capacities.cards) > 1:
-        found["parallel.cards"] = len(best.cards), _cards(parallel, capacities, options, best)
+        found["parallel.cards"] = len(best.cards), _cards(parallel, options, best)
     if len(best.cards) > 1:
         found["parallel.dealing"] = _counts(best), _dealing_because(parallel, best)
         found["parallel.order"] = _order(parallel, options, best)
@@ -302,27 +319,28 @@ def _slots_because(one: CardLayout, timed: TimedSearch, slots: int) -> str:
     beside = f"a block's copy takes {copy}, its forward and backward {computing}"
     if layout.offload == "max":
         return f"max streams through {slots} slots; {beside}"
-    fewer_s, step_s, more_s = (
-        timed.time_of(replace(layout, slots=some)).step_s for some in (slots - 1, slots, slots + 1)
+    step_s, other_s = (
+        timed.time_of(replace(layout, slots=some)).step_s for some in (slots, slots + 1)
     )
-    seconds = duration_text(step_s)
-    if slots > FEWEST_SLOTS and fewer_s > step_s:
-        return (
-            f"{seconds} a step is predicted, and {duration_text(fewer_s)} with one less; {beside}"
-        )
-    gain = "no gain" if more_s >= step_s else f"{duration_text(more_s)} in place of {seconds}"
+    gain = "no gain" if other_s >= step_s else f"{duration_text(step_s - other_s)} less a step"
     return f"{beside}; one more would take {bytes_text(slot_bytes)} for {gain}"
 
 
 # -- several cards -----------------------------------------------------------------------------
 
 
-def _cards(
-    parallel: ParallelRequest, capacities: CardsCapacity, options: Sequence[Option], best: Option
-) -> str:
+def _cards(parallel: ParallelRequest, options: Sequence[Option], best: Option) -> str:
     """Say why so many cards compute."""
     if parallel.cards == "auto":
-        why = _cards_because(capacities, options, best)
+        number = len(best.cards)
+        others = [
+            f"{_predicted(other)} with {len(other.positions)}"
+            for other in _best_of_each_number(options)
+            if len(other.positions) in {1, number + 1} - {number}
+        ]
+        why = ", and ".join([f"{_predicted(best)} predicted", *others])
+        if best.time is None:
+            why = "every card that can be used: no times are known"
     else:
         why = "as set"
         asked = parallel.cards if isinstance(parallel.cards, int) else len(parallel.cards)
@@ -332,28 +350,6 @@ def _cards(
         return why
     names = ", ".join(one.card.text for one in best.cards)
     return f"{names}: {why}{_what_would_help(best)}"
-
-
-def _cards_because(capacities: CardsCapacity, options: Sequence[Option], chosen: Option) -> str:
-    number = len(chosen.positions)
-    why = "every card that can be used: no times are known"
-    if chosen.time is not None:
-        others = [
-            f"{_predicted(other)} with {len(other.positions)}"
-            for other in _best_of_each_number(options)
-            if len(other.positions) in {1, number + 1} - {number}
-        ]
-        why = ", and ".join([f"{_predicted(chosen)} predicted", *others])
-    left_out = [
-        f"{card.text} is left out: {card.unusable}" for card in capacities.cards if card.unusable
-    ]
-    for other in _best_of_each_number(options):
-        if chosen.time is not None and len(other.positions) == number + 1:
-            card = capacities.cards[other.positions[-1]]
-            left_out.append(
-                f"{card.text} is left out: it would hold the others up, or gain too little"
-            )
-    return "; ".join([why, *left_out])
 
 
 def cards_left_out(
@@ -574,30 +570,20 @@ def _described(search: Search, layout: Layout) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What the user may change: its name in a run's configuration and in `wrap`."""
-
-    in_run: str
-    in_wrap: str
-    easier: RunRequest
-    chosen: str | None = None  # the layout's field that says what would fit
-
-
 def _cure(search: Search) -> str:
     request, row = search.request, search.facts.row
     own = search.facts.has_masters
-    settings = _settings(request)
-    if not own:  # another package's optimizer has no states on the host
-        settings = tuple(replace(s, easier=replace(s.easier, offload="none")) for s in settings)
-    for setting in settings:
-        if setting.easier == request:
+    for names in _EASIER:
+        easier = replace(request, **{name: _AUTO[name] for name in names})
+        if not own:  # another package's optimizer has no states on the host
+            easier = replace(easier, offload="none")
+        if easier == request:
             continue
-        layout = replace(search, request=setting.easier).find()
+        layout = replace(search, request=easier).find()
         if layout is not None:
-            value = _named(search, setting, layout)
+            value = _named(search, names, easier, layout)
             found = " left out fits" if value is None else f"={value} fits"
-            return (setting.in_wrap if row is None else setting.in_run) + found
+            return _told(names, in_run=row is not None) + found
     narrow = replace(search, facts=search.facts.with_states("8bit"))
     if not own:
         narrow = replace(narrow, request=replace(request, offload="auto"))
@@ -620,44 +606,28 @@ def _cure(search: Search) -> str:
     return "close other programs, or take a smaller model or a machine with more memory"
 
 
-def _settings(request: RunRequest) -> tuple[_Setting, ...]:
-    """What may be left out, one after another, those first that cost the least."""
-    unplaced = replace(request, **vars(PlacementRequest()))
-    device, resident = "device_groups", "resident_blocks"
-    kept = "blocks_without_recompute"
-    return (
-        _Setting(
-            "placement.chunk_rows", "chunk_rows", replace(request, chunk_rows="auto"), "chunk_rows"
-        ),
-        _Setting(f"placement.{kept}", kept, replace(request, blocks_without_recompute="auto")),
-        _Setting("placement.prefetch", "prefetch", replace(request, prefetch="auto")),
-        _Setting(f"placement.{resident}", resident, replace(request, resident_blocks="auto")),
-        _Setting(f"placement.{device}", device, replace(request, device_groups="auto")),
-        _Setting(
-            f"placement.{device} and placement.{resident}",
-            f"{device} and {resident}",
-            replace(request, device_groups="auto", resident_blocks="auto"),
-        ),
-        _Setting("placement.offload", "offload", replace(request, offload="auto"), "offload"),
-        _Setting("train.batch_rows", "batch_rows", replace(request, batch_rows=None), "batch_rows"),
-        _Setting("train.accumulation", "passes", replace(request, passes=1), "passes"),
-        _Setting("placement.budget_gib", "budget_gib", replace(request, budget_gib=None)),
-        _Setting("all of placement", "every argument", unplaced),
-        _Setting(
-            "train.batch_rows and all of placement",
-            "every argument",
-            replace(unplaced, batch_rows=None),
-        ),
+def _told(names: tuple[str, ...], *, in_run: bool) -> str:
+    """Return the settings by their names in a run's configuration, or in `wrap`."""
+    if names[: len(_PLACEMENT)] == _PLACEMENT:
+        if not in_run:
+            return "every argument"
+        return " and ".join([*map(_in_run, names[len(_PLACEMENT) :]), "all of placement"])
+    return " and ".join(_in_run(name) if in_run else name for name in names)
+
+
+def _in_run(name: str) -> str:
+    return {"batch_rows": "train.batch_rows", "passes": "train.accumulation"}.get(
+        name, f"placement.{name}"
     )
 
 
-def _named(search: Search, setting: _Setting, layout: Layout) -> Any:
-    """What the setting has in `layout`, if asking for just that fits too: where it is left to the
-    rule, `max` puts parts on the device where that saves slots; asked for, it does not."""
-    if setting.chosen is None:
+def _named(search: Search, names: tuple[str, ...], easier: RunRequest, layout: Layout) -> Any:
+    """Return the setting's value in `layout` if asking for just that fits too; None where it does
+    not, or there is none to tell."""
+    if names not in {("chunk_rows",), ("offload",), ("batch_rows",), ("passes",)}:
         return None
-    value = getattr(layout, setting.chosen)
-    asked = replace(setting.easier, **{setting.chosen: value})
+    value = getattr(layout, names[0])
+    asked = replace(easier, **{names[0]: value})
     return None if replace(search, request=asked).find() is None else value
 
 

@@ -8,9 +8,10 @@ pydantic checks a configuration by them, `check` a request that was made in Pyth
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from fluxtrain.errors import BadInput
 from fluxtrain.units import GIB
@@ -143,58 +144,45 @@ def count_or(value: int | Auto, otherwise: int) -> int:
 
 
 def check(request: PlacementRequest) -> None:
-    """Raise BadInput for a value that is out of its bounds, or that its knob does not take."""
-    hints = get_type_hints(PlacementRequest, include_extras=True)
-    for knob in fields(PlacementRequest):
-        problem = _problem(getattr(request, knob.name), hints[knob.name])
-        if problem:
-            raise BadInput(f"{knob.name} is {getattr(request, knob.name)!r}: use {problem}")
+    """Raise BadInput for a value that its knob does not take, of a request made in Python."""
+    _check(PlacementRequest, request)
 
 
-def _problem(value: Any, hint: Any) -> str:
-    """What a knob of this type takes in place of the value; "" where the value is right."""
-    words = _words_of(hint)
-    if (value is None or isinstance(value, str)) and value in words:
-        return ""
-    told = [str(word) for word in words if word is not None]
-    number = next((part for part in get_args(hint) if hasattr(part, "__metadata__")), None)
-    within = number and _within(value, number)
-    if within == "":
-        return ""
-    told = [within, *told] if within else told
-    return f"{', '.join(told[:-1])} or {told[-1]}" if told[1:] else f"{told[0]}, or leave it out"
+def _check(kind: type, request: Any, section: str = "") -> None:
+    for name, adapter in _adapters(kind).items():
+        value = getattr(request, name)
+        try:
+            adapter.validate_python(value, strict=True)
+        except ValidationError as error:
+            ways = dict.fromkeys(_way(str(one["msg"])) for one in error.errors())
+            raise BadInput(f"{section}{name} is {value!r}: use {', or '.join(ways)}") from None
 
 
-def _within(value: Any, number: Any) -> str:
-    """The bound that the value of a number's knob breaks; "" where it breaks none."""
-    whole = number.__origin__ is int
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        return "a whole number" if whole else "a number"
-    bounds = [bound for part in number.__metadata__ for bound in getattr(part, "metadata", ())]
-    least, above, most = (
-        next((getattr(b, name) for b in bounds if hasattr(b, name)), None)
-        for name in ("ge", "gt", "le")
-    )
-    if least is not None and value < least:
-        return f"at least {least}"
-    if above is not None and not value > above:
-        return f"more than {above}"
-    most = _limit_of(value) if most is None else most
-    return "" if value <= most else f"at most {most:g}"  # nan is within no bound
+@cache
+def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {knob.name: TypeAdapter(hints[knob.name]) for knob in fields(kind)}
 
 
-def _words_of(hint: Any) -> list[Any]:
-    """The words that a knob takes, and None where it takes that."""
-    found: list[Any] = []
-    for part in get_args(hint):
-        if part is type(None):
-            found.append(None)
-        elif isinstance(part, str):  # of a Literal by itself
-            found.append(part)
-        elif not hasattr(part, "__metadata__"):
-            found += get_args(part)
-    return found
+def _way(message: str) -> str:
+    """Return what pydantic says of a wrong value in the words of a cure."""
+    for said, word in _WAYS.items():
+        message = message.replace(said, word)
+    return message
 
+
+_WAYS = {
+    "Value error, ": "",
+    "Input should be ": "",
+    "must be ": "",
+    "must not be true or false": "a number",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid tuple": "a tuple such as (0, 1)",
+}
 
 DealingRule = Literal["auto", "speed", "memory", "even"]
 Dealing = DealingRule | tuple[int, ...]
@@ -230,27 +218,23 @@ Cards = Annotated[
 Numbers = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
-def _setting(description: str, default: Any = "auto") -> Any:
-    return field(default=default, metadata={"description": description})  # as pydantic reads it
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParallelRequest:
     """Which cards compute, and what each of them does; `auto` leaves it to the planner."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic, as of its models
 
-    cards: Cards = _setting(
+    cards: Cards = _knob(
         "cards that compute: a number of them, or a list such as [0, 2], by the numbers that torch "
         "gives them (CUDA_VISIBLE_DEVICES counts); the first of a list has embedding and head; "
         "auto takes those that make a step faster, or that the model does not fit without"
     )
-    dealing: Annotated[Numbers | DealingRule, BeforeValidator(_numbers)] = _setting(
+    dealing: Annotated[Numbers | DealingRule, BeforeValidator(_numbers)] = _knob(
         "how the blocks are dealt to the cards: speed, by measured seconds of a block on each, as "
         "far as its memory goes; memory, by the memory of each; even; or numbers of blocks such as "
         "[20, 16], one for each card; auto is speed, and even where no times are known"
     )
-    order: Order = _setting(
+    order: Order = _knob(
         "where it pays, the head's chunks of tokens are computed by all cards. fixed: the first "
         "card adds up its gradient in one card's order, and every weight has the bits of one card "
         "with the same placement.chunk_rows; fast: each card may add up its own, in another order",
@@ -260,36 +244,4 @@ class ParallelRequest:
 
 def check_parallel(request: ParallelRequest) -> None:
     """Raise BadInput for values that no configuration could have, of a request made in Python."""
-    _check_cards(request.cards)
-    _check_dealing(request.dealing)
-    if request.order not in get_args(Order):
-        raise BadInput(f"parallel.order is {request.order!r}: use fast or fixed")
-
-
-def _check_cards(cards: Any) -> None:
-    if cards == "auto" or (_is_whole(cards) and 1 <= cards <= MOST_CARDS):
-        return
-    if not isinstance(cards, tuple) or not cards or not all(map(_is_whole, cards)):
-        raise BadInput(
-            f"parallel.cards is {cards!r}: use auto, a number of cards, or a tuple such as (0, 1)"
-        )
-    try:
-        _each_once(cards)
-    except ValueError as error:
-        raise BadInput(f"parallel.cards is {cards!r}: {error}") from None
-
-
-def _check_dealing(dealing: Any) -> None:
-    words = get_args(DealingRule)
-    if isinstance(dealing, str) and dealing in words:
-        return
-    counts = dealing if isinstance(dealing, tuple) else ()
-    if not counts or not all(_is_whole(n) and n >= 1 for n in counts):
-        raise BadInput(
-            f"parallel.dealing is {dealing!r}: use {', '.join(words)}, or a tuple with the number "
-            "of blocks of each card, such as (20, 16)"
-        )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    _check(ParallelRequest, request, "parallel.")
