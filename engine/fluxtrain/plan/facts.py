@@ -319,6 +319,11 @@ class ModelFacts:
         return sum(group.packed_bytes for group in self.groups)
 
     @cached_property
+    def dense_bytes(self) -> int:
+        """Return the most that a group's packed weights take while they are unpacked."""
+        return max(group.dense_bytes for group in self.groups)
+
+    @cached_property
     def frozen_bytes(self) -> int:
         """Bytes of all frozen weights that are not packed."""
         return sum(group.frozen_bytes for group in self.groups)

@@ -142,7 +142,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     device = {
         "weights_bytes": kept_weights
         + _weights_from_host(facts, layout, on_host, by_rows, chunked)
-        + max(group.dense_bytes for group in facts.groups),
+        + facts.dense_bytes,
         "gradients_bytes": kept_gradients + scratch + shared + staging,
         "optimizer_bytes": on_device.state_bytes,
         "block_inputs_bytes": _inputs_on_device(facts, layout, has_gpu=has_gpu),
@@ -188,7 +188,8 @@ def keepable_count(facts: ModelFacts, layout: Layout) -> int:
 
 def kept_count(facts: ModelFacts, layout: Layout) -> int:
     """Blocks that keep their activations."""
-    return min(layout.blocks_without_recompute, keepable_count(facts, layout))
+    asked = layout.blocks_without_recompute
+    return min(asked, keepable_count(facts, layout)) if asked else 0
 
 
 def kept_block_bytes(facts: ModelFacts, layout: Layout) -> int:
@@ -330,8 +331,9 @@ def block_inputs_on_host_bytes(facts: ModelFacts, layout: Layout) -> int:
 def offloading_blocks(facts: ModelFacts, layout: Layout) -> int:
     """Count the blocks whose inputs wait on the host: not the blocks without recompute, which keep
     their inputs too, nor the last ones, whose inputs stay on the device."""
-    here = kept_count(facts, layout) + layout.activations_on_device
-    return max(0, facts.layers - here) if layout.offloads_activations else 0
+    if not layout.offloads_activations:
+        return 0
+    return max(0, facts.layers - kept_count(facts, layout) - layout.activations_on_device)
 
 
 def _workspace(

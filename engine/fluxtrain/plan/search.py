@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -91,8 +91,16 @@ class Search:
         )
 
     def need(self, layout: Layout) -> Footprint:
-        """What `layout` takes."""
-        return footprint(self.facts, layout, has_gpu=self.capacity.has_gpu)
+        """Return what `layout` takes."""
+        found = self._needs.get(layout)
+        if found is None:
+            found = footprint(self.facts, layout, has_gpu=self.capacity.has_gpu)
+            self._needs[layout] = found
+        return found
+
+    @cached_property
+    def _needs(self) -> dict[Layout, Footprint]:
+        return {}
 
     def fits(self, layout: Layout, *, spare: bool = False) -> bool:
         """Whether both peaks stay within; `spare`: within what optional residents may fill."""
@@ -601,8 +609,8 @@ class TimedSearch:
     def _bounded(self, layout: Layout) -> Layout:
         """Return the layout with numbers that can be beside each other."""
         for name in reversed(COUNTS):
-            most = self._most(layout, name)
-            if getattr(layout, name) > most:
+            held = getattr(layout, name)
+            if held and held > (most := self._most(layout, name)):
                 layout = _changed(layout, {name: most})
         return layout
 
@@ -649,5 +657,5 @@ def _share_of(stop: tuple[str, float]) -> float:
     return stop[1]
 
 
-def _changed(layout: Layout, values: Mapping[Any, Any]) -> Layout:
-    return replace(layout, **values)
+def _changed(layout: Layout, values: dict[Any, Any]) -> Layout:
+    return Layout(**vars(layout) | values)  # `replace` took a sixth of a search
