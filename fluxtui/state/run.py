@@ -12,7 +12,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from fluxtrain.events import events as ev
-from fluxtrain.events.choices import setting_name
+from fluxtrain.events.events import setting_name
 from fluxtrain.events.run_folder.states import state_of_exit
 from fluxtrain.units import bytes_text, duration_text, loss_text, speed_text
 from fluxtui.state.changes import Changes, with_advice, without_advice

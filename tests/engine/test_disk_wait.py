@@ -68,16 +68,6 @@ def waiting(
     return DiskWait(limit_s, announcer, stopping, clock=clock, sleep=clock.sleep), clock, told
 
 
-def test_room_that_comes_in_time_lets_the_run_go_on() -> None:
-    wait, clock, told = waiting(600.0)
-    disk = Disk(clock, 100.0)
-    assert wait.until_written(disk.write) == "written"
-    assert 100.0 <= clock.now_s <= 115.0 and disk.tries < 20
-    phases = [(event.phase, event.detail) for event in told]
-    assert phases[1][0] == "no space" and "waiting up to 10m" in phases[1][1]
-    assert phases[2][0] == "training" and "room again" in phases[2][1]
-
-
 def test_after_its_time_the_last_refusal_is_raised_with_code_5() -> None:
     wait, clock, _ = waiting(600.0)
     disk = Disk(clock, 10_000.0)

@@ -12,7 +12,7 @@ import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.events import events as ev
-from fluxtrain.events.run_folder import holding
+from fluxtrain.events.run_folder import run_dir as run_directory
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train import final_model
 from fluxtrain.train.loop import TrainingLoop
@@ -33,7 +33,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Happens) -> 
         return real(self, clock)
 
     monkeypatch.setattr(TrainingLoop, "_compute", compute)
-    monkeypatch.setattr(holding, "PERIOD_S", 0.0)
+    monkeypatch.setattr(run_directory, "LOOK_PERIOD_S", 0.0)
 
 
 def files(folder: Path) -> dict[str, bytes]:

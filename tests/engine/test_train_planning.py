@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,8 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.answers.machine import Rate
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.journal import read_events
-from fluxtrain.machine.machine import read_machine
-from fluxtrain.models.demo_model import demo_model
 from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.observe.gauges import GaugeThread, TrafficWindow, bus_ceilings
-from fluxtrain.train.observe.step_clock import PHASES, StepClock
-from fluxtrain.train.placing.placing import decide, model_facts
+from fluxtrain.train.observe.gauges import GaugeThread, bus_ceilings
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]
@@ -150,37 +145,6 @@ def test_the_plan_refuses_as_the_run_would(run_config: MakeConfig) -> None:
             preview(load_config(run_config(model__path=path)))
 
 
-def test_a_budget_on_the_cpu_bounds_the_plan() -> None:
-    config = demo_config(["placement.budget_gib=0.5", "train.batch_rows=auto"])
-    facts = model_facts(demo_model(256), demo_model(256).config, 128)
-    placed = decide(config, facts, read_machine(), "cpu", batch_rows=None, data_rows=1000)
-    assert placed.device_bytes <= 0.5 * 2**30
-    assert placed.batch_rows == 32
-
-
-# --- time -----------------------------------------------------------------------------------------
-
-
-def test_the_clock_gives_each_phase_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [100.0]
-    monkeypatch.setattr("fluxtrain.train.observe.step_clock.time.perf_counter", lambda: now_s[0])
-    clock = StepClock(torch.device("cpu"))
-    for phase, seconds in (
-        ("data", 0.02),
-        ("forward", 0.05),
-        ("backward", 0.03),
-        ("forward", 0.05),
-    ):
-        now_s[0] += seconds
-        clock.ends(phase)
-    now_s[0] += 0.01
-    total_s, phases_s = clock.finish()
-    assert tuple(phases_s) == PHASES
-    assert total_s == pytest.approx(0.16)
-    expected = {"data": 0.02, "forward": 0.1, "backward": 0.03, "optimizer": 0.0, "other": 0.01}
-    assert phases_s == pytest.approx(expected)
-
-
 # --- gauges ---------------------------------------------------------------------------------------
 
 
@@ -274,38 +238,3 @@ def test_gauges_tell_what_the_engine_counts() -> None:
     assert by_type[ev.ResidencySampled].frozen_bytes == 4
     assert by_type[ev.ResidencySampled].packed_bytes == 5
     assert by_type[ev.MovesMade].total == 9
-
-
-def test_a_gauge_that_fails_once_is_told_of_and_sampled_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    thread, kept = gauges()
-    memory, calls = thread.memory, []
-
-    def fails_first() -> ev.MemorySampled:
-        calls.append(1)
-        if len(calls) == 1:
-            raise OSError("no /proc")
-        return memory()
-
-    monkeypatch.setattr(thread, "memory", fails_first)
-    thread.start()
-    until_s = time.monotonic() + 20
-    while not any(isinstance(event, ev.MemorySampled) for event in kept.events):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-    thread.close()
-    (told,) = (event for event in kept.events if isinstance(event, ev.LogWritten))
-    assert "memory" in told.text and "no /proc" in told.text
-    assert isinstance(kept.events[0], ev.Heartbeat)
-
-
-def test_rates_are_the_bytes_between_two_samples() -> None:
-    window = TrafficWindow(10.0, 100, 0, 0, 50)
-    event, window = window.after(12.0, 300, 40, 0, 50)
-    assert (event.h2d_bytes_per_s, event.d2h_bytes_per_s) == (100.0, 20.0)
-    assert event.disk_written_bytes_per_s == 0.0
-    event, _ = window.after(13.0, 300, 40, 10, 50)
-    assert event.h2d_bytes_per_s == 0.0
-    assert event.disk_read_bytes_per_s == 10.0
-    assert event.h2d_bytes == 300

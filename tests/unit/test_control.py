@@ -222,3 +222,23 @@ def test_a_trainer_that_does_not_answer_in_time_is_said_so(path: Path) -> None:
     assert not answered.is_set(), "nobody waited for the answer"
     may_answer.set()
     server.close()
+
+
+def test_an_answer_that_trickles_forever_ends_at_the_timeout(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        stop = threading.Event()
+
+        def trickle() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while not stop.wait(0.05):
+                    connection.send(b" ")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        with pytest.raises(NotReachable, match="did not answer"):
+            send_command(path, "pause", timeout_s=0.5)
+        stop.set()
+        thread.join()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
-from fluxtrain.data.reading.request import read_request
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
 from fluxtrain.files.atomic import check_space, storage_error
 from fluxtrain.files.temporary import moved_by, temporary_folder, written_in
@@ -70,19 +66,6 @@ def test_a_library_that_cannot_write_its_cache_is_told_with_its_variable(
     assert type(told) is kind
     assert "set TRITON_CACHE_DIR to a folder on another disk" in str(told)
     assert "--run-dir" not in str(told)
-
-
-def test_a_kernel_that_finds_no_room_in_its_cache_is_told_without_a_name_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: dict[str, Any] = {"__name__": "triton.runtime.cache", "refused": FULL}
-    exec("def put(): raise refused", written)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with pytest.raises(OSError, match="No space") as caught:
-        written["put"]()
-    told = as_told(caught.value)
-    assert isinstance(told, NoSpace)
-    assert f"{tmp_path}; " in str(told) and "set TRITON_CACHE_DIR" in str(told)
 
 
 def test_a_run_in_the_temporary_folder_is_not_told_to_take_another_run_dir(temporary: Path) -> None:
@@ -143,18 +126,3 @@ def test_what_a_library_cannot_write_there_is_told(nearly_full: Path) -> None:
         written_in(folder, "files"),
     ):
         open(nearly_full / "elsewhere")  # noqa: SIM115 - it is not there
-
-
-def packed_table(tmp_path: Path) -> Path:
-    table = tmp_path / "table.parquet"
-    texts = [os.urandom(200).hex() for _ in range(200)]
-    parquet.write_table(pa.table({"text": texts}), table, compression="none")
-    packed = table.with_suffix(".parquet.gz")
-    packed.write_bytes(gzip.compress(table.read_bytes()))
-    return packed
-
-
-def test_a_packed_table_that_cannot_be_unpacked_is_told(nearly_full: Path, tmp_path: Path) -> None:
-    packed = packed_table(tmp_path)
-    with pytest.raises(NoSpace, match=rf"{packed}, unpacked, in {nearly_full} .* set TMPDIR"):
-        list(read_request({"path": str(packed)}).corpus())

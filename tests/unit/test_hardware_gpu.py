@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.events.answers.machine import Gpu, GpuProcess
-from fluxtrain.machine.gpu import Gpus, check_accelerator, read_gpus
+from fluxtrain.machine.gpu import Gpus, check_accelerator, own_process_bytes, read_gpus
 from fluxtrain.units import GIB
 
 
@@ -20,95 +22,60 @@ class DriverError(Exception):
     """What NVML raises."""
 
 
+ANSWERS: dict[str, Callable[..., Any]] = {  # of NVML about two cards, by their handles
+    "SystemGetDriverVersion": lambda: b"580.65.06",
+    "DeviceGetHandleByIndex": lambda index: index,
+    "DeviceGetName": lambda at: ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060")[at],
+    "DeviceGetUUID": lambda at: f"MIG-cccc-{at}" if at >= 100 else ("GPU-aaaa-1", "GPU-bbbb-2")[at],
+    "DeviceGetMemoryInfo": lambda at: SimpleNamespace(
+        total=(24, 12)[at] * GIB, free=(20, 11)[at] * GIB
+    ),
+    "DeviceGetCudaComputeCapability": lambda at: (8, (9, 6)[at]),
+    "DeviceGetMaxPcieLinkGeneration": lambda at: 4,
+    "DeviceGetCurrPcieLinkWidth": lambda at: (16, 8)[at],
+    "DeviceGetGpuMaxPcieLinkGeneration": lambda at: (4, 5)[at],
+    "DeviceGetMaxPcieLinkWidth": lambda at: 16,
+    "DeviceGetPowerManagementLimit": lambda at: (300_000, 170_000)[at],
+    "DeviceGetPowerManagementDefaultLimit": lambda at: (450_000, 170_000)[at],
+    "DeviceGetPciInfo": lambda at: SimpleNamespace(busId=f"00000000:0{at + 1}:00.0"),
+    "DeviceGetMaxMigDeviceCount": lambda at: 7,
+}
+
+
 @dataclass
 class Driver:
     """NVML with cards of our making; `refuses` names the functions that fail."""
 
-    cards: int = 2
     split: tuple[int, ...] = ()  # cards whose MIG mode is on
     refuses: tuple[str, ...] = ()
+    computing: tuple[dict[int, int | None], ...] = ({os.getpid(): GIB, 7: 2 * GIB}, {})
+    drawing: tuple[dict[int, int | None], ...] = ({3: None}, {})
     NVMLError = DriverError
     open_count: int = 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._answer, name)
+
+    def _answer(self, name: str, *given: int) -> Any:
+        what = name.removeprefix("nvml")
+        mig_slice = what == "DeviceGetMigDeviceHandleByIndex" and given[1] in (0, 2)
         if name in self.refuses:
-
-            def refuse(*_: object) -> None:
-                raise DriverError("Not Supported")
-
-            return refuse
-        try:
-            return getattr(type(self), f"answer_{name}").__get__(self)
-        except AttributeError:
-            raise AttributeError(name) from None
-
-    def answer_nvmlInit(self) -> None:  # noqa: N802 - named as the library names it
-        self.open_count += 1
-
-    def answer_nvmlShutdown(self) -> None:  # noqa: N802
-        self.open_count -= 1
-
-    def answer_nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
-        return b"580.65.06"
-
-    def answer_nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return self.cards
-
-    def answer_nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def answer_nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
-        return ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060")[handle]
-
-    def answer_nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"MIG-cccc-{handle}" if handle >= 100 else ("GPU-aaaa-1", "GPU-bbbb-2")[handle]
-
-    def answer_nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(total=(24, 12)[handle] * GIB, free=(20, 11)[handle] * GIB)
-
-    def answer_nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
-        return (8, (9, 6)[handle])
-
-    def answer_nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:  # noqa: N802
-        return 4
-
-    def answer_nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
-        return (16, 8)[handle]
-
-    def answer_nvmlDeviceGetGpuMaxPcieLinkGeneration(self, handle: int) -> int:  # noqa: N802
-        return (4, 5)[handle]
-
-    def answer_nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
-        return 16
-
-    def answer_nvmlDeviceGetPowerManagementLimit(self, handle: int) -> int:  # noqa: N802
-        return (300_000, 170_000)[handle]
-
-    def answer_nvmlDeviceGetPowerManagementDefaultLimit(self, handle: int) -> int:  # noqa: N802
-        return (450_000, 170_000)[handle]
-
-    def answer_nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(busId=f"00000000:0{handle + 1}:00.0")
-
-    def answer_nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:  # noqa: N802
-        if handle not in self.split:
             raise DriverError("Not Supported")
-        return (1, 1)
-
-    def answer_nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:  # noqa: N802
-        return 7
-
-    def answer_nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, number: int) -> int:  # noqa: N802
-        if number not in (0, 2):
-            raise DriverError("Not Found")
-        return 100 + number
-
-    def answer_nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
-        mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=GIB)
-        return [mine, SimpleNamespace(pid=7, usedGpuMemory=2 * GIB)] if handle == 0 else []
-
-    def answer_nvmlDeviceGetGraphicsRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
-        return [SimpleNamespace(pid=3, usedGpuMemory=None)] if handle == 0 else []
+        if what in ("Init", "Shutdown"):
+            self.open_count += 1 if what == "Init" else -1
+            return None
+        if what == "DeviceGetCount":
+            return len(self.computing)
+        if what in ("DeviceGetComputeRunningProcesses", "DeviceGetGraphicsRunningProcesses"):
+            held = self.computing if "Compute" in what else self.drawing
+            return [SimpleNamespace(pid=p, usedGpuMemory=n) for p, n in held[given[0]].items()]
+        if what == "DeviceGetMigMode" and given[0] in self.split:
+            return (1, 1)
+        if mig_slice:
+            return 100 + given[1]
+        if what not in ANSWERS:
+            raise DriverError("Not Supported")
+        return ANSWERS[what](*given)
 
 
 @pytest.fixture
@@ -250,3 +217,37 @@ def test_without_a_gpu_the_cpu_is_chosen_with_the_reason_and_cuda_is_refused() -
     )
     with pytest.raises(BadInput, match=r"device=cuda, but no NVIDIA GPU"):
         check_accelerator(False, "cuda", gpus=NONE)
+
+
+# --- what this process holds ----------------------------------------------------------------------
+
+ME = 4_000_001  # above what the kernel gives out, so that nobody here has it
+HOST = 4_000_002  # what the host calls this process
+STRANGER = 4_000_003
+
+
+@pytest.mark.parametrize(
+    ("computing", "drawing", "held"),
+    [
+        (({ME: 2 * GIB, STRANGER: 5 * GIB}, {ME: GIB}), ({ME: 2 * GIB}, {}), 3 * GIB),
+        (({HOST: GIB}, {HOST: GIB}), ({}, {}), 2 * GIB),  # alone, under a number of nobody here
+        (({HOST: GIB, STRANGER: GIB},), ({},), None),
+        (({os.getppid(): GIB},), ({},), None),
+        (({ME: None},), ({},), None),
+    ],
+)
+def test_the_memory_of_this_process_counts_on_every_card_and_no_others_does(
+    computing: tuple[dict[int, int | None], ...], drawing: tuple[dict[int, int | None], ...],
+    held: int | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = Driver(computing=computing, drawing=drawing)
+    assert own_process_bytes(driver, ME) == held
+    assert driver.open_count == 0
+
+
+@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetComputeRunningProcesses"])
+def test_a_driver_that_does_not_answer_is_unknown_memory(refused: str) -> None:
+    driver = Driver(refuses=(refused,))
+    assert own_process_bytes(driver, os.getpid()) is None
+    assert driver.open_count == 0

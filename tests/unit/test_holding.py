@@ -8,8 +8,7 @@ import pytest
 
 from fluxtrain.errors import BadInput
 from fluxtrain.events.run_folder.control import ControlServer
-from fluxtrain.events.run_folder.holding import Holding
-from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import Holding, RunDir
 
 
 @pytest.fixture

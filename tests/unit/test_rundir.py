@@ -9,19 +9,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_NO_SPACE, BadInput, NoSpace
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_NO_SPACE, BadInput
 from fluxtrain.events.emitter import Emitter
 from fluxtrain.events.events import Done, Failed
 from fluxtrain.events.run_folder.process import ProcessMark
 from fluxtrain.events.run_folder.run_dir import RunDir, runs_root
-from fluxtrain.files import atomic
 
 Make = Callable[..., Any]
 
@@ -84,13 +82,6 @@ def child(program: str, *arguments: object) -> subprocess.Popen[str]:
 def done(**fields: Any) -> Done:
     values = {"exit_code": 0, "step": 9, "seconds": 1.0, "loss": 2.0, "evaluation_loss": None}
     return Done(**(values | {"model_path": None} | fields))
-
-
-def test_runs_that_start_in_the_same_second_get_their_own_directories(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        runs = list(pool.map(lambda _: RunDir.create(tmp_path / "a" / "b", "Demo"), range(40)))
-    assert len({run.path for run in runs}) == 40
-    assert all(run.path.is_dir() and "-demo" in run.run_id for run in runs)
 
 
 @pytest.mark.parametrize(
@@ -209,21 +200,6 @@ print(json.dumps([answers, sorted(path.name for path in run.path.iterdir())]))
     for _, message in answers:
         assert str(folder) in message and "free" in message and "KiB" in message
     assert left == ["pid"]  # the half-written file is gone
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_new_one(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.write_json(run.result, {"exit_code": 0})
-
-    def no_space(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(NoSpace, match=r"result\.json: No space left .* needed, .* free"):
-        run.write_json(run.result, {"exit_code": 1})
-    assert atomic.read_json(run.result) == {"exit_code": 0}
-    assert [path.name for path in run.path.iterdir()] == ["result.json"]
 
 
 def test_the_state_follows_the_run(run: RunDir, make_step: Make) -> None:

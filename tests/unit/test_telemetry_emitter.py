@@ -87,23 +87,6 @@ def test_the_same_frames_reach_the_journal_and_the_pipe(
     assert reader.closed
 
 
-def test_the_journal_takes_a_gauge_of_each_kind_once_a_second(
-    journal: Path, make_memory: Make, make_step: Make
-) -> None:
-    clock = Clock()
-    emitter = Emitter(journal, clock=clock)
-    for tenth in range(35):  # 3.5 s at 10 Hz
-        clock.now_s = 1000 + tenth / 10 + 1e-6 * tenth
-        emitter.emit(make_memory())
-        emitter.emit(Heartbeat(phase="training", step=tenth))
-        emitter.emit(make_step(tenth))
-    emitter.close()
-    kinds = [type(event).__name__ for event in read_events(journal)]
-    assert kinds.count("MemorySampled") == kinds.count("Heartbeat") == 4
-    assert kinds.count("StepFinished") == 35
-    assert_no_gap(journal)
-
-
 def test_the_journal_of_a_finished_run_ends_with_the_last_sample_of_every_gauge(
     journal: Path, make_memory: Make
 ) -> None:

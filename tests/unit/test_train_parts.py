@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,9 +69,6 @@ def test_the_estimate_is_the_mean_of_recent_steps(times_s: list[float], remainin
     assert 0 <= spread_s <= remaining * (max(recent) - min(recent)) + 1e-6
 
 
-# --- choices --------------------------------------------------------------------------------------
-
-
 # --- requests and signals -------------------------------------------------------------------------
 
 
@@ -98,14 +94,6 @@ def test_a_stop_wins_over_a_pause_and_refuses_what_comes_after() -> None:
     assert requests.stop_code == 143
     assert not requests.paused
     assert requests.handle("resume", {}) == (False, "the run is stopping already")
-
-
-def test_a_waiting_loop_wakes_up_for_a_command() -> None:
-    requests = Requests()
-    requests.handle("pause", {})
-    threading.Timer(0.05, requests.handle, ("resume", {})).start()
-    requests.wait_for_change(timeout_s=10.0)
-    assert not requests.paused
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import signal
-import threading
 
 from fluxtrain.errors import BadInput
 
@@ -41,7 +39,6 @@ class LivePipe:
             ) from error
         os.set_inheritable(descriptor, False)
         widen_pipe(descriptor)
-        _survive_a_closed_pipe()
         self._descriptor: int | None = descriptor
         self._pending: dict[object, bytes] = {}  # in order; the key of a gauge is its type
         self.dropped = 0
@@ -84,10 +81,3 @@ class LivePipe:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
-
-
-def _survive_a_closed_pipe() -> None:
-    """Ignore SIGPIPE, as Python does from its start, in case a program restored the default."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL:
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)

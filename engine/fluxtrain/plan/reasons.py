@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fluxtrain.events.choices import setting_name
-from fluxtrain.events.events import CardLeftOut, ChoiceMade
+from fluxtrain.events.events import CardLeftOut, ChoiceMade, setting_name
 from fluxtrain.plan.capacity import CardsCapacity
 from fluxtrain.plan.dealing import EDGES_CARD
 from fluxtrain.plan.facts import ModelFacts

@@ -28,9 +28,8 @@ from fluxtrain.events.console import JsonConsole, PlainConsole, to_standard_outp
 from fluxtrain.events.emitter import Announcer, Emitter
 from fluxtrain.events.events import CommandAnswered, Done, Event, Failed
 from fluxtrain.events.run_folder.control import ControlServer
-from fluxtrain.events.run_folder.holding import Holding
 from fluxtrain.events.run_folder.own_files import refuse_odd_places
-from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.run_folder.run_dir import Holding, RunDir
 from fluxtrain.machine.failures import as_told, device_failure
 from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.observe.disk_wait import DiskWait

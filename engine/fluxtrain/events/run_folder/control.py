@@ -31,7 +31,7 @@ ANSWER_LIMIT_BYTES = 1 << 20
 CLIENT_IDLE_S = 30.0
 CLOSE_S = 1.0
 CLIENTS_LIMIT = 16
-BACKLOG = 16  # clients that wait to be let in
+BACKLOG = 128  # clients that wait to be let in
 CLIENT_PAUSE_S, ACCEPT_PAUSE_S = 0.1, 0.02  # all clients together take about 1 % of a core
 POLL_S = 0.1
 ADDRESS_LIMIT_BYTES = 100  # sun_path holds 108 with its NUL
@@ -210,7 +210,7 @@ def send_command(
         connection.settimeout(timeout_s)
         try:
             with _address_of_socket(path) as address:
-                _connect(connection, address, deadline_s)
+                connection.connect(address)
             connection.sendall(request)
             line = _receive_line(connection, deadline_s)
             return msgspec.json.decode(line, type=CommandAnswer)
@@ -228,18 +228,6 @@ def send_command(
             ) from error
         except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise NotReachable(f"cannot talk to the trainer of {path.parent}: {error}") from error
-
-
-def _connect(connection: socket.socket, address: str, deadline_s: float) -> None:
-    """Connect; where as many wait already as the system lets wait, try again until the deadline."""
-    while True:
-        try:
-            connection.connect(address)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline_s:
-                raise TimeoutError from None
-            time.sleep(0.02)
 
 
 def _receive_line(connection: socket.socket, deadline_s: float) -> bytes:
@@ -301,8 +289,8 @@ def _remove_dead_socket(path: Path) -> None:
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)
             return
-        except BlockingIOError:
-            pass  # as many clients wait for it as may
+        except BlockingIOError:  # as many clients wait for it as may
+            pass
     raise BadInput(f"another trainer answers at {path}: attach to it, or stop it first")
 
 

@@ -16,7 +16,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import DoesNotFit, FluxTrainError
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import CheckpointWritten
-from fluxtrain.events.run_folder.holding import Holding
+from fluxtrain.events.run_folder.run_dir import Holding
 from fluxtrain.files.cache import Damaged
 from fluxtrain.machine.failures import as_told, first_line
 from fluxtrain.train.checkpoint.background import BackgroundWrite

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from fluxtrain.errors import BadInput
-from fluxtrain.events.choices import setting_name
+from fluxtrain.events.events import setting_name
 from fluxtrain.plan.group_placement import GroupPlacement
 
 SettingName = Literal[
