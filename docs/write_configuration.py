@@ -21,7 +21,7 @@ nearest known one, and `auto` means that FluxTrain chooses from what it measures
 fluxtrain train run.yaml                        # train
 fluxtrain train run.yaml --set train.steps=500  # any key can be set on the command line
 fluxtrain train --set model.path=M --set data.path=D    # with these two no file is needed
-fluxtrain plan run.yaml                         # every setting, every choice and its reason
+fluxtrain plan run.yaml --all                   # every setting, every choice and its reason
 fluxtrain schema                                # the JSON schema, for editors
 ```
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.main import get_command
 
+import fluxtrain
 from fluxtrain.commands import init_cli, options, result_cli
 from fluxtrain.commands.interrupts import ImmediateInterrupts
 from fluxtrain.commands.options import (
@@ -28,6 +29,7 @@ from fluxtrain.commands.options import (
     Whole,
     chosen_config,
     folder_of,
+    nothing_named,
     overrides_of,
 )
 from fluxtrain.commands.output import complain, hush_libraries, leave, print_json, say, silent, tell
@@ -55,6 +57,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        say(f"fluxtrain {fluxtrain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="tell it and end"),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(epilog=EXIT_CODES)
@@ -89,7 +107,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     overrides = overrides_of(sets, steps, device)
     chosen = chosen_config(config, demo, overrides)
     if chosen is None and resume is None and run_dir is None:
-        raise BadInput("nothing to train: name a CONFIG.yaml, or use --demo")
+        raise nothing_named("train", overrides)
     found = find(resume, run_dir, chosen)
     if chosen is None:
         assert found is not None, "either the configuration or the run is named"
@@ -123,7 +141,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 
 
 @app.command(epilog=EXIT_CODES)
-def plan(  # noqa: PLR0917 - typer reads the options from the signature
+def plan(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     config: Config = None,
     demo: Demo = False,
     sets: Sets = None,
@@ -135,11 +153,14 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="where it would live, for its disk")
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--all", help="show every choice with its reason, and every setting")
+    ] = False,
     json: Json = False,
     progress: Progress = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a run would do and need, how long it takes, and why."""
+    """Show what a run would do and need, and how long it takes."""
     chosen = _named_config("plan", config, demo, overrides_of(sets, steps, device))
     with ImmediateInterrupts():
         from fluxtrain.commands.preview import preview, table
@@ -151,7 +172,7 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     if json:
         print_json(found)
     else:
-        say(table(found))
+        say(table(found, whole=whole))
 
 
 @app.command(epilog=EXIT_CODES)
@@ -163,7 +184,10 @@ def inspect(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
+    """Show the data as the model will see it.
+
+    Samples, what is learnt of them, and lengths.
+    """
     chosen = _named_config("inspect", config, demo, overrides_of(sets, None, None))
     with ImmediateInterrupts():
         from fluxtrain.commands import inspection
@@ -184,7 +208,10 @@ def dry_run(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train three real steps, show predicted against measured, and leave nothing behind."""
+    """Train three real steps and leave nothing behind.
+
+    Shows what the plan predicts beside what was measured.
+    """
     chosen = _named_config("try", config, demo, overrides_of(sets, None, device))
     with ImmediateInterrupts():
         from fluxtrain.commands import dry_run as trial
@@ -214,7 +241,10 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Export a trained adapter, or merge it into its base. Nothing is written if a check fails."""
+    """Export a trained adapter, or merge it into its base.
+
+    Nothing is written if a check fails.
+    """
     with ImmediateInterrupts():
         from fluxtrain.commands.pages import export_page
         from fluxtrain.results.export.adapter_export import export as exported
@@ -260,9 +290,10 @@ def doctor(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Tell what is slow here and what to change, test the engine, list the versions.
+    """Tell what is slow here, and test the engine.
 
-    Ends with exit code 0 when all self-tests pass, with 1 when one fails.
+    Lists what to change and all versions as well. Ends with exit code 0 when all self-tests pass,
+    with 1 when one fails.
     """
     with ImmediateInterrupts():
         from fluxtrain.commands.doctor.examine import examine
@@ -290,9 +321,9 @@ def trace(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write a Perfetto trace of a run's last 256 steps, or say where their time went.
+    """Write a Perfetto trace of a run's last 256 steps.
 
-    Works while the run trains, and after whatever ended it.
+    Or say where their time went. Works while the run trains, and after whatever ended it.
     """
     from fluxtrain.events.trace.export import exported, summarised
 
@@ -347,7 +378,10 @@ def apply(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Change a running training between two steps; what it is worth is measured and told."""
+    """Change a running training between two steps.
+
+    What it is worth is measured and told.
+    """
     name, _, value = change.partition("=")
     if not name or not value:
         raise BadInput(f"{change!r} is no change: write it as in chunk_rows=8")
@@ -396,5 +430,5 @@ def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]
     """Return `chosen_config`; raise BadInput if nothing was named."""
     chosen = chosen_config(path, demo, overrides)
     if chosen is None:
-        raise BadInput(f"nothing to {verb}: name a CONFIG.yaml, or use --demo")
+        raise nothing_named(verb, overrides)
     return chosen

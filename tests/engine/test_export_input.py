@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.models import export as saving
 from fluxtrain.models.loading import ModelSource, load_model
+from fluxtrain.results.export.chosen_base import ExportRequest, base_name_of
+from fluxtrain.results.export.source import find_adapter
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]
@@ -194,3 +196,8 @@ def test_an_adapter_beside_a_model_is_never_loaded_with_it(
     with pytest.raises(BadInput, match="holds a model and an adapter of .* move .* away"):
         load_model(ModelSource(path=str(base)))
     refused(adapter, "holds a model and an adapter", tmp_path)
+
+
+def test_a_base_is_named_without_detours(base: Path, adapter: Path) -> None:
+    request = ExportRequest(named=str(adapter), base=str(base / ".." / base.name))
+    assert base_name_of(request, find_adapter(str(adapter))) == str(base.resolve())

@@ -37,12 +37,19 @@ def test_the_plan_names_every_setting_and_gives_every_choice_a_reason() -> None:
     assert names <= {setting.key for setting in settings(config)}, "what a user can write"
     assert all(choice.because for choice in plan.choices)
     assert plan.steps == 400
-    text = table(plan)
+    short = table(plan)
+    assert len(short.splitlines()) < 20 and "--all" in short and "train.seed" not in short
+    text = table(plan, whole=True)
     for setting in settings(config):
         assert setting.key in text
         assert setting.description in text
     assert "* train.steps" in text
     assert "  train.seed" in text
+
+
+def test_cards_of_a_machine_without_a_gpu_are_told_to_be_none() -> None:
+    two = table(preview(demo_config(["parallel.cards=2", "placement.device=cpu"])))
+    assert "card 1: " in two and "there is no GPU: these cards are parts of the CPU" in two
 
 
 def test_the_plan_of_a_run_is_what_was_shown_before(run_config: MakeConfig, tmp_path: Path) -> None:

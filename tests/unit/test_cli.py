@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_NO_SPACE
+import fluxtrain
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
 from fluxtrain.events.run_folder.run_dir import RunDir
 
 EXIT_CODES = ("0 finished", "1 a bug", "2 bad", "3 does not fit", "4 diverged", "5 no space")
@@ -31,6 +32,22 @@ def test_the_help_documents_every_exit_code(tmp_path: Path, arguments: list[str]
     words = " ".join(said.stdout.split())
     for text in (*EXIT_CODES, "130 interrupted", "143 terminated"):
         assert text in words
+
+
+def test_the_version_is_told_and_no_line_of_the_help_is_cut(tmp_path: Path) -> None:
+    told = command("--version", folder=tmp_path)
+    assert (told.returncode, told.stdout) == (0, f"fluxtrain {fluxtrain.__version__}\n")
+    lines = command("--help", folder=tmp_path).stdout.splitlines()[1:]
+    assert {line.split()[0] for line in lines if line.endswith("...")} <= {"init"}
+
+
+@pytest.mark.parametrize("name", ["plan", "train", "dry-run"])
+def test_a_misspelt_setting_is_told_before_a_configuration_that_is_missing(
+    name: str, tmp_path: Path
+) -> None:
+    told = command(name, "--set", "data.pth=x", folder=tmp_path)
+    assert told.returncode == EXIT_BAD_INPUT
+    assert told.stderr == "error: --set: unknown key data.pth, did you mean data.path?\n"
 
 
 def test_the_help_comes_at_once(tmp_path: Path) -> None:

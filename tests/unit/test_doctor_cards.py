@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.commands.doctor.several_cards import several_cards_findings
+from fluxtrain.commands.doctor.card_findings import several_cards_findings
 from fluxtrain.events.answers.machine import TOGETHER, Card, ProbeAnswer, Rate
 from fluxtrain.machine.disk import read_disk
 from fluxtrain.machine.seen_cards import cards_seen

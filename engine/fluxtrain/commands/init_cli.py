@@ -56,9 +56,10 @@ def verify_resume(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Prove that a resume gives the same run here, bit for bit; nothing is kept.
+    """Prove that a resumed run is the same here, bit for bit.
 
-    Ends with exit code 0 when losses, weights and optimizer states are equal, with 6 when not.
+    Nothing is kept. Ends with exit code 0 when losses, weights and optimizer states are equal,
+    with 6 when not.
     """
     chosen = options.chosen_config(config, demo, options.overrides_of(sets, None, device))
     if chosen is None:

@@ -44,6 +44,17 @@ def chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunCon
     return chosen
 
 
+def nothing_named(verb: str, overrides: list[str]) -> BadInput:
+    """Return the error of a command that lacks a configuration; a wrong override is told first."""
+    from fluxtrain.config.schema import validate
+    from fluxtrain.config.text import apply_overrides
+
+    validate(apply_overrides({}, overrides), "--set")
+    return BadInput(
+        f"nothing to {verb}: name a CONFIG.yaml (`fluxtrain init` writes one), or use --demo"
+    )
+
+
 Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
 Demo = Annotated[bool, typer.Option("--demo", help="a small model on text that every Python has")]
 Sets = Annotated[

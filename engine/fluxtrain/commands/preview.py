@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fluxtrain.config.choices import Schedule, choose_schedule
+from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, settings
 from fluxtrain.core.guards.wrap_checks import refuse_several_processes
 from fluxtrain.data.batches import refuse_larger_step
 from fluxtrain.data.prepare import check_sequence_length, corpora
-from fluxtrain.data.reading.request import ReadRequest, read_request
+from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.reading.sampling import estimated_tokens
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.machine import Machine
@@ -34,7 +34,6 @@ from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import Placement
 from fluxtrain.train.inputs import DEMO
 from fluxtrain.train.placing.forecast import (
-    Forecast,
     card_lines,
     forecast_of,
     plan_lines,
@@ -59,6 +58,7 @@ from fluxtrain.train.placing.snapshot import snapshot_of
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
+_NO_CARDS = "there is no GPU: these cards are parts of the CPU, to try several cards without any"
 DEMO_TOKENS = 510_000  # about the docstrings of the standard library
 
 
@@ -84,14 +84,18 @@ def preview(
     config, first, chosen = _first_samples(config, elsewhere)
     model, (dtype, *targets), copied = _empty_model(config, elsewhere, device.value)
     facts = model_facts_for(config, model, model.config)
+    asked_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:
-        constants = _known(config, facts, machine, device.value, per_s)
+        constants = known_constants(
+            facts, machine, device.value, asked_rows, per_s,
+            in_backward=optimizer_in_backward(config, facts),
+        )  # fmt: skip
     facts = constants.applied(facts)
     rows, read = _rows_and_form(config, first, packs=takes_positions(model))
     placement = decide(
         config, facts, machine, device.value,
-        batch_rows=None if config.train.batch_rows == "auto" else config.train.batch_rows,
+        batch_rows=asked_rows,
         data_rows=max(1, rows // config.train.accumulation),
         capacity=capacity,
         elsewhere=elsewhere.cards if elsewhere and device.value == "cuda" else None,
@@ -107,21 +111,55 @@ def preview(
         estimated=_is_estimate(first),
     )
     snapshot = snapshot_of(config, facts, placement, where.host_available_bytes)
-    answer = _answer(
-        config,
-        forecast_of(config, facts, placement, where, constants),
-        model=_told_model(config, model, dtype.value, facts.layers),
-        method=_told_method(config, model, facts),
-        machine=elsewhere.line if elsewhere else machine.line(),
+    forecast = forecast_of(config, facts, placement, where, constants)
+    fit = first.fit(config.data.row_tokens) if first else None
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    steps = schedule.total_steps
+    answer = PlanAnswer(
+        model=PlannedModel(
+            name=Path(config.model.path).name,
+            parameters=parameters,
+            blocks=facts.layers,
+            dtype=dtype.value,
+        ),
+        method=_planned_method(config, model, facts),
+        device="cuda" if where.has_gpu else "cpu",
+        layout=planned_layout(facts, forecast.layout),
+        accumulation=config.train.accumulation,
+        sequence_length=config.data.row_tokens,
+        notes=(
+            *schedule.told,
+            *(first.told(config.data.row_tokens) if first else ()),
+            *(first.few_held_out(config.data) if first else ()),
+            *([_NO_CARDS] if placement.told_cards and not where.has_gpu else ()),
+        ),
+        fitting_share=fit.share if fit else None,
+        samples=counted(fit) if fit else None,
+        device_bytes=placement.need.shown_device_bytes(has_gpu=where.has_gpu),
+        device_budget_bytes=placement.budget_bytes,
+        need=asdict(placement.need),
+        host_bytes=placement.host_bytes,
+        process_bytes=placement.process_bytes,
         host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
+        disk_bytes=forecast.disk_bytes,
+        checkpoint_bytes=forecast.checkpoint_bytes,
         estimated_rows=rows,
-        first=first,
-        schedule=schedule,
+        rows_estimated=_is_estimate(first),
+        steps=steps,
+        machine=elsewhere.line if elsewhere else machine.line(),
+        predicted=forecast.time(steps),
+        predicted_because=forecast.because,
+        timing=constants.timing,
+        plans=forecast.options(steps),
         choices=(
             device, dtype, *read, *chosen, *targets, *placement.choices,
             *page_locks_planned(facts, placement, device.value, per_s), *schedule.choices,
             snapshot.choice(config.train.checkpoint_every),
         ),
+        settings=tuple(settings(config)),
+        config=config.model_dump(mode="json"),
+        cards=placement.told_cards,
+        left_out=placement.left_out,
     )  # fmt: skip
     return snapshot.counted_in(answer)
 
@@ -134,7 +172,7 @@ def _rows_and_form(
     Raises BadInput for a step of more rows, as the run does.
     """
     data, batch = config.data, config.train.batch_rows
-    corpus = None if data.path == DEMO else corpora(_request(config))[0]
+    corpus = None if data.path == DEMO else corpora(read_request(data.model_dump()))[0]
     if first is not None:
         rows = first.rows(data, packs=packs)
     else:
@@ -155,74 +193,17 @@ def _is_estimate(first: FirstSamples | None) -> bool:
     return first is None or not first.is_all
 
 
-def _told_model(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) -> PlannedModel:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    name = Path(config.model.path).name
-    return PlannedModel(name=name, parameters=parameters, blocks=blocks, dtype=dtype)
-
-
-def _told_method(config: RunConfig, model: PreTrainedModel, facts: ModelFacts) -> PlannedMethod:
+def _planned_method(config: RunConfig, model: PreTrainedModel, facts: ModelFacts) -> PlannedMethod:
     method, asked = method_of(config), config.method
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return PlannedMethod(
         name=asked.name,
         rank=None if asked.name == "full" else asked.rank,
-        trained_parameters=trained,
+        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         trained_bytes=facts.trained_bytes,
         frozen_bytes=facts.frozen_bytes,
         packed_bytes=facts.packed_bytes,
         storage=method.frozen_storage(asked),
         saved_bytes=method.saved_bytes(facts),
-    )
-
-
-def _answer(
-    config: RunConfig,
-    forecast: Forecast,
-    *,
-    model: PlannedModel,
-    method: PlannedMethod,
-    machine: str,
-    host_limit_bytes: int | None,
-    estimated_rows: int,
-    first: FirstSamples | None,
-    schedule: Schedule,
-    choices: tuple[ChoiceMade, ...],
-) -> PlanAnswer:
-    placement, steps, data = forecast.placement, schedule.total_steps, config.data
-    fit = first.fit(data.row_tokens) if first else None
-    notes = [*first.told(data.row_tokens), *first.few_held_out(data)] if first else []
-    return PlanAnswer(
-        model=model,
-        method=method,
-        device="cuda" if forecast.capacity.has_gpu else "cpu",
-        layout=planned_layout(forecast.facts, forecast.layout),
-        accumulation=config.train.accumulation,
-        sequence_length=config.data.row_tokens,
-        notes=(*schedule.told, *notes),
-        fitting_share=fit.share if fit else None,
-        samples=counted(fit) if fit else None,
-        device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.capacity.has_gpu),
-        device_budget_bytes=placement.budget_bytes,
-        need=asdict(placement.need),
-        host_bytes=placement.host_bytes,
-        process_bytes=placement.process_bytes,
-        host_limit_bytes=host_limit_bytes,
-        disk_bytes=forecast.disk_bytes,
-        checkpoint_bytes=forecast.checkpoint_bytes,
-        estimated_rows=estimated_rows,
-        rows_estimated=_is_estimate(first),
-        steps=steps,
-        machine=machine,
-        predicted=forecast.time(steps),
-        predicted_because=forecast.because,
-        timing=forecast.constants.timing,
-        plans=forecast.options(steps),
-        choices=choices,
-        settings=tuple(settings(config)),
-        config=config.model_dump(mode="json"),
-        cards=placement.told_cards,
-        left_out=placement.left_out,
     )
 
 
@@ -244,23 +225,10 @@ def _first_samples(
     return config, first, chosen
 
 
-def _known(
-    config: RunConfig,
-    facts: ModelFacts,
-    machine: Machine,
-    device: str,
-    per_s: Mapping[str, float | None],
-) -> Constants:
-    rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
-    return known_constants(
-        facts, machine, device, rows, per_s, in_backward=optimizer_in_backward(config, facts)
-    )
-
-
-def table(plan: PlanAnswer) -> str:
-    """Format the plan for people: what it needs, every choice with its reason, every setting."""
+def table(plan: PlanAnswer, *, whole: bool = False) -> str:
+    """Format the plan for people: what it needs; if `whole`, every choice with its reason and every
+    setting as well."""
     model = plan.model
-    named = max((len(choice.name) for choice in plan.choices), default=0)
     lines = [
         f"{model.name}: {count_text(model.parameters)} parameters in {model.blocks} blocks, "
         f"{model.dtype}; {plan.machine}",
@@ -271,6 +239,11 @@ def table(plan: PlanAnswer) -> str:
         *plan_lines(plan),
         *plan.notes,
         "",
+    ]
+    if not whole:
+        return "\n".join([*lines, "--all shows every choice with its reason, and every setting"])
+    named = max((len(choice.name) for choice in plan.choices), default=0)
+    lines += [
         "chosen",
         *(f"  {c.name:<{named}} {c.value:<12} {c.because}" for c in plan.choices),
         "",
@@ -309,11 +282,9 @@ def _capacity(config: RunConfig, elsewhere: PlannedMachine | None, device: str) 
     """Return the capacity of another machine; None: this machine's counts."""
     if elsewhere is None:
         return None
-    return (
-        elsewhere.capacity
-        if device == "cuda"
-        else replace(elsewhere.capacity, device_free_bytes=None)
-    )
+    if device == "cuda":
+        return elsewhere.capacity
+    return replace(elsewhere.capacity, device_free_bytes=None)
 
 
 def _empty_model(
@@ -334,10 +305,6 @@ def _empty_model(
     return model, (dtype_choice(empty.precision), *targets), empty.copied
 
 
-def _request(config: RunConfig) -> ReadRequest:
-    return read_request(config.data.model_dump())
-
-
 def _host_limit(capacity: Capacity, placement: Placement, here: Machine | None) -> int | None:
     """Return the bytes that the whole process may take; here it holds a part of them already."""
     available = capacity.host_available_bytes
@@ -355,6 +322,6 @@ def _shown(value: Any) -> str:
     if value is None:
         return "-"
     if not isinstance(value, tuple):
-        return str(value)
+        return f"{value:g}" if isinstance(value, float) else str(value)
     text = ", ".join(map(str, value))  # a number is how many, in brackets it is which
     return f"[{text}]" if value and all(isinstance(one, int) for one in value) else text

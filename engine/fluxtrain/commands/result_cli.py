@@ -34,7 +34,10 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Compute the loss and the perplexity of a model on data, also of one larger than the card."""
+    """Compute the loss and the perplexity of a model on data.
+
+    The model may be larger than the card.
+    """
     from fluxtrain.results.naming import refuse_missing
 
     refuse_missing(model)
@@ -81,7 +84,10 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     json: options.JsonLines = False,
     debug: options.Debug = False,
 ) -> None:
-    """Chat with a model in the terminal, answer one prompt, or those of a file in batches."""
+    """Chat with a model, or answer one prompt or a file of them.
+
+    A chat reads standard input line by line, so a text can be piped into it too.
+    """
     from fluxtrain.results.naming import refuse_missing
 
     refuse_missing(model)

@@ -72,6 +72,11 @@ def _few_steps(settings: TrainSettings, total: int, steps_per_epoch: int) -> tup
 def _steps(settings: TrainSettings, steps_per_epoch: int, about: str) -> tuple[int, str]:
     if settings.steps is not None:
         epochs = settings.steps / steps_per_epoch
-        return settings.steps, f"as set; {epochs:.2g} epochs of {about}{steps_per_epoch} steps"
+        of = _epochs(f"{epochs:.2g}")
+        return settings.steps, f"as set; {of} of {about}{steps_per_epoch} steps"
     total = max(1, math.ceil(settings.epochs * steps_per_epoch))
-    return total, f"{settings.epochs:g} epochs of {about}{steps_per_epoch} steps"
+    return total, f"{_epochs(f'{settings.epochs:g}')} of {about}{steps_per_epoch} steps"
+
+
+def _epochs(count: str) -> str:
+    return f"{count} epoch{'s' * (count != '1')}"

@@ -55,19 +55,6 @@ class EvaluationRequest:
                 raise BadInput(f"--set {override}: only settings of the data, as data.format=plain")
 
 
-_DIVERGED = (
-    "its training diverged, or its files were changed: use an earlier checkpoint, or download the "
-    "model again"
-)
-_BEYOND = {  # what it means that a loss is not finite, where the model computes in a dtype
-    "float16": "it computes numbers beyond the 65,504 of float16; use --dtype fp32 or bf16",
-    "bfloat16": "it computes numbers that are not finite; use --dtype fp32, which rounds less; "
-    f"where that says the same, {_DIVERGED}",
-    "float32": "its weights are finite, and what they compute is not, though it is in float32 "
-    f"already; {_DIVERGED}",
-}
-
-
 def evaluate_model(request: EvaluationRequest, tell: Tell) -> EvaluationAnswer:
     """Compute the loss; `tell` is called with the progress.
 
@@ -131,8 +118,11 @@ def _evaluated(
     result, count = _mean(opened, task, part, batch_rows, row_tokens, tell)
     if not math.isfinite(result.loss):
         dtype = opened.loaded.precision.dtype
+        wider = "" if dtype == "float32" else "use --dtype fp32, and if that says the same, "
         raise Diverged(
-            f"the loss of {opened.name} on {task.source} is {result.loss}: {_BEYOND[dtype]}"
+            f"the loss of {opened.name} on {task.source} is {result.loss}, computed in {dtype}: "
+            f"{wider}use an earlier checkpoint, or download the model again: its training diverged "
+            "or its files were changed"
         )
     return EvaluationAnswer(
         model=opened.name,

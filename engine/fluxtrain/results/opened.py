@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.core.wrap.target import compute_devices
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model, tokenizer_of_folder
@@ -43,18 +42,12 @@ class OpenedModel:
     found: FoundModel
     name: str
     base: str | None  # of an adapter
-    storage: StorageFormat  # of the base's large weights
     placed: str  # where its bytes are, in words
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self.engine.device.torch_device
-
-    @property
-    def run(self) -> RunConfig | None:
-        """The run that trained it, where it is one's result."""
-        return self.found.run
 
     def close(self) -> None:
         """Stop its threads; it is of no use afterwards."""
@@ -96,7 +89,6 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
         found=found,
         name=found.run_id or found.path,
         base=base.name if base else None,
-        storage=storage,
         placed=placed,
     )
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import get_args
 
 import fluxtrain
-from fluxtrain.commands.doctor.card_findings import card_findings
+from fluxtrain.commands.doctor.card_findings import card_findings, several_cards_findings
 from fluxtrain.commands.doctor.host_findings import host_findings
-from fluxtrain.commands.doctor.several_cards import several_cards_findings
 from fluxtrain.events.answers.machine import DoctorAnswer, Finding, Level, Machine, ProbeAnswer
 from fluxtrain.measure.probe.probe import probe
 

@@ -43,13 +43,9 @@ class BaseFiles:
 
     def stored_name(self, parameter: str) -> str | None:
         """Return the name in the files of a parameter, or of one that it is tied to."""
-        names = self.tied_to(parameter)
+        names = next((names for names in self.tied if parameter in names), (parameter,))
         by_parameter = {p: name for name, p in self.parameters.items() if p in names}
         return by_parameter.get(parameter) or next(iter(by_parameter.values()), None)
-
-    def tied_to(self, parameter: str) -> tuple[str, ...]:
-        """Return the names of the parameters that are one with `parameter`, with its own."""
-        return next((names for names in self.tied if parameter in names), (parameter,))
 
 
 def base_files(files: ModelFiles, empty: PreTrainedModel) -> BaseFiles:

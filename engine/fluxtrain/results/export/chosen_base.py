@@ -106,7 +106,9 @@ def base_name_of(request: UseRequest, source: AdapterSource) -> str:
     if not named:
         raise BadInput(f"{source.folder} does not say which base it is for: name it with --base")
     path = Path(named).expanduser()
-    return str(path.absolute()) if path.is_dir() else str(named)
+    if not path.is_dir():
+        return str(named)
+    return str(path.resolve() if ".." in path.parts else path.absolute())
 
 
 @contextmanager

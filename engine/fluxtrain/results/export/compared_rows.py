@@ -45,11 +45,6 @@ class ComparedRows:
         """Count the rows."""
         return int(self.kept.shape[0])
 
-    @property
-    def tokens(self) -> int:
-        """Count the tokens."""
-        return int(self.kept.sum())
-
 
 def compared_rows(
     loaded: LoadedModel, data: str | None, run: RunConfig | None, rows: int
