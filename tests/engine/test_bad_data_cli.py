@@ -54,7 +54,6 @@ BAD: dict[str, tuple[Plant, str]] = {
     "bytes that are no UTF-8": (
         one("a.jsonl", GOOD + b'{"text": "caf\xe9"}\n'), "line 2 is not UTF-8"),
     "UTF-16": (one("a.jsonl", GOOD.decode().encode("utf-16")), "iconv -f UTF-16"),
-    "UTF-16 without a mark": (one("a.txt", GOOD.decode().encode("utf-16-le")), "iconv -f UTF-16LE"),
     "a NUL in a line": (
         one("a.jsonl", GOOD + b'{"text": "a\0b"}\n'), "line 2 is binary: a NUL byte"),
     "nothing but nulls": (

@@ -138,20 +138,6 @@ def test_a_maker_that_fails_within_goes_on_behind_its_last_shard(
     assert writes.count("00000.ids") == 1  # the first shard was made once
 
 
-def test_a_flipped_bit_and_a_shard_cut_off_are_noticed_at_the_start_and_made_anew(
-    data: str, tmp_path: Path, tokenizer_folder: Path
-) -> None:
-    cache, tokenizer = str(tmp_path / "cache"), str(tokenizer_folder)
-    made = prepared(data, cache, tokenizer)
-    path = entry_of(Path(cache)) / "trained" / "00001.ids"
-    whole = path.read_bytes()
-    for harmed in (whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], whole[:-1], b""):
-        path.write_bytes(harmed)
-        again = prepared(data, cache, tokenizer)
-        assert digest(again) == digest(made) and batches(again) == batches(made)
-        assert path.read_bytes() == whole
-
-
 def test_other_data_and_another_template_have_entries_of_their_own(
     data: str, tmp_path: Path, tokenizer_folder: Path
 ) -> None:

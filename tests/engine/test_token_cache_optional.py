@@ -97,15 +97,6 @@ def test_a_cache_that_is_only_read_is_told_and_the_run_goes_on(
     assert f"({os.strerror(number)}): name another folder" in told_of_cache(found)
 
 
-def test_a_file_in_the_place_of_the_cache_is_told_and_the_run_goes_on(
-    data: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    (tmp_path / "cache").write_text("a file")
-    found = prepared(data, "auto", tokenizer)
-    assert "(Not a directory)" in told_of_cache(found)
-    assert digest(found) == digest(prepared(data, "off", tokenizer))
-
-
 def test_a_named_cache_and_data_too_large_for_memory_are_refused(
     data: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ import ast
 import errno
 import inspect
 import json
-import logging
 import os
 import platform
 import shutil
@@ -58,7 +57,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_log = logging.getLogger(__name__)
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 )
@@ -79,24 +77,13 @@ def demo_files(cache: Path | None = None) -> DemoFiles:
     """Return the demo's files, made on first use (a few seconds on one core).
 
     `cache` defaults to $XDG_CACHE_HOME/fluxtrain or ~/.cache/fluxtrain, and to the temporary
-    directory when that cannot be written or is full. Raises BadInput when the interpreter comes
-    without the source of its library, NoSpace when both disks are full.
+    directory when that cannot be written. Raises BadInput when the interpreter comes without the
+    source of its library, NoSpace on a full disk.
     """
     name = f"demo-{platform.python_implementation()}-{platform.python_version()}-{RECIPE}".lower()
-    chosen = _writable(cache)
-    folder = chosen / name
+    folder = _writable(cache) / name
     if not _whole(folder):
-        try:
-            _make_anew(folder)
-        except NoSpace as error:
-            if cache is not None:
-                raise
-            folder = _temporary() / name
-            if folder.parent == chosen:
-                raise
-            if not _whole(folder):
-                _log.warning("%s; it is kept in %s", error, folder.parent)
-                _make_anew(folder)
+        _make_anew(folder)
     corpus = folder / "corpus.jsonl"
     with corpus.open("rb") as file:
         count = sum(1 for _ in file)

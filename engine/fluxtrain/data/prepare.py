@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,8 @@ from fluxtrain.data.encoding.encode import Encoder, check_vocabulary
 from fluxtrain.data.encoding.notes import Notes
 from fluxtrain.data.encoding.tokenizer import Tokenizer
 from fluxtrain.data.packing import PackedRows
-from fluxtrain.data.reading.corpus import Corpus, Reading
+from fluxtrain.data.reading.corpus import Corpus, Reading, readings_of
 from fluxtrain.data.reading.files import Entry
-from fluxtrain.data.reading.repeats import RepeatSearch
 from fluxtrain.data.reading.request import ReadRequest
 from fluxtrain.data.row import Row
 from fluxtrain.data.splitting import split, whole
@@ -141,14 +139,13 @@ def _held(
     tokenizer: Tokenizer, corpora: Sequence[Corpus], tell: Callable[[str], None] | None
 ) -> _Encoded:
     """Read and encode into memory."""
-    told: list[str] = []
-    with _readings(corpora, told) as readings:
+    with readings_of(corpora) as readings:
         encoders = [_encoder(tokenizer, reading) for reading in readings]
         tokens = [
             in_memory(encoder.samples(_told(reading, tell) if tell else reading))
             for encoder, reading in zip(encoders, readings, strict=True)
         ]
-    return _Encoded(tokens=tokens, notes=encoders[0].notes, told=told)
+    return _Encoded(tokens=tokens, notes=encoders[0].notes, told=readings[0].report.lines())
 
 
 def _kept(
@@ -184,30 +181,12 @@ def _build(
     corpora: Sequence[Corpus],
     tell: Callable[[str], None] | None,
 ) -> None:
-    told: list[str] = []
-    with _readings(corpora, told) as readings:
+    with readings_of(corpora) as readings:
         for name, reading in zip(cache.PARTS, readings, strict=False):
             writer = ShardWriter(entry.folder / name, len(tokenizer))
             encoder = _encoder(tokenizer, reading, writer.notes)
             writer.write(_told(reading, tell) if tell else reading, encoder)
-    entry.complete(told)
-
-
-@contextmanager
-def _readings(corpora: Sequence[Corpus], told: list[str]) -> Iterator[list[Reading]]:
-    """Begin to read; what the readings found is added to `told` when they have ended."""
-    with RepeatSearch() as search:
-        readings: list[Reading] = []
-        for corpus in corpora:
-            first = sum(len(reading.corpus.parts) for reading in readings)
-            readings.append(Reading(corpus, search, first_file=first))
-        yield readings
-        report = readings[0].report
-        for beside in readings[1:]:
-            report.add(beside.report)
-        names = [part.name for corpus in corpora for part in corpus.parts]
-        search.describe(report, names, len(corpora[0].parts))
-        told += report.lines()
+    entry.complete(readings[0].report.lines())
 
 
 def _encoder(tokenizer: Tokenizer, reading: Reading, notes: Notes | None = None) -> Encoder:

@@ -159,22 +159,6 @@ def _refuse_other_kinds(path: Path, head: bytes) -> None:
         raise BadInput(f"{path} is UTF-32: {_TO_UTF8.format('UTF-32')}")
     if head.startswith(_UTF16_MARKS):
         raise BadInput(f"{path} is UTF-16: {_TO_UTF8.format('UTF-16')}")
-    if (order := _order_of_utf16(head)) and not head.startswith(_ARROW_STREAM):
-        raise BadInput(f"{path} is UTF-16 without a mark: {_TO_UTF8.format(order)}")
-
-
-def _order_of_utf16(head: bytes) -> str | None:
-    """Name the encoding if every second byte is 0 and hardly any other, as of Latin letters."""
-    if len(head) > 3 and head[0] in b'{["' and head[1] == 0:
-        return "UTF-16LE"
-    if len(head) > 3 and head[0] == 0 and head[1] in b'{["':
-        return "UTF-16BE"
-    sample = head[:512]
-    even, odd = sample[::2].count(0), sample[1::2].count(0)
-    half = len(sample) // 2
-    if half < 4 or min(even, odd) > half // 8 or max(even, odd) < half * 3 // 4:
-        return None
-    return "UTF-16LE" if odd > even else "UTF-16BE"
 
 
 def _json(path: Path, head: bytes) -> Opened:

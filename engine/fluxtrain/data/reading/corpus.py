@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fluxtrain.data.containers.record import Problem, Record
@@ -164,6 +165,23 @@ class Reading:
             self._search.take(
                 self._first_file + part, made, item.values if isinstance(item, Record) else {}
             )
+
+
+@contextmanager
+def readings_of(corpora: Sequence[Corpus]) -> Iterator[list[Reading]]:
+    """Begin to read corpora of one run. At the end the report of the first holds what all of them
+    found, repeated rows among it."""
+    with RepeatSearch() as search:
+        readings: list[Reading] = []
+        for corpus in corpora:
+            first = sum(len(reading.corpus.parts) for reading in readings)
+            readings.append(Reading(corpus, search, first_file=first))
+        yield readings
+        report = readings[0].report
+        for reading in readings[1:]:
+            report.add(reading.report)
+        names = [part.name for corpus in corpora for part in corpus.parts]
+        search.describe(report, names, len(corpora[0].parts))
 
 
 def _is_drawn(document: int, share: float) -> bool:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from fluxtrain.data.reading.corpus import Corpus, Reading
-from fluxtrain.data.reading.repeats import RepeatSearch
+from fluxtrain.data.reading.corpus import Corpus, Reading, readings_of
 from fluxtrain.data.reading.report import Report
 from fluxtrain.data.row import Row
 from fluxtrain.errors import BadInput
@@ -108,23 +107,14 @@ def _first(reading: Reading, most: int, most_characters: int) -> tuple[list[Row]
 def _looked_at(corpus: Corpus, apart: Corpus | None, seconds: float) -> tuple[Report, float]:
     deadline = time.monotonic() + seconds
     corpora = [corpus, *([apart] if apart else [])]
-    with RepeatSearch() as search:
-        readings: list[Reading] = []
-        first_file = 0
-        for one in corpora:
-            readings.append(Reading(one, search, first_file))
-            first_file += len(one.parts)
-            for _ in _until(deadline, readings[-1]):
+    with readings_of(corpora) as readings:
+        for reading in readings:
+            for _ in _until(deadline, reading):
                 pass
-            readings[-1].check()
-        names = [part.name for one in corpora for part in one.parts]
-        report = readings[0].report
-        for reading in readings[1:]:
-            report.add(reading.report)
-        search.describe(report, names, len(corpus.parts))
+            reading.check()
     size_bytes = sum(one.size_bytes for one in corpora)
     read_bytes = sum(r.share * r.corpus.size_bytes for r in readings)
-    return report, min(1.0, read_bytes / max(1, size_bytes))
+    return readings[0].report, min(1.0, read_bytes / max(1, size_bytes))
 
 
 def _until(deadline: float, rows: Iterator[Row] | Reading) -> Iterator[Row]:
