@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fluxtrain.core.block.call_arguments import CallArguments
+from fluxtrain.core.block.call_arguments import WRITES_TO_A_LEAF, CallArguments
 from fluxtrain.core.block.capture import Capture
 from fluxtrain.core.block.chunking import chunks, chunks_agree, draws, spans
 from fluxtrain.core.block.merging import Merging
@@ -24,7 +24,6 @@ from fluxtrain.core.block.recompute import (
 )
 from fluxtrain.core.block.rng import Autocast, RandomState
 from fluxtrain.core.block.room import give_back, note_cure, tell
-from fluxtrain.core.guards.argument_writes import WRITES_TO_A_LEAF
 from fluxtrain.core.guards.arguments import Tree, batch_rows, flatten, run_with, slice_rows, splits
 from fluxtrain.core.guards.leaks import refuse_foreign_inputs
 from fluxtrain.core.guards.output_alias import CallOutputs, own_outputs
@@ -138,7 +137,7 @@ class Call(UnitCall):
         into the chunks of now."""
         if self.chunks[0].random is not None:
             self.chunks[0].random.restore(self._first)
-        self.given.writes.undo(tensors, slice(None), [False] * len(tensors))
+        self.given.undo(tensors, slice(None))
         put_back(self.unit.module, self._buffers)
         found, cut = _cut(self.context, self.unit, self.given.tree, tensors)
         self.given.cut = cut
@@ -188,7 +187,7 @@ class Call(UnitCall):
         except RuntimeError as error:
             if WRITES_TO_A_LEAF not in str(error):
                 raise
-            self.given.writes.refuse_write_to_leaf(self.given.needs, error)
+            self.given.refuse_write_to_leaf(error)
         if self.given.explores:
             refuse_foreign_inputs(self.unit, self.context.anchor, inputs, results, self._ends)
         if self._verifies:
@@ -215,7 +214,7 @@ class Call(UnitCall):
 
     def _begin_again(self, chunk: Chunk, inputs: Sequence[Tensor]) -> None:
         """Restore arguments, random state and buffers to what they were before this chunk."""
-        self.given.writes.undo(inputs, slice(*chunk.span), self.given.cut)
+        self.given.undo(inputs, slice(*chunk.span))
         assert chunk.random is not None
         chunk.random.restore(self._device)
         put_back(self.unit.module, self._buffers)
@@ -398,7 +397,7 @@ class Call(UnitCall):
             tree, outputs = flatten((out, extra))
             results = own_outputs(self.unit, outputs, inputs)
         if self._forward:
-            self.given.writes.refuse_change(arguments, inputs, self.given.needs)
+            self.given.refuse_change(arguments, inputs)
             self.outputs.note_chunk(tree, results, inputs)
         return results
 

@@ -55,37 +55,17 @@ def _without_blocks(model: nn.Module, found: list[tuple[str, nn.Module]], total_
     size = f"its parameters take {bytes_text(total_bytes)}"
     who = f"{type(model).__name__} ({size}) has no repeated blocks"
     if not found:
-        return f"{who} to stream: {_what_is_missing(model)}"
+        return (
+            f"{who} to stream: no ModuleList or Sequential with two or more modules that hold "
+            "parameters, where a Sequential of single layers (Linear, Conv2d) does not count. "
+            "Train it without wrap, or put the modules that repeat into a ModuleList or a "
+            "Sequential of their own"
+        )
     name, largest = max(found, key=lambda item: _module_bytes(item[1]))
     return (
         f"{who} worth streaming: {name}, the largest list of modules, holds "
         f"{bytes_text(_module_bytes(largest))}, less than {_SMALLEST_SHARE:.0%}. Train it without "
         "wrap"
-    )
-
-
-def _what_is_missing(model: nn.Module) -> str:
-    """Say what a model without a block list lacks; name the Sequential that is nearest to one."""
-    near = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Sequential) and len(_with_parameters(module)) >= 2
-    ]
-    if not near:
-        return (
-            "no ModuleList or Sequential with two or more modules that hold parameters. Train it "
-            "without wrap, or put its layers into a ModuleList"
-        )
-    name, largest = max(near, key=lambda item: _module_bytes(item[1]))
-    members = _with_parameters(largest)
-    leaf, layer = next((n, m) for n, m in members if _is_leaf(m))
-    others = sum(not _is_leaf(m) for _, m in members)
-    beside = f" beside {others} modules made of several" if others else ""
-    return (
-        f"{name or 'the model'}, a Sequential, holds single layers ({leaf}: "
-        f"{type(layer).__name__}){beside}, and only one whose every module with parameters is "
-        "made of smaller ones is a list of blocks. Train it without wrap, or put the modules that "
-        "repeat into a ModuleList or a Sequential of their own"
     )
 
 
@@ -104,18 +84,10 @@ def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Modul
 
 def _is_block_list(module: nn.Module) -> bool:
     """True for two or more members with parameters; a Sequential must hold no leaf (Linear)."""
-    members = _with_parameters(module)
-    if isinstance(module, nn.Sequential) and any(_is_leaf(member) for _, member in members):
+    members = [child for child in module.children() if any(True for _ in child.parameters())]
+    if isinstance(module, nn.Sequential) and not all(any(m.children()) for m in members):
         return False
     return len(members) >= 2
-
-
-def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    return not any(True for _ in module.children())
 
 
 def _module_bytes(module: nn.Module) -> int:
@@ -123,20 +95,13 @@ def _module_bytes(module: nn.Module) -> int:
 
 
 def _parents_of(lists: list[nn.Module], model: nn.Module) -> set[int]:
-    """Return the ids of all modules that contain a block list."""
+    """Return the ids of all modules that contain a block list, and of the lists."""
     wanted = {id(module) for module in lists}
-    parents: set[int] = set()
-
-    def visit(module: nn.Module) -> bool:
-        holds = id(module) in wanted
-        for child in module.children():
-            holds |= visit(child)
-        if holds:
-            parents.add(id(module))
-        return holds
-
-    visit(model)
-    return parents
+    return {
+        id(module)
+        for module in model.modules()
+        if any(id(inner) in wanted for inner in module.modules())
+    }
 
 
 def _collect_edges(
