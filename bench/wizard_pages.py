@@ -8,7 +8,8 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from fluxtui.answers.answers import Answers, StepName
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.rows import StepName
 from fluxtui.app import FluxApp
 from fluxtui.wizard.screen import WizardScreen
 
@@ -37,11 +38,9 @@ PAGES = (
     Page("method", size=(80, 24), keys=("right", "right")),
     Page("training", keys=("right", "right", "right", "right")),
     Page("training", size=(80, 24)),
-    Page("hardware"),
     Page("strategy", keys=("right", "right", "down", "down", "down")),
     Page("strategy", size=(80, 24)),
-    Page("preview", keys=("t",)),
-    Page("launch"),
+    Page("launch", keys=("t",)),
 )
 
 

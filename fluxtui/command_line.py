@@ -11,25 +11,11 @@ from typing import Any
 from fluxtrain.errors import BadInput
 from fluxtrain.events.printable import printable_lines
 from fluxtrain.events.run_folder.run_dir import LAST, find_run
-from fluxtui.answers.answers import (
-    BASES,
-    DATA_FORMATS,
-    DIAL,
-    METHODS,
-    OFFLOADS,
-    VARIANTS,
-    Answers,
-    with_data,
-    with_model,
-)
-from fluxtui.answers.configuring import ADAPTERS, SETTINGS, answers_from_file
-from fluxtui.answers.training import (
-    TRAINING_QUESTIONS,
-    TrainingQuestion,
-    Value,
-    read_answer,
-)
+from fluxtui.answers.answers import DIAL, Answers, with_data, with_model, with_settings
+from fluxtui.answers.configuring import answers_from_file
+from fluxtui.answers.rows import BY_KEY, ROWS, Row, declared, read
 
+_DEFAULT = object()  # a setting that was given at its default, in place of a file's
 MOST_COLUMNS, MOST_ROWS = 1000, 500  # of a screen: several times what is sold
 
 _EPILOG = """\
@@ -39,7 +25,18 @@ Leaving the app never stops a training; --attach shows it again. Exit codes are 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints arguments that are wrong without the terminal codes in them."""
+    """Prints arguments that are wrong without the terminal codes in them.
+
+    The help of the settings is the configuration's, whose schema takes a sixth of a second to load.
+    """
+
+    def format_help(self) -> str:
+        for action in self._actions:
+            if action.dest in BY_KEY:
+                known = declared(BY_KEY[action.dest])
+                action.help = known.help.replace("%", "%%")
+                action.metavar = "|".join(known.choices) or action.metavar
+        return super().format_help()
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(printable_lines(message), file)
@@ -65,22 +62,10 @@ def make_parser() -> argparse.ArgumentParser:
     add = answers.add_argument
     add("--model", metavar="M", help="demo, a folder, or a hub id")
     add("--data", metavar="D", help="demo, a file, a folder, or hf://datasets/owner/name")
-    add("--method", choices=METHODS, help="what is trained of the model")
-    add("--rank", type=_positive, metavar="N", help="of the adapters of lora and qlora")
-    add("--alpha", type=_positive, metavar="N", help="what adapters add is scaled by alpha / rank")
-    add("--targets", metavar="A,B", help="layers that get adapters, such as q_proj,v_proj")
-    add("--variant", choices=VARIANTS, help="kind of the adapters")
-    base = "how qlora packs the frozen weights"
-    add("--base", choices=BASES, dest="base_format", help=base)
     add("--aggressiveness", choices=DIAL, help="from as fast as possible to what fits easily")
-    add("--offload", choices=OFFLOADS, help="what lives in host memory")
-    add("--batch-rows", type=_positive, metavar="N", help="rows of one backward pass")
-    add("--chunk-rows", type=_positive, metavar="N", help="rows computed at once in a block")
-    add("--data-format", choices=DATA_FORMATS, help="the shape of the data, where auto errs")
-    for one in TRAINING_QUESTIONS:
-        about = f"{one.name}; without it {one.default}"
-        metavar = "PATH" if one.kind == "folder" else "X"
-        add(one.flag, dest=one.field, type=_reader(one), metavar=metavar, help=about)
+    for row in ROWS:
+        metavar = "PATH" if row.is_folder else "X"
+        add(row.flag, dest=row.key, type=_reader(row), metavar=metavar, help="a setting")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
     look = parser.add_argument_group("the screen")
     look.add_argument("--theme", metavar="NAME", help="a theme of themes/")
@@ -98,9 +83,9 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
     """
     if options.demo and options.config:
         raise BadInput(f"--demo and {options.config} were both given: leave one out")
-    given = tuple(options.set)
-    answers = answers_from_file(options.config, given) if options.config else Answers()
-    answers = dataclasses.replace(answers, overrides=given)
+    overrides = tuple(options.set)
+    answers = answers_from_file(options.config, overrides) if options.config else Answers()
+    answers = dataclasses.replace(answers, overrides=overrides)
     if options.model is not None:
         answers = with_model(answers, options.model)
     if options.resume is not None:
@@ -108,33 +93,29 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
         answers = dataclasses.replace(answers, start="resume", resume_run=run, step="launch")
     if options.data is not None:
         answers = with_data(answers, options.data)
-    settings = {field: getattr(options, field) for field in (*SETTINGS, *ADAPTERS, "method")}
-    settings |= {"dial": options.aggressiveness, "run_folder": options.run_folder}
-    answers = dataclasses.replace(
-        answers, **{field: value for field, value in settings.items() if value is not None}
-    )
-    if options.epochs is not None and options.steps is None:
-        answers = dataclasses.replace(answers, steps=None)  # which a file may set
+    given = {row.key: getattr(options, row.key) for row in ROWS}
+    answers = with_settings(
+        answers, {key: None if value is _DEFAULT else value for key, value in given.items()
+                  if value is not None}
+    )  # fmt: skip
+    if given["train.epochs"] is not None and given["train.steps"] is None:
+        answers = with_settings(answers, {"train.steps": None})  # which a file may set
+    if options.aggressiveness is not None:
+        answers = dataclasses.replace(answers, dial=options.aggressiveness)
     return None if answers == Answers() else answers
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a whole number from 1 up")
-    return number
+def _reader(row: Row) -> Callable[[str], object]:
+    """Return what reads the option of a setting."""
 
-
-def _reader(question: TrainingQuestion) -> Callable[[str], Value]:
-    """Return what reads an option that answers a question about the training."""
-
-    def read(text: str) -> Value:
+    def read_option(text: str) -> object:
         try:
-            return read_answer(question, text)
-        except ValueError as error:
+            value = read(row, text)
+        except BadInput as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        return _DEFAULT if value is None else value
 
-    return read
+    return read_option
 
 
 def forget_odd_sizes() -> None:

@@ -75,7 +75,7 @@ RUN_SCREENS = ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs",
 PAGES = tuple(
     f"wizard.{page}"
     for page in (
-        "start", "model", "data", "method", "training", "hardware", "strategy", "preview", "launch",
+        "start", "model", "data", "method", "training", "strategy", "launch",
     )
 )  # fmt: skip
 EVERYWHERE = ("suspend",)  # before dialogs and fields too
@@ -85,7 +85,7 @@ STRATEGY = ("wizard.strategy",)
 METHOD = ("wizard.method",)
 TRAINING = ("wizard.training",)
 WITH_PATHS = ("wizard.start", "wizard.model", "wizard.data", *TRAINING)
-AT_THE_END = ("wizard.preview", "wizard.launch")
+AT_THE_END = ("wizard.launch",)
 CHARTS = ("dashboard", "loss")
 PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
 
@@ -254,24 +254,28 @@ ACTIONS: tuple[Action, ...] = (
            "Wizard", "next", PAGES, name="Next"),
     Action("wizard_back", "escape", "back", "The step before; nothing is lost", "Wizard", "back",
            PAGES, name="Back"),
-    Action("wizard_read_as", "ctrl+r", "shape", "Read the data in the next format", "Wizard",
-           "read_as", PAGES[2:3], name="Next shape of the data"),
-    Action("wizard_again", "r", "again", "Ask the engine, or measure, once more", "Wizard",
-           "again", (*METHOD, "wizard.hardware", *STRATEGY, "wizard.preview"), name="Ask again"),
+    Action("wizard_read_as", "ctrl+r", "format", "Read the data in the next format", "Wizard",
+           "read_as(1)", PAGES[2:3], name="Next format of the data"),
+    Action("wizard_read_before", "ctrl+o", "format", "Read the data in the format before", "Wizard",
+           "read_as(-1)", PAGES[2:3], name="Format before"),
+    Action("wizard_again", "r", "again", "Plan the same answers once more", "Wizard",
+           "again", (*METHOD, *STRATEGY, *AT_THE_END), name="Plan again"),
+    Action("wizard_measure", "m", "measure", "Measure this machine once more", "Wizard",
+           "measure", STRATEGY, name="Measure the machine"),
     Action("wizard_method_before", "left,h", "method", "The method to the left", "Wizard",
            "method(-1)", METHOD, name="Method before"),
     Action("wizard_method_after", "right,l", "method", "The method to the right", "Wizard",
            "method(1)", METHOD, name="Next method"),
     Action("wizard_rank", "n", "rank", "Set the rank of the adapters", "Wizard",
-           "number('rank')", METHOD, name="Rank"),
+           "ask('method.rank')", METHOD, name="Rank"),
     Action("wizard_alpha", "a", "alpha", "Set the alpha of the adapters", "Wizard",
-           "number('alpha')", METHOD, name="Alpha"),
+           "ask('method.alpha')", METHOD, name="Alpha"),
     Action("wizard_targets", "t", "targets", "Set which layers get adapters", "Wizard",
-           "number('targets')", METHOD, name="Layers"),
+           "ask('method.targets')", METHOD, name="Layers"),
     Action("wizard_variant", "v", "variant", "The next kind of adapters", "Wizard",
-           "cycle('variant')", METHOD, name="Kind of adapters"),
+           "ask('method.variant')", METHOD, name="Kind of adapters"),
     Action("wizard_base", "b", "base", "The next packing of the frozen weights", "Wizard",
-           "cycle('base_format')", METHOD, name="Packing"),
+           "ask('method.base')", METHOD, name="Packing"),
     Action("wizard_value_before", "left,h", "change", "The usual value before", "Wizard",
            "turn_value(-1)", TRAINING, name="Value before"),
     Action("wizard_value_after", "right,l", "change", "The next usual value", "Wizard",
@@ -287,13 +291,13 @@ ACTIONS: tuple[Action, ...] = (
     Action("wizard_smaller", "right,l", "dial", "A plan that takes less", "Wizard", "dial(1)",
            STRATEGY, name="Smaller"),
     Action("wizard_batch", "b", "batch", "Set the rows of a batch", "Wizard",
-           "number('batch_rows')", STRATEGY, name="Batch"),
+           "ask('train.batch_rows')", STRATEGY, name="Batch"),
     Action("wizard_chunk", "c", "chunk", "Set the rows that a block computes at once", "Wizard",
-           "number('chunk_rows')", STRATEGY, name="Chunk"),
-    Action("wizard_steps", "s", "steps", "Set the number of steps", "Wizard", "number('steps')",
-           STRATEGY, name="Steps"),
-    Action("wizard_offload", "o", "offload", "The next offload setting", "Wizard", "offload",
-           STRATEGY, name="Offload"),
+           "ask('placement.chunk_rows')", STRATEGY, name="Chunk"),
+    Action("wizard_steps", "s", "steps", "Set the number of steps", "Wizard",
+           "ask('train.steps')", STRATEGY, name="Steps"),
+    Action("wizard_offload", "o", "offload", "The next offload setting", "Wizard",
+           "ask('placement.offload')", STRATEGY, name="Offload"),
     Action("wizard_why", "w", "why", "All reasons, or that of the selected choice", "Wizard",
            "why", STRATEGY, name="Why?"),
     Action("wizard_try", "t", "dry run", "Try three steps of it", "Wizard", "wish('try')",

@@ -11,28 +11,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from fluxtui.answers.rows import BY_KEY, METHODS, RUN_FOLDER, StepName
 from fluxtui.home import expanded
 
 StartSource = Literal["new", "resume", "attach", "file"]
 ModelSource = Literal["demo", "recent", "folder", "hub"]
 DataSource = Literal["demo", "path", "hub"]
-Method = Literal["full", "lora", "qlora"]
-Variant = Literal["lora", "rslora", "dora"]
-PackedBase = Literal["nf4", "nf4-double", "int8"]
-DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca", "completion", "plain"]
-Offload = Literal["auto", "none", "optimizer", "weights", "max"]
 Dial = Literal["auto", "fast", "balanced", "fit"]
-StepName = Literal[
-    "start", "model", "data", "method", "training", "hardware", "strategy", "preview", "launch"
-]
-Schedule = Literal["cosine", "linear", "constant"]
 
 STEPS: tuple[StepName, ...] = get_args(StepName)
-DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
-OFFLOADS: tuple[Offload, ...] = get_args(Offload)
-METHODS: tuple[Method, ...] = get_args(Method)
-VARIANTS: tuple[Variant, ...] = get_args(Variant)
-BASES: tuple[PackedBase, ...] = get_args(PackedBase)
 DIAL: tuple[Dial, ...] = get_args(Dial)
 DEMO = "demo"
 HUB_DATA = "hf://datasets/"
@@ -49,16 +36,10 @@ class Answers:
         resume_run, attach_run, config_path, model_recent, model_folder, model_hub, data_path,
             data_hub: kept when another source is chosen, so that nothing typed is lost.
         data_path: a file, a folder or a pattern; or a list of sources, written as in YAML.
-        loaded_from: the configuration file that `base` was read from.
-        rank, alpha, variant: of the adapters; None leaves a number to the trainer.
-        targets: names of the layers that get adapters, with commas; "" for all linear ones.
-        base_format: how QLoRA packs the frozen weights.
+        loaded_from: the configuration file that the answers were read from.
+        settings: what differs from the defaults, by the keys of `rows.ROWS`.
         dial, dial_settings: the chosen one of the ranked plans, and the settings it consists of.
-        sequence_length, batch_rows, chunk_rows, steps and what follows them: None leaves it to the
-            trainer; see `training`.
-        run_folder: where the run lives; "" for a new folder below the runs.
-        base: a configuration file the answers were read from; keys that the wizard does not ask
-            for are carried through unchanged.
+        base: keys of a configuration file that the wizard does not ask, carried through unchanged.
         overrides: `key=value` settings from the command line, handed to the trainer as they are.
         step: where the user is.
     """
@@ -75,34 +56,22 @@ class Answers:
     data_source: DataSource = "demo"
     data_path: str = ""
     data_hub: str = ""
-    data_format: DataFormat = "auto"
-    method: Method = "full"
-    rank: int | None = None
-    alpha: int | None = None
-    targets: str = ""
-    variant: Variant = "lora"
-    base_format: PackedBase = "nf4-double"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dial: Dial = "auto"
     dial_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    offload: Offload = "auto"
-    sequence_length: int | None = None
-    batch_rows: int | None = None
-    chunk_rows: int | None = None
-    steps: int | None = None
-    learning_rate: float | None = None
-    schedule: Schedule | None = None
-    warmup_steps: int | None = None
-    epochs: float | None = None
-    accumulation: int | None = None
-    evaluate_every: int | str | None = None
-    held_out: float | None = None
-    checkpoint_every: int | str | None = None
-    seed: int | None = None
-    data_seed: int | None = None
-    run_folder: str = ""
     overrides: tuple[str, ...] = ()
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     step: StepName = "start"
+
+    @property
+    def method(self) -> str:
+        """The chosen method."""
+        return str(self.settings.get("method.name", METHODS[0]))
+
+    @property
+    def run_folder(self) -> str:
+        """Where the run lives; "" for a new folder below the runs."""
+        return str(self.settings.get(RUN_FOLDER, "")).strip()
 
     @property
     def model_path(self) -> str:
@@ -132,7 +101,35 @@ class Answers:
     @property
     def is_demo(self) -> bool:
         """Whether model and data are the demo's, and no file says otherwise."""
-        return self.model_source == "demo" and self.data_source == "demo" and not self.base
+        from_file = self.base or self.loaded_from
+        return self.model_source == "demo" and self.data_source == "demo" and not from_file
+
+
+def with_settings(answers: Answers, changes: Mapping[str, Any]) -> Answers:
+    """Set settings; None unsets one, and what a setting replaces is unset too.
+
+    A plan of the dial was made for one method, and goes with it.
+    """
+    settings = dict(answers.settings)
+    for key, value in changes.items():
+        settings.pop(key, None)
+        if value is not None:
+            settings.pop(BY_KEY[key].replaces, None)
+            settings[key] = value
+    found = dataclasses.replace(answers, settings=settings)
+    return found if found.method == answers.method else dataclasses.replace(found, dial_settings={})
+
+
+def with_changes(answers: Answers, changes: Mapping[str, Any]) -> Answers:
+    """Change fields of the answers, and settings by their dotted keys."""
+    settings = {key: value for key, value in changes.items() if key in BY_KEY}
+    fields = {key: value for key, value in changes.items() if key not in BY_KEY}
+    return with_settings(dataclasses.replace(answers, **fields), settings)
+
+
+def with_method(answers: Answers, method: str) -> Answers:
+    """Replace the method."""
+    return with_settings(answers, {"method.name": None if method == METHODS[0] else method})
 
 
 def with_model(answers: Answers, path: str) -> Answers:

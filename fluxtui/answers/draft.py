@@ -13,13 +13,7 @@ from typing import Any, get_args
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import read_json
 from fluxtui.answers.answers import (
-    BASES,
-    DATA_FORMATS,
     DIAL,
-    METHODS,
-    OFFLOADS,
-    STEPS,
-    VARIANTS,
     Answers,
     DataSource,
     ModelSource,
@@ -27,23 +21,16 @@ from fluxtui.answers.answers import (
     route,
 )
 from fluxtui.answers.configuring import answers_from_config
-from fluxtui.answers.training import TRAINING_QUESTIONS, acceptable_training
+from fluxtui.answers.rows import BY_KEY, settled
 from fluxtui.home import home_folder
 
-_ALLOWED: dict[str, tuple[str, ...]] = {
+_WORDS: dict[str, tuple[str, ...]] = {
     "start": get_args(StartSource),
     "model_source": get_args(ModelSource),
     "data_source": get_args(DataSource),
-    "data_format": DATA_FORMATS,
-    "method": METHODS,
-    "variant": VARIANTS,
-    "base_format": BASES,
     "dial": DIAL,
-    "offload": OFFLOADS,
-    "step": STEPS,
 }
-_NUMBERS = ("rank", "alpha", "batch_rows", "chunk_rows")
-_TRAINING = {question.field: question for question in TRAINING_QUESTIONS}
+_MAPPINGS = ("settings", "base", "dial_settings")
 
 
 def draft_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -70,16 +57,22 @@ def save_draft(answers: Answers, path: Path) -> bool:
     return True
 
 
-def load_draft(path: Path) -> Answers | None:
-    """Load the kept answers; None if there are none, if unreadable, or if they are the defaults."""
+def load_draft(path: Path, begun: Answers | None = None) -> Answers | None:
+    """Load the kept answers; None if there are none, if unreadable, or if they are the defaults.
+
+    None too if `begun` holds more than `--set` settings; these take the place of the draft's.
+    """
+    own = begun.overrides if begun else ()
+    if begun is not None and begun != Answers(overrides=own):
+        return None
     try:
         fields = read_json(path, follow=True)
         answers = _answers(fields) if fields is not None else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, BadInput):
         return None
     if answers is None or dataclasses.replace(answers, step="start") == Answers():
         return None
-    return answers
+    return dataclasses.replace(answers, overrides=own or answers.overrides)
 
 
 def forget_draft(path: Path) -> None:
@@ -90,28 +83,25 @@ def forget_draft(path: Path) -> None:
 def _answers(fields: dict[str, Any]) -> Answers | None:
     known = {field.name for field in dataclasses.fields(Answers)}
     values = {name: value for name, value in fields.items() if name in known}
-    for name, value in values.items():
-        if not acceptable(name, value):
-            return None
+    if not all(_acceptable(name, value) for name, value in values.items()):
+        return None
     values["overrides"] = tuple(values.get("overrides", ()))
     answers = Answers(**values)
+    for key, value in answers.settings.items():
+        settled(BY_KEY[key], value)
     there = answers.step in route(answers)
     return answers if there else dataclasses.replace(answers, step="start")
 
 
-def acceptable(name: str, value: object) -> bool:
+def _acceptable(name: str, value: object) -> bool:
     """Tell whether a field of the answers can have this value."""
-    if name in _ALLOWED:
-        return isinstance(value, str) and value in _ALLOWED[name]
-    if name in _TRAINING:
-        return acceptable_training(_TRAINING[name], value)
-    if name in _NUMBERS:
-        return value is None or (type(value) is int and value > 0)
+    if name in _WORDS:
+        return value in _WORDS[name]
     if name == "overrides":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if name in ("base", "dial_settings"):
-        return isinstance(value, dict)
-    return isinstance(value, str)
+    if name == "settings":
+        return isinstance(value, dict) and value.keys() <= BY_KEY.keys()
+    return isinstance(value, dict if name in _MAPPINGS else str)
 
 
 def _without_trust(config: dict[str, Any]) -> dict[str, Any]:
@@ -129,10 +119,11 @@ def answers_from_run(config: dict[str, Any]) -> Answers:
     """
     try:
         answers = answers_from_config(_without_trust(config))
-    except (AttributeError, TypeError, ValueError) as error:
+        odd = [field.name for field in dataclasses.fields(Answers)
+               if field.name != "overrides"
+               and not _acceptable(field.name, getattr(answers, field.name))]  # fmt: skip
+    except (AttributeError, TypeError, ValueError, BadInput) as error:
         raise BadInput(f"its configuration cannot be understood: {error}") from error
-    for field in dataclasses.fields(Answers):
-        value = getattr(answers, field.name)
-        if field.name != "overrides" and not acceptable(field.name, value):
-            raise BadInput(f"its configuration cannot be understood: {field.name} is {value!r:.60}")
+    if odd:
+        raise BadInput(f"its configuration cannot be understood: {', '.join(odd)}")
     return answers

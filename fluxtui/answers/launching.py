@@ -71,7 +71,7 @@ def command_text(answers: Answers) -> str:
 def _shown_arguments(answers: Answers) -> list[str]:
     if answers.start == "resume":
         return ["--resume", answers.resume_run]
-    where = ["--run-dir", expanded(answers.run_folder)] if answers.run_folder.strip() else []
+    where = ["--run-dir", expanded(answers.run_folder)] if answers.run_folder else []
     if answers.is_demo:
         return ["--demo", *set_arguments(answers), *where]
     settings = assignments(flat_configuration(answers))
@@ -123,13 +123,12 @@ def run_folder_problem(typed: str) -> str:
 
 def place_of(answers: Answers, root: Path) -> Path:
     """Return the folder of the run: the one that was asked for, or the one of the runs."""
-    typed = answers.run_folder.strip()
-    return Path(expanded(typed)) if typed else root
+    return Path(expanded(answers.run_folder)) if answers.run_folder else root
 
 
 def _made(answers: Answers, root: Path | None) -> RunDir:
     """Make the run's directory: the one that was asked for, or a new one below `root`."""
-    if not answers.run_folder.strip():
+    if not answers.run_folder:
         return RunDir.create(root, run_name(answers))
     folder = Path(expanded(answers.run_folder))
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fluxtrain.events.printable import printable_lines
-from fluxtui.answers.question import Option
+from fluxtui.answers.questions import Option
 from fluxtui.wizard.steps.paths import completions
 
 Ask = Callable[[str], str]

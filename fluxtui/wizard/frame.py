@@ -24,7 +24,8 @@ from fluxtui.actions.table import ACTIONS, Action
 from fluxtui.answers import questions
 from fluxtui.answers.answers import Answers, route
 from fluxtui.answers.launching import Outcome
-from fluxtui.answers.question import Option
+from fluxtui.answers.questions import Option
+from fluxtui.answers.rows import ROWS, declared
 from fluxtui.app_base import AppBase
 from fluxtui.state.machine_sample import MachineSample
 from fluxtui.wizard.checks.answer_checks import Check
@@ -41,13 +42,11 @@ from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.aside import aside
 from fluxtui.wizard.pages.data import data_page
 from fluxtui.wizard.pages.found import found_page
-from fluxtui.wizard.pages.hardware import hardware_page
 from fluxtui.wizard.pages.launch import launch_page
-from fluxtui.wizard.pages.preview import preview_page
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.method_step import MethodStep
 from fluxtui.wizard.steps.source_step import SourceStep
-from fluxtui.wizard.steps.step import DrawnStep, Step
+from fluxtui.wizard.steps.step import LaunchStep, Step
 from fluxtui.wizard.steps.strategy_step import StrategyStep
 from fluxtui.wizard.steps.training_step import TrainingStep
 from fluxtui.wizard.steps.widgets import Drawn
@@ -67,18 +66,18 @@ class WizardFrame(ActionScreen[Outcome | None]):
         display: block; width: 42; padding: 0 2; margin-right: 1;
     }
     WizardFrame #footer { height: 2; margin: 0 2; }
-    WizardFrame.-short SourceStep Input, WizardFrame.-short TrainingStep Input {
+    WizardFrame.-short SourceStep Input, WizardFrame.-short AskingStep Input {
         height: 1; border: none; border-left: tall $secondary; margin-bottom: 0;
     }
     WizardFrame.-short Step Input:focus { border-left: tall $accent; }
     WizardFrame.-short SourceStep Input.-refused { border-left: tall $error; }
     WizardFrame.-short SourceStep > ChoiceList { margin-bottom: 0; }
-    WizardFrame.-short SourceStep > Drawn, WizardFrame.-short TrainingStep > Drawn {
+    WizardFrame.-short SourceStep > Drawn, WizardFrame.-short AskingStep > Drawn {
         margin-bottom: 0;
     }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (104, "-wide")]
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-high")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-high"), (38, "-tall")]
     BINDINGS: ClassVar[list[BindingType]] = own_bindings(("wizard_next", "wizard_back"))
 
     def __init__(self, answers: Answers, root: Path | None, engine: tuple[str, ...]) -> None:
@@ -102,10 +101,8 @@ class WizardFrame(ActionScreen[Outcome | None]):
                 yield SourceStep(questions.DATA, data_page)
                 yield MethodStep()
                 yield TrainingStep()
-                yield DrawnStep("hardware", hardware_page)
                 yield StrategyStep()
-                yield DrawnStep("preview", preview_page)
-                yield DrawnStep("launch", launch_page)
+                yield LaunchStep(launch_page)
             with VerticalScroll(id="aside-box", can_focus=False):
                 yield Drawn(lambda width: aside(self.view, width), id="aside")
         yield Drawn(self._draw_footer, id="footer")
@@ -125,7 +122,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
         self.machine = sample
         with suppress(NoMatches):
             if self.is_mounted and self.is_current:
-                if self.answers.step == "hardware":
+                if self.answers.step == "strategy":
                     self.current.show(self.view)
                 self.query_one("#aside", Drawn).refresh(layout=True)
 
@@ -174,6 +171,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
             free_disk_bytes=self.free_disk_bytes,
             wide=self.has_class("-wide"),
             short=self.has_class("-short"),
+            tall=self.has_class("-tall"),
             machine=self.machine,
             key_texts={action.id: action.key_text for action in self.registry},
         )
@@ -203,6 +201,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
             start.offer("attach", [run_option(run) for run in runs_to_watch(runs)])
             model.offer("recent", [Option(path, Path(path).name, path) for path in models])
         self.redraw()
+        await asyncio.to_thread(declared, ROWS[0])  # loads the schema for the pages to come
 
     def _tick(self) -> None:
         """Advance the clock on the page while the engine is asked."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fluxtui.actions.key_map import joined
 from fluxtui.actions.table import KEY_TEXTS, Action
-from fluxtui.answers.answers import StepName
+from fluxtui.answers.rows import StepName
 
 Hint = tuple[tuple[str, ...], str]  # ids of actions, or keys that are Textual's own; and words
 NEXT: Hint = (("wizard_next",), "next")
@@ -22,7 +22,7 @@ HINTS: dict[StepName, tuple[Hint, ...]] = {
     "model": (NEXT, CHOOSE, COMPLETE, BACK, HELP),
     "data": (
         NEXT, (("list_up", "list_down"), "pick"), COMPLETE,
-        (("wizard_read_as",), "shape"), (("pgdn",), "more"),
+        (("wizard_read_as", "wizard_read_before"), "format"), (("pgdn",), "more"),
         BACK, HELP,
     ),
     "method": (
@@ -33,18 +33,16 @@ HINTS: dict[StepName, tuple[Hint, ...]] = {
         NEXT, CHOOSE, (("wizard_value_before", "wizard_value_after"), "change"),
         (("wizard_edit",), "type"), (("wizard_default",), "auto"), BACK, HELP,
     ),
-    "hardware": (NEXT, (("wizard_again",), "measure again"), SCROLL, BACK, HELP),
     "strategy": (
         NEXT,
         (("wizard_faster", "wizard_smaller"), "dial"),
         (("wizard_batch", "wizard_chunk", "wizard_steps", "wizard_offload"), "change"),
         (("wizard_why",), "why"), (("wizard_again",), "again"), BACK, HELP,
     ),
-    "preview": (
-        NEXT, TRY, (("wizard_yaml",), "YAML"), (("wizard_command",), "command"), SCROLL, BACK,
-        HELP,
+    "launch": (
+        (("wizard_next",), "start"), TRY, (("wizard_yaml",), "YAML"),
+        (("wizard_command",), "command"), SCROLL, BACK, HELP,
     ),
-    "launch": ((("wizard_next",), "start"), TRY, SCROLL, BACK, HELP),
 }  # fmt: skip
 TRYING: tuple[Hint, ...] = ((("wizard_back",), "end the dry run"), SCROLL)
 

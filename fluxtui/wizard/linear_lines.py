@@ -11,24 +11,24 @@ from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer, Tex
 from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtrain.units import bytes_text
-from fluxtui.answers.answers import METHODS, Answers
+from fluxtui.answers.answers import Answers
 from fluxtui.answers.questions import METHOD_TITLES
+from fluxtui.answers.rows import METHODS, Row
 from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.inspection import inspection_rows
 from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
 from fluxtui.wizard.engine.plan_preview import fit
-from fluxtui.wizard.pages.launch import launch_rows, resumed_rows
-from fluxtui.wizard.pages.method import fit_words, method_lines, numbers_line
-from fluxtui.wizard.pages.preview import (
+from fluxtui.wizard.pages.launch import (
     bar_rows,
     card_lines,
-    changed_rows,
-    disk_line,
+    launch_rows,
     margin_text,
-    time_line,
+    resumed_rows,
 )
+from fluxtui.wizard.pages.method import fit_words, method_lines, numbers_line
 from fluxtui.wizard.pages.strategy import card_facts
-from fluxtui.wizard.pages.training import row_texts
+from fluxtui.wizard.pages.training import value_and_reason
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 
@@ -69,8 +69,11 @@ def piece_lines(pieces: Sequence[TextPiece]) -> list[str]:
     ]
 
 
-def machine_rows(probe: ProbeAnswer) -> list[str]:
+def machine_rows(asked: Asked[ProbeAnswer]) -> list[str]:
     """Describe the machine and the age of its rates."""
+    probe = asked.value
+    if probe is None:
+        return [f"error: {asked.refusal}"]
     rows = machine_table(probe)
     lines = [", ".join(filter(None, (f"{name}: {value}", how))) for name, value, how in rows]
     return [*lines, *(f"note: {warning}" for warning in machine_warnings(probe)), age_text(probe)]
@@ -81,11 +84,11 @@ def methods_lines(view: WizardView) -> list[str]:
     return [line for method in METHODS for line in method_lines(view, method)]
 
 
-def training_lines(view: WizardView) -> list[str]:
-    """List every setting of the training with its number, value and reason."""
+def setting_lines(view: WizardView, rows: Sequence[Row]) -> list[str]:
+    """List settings with their numbers, values and reasons."""
     return [
-        f"{number} {question.name}: {value}, {because}"
-        for number, (question, value, because) in enumerate(row_texts(view), start=1)
+        f"{number} {row.name}: " + ", ".join(value_and_reason(view, row))
+        for number, row in enumerate(rows, start=1)
     ]
 
 
@@ -108,33 +111,28 @@ def choice_lines(plan: PlanAnswer) -> list[str]:
     return [f"{choice.name} is {choice.value}: {choice.because}" for choice in plan.choices]
 
 
-def preview_lines(view: WizardView, plan: PlanAnswer) -> list[str]:
-    """Memory, disk, time, and what is not a default."""
-    lines = [_use_line(name, used, limit) for name, used, limit in bar_rows(view, plan)]
-    lines += [*card_lines(plan), time_line(view), disk_line(plan)]
-    changed = ", ".join(f"{key} {value}" for key, value in changed_rows(plan.changed))
-    return [*lines, f"not the defaults: {changed or 'nothing'}"]
-
-
-def trial_lines(trial: DryRunAnswer) -> list[str]:
+def trial_lines(asked: Asked[DryRunAnswer]) -> list[str]:
     """Measured against predicted."""
+    trial = asked.value
+    if trial is None:
+        return [f"error: {asked.refusal}"]
     lines = [
         f"{row.name}: predicted {row.predicted}, measured {row.measured}"
         + (f", error {row.error}" if row.error else "")
         for row in trial.rows()
     ]
-    warning = (
-        ["error: needs more memory than there is: set the dial to fit"]
-        if trial.is_over_limit
-        else []
-    )
-    return [*lines, *warning, trial.eta_text()]
+    over = "error: needs more memory than there is: set the dial to fit"
+    return [*lines, *([over] if trial.is_over_limit else []), trial.eta_text()]
 
 
 def launch_lines(view: WizardView) -> list[str]:
-    """Describe the run in words."""
-    going_on = view.answers.start == "resume"
-    return pair_lines(resumed_rows(view) if going_on else launch_rows(view))
+    """Describe the run in words, with the memory and the disk that it takes."""
+    if view.answers.start == "resume":
+        return pair_lines(resumed_rows(view))
+    plan = view.plan.value
+    uses = [_use_line(*row) for row in bar_rows(view, plan)] if plan else []
+    refusal = [f"error: {view.plan.refusal}"] if view.plan.refusal else []
+    return [*pair_lines(launch_rows(view)), *uses, *(card_lines(plan) if plan else []), *refusal]
 
 
 def draft_lines(draft: Answers) -> list[str]:

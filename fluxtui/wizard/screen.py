@@ -16,23 +16,24 @@ from textual.widgets import ContentSwitcher, Input
 
 from fluxtrain.errors import EXIT_BAD_INPUT, FluxTrainError
 from fluxtrain.files.atomic import free_bytes
-from fluxtui.answers.answers import Answers, StepName, neighbour
+from fluxtui.answers.answers import Answers, neighbour, with_changes
 from fluxtui.answers.draft import draft_path, forget_draft, load_draft, save_draft
 from fluxtui.answers.launching import Attach, command_text, place_of, prepare
+from fluxtui.answers.rows import StepName
 from fluxtui.app_base import AppBase
 from fluxtui.wizard.checks.answer_checks import checked
 from fluxtui.wizard.engine.ranked import dial_settings
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.pages import drawing
-from fluxtui.wizard.pages.preview import config_text
+from fluxtui.wizard.pages.launch import config_text
+from fluxtui.wizard.steps.asking_step import AskingStep
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import Answered, Wished
-from fluxtui.wizard.steps.training_step import TrainingStep
 from fluxtui.wizard.steps.widgets import Drawn
 
 
 class DraftOffer(ModalScreen[bool]):
-    """Offers kept answers: True to go on with them, False to start afresh."""
+    """Offers kept answers: True to go on with them, False to start afresh, None to keep them."""
 
     DEFAULT_CSS = """
     DraftOffer { align: center middle; }
@@ -43,7 +44,8 @@ class DraftOffer(ModalScreen[bool]):
     """
     BINDINGS = [
         Binding("enter", "answer(True)", "go on"),
-        Binding("n,escape", "answer(False)", "start afresh"),
+        Binding("n", "answer(False)", "start afresh"),
+        Binding("escape", "answer(None)", "later"),
     ]
 
     def __init__(self, draft: Answers) -> None:
@@ -55,7 +57,7 @@ class DraftOffer(ModalScreen[bool]):
         box.border_title = "Unfinished answers"
         yield box
 
-    def action_answer(self, go_on: bool) -> None:
+    def action_answer(self, go_on: bool | None) -> None:
         """Close with the answer."""
         self.dismiss(go_on)
 
@@ -64,6 +66,7 @@ class DraftOffer(ModalScreen[bool]):
             ("model", self._draft.model_path or "-"),
             ("data", self._draft.data_file or "-"),
             ("stopped at", drawing.TITLES[self._draft.step]),
+            *[("--set", setting) for setting in self._draft.overrides],
         ]
         lines = [
             Content.assemble(
@@ -71,12 +74,14 @@ class DraftOffer(ModalScreen[bool]):
             )
             for name, value in rows
         ]
-        keys = drawing.keys_line([("enter", "go on with them"), ("n", "start afresh")])
+        keys = drawing.keys_line(
+            [("enter", "go on with them"), ("n", "start afresh"), ("esc", "later")]
+        )
         return Content("\n").join([*lines, Content(""), keys])
 
 
 _TYPING_PAUSE_S = 0.2
-_PLANNED: tuple[StepName, ...] = ("method", "training", "hardware", "strategy", "preview", "launch")
+_PLANNED: tuple[StepName, ...] = ("method", "training", "strategy", "launch")
 
 
 class WizardScreen(WizardFrame):
@@ -94,7 +99,7 @@ class WizardScreen(WizardFrame):
         draft. `engine` replaces the program that is asked for the plan and the machine.
         """
         super().__init__(answers or Answers(), root, engine)
-        self._fresh = answers is None
+        self._begun = self.answers
         self._draft = draft or draft_path()
         self._launching = False
         self._stale = True  # the answer on screen was changed after its last check
@@ -104,7 +109,7 @@ class WizardScreen(WizardFrame):
         self.begin()
         if isinstance(self.app, AppBase):
             self.watch_machine(self.app.machine_signal)
-        draft = load_draft(self._draft) if self._fresh else None
+        draft = load_draft(self._draft, self._begun)
         if draft is not None:
             self.app.push_screen(DraftOffer(draft), lambda go_on: self._offered(draft, go_on))
         self._go_to(self.answers.step)
@@ -112,9 +117,9 @@ class WizardScreen(WizardFrame):
     def _offered(self, draft: Answers, go_on: bool | None) -> None:
         if go_on:
             self.answers = draft
-            late = draft.step in ("preview", "launch")  # plan it again first
+            late = draft.step == "launch"  # plan it again first
             self._go_to("strategy" if late and draft.start != "resume" else draft.step)
-        else:
+        elif go_on is False:
             forget_draft(self._draft)
 
     # --- moving -------------------------------------------------------------------------------
@@ -122,11 +127,11 @@ class WizardScreen(WizardFrame):
     def action_next(self) -> None:
         """Accept this step's answer and go on, if it can be used."""
         step = self.current
-        if isinstance(step, TrainingStep) and step.take_enter():
+        if isinstance(step, AskingStep) and step.take_enter():
             return
         if isinstance(step, SourceStep):
             self._next_from_source(step)
-        elif step.name_of_step in ("strategy", "preview"):
+        elif step.name_of_step == "strategy":
             self._next_from_plan()
         elif step.name_of_step == "launch":
             self._next_from_launch()
@@ -215,7 +220,7 @@ class WizardScreen(WizardFrame):
         self._keep(dataclasses.replace(self.answers, step=step))
         self.query_one(ContentSwitcher).current = step
         self.launch_error, self._stale = None, True
-        if step in ("preview", "launch"):
+        if step == "launch":
             self.free_disk_bytes = free_bytes(place_of(self.answers, self.root))
         page = self.current
         if isinstance(page, SourceStep):
@@ -232,7 +237,7 @@ class WizardScreen(WizardFrame):
 
     @on(Answered)
     def _answered(self, event: Answered) -> None:
-        answers = dataclasses.replace(self.answers, **event.changes)
+        answers = with_changes(self.answers, event.changes)
         if event.page not in (None, self.answers.step):  # a key went on before this was heard
             if answers != self.answers and self.is_current and not self._launching:
                 self.answers = answers
@@ -270,8 +275,10 @@ class WizardScreen(WizardFrame):
         self.action_next()
 
     def _keep(self, answers: Answers) -> None:
+        """Take these answers, and save them once one was given here: a look loses no older ones."""
         self.answers = answers
-        save_draft(answers, self._draft)
+        if dataclasses.replace(answers, step=self._begun.step) != self._begun:
+            save_draft(answers, self._draft)
 
     @work(exclusive=True, group="check")
     async def _check(self, step: SourceStep, pause_s: float = 0.0, go_on: bool = False) -> None:
@@ -318,7 +325,7 @@ class WizardScreen(WizardFrame):
         if dial != "auto" and not self.answers.dial_settings and dial_settings(cards, dial):
             self.post_message(Answered({"dial_settings": dial_settings(cards, dial)}))
         plan = self.background.plan.state
-        on_plan = self.answers.step in ("strategy", "preview")
+        on_plan = self.answers.step == "strategy"
         if self.goes_on and on_plan and not plan.pending:
             self.goes_on = False
             self._next_from_plan()

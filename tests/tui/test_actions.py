@@ -17,7 +17,7 @@ from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps.method_step import MethodStep
 from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.source_step import SourceStep
-from fluxtui.wizard.steps.step import DrawnStep
+from fluxtui.wizard.steps.step import LaunchStep
 from fluxtui.wizard.steps.strategy_step import StrategyStep
 from fluxtui.wizard.steps.training_step import TrainingStep
 
@@ -38,7 +38,7 @@ def test_ids_and_keys_are_unique_on_every_screen() -> None:
 
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
-    pages = (DrawnStep, MethodStep, SourceStep, TrainingStep, PathEntry, StrategyStep)
+    pages = (LaunchStep, MethodStep, SourceStep, TrainingStep, PathEntry, StrategyStep)
     of_wizard = (
         *WizardScreen.BINDINGS,
         *(one for page in pages for one in page.BINDINGS),

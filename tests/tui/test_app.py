@@ -25,7 +25,7 @@ from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps.method_step import MethodStep
 from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.source_step import SourceStep
-from fluxtui.wizard.steps.step import DrawnStep
+from fluxtui.wizard.steps.step import LaunchStep
 from fluxtui.wizard.steps.strategy_step import StrategyStep
 from fluxtui.wizard.steps.training_step import TrainingStep
 from tests.tui.app_pilot import SIZE, app_on, drawn, notes, text_of, until
@@ -83,7 +83,7 @@ def test_every_action_of_lists_and_of_the_wizard_is_made_by_a_widget_or_a_page()
         holders = (ScrollingLines, SettingsScreen) if action.in_lists else ()
         if action.in_wizard:
             holders = (
-                WizardScreen, SourceStep, MethodStep, TrainingStep, StrategyStep, DrawnStep,
+                WizardScreen, SourceStep, MethodStep, TrainingStep, StrategyStep, LaunchStep,
                 PathEntry,
             )  # fmt: skip
         assert not holders or any(hasattr(holder, method) for holder in holders), method

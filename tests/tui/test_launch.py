@@ -73,12 +73,14 @@ def test_every_answer_is_a_flag(tmp_path: Path) -> None:
         model_hub="o/n",
         data_source="path",
         data_path="/d.txt",
-        offload="max",
         dial="fit",
-        sequence_length=64,
-        batch_rows=8,
-        chunk_rows=2,
-        steps=5,
+        settings={
+            "train.steps": 5,
+            "train.batch_rows": 8,
+            "data.sequence_length": 64,
+            "placement.chunk_rows": 2,
+            "placement.offload": "max",
+        },
         overrides=("train.seed=1",),
     )
 
@@ -88,8 +90,12 @@ def test_flags_win_over_the_configuration_file(tmp_path: Path) -> None:
     config.write_text("model: {path: o/n}\ntrain: {steps: 3, seed: 9}\n")
     answers = answers_of(options(str(config), "--steps", "5"))
     assert answers is not None
-    assert (answers.model_hub, answers.steps, answers.step) == ("o/n", 5, "strategy")
-    assert answers.base["train"]["seed"] == 9
+    assert (answers.model_hub, answers.settings.get("train.steps"), answers.step) == (
+        "o/n",
+        5,
+        "strategy",
+    )
+    assert answers.settings["train.seed"] == 9
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,9 @@ def test_what_a_run_did_not_write_stays_and_is_told(runs: Path) -> None:
 def test_the_configuration_that_the_wizard_wrote_goes_and_one_of_the_user_stays(
     runs: Path,
 ) -> None:
-    launch = prepare(Answers(data_source="path", data_path="data.txt", steps=3), runs)
+    launch = prepare(
+        Answers(settings={"train.steps": 3}, data_source="path", data_path="data.txt"), runs
+    )
     (launch.run_dir / "run.json").write_text("{}")
     assert contents(launch.run_dir).kept_text == ""
     remove_run(launch.run_dir, runs)
@@ -265,7 +267,7 @@ async def test_a_clone_opens_the_wizard_with_the_runs_settings(
         await listed(pilot, app, app_pilot, "other")
         await pilot.press("e")
         await app_pilot.until(pilot, lambda: isinstance(app.screen, WizardScreen))
-        assert app.screen.answers.steps == 77
+        assert app.screen.answers.settings.get("train.steps") == 77
         app.screen.dismiss(None)
         await app_pilot.until(pilot, lambda: isinstance(app.screen, RunsScreen))
         assert app.is_running, "leaving the wizard leads back to the list"

@@ -19,11 +19,18 @@ from fluxtui.answers.launching import command_text
 from fluxtui.wizard.pages import drawing
 
 ODD = 'it\'s; a "$HOME" `x` & (b), {c: d} # [e] — ü'
+LORA = {
+    "method.name": "lora", "train.learning_rate": 1e-5, "train.epochs": 2,
+    "method.targets": ["q_proj", "v_proj"],
+}  # fmt: skip
+SEEDED = Answers(settings={"train.steps": 3, "train.seed": 4})
+QLORA = Answers(settings={"method.name": "qlora"})
+HELD_OUT = Answers(settings={"data.held_out": 0.1})
 ANSWERS = {
-    "demo": Answers(learning_rate=1e-5, epochs=2.0, method="lora", targets="q_proj, v_proj"),
-    "file": with_data(with_model(Answers(steps=3, seed=4), f"/models/{ODD}"), f"/data/{ODD}.txt"),
-    "hub": with_data(with_model(Answers(method="qlora"), "o/n"), "hf://datasets/o/n?split=train"),
-    "several": with_data(Answers(held_out=0.1), ["a b.jsonl", {"path": "c.csv", "weight": 2.0}]),
+    "demo": Answers(settings=LORA),
+    "file": with_data(with_model(SEEDED, f"/models/{ODD}"), f"/data/{ODD}.txt"),
+    "hub": with_data(with_model(QLORA, "o/n"), "hf://datasets/o/n?split=train"),
+    "several": with_data(HELD_OUT, ["a b.jsonl", {"path": "c.csv", "weight": 2.0}]),
     "overrides": Answers(
         data_source="path", data_path="/d.txt",
         overrides=("data.columns={text: my body}", "train.max_grad_norm=null"),
@@ -93,7 +100,7 @@ def test_a_shell_reads_the_shown_command_as_the_answers(
 def test_a_run_that_goes_on_and_an_output_folder_are_quoted(path_has_it: Path) -> None:
     resumed = Answers(start="resume", resume_run=f"/runs/{ODD}")
     assert given(command_text(resumed), path_has_it) == ["train", "--resume", f"/runs/{ODD}"]
-    placed = given(command_text(Answers(run_folder=f"/out/{ODD}")), path_has_it)
+    placed = given(command_text(Answers(settings={"run_folder": f"/out/{ODD}"})), path_has_it)
     assert placed[-2:] == ["--run-dir", f"/out/{ODD}"]
 
 
@@ -104,9 +111,12 @@ def test_the_shown_command_trains(tmp_path: Path) -> None:
     data = folder / "tales & more.txt"
     data.write_text("\n<|endoftext|>\n".join(f"Once there was block {i}." for i in range(200)))
     answers = Answers(
-        data_source="path", data_path=str(data), steps=2, sequence_length=32, batch_rows=2,
-        held_out=0.0, evaluate_every="end", checkpoint_every="end",
-        run_folder=str(folder / "out"),
+        data_source="path", data_path=str(data),
+        settings={
+            "train.steps": 2, "data.sequence_length": 32, "train.batch_rows": 2,
+            "data.held_out": 0, "train.evaluate_every": "end", "train.checkpoint_every": "end",
+            "run_folder": str(folder / "out"),
+        },
     )  # fmt: skip
     shown = drawing.command(command_text(answers), 76).plain
     environment = {

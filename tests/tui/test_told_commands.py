@@ -57,7 +57,10 @@ def test_a_stopped_run_and_the_wizard_tell_where_the_command_lies(
     cells = "".join(told(stopped(made, "/r"))).replace(" ", "")
     assert cells == f"{scripts}/fluxtraintrain--resume/r"  # a long word is cut between rows
     assert command_text(Answers(start="resume", resume_run="/r")).startswith(str(scripts))
-    assert command_text(Answers(steps=3)) == f"{scripts}/fluxtrain train --demo --set train.steps=3"
+    assert (
+        command_text(Answers(settings={"train.steps": 3}))
+        == f"{scripts}/fluxtrain train --demo --set train.steps=3"
+    )
 
 
 def test_a_command_in_long_folders_is_told_whole(made: ModuleType) -> None:

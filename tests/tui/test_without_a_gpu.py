@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from fluxtui.actions.table import ACTIONS
-from fluxtui.answers.answers import STEPS, Answers
+from fluxtui.answers.answers import STEPS
 from fluxtui.panels import PANELS
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.state.view import View
-from fluxtui.wizard.pages.hardware import hardware_page
-from fluxtui.wizard.pages.wizard_view import WizardView
 
 OF_A_GPU = re.compile(r"\b(bus|h2d|d2h|gpu|gpus|vram|pcie|cuda|nvml|nvidia)\b", re.IGNORECASE)
 RUN_SCREENS = ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs")
@@ -67,15 +65,7 @@ async def test_the_wizard_on_a_machine_without_one_says_so_once(folder: Path, op
     async with opened(folder, size=(120, 40)) as wizard:
         for step in STEPS:
             await wizard.go_to(step)
-            if step == "hardware":
+            if step == "strategy":
                 continue  # where it says that there is none
             said = [line for line in words_of_a_gpu(wizard.text()) if "no GPU" not in line]
             assert said == [], step
-
-
-def test_the_hardware_page_says_in_one_line_that_there_is_none(wizard_pilot: Any) -> None:
-    from fluxtui.wizard.engine.asked import Asked
-
-    view = WizardView(answers=Answers(step="hardware"), probe=Asked(value=wizard_pilot.probed()))
-    said = words_of_a_gpu(hardware_page(view, 100).plain)
-    assert len(said) == 1 and "none" in said[0]

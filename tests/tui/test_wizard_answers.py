@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from fluxtrain.config.schema import demo_config, load_config, validate
 from fluxtrain.config.schema import settings as all_settings
 from fluxtui.answers.answers import (
-    OFFLOADS,
     STEPS,
     Answers,
     hub_id_problem,
     neighbour,
     with_data,
     with_model,
+    with_settings,
 )
 from fluxtui.answers.configuring import (
     answers_from_config,
@@ -47,11 +47,16 @@ ANSWERS = st.builds(
     data_source=st.sampled_from(("demo", "path", "hub")),
     data_hub=st.sampled_from(("owner/name", "owner/name/data/train.jsonl")),
     data_path=NAMES.map("/data/{}".format),
-    offload=st.sampled_from(OFFLOADS),
-    sequence_length=st.none() | st.integers(2, 10**6),
-    batch_rows=st.none() | st.integers(1, 10**6),
-    chunk_rows=st.none() | st.integers(1, 10**6),
-    steps=st.none() | st.integers(1, 10**9),
+    settings=st.fixed_dictionaries(
+        {},
+        optional={
+            "placement.offload": st.sampled_from(("none", "optimizer", "weights", "max")),
+            "data.sequence_length": st.integers(2, 10**6),
+            "train.batch_rows": st.integers(1, 10**6),
+            "placement.chunk_rows": st.integers(1, 10**6),
+            "train.steps": st.integers(1, 10**9),
+        },
+    ),
     step=st.sampled_from(STEPS),
 )
 
@@ -67,8 +72,6 @@ def test_every_answer_is_a_configuration_that_the_trainer_accepts(answers: Answe
     config = validate(yaml.safe_load(yaml_text(answers)))
     assert config.model.path == answers.model_path
     assert config.data.path == answers.data_file
-    assert config.train.steps == answers.steps
-    assert config.placement.offload == answers.offload
     found = {setting.key: setting.value for setting in all_settings(config)}
     assert chosen_settings(answers).items() <= found.items()
 
@@ -91,7 +94,9 @@ def test_a_draft_brings_back_every_answer(
 
 
 def test_settings_of_a_demo_become_overrides_that_the_trainer_accepts() -> None:
-    answers = Answers(steps=7, offload="max", overrides=("train.seed=3",))
+    answers = Answers(
+        settings={"train.steps": 7, "placement.offload": "max"}, overrides=("train.seed=3",)
+    )
     arguments = engine_arguments(answers, Path("unused.yaml"))
     assert arguments[0] == "--demo"
     config = demo_config([value for value in arguments if "=" in value])
@@ -99,7 +104,12 @@ def test_settings_of_a_demo_become_overrides_that_the_trainer_accepts() -> None:
 
 
 def test_settings_of_other_runs_are_in_the_file_and_not_given_twice() -> None:
-    answers = Answers(data_source="path", data_path="/d.txt", steps=7, overrides=("train.seed=3",))
+    answers = Answers(
+        settings={"train.steps": 7},
+        data_source="path",
+        data_path="/d.txt",
+        overrides=("train.seed=3",),
+    )
     assert set_arguments(answers) == ["--set", "train.seed=3"]
     assert engine_arguments(answers, Path("c.yaml"))[0] == "c.yaml"
 
@@ -111,7 +121,7 @@ def test_keys_that_the_wizard_does_not_ask_for_are_carried_through() -> None:
         "train": {"learning_rate": 1e-4},
     }
     answers = answers_from_config(base)
-    changed = configuration(dataclasses.replace(answers, steps=5))
+    changed = configuration(with_settings(answers, {"train.steps": 5}))
     assert changed["model"] == {"path": "owner/name", "revision": "main"}
     assert changed["data"]["sequence_length"] == 64
     assert changed["train"] == {"learning_rate": 1e-4, "steps": 5}
@@ -120,8 +130,8 @@ def test_keys_that_the_wizard_does_not_ask_for_are_carried_through() -> None:
 
 def test_an_offload_setting_of_a_file_can_be_turned_back_to_auto() -> None:
     answers = answers_from_config({"placement": {"offload": "max"}})
-    assert answers.offload == "max"
-    back = configuration(dataclasses.replace(answers, offload="auto"))
+    assert answers.settings.get("placement.offload") == "max"
+    back = configuration(with_settings(answers, {"placement.offload": None}))
     assert validate(back).placement.offload == "auto"
 
 
@@ -132,8 +142,7 @@ def test_the_whole_configuration_that_a_run_keeps_comes_back_as_the_same_run(
     kept = validate(configuration(answers)).model_dump(mode="json")  # as in run.json
     again = answers_from_config(kept)
     assert validate(configuration(again)) == validate(kept)
-    assert again.batch_rows == answers.batch_rows
-    assert again.steps == answers.steps
+    assert again.settings == answers.settings
 
 
 @pytest.mark.parametrize("stop", ["fast", "balanced", "fit"])
@@ -154,7 +163,9 @@ def test_a_share_between_two_stops_of_the_dial_is_carried_through() -> None:
 
 def test_numbers_of_a_run_can_be_given_back_to_the_trainer() -> None:
     answers = answers_from_config({"train": {"steps": 9, "batch_rows": 2, "seed": 1}})
-    config = validate(configuration(dataclasses.replace(answers, steps=None, batch_rows=None)))
+    config = validate(
+        configuration(with_settings(answers, {"train.steps": None, "train.batch_rows": None}))
+    )
     assert (config.train.steps, config.train.batch_rows, config.train.seed) == (None, "auto", 1)
 
 
@@ -256,13 +267,15 @@ def test_a_broken_draft_is_no_draft(text: str, tmp_path: Path) -> None:
 
 def test_a_draft_of_a_later_version_with_more_answers_is_read(tmp_path: Path) -> None:
     path = tmp_path / "draft.json"
-    path.write_text(json.dumps({"offload": "max", "colour": "blue"}))
-    assert load_draft(path) == Answers(offload="max")
+    path.write_text(json.dumps({"settings": {"placement.offload": "max"}, "colour": "blue"}))
+    assert load_draft(path) == Answers(settings={"placement.offload": "max"})
 
 
 def test_a_draft_that_cannot_be_written_does_not_stop_the_wizard(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert not save_draft(Answers(offload="max"), tmp_path / "file" / "draft.json")
+    assert not save_draft(
+        Answers(settings={"placement.offload": "max"}), tmp_path / "file" / "draft.json"
+    )
 
 
 def test_the_draft_lies_in_the_state_folder_of_the_user() -> None:
@@ -272,7 +285,7 @@ def test_the_draft_lies_in_the_state_folder_of_the_user() -> None:
 
 def test_forgetting_a_draft_twice_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "draft.json"
-    save_draft(Answers(offload="max"), path)
+    save_draft(Answers(settings={"placement.offload": "max"}), path)
     forget_draft(path)
     forget_draft(path)
     assert load_draft(path) is None
@@ -283,7 +296,7 @@ def test_a_prepared_launch_has_its_directory_and_a_configuration_the_trainer_loa
 ) -> None:
     data = tmp_path / "some data.txt"
     data.write_text("hello")
-    answers = Answers(data_source="path", data_path=str(data), steps=3)
+    answers = Answers(data_source="path", data_path=str(data), settings={"train.steps": 3})
     launch = prepare(answers, tmp_path / "runs")
     assert launch.run_dir.is_dir() and launch.run_dir.parent == tmp_path / "runs"
     config = load_config(launch.arguments[0])

@@ -32,14 +32,15 @@ async def test_the_machine_is_measured_alone_before_anything_is_planned(
         assert wizard.asked()[0][0] == "probe"
 
 
-async def test_r_measures_the_machine_again(folder: Path, opened: Opened) -> None:
-    async with opened(folder, Answers(step="hardware")) as wizard:
-        await wizard.until(lambda: "10.0 GB/s" in wizard.text() and wizard.plan)
+async def test_m_measures_the_machine_again(folder: Path, opened: Opened) -> None:
+    async with opened(folder, Answers(step="strategy")) as wizard:
+        await wizard.until(lambda: wizard.screen.background.probe.state.value and wizard.plan)
         probe = json.loads((folder / "probe.json").read_text())
         probe["rates"]["host_copy"]["per_s"] = 2e10
         (folder / "probe.json").write_text(json.dumps(probe))
-        await wizard.press("r")
-        await wizard.until(lambda: "20.0 GB/s" in wizard.text())
+        await wizard.press("m")
+        value = wizard.screen.background.probe
+        await wizard.until(lambda: value.state.value and value.state.value.rate("host_copy") > 1e10)
         assert "--fresh" in asked(wizard, "probe")[-1]
         await wizard.until(lambda: len(asked(wizard, "plan")) == 2), "and the plan is made anew"
 
@@ -48,8 +49,8 @@ async def test_a_machine_that_cannot_be_measured_is_told_and_the_plan_is_asked_f
     folder: Path, opened: Opened
 ) -> None:
     (folder / "probe.json").unlink()
-    async with opened(folder, Answers(step="hardware")) as wizard:
-        await wizard.until(lambda: "Press r to measure again" in wizard.text())
+    async with opened(folder, Answers(step="strategy")) as wizard:
+        await wizard.until(lambda: wizard.screen.background.probe.state.refusal)
         await wizard.until(lambda: wizard.plan)
 
 
@@ -76,19 +77,6 @@ async def test_an_inspection_that_failed_is_no_reason_to_stop(folder: Path, open
         await wizard.until(lambda: wizard.step == "method")
 
 
-async def test_another_row_length_is_looked_at_again(folder: Path, opened: Opened) -> None:
-    async with opened(folder, Answers(step="data"), size=(80, 40)) as wizard:
-        await wizard.until(lambda: "sample 1:" in wizard.text())
-        await wizard.press("tab", "6", "4")
-        await wizard.until(lambda: wizard.screen.answers.sequence_length == 64)
-        await wizard.until(lambda: "data.sequence_length=64" in asked(wizard, "inspect")[-1])
-        await wizard.press("backspace", "backspace", "1")
-        await wizard.until(lambda: "a row needs 2 tokens at least" in wizard.text())
-        await wizard.press("enter")
-        await wizard.pilot.pause()
-        assert wizard.step == "data"
-
-
 async def test_a_data_set_on_the_hub_is_a_path_that_the_engine_fetches(
     folder: Path, opened: Opened
 ) -> None:
@@ -99,7 +87,7 @@ async def test_a_data_set_on_the_hub_is_a_path_that_the_engine_fetches(
         await wizard.until(lambda: "✓ place" in wizard.text())
         await wizard.press("enter")
         await wizard.until(lambda: wizard.step == "method" and wizard.plan)
-        await wizard.go_to("preview")
+        await wizard.go_to("launch")
         await wizard.press("y")
         assert "path: hf://datasets/owner/tales" in wizard.app.clipboard
 
@@ -154,26 +142,26 @@ def test_a_dial_without_a_wizard_asks_for_the_plan(folder: Path) -> None:
 async def test_a_dry_run_shows_measured_and_is_of_these_answers_only(
     folder: Path, opened: Opened
 ) -> None:
-    async with opened(folder, Answers(step="preview"), size=(80, 40)) as wizard:
-        await wizard.until(lambda: "Before it starts" in wizard.text())
+    async with opened(folder, Answers(step="launch"), size=(80, 40)) as wizard:
+        await wizard.until(lambda: "starts the training" in wizard.text() and wizard.plan)
         await wizard.press("t")
         await wizard.until(lambda: "-50%" in wizard.text())
         assert "200 steps take 1m 30s to 2m 00s" in wizard.text()
         await wizard.press("escape", "c", "2", "enter", "enter")
-        await wizard.until(lambda: wizard.step == "preview")
-        assert "not tried yet" in wizard.text(), "it was of other answers"
+        await wizard.until(lambda: wizard.step == "launch")
+        assert "predicted " not in wizard.text(), "it was of other answers"
 
 
 async def test_a_dry_run_can_be_ended_and_leaves_nothing(folder: Path, opened: Opened) -> None:
     (folder / "hold-trial").touch()
-    async with opened(folder, Answers(step="preview"), size=(80, 40)) as wizard:
-        await wizard.until(lambda: "Before it starts" in wizard.text())
+    async with opened(folder, Answers(step="launch"), size=(80, 40)) as wizard:
+        await wizard.until(lambda: "starts the training" in wizard.text() and wizard.plan)
         await wizard.press("t")
         await wizard.until(lambda: "step 1/3" in wizard.text()), "its progress is shown"
         assert "end the dry run" in wizard.text()
         await wizard.press("escape")
-        await wizard.until(lambda: "not tried yet" in wizard.text())
-        assert wizard.step == "preview", "escape ended the dry run and no more"
+        await wizard.until(lambda: "Training three steps" not in wizard.text())
+        assert wizard.step == "launch", "escape ended the dry run and no more"
         assert not (folder / "runs").exists(), "the runs' folder was never touched"
         await wizard.press("escape")
         assert wizard.step == "strategy"
@@ -181,17 +169,17 @@ async def test_a_dry_run_can_be_ended_and_leaves_nothing(folder: Path, opened: O
 
 async def test_a_dry_run_that_fails_says_why(folder: Path, opened: Opened) -> None:
     (folder / "dry-run.json").unlink()
-    async with opened(folder, Answers(step="preview"), size=(80, 40)) as wizard:
-        await wizard.until(lambda: "Before it starts" in wizard.text())
+    async with opened(folder, Answers(step="launch"), size=(80, 40)) as wizard:
+        await wizard.until(lambda: "starts the training" in wizard.text() and wizard.plan)
         await wizard.press("t")
         await wizard.until(lambda: "✗ the model needs 80 GiB" in wizard.text())
         await wizard.press("enter")
-        await wizard.until(lambda: wizard.step == "launch"), "the user decides"
+        await wizard.until(lambda: wizard.app.ended_with), "the user decides"
 
 
 async def test_command_and_yaml_are_copied(folder: Path, opened: Opened) -> None:
-    async with opened(folder, Answers(step="preview", steps=5)) as wizard:
-        await wizard.until(lambda: "Before it starts" in wizard.text())
+    async with opened(folder, Answers(settings={"train.steps": 5}, step="launch")) as wizard:
+        await wizard.until(lambda: "starts the training" in wizard.text() and wizard.plan)
         await wizard.press("m")
         assert wizard.app.clipboard == "fluxtrain train --demo --set train.steps=5"
         await wizard.press("y")

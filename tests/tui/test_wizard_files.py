@@ -271,7 +271,7 @@ def test_a_list_of_sources_stands_in_the_field_and_goes_back_into_the_configurat
     sources = [str(tmp_path / "a.jsonl"), {"path": str(tmp_path / "b.jsonl"), "weight": 2.0}]
     answers = answers_from_config({"data": {"path": sources, "format": "text"}})
     assert answers.data_source == "path" and answers.data_path.startswith("[")
-    assert answers.data_format == "text"
+    assert answers.settings.get("data.format") == "text"
     assert configuration(answers)["data"] == {"path": sources, "format": "text"}
     check = check_data(answers)
     assert dict(check.facts)["files"] == "2" and check.error is None

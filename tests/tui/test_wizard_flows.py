@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -146,7 +145,7 @@ async def test_the_column_beside_comes_and_goes_with_the_width(
 async def test_a_draft_that_had_reached_the_launch_is_planned_again_first(
     folder: Path, opened: Opened
 ) -> None:
-    save_draft(Answers(offload="max", step="launch"), folder / "draft.json")
+    save_draft(Answers(settings={"placement.offload": "max"}, step="launch"), folder / "draft.json")
     async with opened(folder) as wizard:
         await wizard.press("enter")
         await wizard.until(lambda: wizard.step == "strategy" and wizard.plan)
@@ -182,7 +181,7 @@ async def test_enter_twice_at_the_launch_starts_one_run(folder: Path, opened: Op
 def app(folder: Path) -> FluxApp:
     """The real app on the wizard, with the stand-in engine."""
     wizard = WizardScreen(
-        Answers(steps=3),
+        Answers(settings={"train.steps": 3}),
         folder / "runs",
         draft=folder / "draft.json",
         engine=(sys.executable, str(folder / "engine.py")),
@@ -206,17 +205,6 @@ async def test_leaving_the_wizard_without_a_run_leaves_the_app(
         await wizard.until(lambda: not app.is_running or app._exit)
     assert app.return_code == 0
     assert app.run_dir is None
-
-
-async def test_the_machine_is_of_now_in_the_wizard_too(
-    app: FluxApp, folder: Path, wizard_pilot: ModuleType
-) -> None:
-    app._samples_machine = True
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
-        wizard = driven(app, pilot, folder, wizard_pilot)
-        await wizard.go_to("hardware")
-        await wizard.until(lambda: re.search(r"now +(GPU|CPU) +\d+%", wizard.text()))
 
 
 async def test_a_launch_starts_the_trainer_and_shows_its_run(

@@ -12,7 +12,7 @@ from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import ACTIONS, PAGES
 from fluxtui.answers.answers import STEPS, Answers
 from fluxtui.answers.launching import Launch
-from fluxtui.answers.questions import ADAPTER_QUESTIONS
+from fluxtui.answers.rows import rows_of
 from fluxtui.app import FluxApp
 from fluxtui.screens.dialogs import HelpScreen, help_lines
 from fluxtui.settings import load_settings
@@ -21,9 +21,9 @@ from fluxtui.wizard.screen import WizardScreen
 
 SIZE = (120, 40)
 NO_ROOM = {  # their pages name the keys where they are needed
-    ("preview", "wizard_again"),
     ("training", "wizard_complete"),
-    *(("method", question.action) for question in ADAPTER_QUESTIONS),
+    ("strategy", "wizard_measure"),
+    *(("method", row.action) for row in rows_of("method", "qlora")),
 }
 
 
@@ -42,6 +42,10 @@ def wizard_in(folder: Path, pilot_module: Any, step: str, **keys: str) -> tuple[
     app.settings = dataclasses.replace(app.settings, keys=keys)
     app.actions = rebound(keys)
     return app, screen
+
+
+def offload(wizard: Any) -> object:
+    return wizard.answers.settings.get("placement.offload")
 
 
 def test_the_pages_of_the_registry_are_the_wizards_steps() -> None:
@@ -67,7 +71,7 @@ def test_the_footer_shows_the_users_own_keys() -> None:
     assert ("B c s o", "change") in hints and ("f7", "why") in hints
     assert ("enter", "next") in hints and ("esc", "back") in hints
     assert ("f1", "help") in key_hints("data", ACTIONS), "a question mark is part of a path there"
-    assert ("?", "help") in key_hints("preview", ACTIONS)
+    assert ("?", "help") in key_hints("launch", ACTIONS)
 
 
 async def test_a_page_takes_other_keys_and_the_old_ones_are_free(
@@ -77,18 +81,18 @@ async def test_a_page_takes_other_keys_and_the_old_ones_are_free(
     async with app.run_test(size=SIZE) as pilot:
         await app_pilot.until(pilot, lambda: app.screen is wizard)
         await app_pilot.until(pilot, lambda: wizard.background.plan.state.value)
-        before = wizard.answers.offload
+        before = offload(wizard)
         await pilot.press("o")
-        assert wizard.answers.offload == before
+        assert offload(wizard) == before
         await pilot.press("O")
-        await app_pilot.until(pilot, lambda: wizard.answers.offload != before)
+        await app_pilot.until(pilot, lambda: offload(wizard) != before)
         await app_pilot.until(pilot, lambda: "b c s O" in app_pilot.text_of(app))
         await app_pilot.until(pilot, lambda: "O offload" in app_pilot.text_of(app))
         await app_pilot.until(pilot, lambda: wizard.background.plan.state.value)
         await pilot.press("enter")
         assert wizard.answers.step == "strategy"
         await pilot.press("f8")
-        await app_pilot.until(pilot, lambda: wizard.answers.step == "preview")
+        await app_pilot.until(pilot, lambda: wizard.answers.step == "launch")
 
 
 @pytest.mark.parametrize(("step", "key"), [("data", "f1"), ("strategy", "question_mark")])
@@ -126,7 +130,7 @@ async def test_the_palette_runs_the_actions_of_the_page(
     async with app.run_test(size=SIZE) as pilot:
         await app_pilot.until(pilot, lambda: app.screen is wizard)
         await app_pilot.until(pilot, lambda: wizard.background.plan.state.value)
-        before = wizard.answers.offload
+        before = offload(wizard)
         await pilot.press("ctrl+p")
         await app_pilot.until(pilot, lambda: "CommandPalette" in type(app.screen).__name__)
         await app_pilot.until(pilot, lambda: "Set the rows of a batch" in app_pilot.text_of(app))
@@ -134,14 +138,14 @@ async def test_the_palette_runs_the_actions_of_the_page(
         await pilot.press(*"next offload")
         await app_pilot.until(pilot, lambda: "Set the rows" not in app_pilot.text_of(app))
         await pilot.press("enter")
-        await app_pilot.until(pilot, lambda: wizard.answers.offload != before)
+        await app_pilot.until(pilot, lambda: offload(wizard) != before)
         assert app.screen is wizard
 
 
 async def test_keys_of_a_run_do_nothing_in_the_wizard(
     folder: Path, wizard_pilot: Any, app_pilot: Any
 ) -> None:
-    app, wizard = wizard_in(folder, wizard_pilot, "hardware")
+    app, wizard = wizard_in(folder, wizard_pilot, "strategy")
     async with app.run_test(size=SIZE) as pilot:
         await app_pilot.until(pilot, lambda: app.screen is wizard)
         theme = app.theme

@@ -71,9 +71,9 @@ def test_the_same_answers_become_the_same_configuration(folder: Path) -> None:
     data.write_text("Once upon a time.\n")
     typed = [
         "1", "1",  # new; the demo's model
-        "2", str(data), "64",  # a file, in rows of 64
-        "", "5", "9", "", "",  # method; nine steps; hardware
-        "4", "16", "", "",  # fit, batch, chunk, offload
+        "2", str(data), "",  # a file; the method
+        "5", "9", "8", "64", "6", "16", "",  # nine steps of 16 rows of 64 tokens
+        "", "4", "",  # the machine; fit; no setting
     ]  # fmt: skip
     person = Person(folder, typed)
     outcome = person.wizard().run()
@@ -86,8 +86,8 @@ def test_the_same_answers_become_the_same_configuration(folder: Path) -> None:
 
 def test_an_adapters_questions_are_asked_with_their_reasons(folder: Path) -> None:
     typed = [
-        "1", "1", "1", "",  # new; the demo's model, data and length
-        "3", "8", "auto", "q_proj v_proj", "3", "1",  # qlora: rank, alpha, targets, dora, nf4
+        "1", "1", "1",  # new; the demo's model and data
+        "3", "1", "8", "3", "q_proj v_proj", "4", "dora", "5", "nf4",  # qlora: its settings
     ]  # fmt: skip
     person = Person(folder, typed)
     outcome = person.wizard().run()
@@ -96,7 +96,7 @@ def test_an_adapters_questions_are_asked_with_their_reasons(folder: Path) -> Non
     method = config.method
     assert (method.name, method.rank, method.alpha) == ("qlora", 8, "auto")
     assert (method.targets, method.variant, method.base) == (["q_proj", "v_proj"], "dora", "nf4")
-    assert any("rank of the adapters: 16 is enough" in said for said in person.said)
+    assert any("1 rank: 16, rank of the adapters" in said for said in person.said)
     for title in ("Full", "LoRA", "QLoRA"):
         assert any(said.startswith(f"{title} fits: buffers") for said in person.said)
 
@@ -121,19 +121,19 @@ def test_q_and_the_end_of_the_input_leave_with_the_answers_kept(
     folder: Path, leave: list[str]
 ) -> None:
     person = Person(folder, leave, enter=False)
-    assert person.wizard(Answers(steps=5)).run() is None
+    assert person.wizard(Answers(settings={"train.steps": 5})).run() is None
     kept = load_draft(folder / "draft.json")
     assert kept is not None and kept.steps == 5
     assert not (folder / "runs").exists()
 
 
 def test_unfinished_answers_are_offered(folder: Path) -> None:
-    save_draft(Answers(steps=5, step="launch"), folder / "draft.json")
+    save_draft(Answers(settings={"train.steps": 5}, step="launch"), folder / "draft.json")
     person = Person(folder, ["y"])
     outcome = person.wizard().run()
     assert isinstance(outcome, Launch)
     assert "train.steps=5" in outcome.arguments
-    save_draft(Answers(steps=5), folder / "draft.json")
+    save_draft(Answers(settings={"train.steps": 5}), folder / "draft.json")
     fresh = Person(folder, ["n"]).wizard().run()
     assert isinstance(fresh, Launch)
     assert fresh.arguments == ("--demo",)
@@ -141,7 +141,7 @@ def test_unfinished_answers_are_offered(folder: Path) -> None:
 
 def test_a_dry_run_says_measured_against_predicted(folder: Path) -> None:
     person = Person(folder, ["d", "y"])
-    assert isinstance(person.wizard(Answers(step="preview")).run(), Launch)
+    assert isinstance(person.wizard(Answers(step="launch")).run(), Launch)
     assert "host memory: predicted 2.00 MiB, measured 4.00 MiB, error -50%" in person.said
     assert "fluxtrain train --demo" in person.said
 

@@ -24,7 +24,7 @@ async def test_enter_alone_starts_the_demo(folder: Path, opened: Opened) -> None
     async with opened(folder) as wizard:
         for number, step in enumerate(STEPS, start=1):
             await wizard.until(lambda step=step: wizard.step == step)
-            assert f"step {number} of 9" in wizard.text()
+            assert f"step {number} of 7" in wizard.text()
             await wizard.press("enter")
         await wizard.until(lambda: wizard.app.ended_with)
         [launch] = wizard.app.ended_with
@@ -123,16 +123,16 @@ async def test_the_plan_shows_every_choice_with_its_reason(folder: Path, opened:
 async def test_the_wizard_stays_alive_while_the_engine_plans(folder: Path, opened: Opened) -> None:
     (folder / "hold").touch()
     async with opened(folder) as wizard:
-        for step in ("model", "data", "method", "training", "hardware", "strategy"):
+        for step in ("model", "data", "method", "training", "strategy"):
             await wizard.press("enter")
             await wizard.until(lambda step=step: wizard.step == step)
         await wizard.until(lambda: "The engine reads the model" in wizard.text())
         await wizard.press("escape")
-        assert wizard.step == "hardware", "keys work while the plan is made"
+        assert wizard.step == "training", "keys work while the plan is made"
         await wizard.press("enter", "enter")
-        await wizard.until(lambda: "goes on by itself" in wizard.text())
+        await wizard.until(lambda: "goes on when the plan" in wizard.text())
         (folder / "hold").unlink()
-        await wizard.until(lambda: wizard.step == "preview")
+        await wizard.until(lambda: wizard.step == "launch")
         plans = [asked for asked in wizard.asked() if asked[0] == "plan"]
         assert len(plans) == 1, "the same answers are planned once"
 
@@ -144,7 +144,7 @@ async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(
     (folder / "plan.json").unlink()
     async with opened(folder, Answers(step="method")) as wizard:
         await wizard.until(lambda: "NOT KNOWN" in wizard.text())
-        await wizard.press("enter", "enter", "enter")
+        await wizard.press("enter", "enter")
         await wizard.until(lambda: "80 GiB" in wizard.text())
         await wizard.press("enter")
         assert wizard.step == "strategy"
@@ -170,9 +170,9 @@ async def test_offload_and_steps_can_be_changed_and_are_planned_again(
         await wizard.go_to("strategy")
         await wizard.until(lambda: wizard.plan)
         await wizard.press("o")
-        assert wizard.screen.answers.offload == "none"
+        assert wizard.screen.answers.settings.get("placement.offload") == "none"
         await wizard.press("s", *"12", "enter")
-        assert wizard.screen.answers.steps == 12
+        assert wizard.screen.answers.settings.get("train.steps") == 12
         assert wizard.step == "strategy", "Enter in the field closes the field only"
         await wizard.until(lambda: wizard.plan)
         await wizard.until(lambda: "train.steps=12" in wizard.asked()[-1])
@@ -180,18 +180,18 @@ async def test_offload_and_steps_can_be_changed_and_are_planned_again(
         assert last[:3] == ["plan", "--json", "--demo"]
         assert {"placement.offload=none", "train.steps=12"} <= set(last)
         await wizard.go_to("launch")
-        await wizard.until(lambda: "train.steps=12" in wizard.text())
+        await wizard.until(lambda: "▸ Enter starts" in wizard.text())
 
 
 async def test_a_number_of_steps_that_is_none_is_refused_and_escape_keeps_the_old_one(
     folder: Path, opened: Opened
 ) -> None:
-    async with opened(folder, Answers(steps=9, step="strategy")) as wizard:
+    async with opened(folder, Answers(settings={"train.steps": 9}, step="strategy")) as wizard:
         await wizard.press("s", "backspace", "0", "enter")
-        assert wizard.screen.query_one(StrategyStep).asks_for_a_number
+        assert wizard.screen.query_one(StrategyStep).asks
         await wizard.press("escape")
         assert wizard.step == "strategy"
-        assert wizard.screen.answers.steps == 9
+        assert wizard.screen.answers.settings.get("train.steps") == 9
 
 
 async def test_a_crash_loses_nothing_and_the_answers_are_offered(
@@ -215,19 +215,33 @@ async def test_a_crash_loses_nothing_and_the_answers_are_offered(
 async def test_an_offered_draft_can_be_left_and_does_not_come_back(
     folder: Path, opened: Opened
 ) -> None:
-    save_draft(Answers(offload="max"), folder / "draft.json")
+    save_draft(Answers(settings={"placement.offload": "max"}), folder / "draft.json")
     async with opened(folder) as wizard:
         await wizard.press("n")
         await wizard.pilot.pause()
-        assert wizard.screen.answers.offload == "auto"
+        assert wizard.screen.answers.settings.get("placement.offload") is None
         assert load_draft(folder / "draft.json") is None
 
 
+async def test_a_start_with_settings_for_a_cure_offers_the_draft_and_looking_keeps_it(
+    folder: Path, opened: Opened
+) -> None:
+    save_draft(Answers(data_source="path", data_path="/d.csv", step="data"), folder / "draft.json")
+    cure = Answers(overrides=("data.columns={output: response}",))
+    for leave in (["escape", "escape"], ["enter"]):
+        async with opened(folder, cure) as wizard:
+            assert isinstance(wizard.app.screen, DraftOffer)
+            await wizard.press(*leave)
+            await wizard.pilot.pause()
+    assert wizard.screen.answers.data_path == "/d.csv"
+    assert wizard.screen.answers.overrides == cure.overrides
+
+
 async def test_answers_from_flags_are_not_asked_about_a_draft(folder: Path, opened: Opened) -> None:
-    save_draft(Answers(offload="max"), folder / "draft.json")
-    async with opened(folder, Answers(steps=4)) as wizard:
+    save_draft(Answers(settings={"placement.offload": "max"}), folder / "draft.json")
+    async with opened(folder, Answers(settings={"train.steps": 4})) as wizard:
         assert not isinstance(wizard.app.screen, DraftOffer)
-        assert wizard.screen.answers.steps == 4
+        assert wizard.screen.answers.settings.get("train.steps") == 4
 
 
 async def test_a_run_folder_that_cannot_be_written_is_told_at_the_launch(
@@ -250,7 +264,7 @@ async def test_the_launch_shows_command_and_yaml(folder: Path, opened: Opened) -
     answers = Answers(data_source="path", data_path=str(data), step="strategy")
     async with opened(folder, answers, size=(120, 40)) as wizard:
         await wizard.go_to("launch")
-        assert "fluxtrain train --set model.path=demo" in wizard.text()
+        assert "fluxtrain train" in wizard.text() and "model.path=demo" in wizard.text()
         assert "path: demo" in wizard.text()
 
 
@@ -264,7 +278,7 @@ async def test_every_step_draws_in_every_size(
             lines = wizard.text().splitlines()
             assert len(lines) == size[1]
             above = 0 if size[1] < 30 else 1
-            assert f"step {STEPS.index(step) + 1} of 9" in lines[above]
+            assert f"step {STEPS.index(step) + 1} of 7" in lines[above]
             assert "enter" in lines[-1]
 
 

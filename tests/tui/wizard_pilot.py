@@ -187,7 +187,7 @@ class Wizard:
     async def go_to(self, step: str) -> None:
         while self.step != step:
             before = self.step
-            if before in ("strategy", "preview"):
+            if before == "strategy":
                 await self.until(lambda: self.plan)
             await self.press("enter")
             await self.until(lambda before=before: self.step != before)

@@ -18,11 +18,11 @@ from fluxtui.answers.answers import (
     HUB_DATA,
     HUB_SCHEME,
     Answers,
-    StepName,
     hub_id_problem,
     is_hub_id,
 )
 from fluxtui.answers.configuring import answers_from_file, configuration
+from fluxtui.answers.rows import StepName
 from fluxtui.home import expanded
 from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data, read_data_file
 from fluxtui.wizard.checks.known_runs import RESUMABLE, run_rows
@@ -99,8 +99,6 @@ _LISTED = "[a.jsonl, {path: b.csv, weight: 2}]"
 
 def check_data(answers: Answers) -> Check:
     """Look at the chosen data: format, size and the first documents."""
-    if answers.sequence_length is not None and answers.sequence_length < 2:
-        return Check(error="a row needs 2 tokens at least, one to see and one to predict")
     if answers.data_source == "demo":
         return Check(facts=_DEMO_DATA, samples=demo_samples())
     if answers.data_source == "hub" or answers.data_file.startswith(HUB_SCHEME):

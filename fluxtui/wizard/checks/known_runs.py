@@ -9,7 +9,7 @@ from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.files.atomic import read_json
 from fluxtrain.units import UNKNOWN, duration_text, loss_text
 from fluxtui.answers.answers import DEMO
-from fluxtui.answers.question import Option
+from fluxtui.answers.questions import Option
 from fluxtui.home import expanded
 
 RESUMABLE = ("stopped", "dead", "failed")

@@ -17,9 +17,10 @@ from textual.screen import Screen
 from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer
 from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
-from fluxtui.answers.answers import METHODS, Answers, Method
-from fluxtui.answers.configuring import ADAPTERS, chosen_settings, yaml_text
+from fluxtui.answers.answers import Answers, with_method
+from fluxtui.answers.configuring import chosen_settings, yaml_text
 from fluxtui.answers.launching import engine_arguments
+from fluxtui.answers.rows import METHODS
 from fluxtui.wizard.engine.asked import Asked, Question
 
 
@@ -99,9 +100,9 @@ class Background:
         if self._wanted is not None:
             self.look_at(self._wanted, self._comparing)
 
-    def plans_of_methods(self, answers: Answers) -> Mapping[Method, Asked[PlanAnswer]]:
+    def plans_of_methods(self, answers: Answers) -> Mapping[str, Asked[PlanAnswer]]:
         """Return the known plan of each method, with these answers otherwise."""
-        found: dict[Method, Asked[PlanAnswer]] = {}
+        found: dict[str, Asked[PlanAnswer]] = {}
         for method in METHODS:
             key = _key(with_method(answers, method))
             asked = next((q.state for q in (self.plan, self.beside) if q.key == key), Asked())
@@ -173,26 +174,19 @@ def without_dial(answers: Answers) -> Answers:
     return dataclasses.replace(answers, dial="auto", dial_settings={})
 
 
-def with_method(answers: Answers, method: Method) -> Answers:
-    """Replace the method and drop the plan of the dial, which was made for one method."""
-    return (
-        answers
-        if method == answers.method
-        else dataclasses.replace(answers, method=method, dial_settings={})
-    )
+_ABOUT_STRATEGY = ("placement.offload", "placement.chunk_rows", "train.batch_rows", "train.steps")
 
 
 def _about_model(answers: Answers) -> Answers:
     """Return the part of the answers which the ranked plans are about: model, data and method."""
-    return dataclasses.replace(
-        without_dial(answers), offload="auto", batch_rows=None, chunk_rows=None, steps=None
-    )
+    kept = {key: value for key, value in answers.settings.items() if key not in _ABOUT_STRATEGY}
+    return dataclasses.replace(without_dial(answers), settings=kept)
 
 
 def _about_data(answers: Answers) -> Answers:
     """Return the part of the answers on which the look of the data depends."""
-    unset = {field: getattr(Answers, field) for field in ADAPTERS}
-    return dataclasses.replace(_about_model(answers), method="full", **unset)
+    kept = {key: value for key, value in answers.settings.items() if key.startswith("data.")}
+    return dataclasses.replace(without_dial(answers), settings=kept)
 
 
 def _key(answers: Answers) -> object:

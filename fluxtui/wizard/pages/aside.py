@@ -5,14 +5,13 @@ from __future__ import annotations
 from textual.content import Content
 
 from fluxtui.wizard.pages import drawing
-from fluxtui.wizard.pages.launch import summary_rows
-from fluxtui.wizard.pages.preview import equivalent
+from fluxtui.wizard.pages.launch import equivalent, summary_rows
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 
 def aside(view: WizardView, width: int) -> Content:
     """Draw the answers and the machine; at the end the command and the file."""
-    if view.answers.step in ("preview", "launch") and view.answers.start != "resume":
+    if view.answers.step == "launch" and view.answers.start != "resume":
         return equivalent(view, width)
     lines = [Content.styled("Your run", "bold"), Content("")]
     for name, value in summary_rows(view):

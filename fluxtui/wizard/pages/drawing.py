@@ -14,7 +14,8 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.content import Content
 
 from fluxtrain.units import bytes_text
-from fluxtui.answers.answers import STEPS, StepName
+from fluxtui.answers.answers import STEPS
+from fluxtui.answers.rows import StepName
 from fluxtui.widgets.spans import Line, cut_in_front, wrapped
 from fluxtui.wizard.checks.data_facts import Sample
 
@@ -27,9 +28,7 @@ TITLES: dict[StepName, str] = {
     "data": "Data",
     "method": "Method",
     "training": "Training",
-    "hardware": "Hardware",
     "strategy": "Strategy",
-    "preview": "Preview",
     "launch": "Launch",
 }
 STYLES = {"dim": MUTED, "strong": "bold", "warn": "$warning", "good": "$success",

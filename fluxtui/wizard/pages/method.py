@@ -7,17 +7,13 @@ from textual.content import Content
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.units import UNKNOWN, bytes_text, count_text, predicted_text
-from fluxtui.answers.answers import METHODS, Method
-from fluxtui.answers.questions import (
-    GIVES_UP,
-    METHOD_TITLES,
-    adapter_answer,
-    adapter_questions,
-)
+from fluxtui.answers.questions import GIVES_UP, METHOD_TITLES
+from fluxtui.answers.rows import METHODS, rows_of
 from fluxtui.widgets.spans import cut
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.plan_preview import fit, model_line
 from fluxtui.wizard.pages import drawing
+from fluxtui.wizard.pages.training import value_and_reason
 from fluxtui.wizard.pages.waiting import pending
 from fluxtui.wizard.pages.wizard_view import WizardView
 
@@ -43,7 +39,7 @@ def method_page(view: WizardView, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def fit_words(view: WizardView, method: Method | None = None) -> str:
+def fit_words(view: WizardView, method: str | None = None) -> str:
     """Tell in one line whether a method (by default the chosen one) fits."""
     asked = view.plan_of(method or view.answers.method)
     if asked.value is not None:
@@ -80,7 +76,7 @@ def method_facts(plan: PlanAnswer | None) -> list[tuple[str, str]]:
     ]
 
 
-def method_lines(view: WizardView, method: Method) -> list[str]:
+def method_lines(view: WizardView, method: str) -> list[str]:
     """Describe a method in plain lines, with its trade-off."""
     asked, title = view.plan_of(method), METHOD_TITLES[method]
     head = f"{title} {fit_words(view, method)}"
@@ -115,7 +111,7 @@ def _cards(view: WizardView, width: int) -> Content:
     return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
 
 
-def _card(view: WizardView, method: Method, width: int) -> list[Content]:
+def _card(view: WizardView, method: str, width: int) -> list[Content]:
     """Draw a card as lines with a border; the chosen one has a double border and a mark."""
     chosen = method == view.answers.method
     corners = _BORDERS[chosen]
@@ -140,7 +136,7 @@ def _card(view: WizardView, method: Method, width: int) -> list[Content]:
     return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
 
 
-def _row(view: WizardView, method: Method, width: int) -> Content:
+def _row(view: WizardView, method: str, width: int) -> Content:
     chosen = method == view.answers.method
     words, look = _verdict(view, method)
     plan = view.plan_of(method).value
@@ -153,7 +149,7 @@ def _row(view: WizardView, method: Method, width: int) -> Content:
     )
 
 
-def _verdict(view: WizardView, method: Method) -> tuple[str, str]:
+def _verdict(view: WizardView, method: str) -> tuple[str, str]:
     """Return the verdict on a method and its style."""
     words = fit_words(view, method)
     asked: Asked[PlanAnswer] = view.plan_of(method)
@@ -196,10 +192,10 @@ def _trouble(view: WizardView, width: int) -> list[Content]:
 
 
 def _questions(view: WizardView, width: int) -> list[Content]:
-    """Draw a line for each adapter question: its key, the answer, and the reason of the default."""
+    """Draw a line for each setting of the method: its key, the value, and what it does."""
     rows = [
-        (view.key(one.action), one.name, adapter_answer(view.answers, one), one.reason)
-        for one in adapter_questions(view.answers.method)
+        (view.key(row.action), row.name, *value_and_reason(view, row))
+        for row in rows_of("method", view.answers.method)
     ]
     values = min(20, max((len(value) for _, _, value, _ in rows), default=0))
     return [

@@ -10,9 +10,9 @@ from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, predicted_text
 from fluxtui.answers.answers import DIAL
-from fluxtui.wizard.engine.plan_preview import (
-    unranked_because,
-)
+from fluxtui.answers.rows import BY_KEY, value_text
+from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
+from fluxtui.wizard.engine.plan_preview import unranked_because
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused
 from fluxtui.wizard.pages.wizard_view import WizardView
@@ -22,28 +22,52 @@ OLDER = "planned before the numbers below were set"
 
 
 def strategy_page(view: WizardView, width: int, *, cursor: int = 0, why: bool = False) -> Content:
-    """Everything that can be chosen about where the bytes live and how many rows a step has.
+    """Draw what can be chosen about where the bytes live and how many rows a step has; below, this
+    machine.
 
     The choice at `cursor` shows its reason; with `why` all of them do.
     """
+    return Content("\n").join(
+        [*_strategy(view, width, cursor, why), Content(""), *_machine(view, width)]
+    )
+
+
+def _strategy(view: WizardView, width: int, cursor: int, why: bool) -> list[Content]:
     head = [dial_line(view, width), Content("")]
     if view.cards:
         older = drawing.paragraph(OLDER, width, drawing.MUTED) if view.cards_are_older else ""
         head += [cards(view, width), Content("") + older]
     asked = view.plan
     if asked.refusal is not None:
-        return Content("\n").join([*head, refused(asked.refusal, _cure(view), width)])
+        return [*head, refused(asked.refusal, _cure(view), width)]
     if asked.value is None:
-        note = "goes on by itself when the plan is there" if view.goes_on else ""
+        note = "goes on when the plan is there" if view.goes_on else ""
         what = "The engine reads the model and measures what is free"
-        return Content("\n").join([*head, pending(what, asked, width, note)])
+        return [*head, pending(what, asked, width, note)]
     plan = asked.value
     if not view.cards:
         head += [Content.styled(f"no ranked plans: {unranked_because(plan)}", drawing.MUTED)]
     if not plan.fits:
         head += [drawing.problem(_over(view), width)]
     head += [numbers_line(view, plan, width), Content("")]
-    return Content("\n").join([*head, *_reasons(view, plan.choices, width, cursor, why)])
+    return [*head, *_reasons(view, plan.choices, width, cursor, why)]
+
+
+def _machine(view: WizardView, width: int) -> list[Content]:
+    """Draw what was measured of this machine, or that it is being measured."""
+    asked, key = view.probe, view.key("wizard_measure")
+    if asked.refusal is not None:
+        cure = f"{key} measures again; without rates the plan cannot predict times"
+        return [Content.styled("This machine", "bold"), refused(asked.refusal, cure, width)]
+    if asked.value is None:
+        told = pending("Measuring", asked, width, "about 20 s the first time")
+        return [Content.styled("This machine", "bold"), told]
+    probe = asked.value
+    title = drawing.heading("This machine", f"{age_text(probe)}; {key} measures again", width)
+    now = view.machine_now(width - 5)
+    load = [Content.assemble(("now  ", drawing.MUTED), drawing.spans(now))] if now else []
+    warnings = [drawing.caution(warning, width) for warning in machine_warnings(probe)]
+    return [title, *load, *warnings, drawing.table(machine_table(probe), width)]
 
 
 def _cure(view: WizardView) -> str:
@@ -98,26 +122,19 @@ def card_facts(card: PlanOption, plan: PlanAnswer | None) -> list[tuple[str, str
 
 def numbers_line(view: WizardView, plan: PlanAnswer, width: int) -> Content:
     """Batch, chunk, steps and offload with the keys that change them."""
-    answers = view.answers
-    entries = (
-        ("wizard_batch", "batch", answers.batch_rows, plan.layout.batch_rows),
-        ("wizard_chunk", "chunk", answers.chunk_rows, plan.layout.chunk_rows),
-        ("wizard_steps", "steps", answers.steps, plan.steps),
-        (
-            "wizard_offload",
-            "offload",
-            None if answers.offload == "auto" else answers.offload,
-            plan.layout.offload,
-        ),
-    )
+    planned = {
+        "train.batch_rows": plan.layout.batch_rows,
+        "placement.chunk_rows": plan.layout.chunk_rows,
+        "train.steps": plan.steps,
+        "placement.offload": plan.layout.offload,
+    }
     lines, used = [Content("")], 0
-    for action, name, chosen, planned in entries:
-        value = planned if chosen is None else chosen
-        text = f"{value:,}" if isinstance(value, int) else str(value or "-")
+    for key, value in planned.items():
+        chosen = view.answers.settings.get(key)
         entry = Content.assemble(
-            (view.key(action), "bold $accent"),
-            (f" {name} ", drawing.MUTED),
-            (text, "bold"),
+            (view.key(BY_KEY[key].action), "bold $accent"),
+            (f" {BY_KEY[key].name} ", drawing.MUTED),
+            (value_text(value if chosen is None else chosen), "bold"),
             ("" if chosen is None else " set", drawing.MUTED),
             "   ",
         )

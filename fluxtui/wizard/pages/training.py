@@ -7,78 +7,65 @@ from typing import Any
 from textual.content import Content
 
 from fluxtrain.events.answers.plan import PlanAnswer
-from fluxtui.answers.training import (
-    TRAINING_QUESTIONS,
-    TrainingQuestion,
-    answer_text,
-    question_of,
-)
+from fluxtui.answers.rows import BY_KEY, Row, declared, default_text, rows_of, value_text
 from fluxtui.widgets.spans import cut
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.wizard_view import WizardView
 
-GROUP_CELLS = 2 + max(len(one.group) for one in TRAINING_QUESTIONS)
-NAME_CELLS = 2 + max(len(one.name) for one in TRAINING_QUESTIONS)
+NAME_CELLS = 2 + max(len(row.name) for row in rows_of("training"))
 VALUE_CELLS = 11
 REASON_LINES = 3  # kept free, so that the page does not jump under the cursor
 AS_SET = "as set"
 
 
-def training_page(view: WizardView, width: int, cursor: int = 0, problem: str = "") -> Content:
-    """Draw a line for each question; below, the reason of the chosen one or a `problem`."""
+def training_page(view: WizardView, width: int, cursor: int = 0) -> Content:
+    """Draw a line for each setting under the headings of their groups; where the screen is high
+    the reasons in full, else that of the chosen one below."""
     keys = view.key("wizard_value_before", "wizard_value_after")
     hint = f"{keys} change, {view.key('wizard_edit')} types a value"
     lines = [drawing.heading("Training settings", hint, width)]
-    if not view.short:
-        lines.append(Content(""))
     group = ""
-    for index, question in enumerate(TRAINING_QUESTIONS):
-        head = question.group if question.group != group else ""
-        group = question.group
-        lines.append(_row(view, question, head, width, here=index == cursor))
-    chosen = TRAINING_QUESTIONS[cursor]
-    _, because = value_and_reason(view, chosen)
-    told = drawing.paragraph(f"{chosen.name}: {because}", width - 2)
-    if problem:
-        told = drawing.problem(problem, width)
-    indent = Content("" if problem else "  ")
-    drawn = [indent + line for line in told.split("\n")]
-    drawn = drawn if problem else drawn[:REASON_LINES]
-    drawn += [Content("")] * (REASON_LINES - len(drawn))
-    return Content("\n").join([*lines, *([] if view.short else [Content("")]), *drawn])
+    rows = rows_of("training")
+    for index, row in enumerate(rows):
+        if row.group != group and not view.short:
+            lines.append(Content.styled(row.group, "bold"))
+        group = row.group
+        lines += _row(view, row, width, here=index == cursor)
+    if not view.tall:
+        chosen = rows[cursor]
+        _, because = value_and_reason(view, chosen)
+        told = drawing.paragraph(f"{chosen.name}: {because}", width - 2)
+        drawn = [Content("  ") + line for line in told.split("\n")][:REASON_LINES]
+        drawn += [Content("")] * (REASON_LINES - len(drawn))
+        lines += [*([] if view.short else [Content("")]), *drawn]
+    return Content("\n").join(lines)
 
 
-def value_and_reason(view: WizardView, question: TrainingQuestion) -> tuple[str, str]:
-    """Return the run's value and why: as set, as the engine chose it, or the default's reason."""
-    answers, plan = view.answers, view.plan.value
-    value = getattr(answers, question.field)
-    choice = _choice(plan, question.key)
-    if value not in (None, ""):
+def value_and_reason(view: WizardView, row: Row) -> tuple[str, str]:
+    """Return the run's value and why: as set, as the engine chose it, or what the setting is."""
+    settings, plan = view.answers.settings, view.plan.value
+    about, choice = declared(row).help, _choice(plan, row.key)
+    if row.key in settings:
         effect = ""
         if choice is not None and choice[1].startswith(AS_SET):
             effect = choice[1].removeprefix(AS_SET)
-        return answer_text(question, value), (
-            f"set here{effect}; the default is {question.default}: {question.reason}"
+        return value_text(settings[row.key]), (
+            f"set here{effect}; the default is {default_text(row)}: {about}"
         )
-    if question.field == "steps" and plan is not None and not _of_the_run(plan, question):
-        return answer_text(question, None), f"{plan.steps_text}, from the epochs: {question.reason}"
-    own = _of_the_run(plan, question)
-    if question.clears and getattr(answers, question.clears) is not None:
-        other = question_of(question.clears).name
-        return "-", f"not used, as the {other} are set; a value here replaces them"
-    if own is not None:
-        if question.field == "epochs":
-            return "-", "not used, as the demo sets a number of steps; a value here replaces it"
-        why = "the demo's own" if answers.is_demo else "as the run's settings say"
-        return answer_text(question, own), f"{why}; elsewhere {question.default}: {question.reason}"
+    if row.replaces in settings:
+        return "-", f"not used, as {BY_KEY[row.replaces].name} is set; a value here replaces it"
+    changed = _changed(plan)
+    if row.key == "train.epochs" and "train.steps" in changed:
+        return "-", "not used, as the demo sets a number of steps; a value here replaces it"
+    if row.key in changed:
+        why = "the demo's own" if view.answers.is_demo else "as the run's settings say"
+        return value_text(changed[row.key]), f"{why}; elsewhere {default_text(row)}: {about}"
+    if row.key == "train.steps":
+        told = f"{plan.steps_text}: " if plan is not None else ""
+        return "by epochs", f"{told}{about}"
     if choice is not None:
         return choice[0], choice[1]
-    return question.default, question.reason
-
-
-def row_texts(view: WizardView) -> list[tuple[TrainingQuestion, str, str]]:
-    """Return every question with its value and reason."""
-    return [(one, *value_and_reason(view, one)) for one in TRAINING_QUESTIONS]
+    return default_text(row), about
 
 
 def _choice(plan: PlanAnswer | None, key: str) -> tuple[str, str] | None:
@@ -87,34 +74,32 @@ def _choice(plan: PlanAnswer | None, key: str) -> tuple[str, str] | None:
     return (found[0].value, found[0].because) if found else None
 
 
-def _of_the_run(plan: PlanAnswer | None, question: TrainingQuestion) -> Any:
-    """Return the planned configuration's value if not the default, such as the demo's own."""
-    if plan is None or not question.key:
-        return None
-    changed = {one.key: one.value for one in plan.settings if one.changed}
-    if question.field == "epochs":
-        return changed.get("train.steps")
-    return changed.get(question.key)
+def _changed(plan: PlanAnswer | None) -> dict[str, Any]:
+    """Return what the planned configuration sets, such as the demo's own values."""
+    return {one.key: one.value for one in plan.settings if one.changed} if plan else {}
 
 
-def _row(view: WizardView, question: TrainingQuestion, head: str, width: int, *,
-         here: bool) -> Content:  # fmt: skip
-    value, because = value_and_reason(view, question)
-    is_set = getattr(view.answers, question.field) not in (None, "")
-    room = max(0, width - 2 - GROUP_CELLS - NAME_CELLS - VALUE_CELLS - 1)
-    if question.kind == "folder" and is_set:  # a path needs the whole line
-        told = (drawing.shortened(value, VALUE_CELLS + room), "bold")
-        shown = Content.assemble(told)
+def _row(view: WizardView, row: Row, width: int, *, here: bool) -> list[Content]:
+    value, because = value_and_reason(view, row)
+    is_set = row.key in view.answers.settings
+    room = max(0, width - 2 - NAME_CELLS - VALUE_CELLS - 1)
+    style = "bold" if is_set or here else ""
+    notes = [""]
+    if row.is_folder and is_set:  # a path needs the whole line
+        shown = drawing.shortened(value, VALUE_CELLS + room)
     else:
-        note = "set" if is_set else because
-        shown = Content.assemble(
-            (drawing.shortened(value, VALUE_CELLS).ljust(VALUE_CELLS + 1),
-             "bold" if is_set or here else ""),
-            (cut(note, room), drawing.MUTED),
-        )  # fmt: skip
-    return Content.assemble(
+        shown = drawing.shortened(value, VALUE_CELLS).ljust(VALUE_CELLS + 1)
+        note = because.removeprefix("set here; ") if is_set else because
+        notes = [cut("set" if is_set else note, room)]
+        if view.tall and room > len(note) // 8:
+            notes = drawing.in_lines(note, room)
+            if not here and len(notes) > 2:
+                notes = [notes[0], cut(" ".join(notes[1:]), room)]
+    head = Content.assemble(
         (drawing.CURSOR if here else "  ", "bold $accent"),
-        (head.ljust(GROUP_CELLS), "bold"),
-        (question.name.ljust(NAME_CELLS), "" if here else drawing.MUTED),
-        shown,
+        (row.name.ljust(NAME_CELLS), "" if here else drawing.MUTED),
+        (shown, style),
+        (notes[0], drawing.MUTED),
     )
+    indent = " " * (2 + NAME_CELLS + VALUE_CELLS + 1)
+    return [head, *(Content.styled(indent + note, drawing.MUTED) for note in notes[1:])]

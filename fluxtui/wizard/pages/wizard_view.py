@@ -13,7 +13,7 @@ from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtui.actions.key_map import joined
 from fluxtui.actions.table import find
-from fluxtui.answers.answers import Answers, Method
+from fluxtui.answers.answers import Answers
 from fluxtui.panels.machine import machine_line
 from fluxtui.state.machine_sample import MachineSample
 from fluxtui.state.view import View as RunView
@@ -40,7 +40,7 @@ class WizardView:
     probe: Asked[ProbeAnswer] = dataclasses.field(default_factory=Asked)
     inspection: Asked[InspectionAnswer] = dataclasses.field(default_factory=Asked)
     plan: Asked[PlanAnswer] = dataclasses.field(default_factory=Asked)
-    methods: Mapping[Method, Asked[PlanAnswer]] = dataclasses.field(default_factory=dict)
+    methods: Mapping[str, Asked[PlanAnswer]] = dataclasses.field(default_factory=dict)
     trial: Asked[DryRunAnswer] = dataclasses.field(default_factory=Asked)
     cards: tuple[PlanOption, ...] = ()
     cards_are_older: bool = False  # than the numbers that the user has set since
@@ -51,6 +51,7 @@ class WizardView:
     free_disk_bytes: int | None = None
     wide: bool = False
     short: bool = False  # as many lines as a plain terminal has
+    tall: bool = False  # room for explanations
     machine: MachineSample | None = None  # as it is now
     key_texts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the user's, by action
 
@@ -59,7 +60,7 @@ class WizardView:
         keys = [self.key_texts.get(action) or find(action).key_text for action in actions]
         return joined(keys)
 
-    def plan_of(self, method: Method) -> Asked[PlanAnswer]:
+    def plan_of(self, method: str) -> Asked[PlanAnswer]:
         """Return the known plan with another method."""
         return self.plan if method == self.answers.method else self.methods.get(method, Asked())
 

@@ -1,39 +1,56 @@
-"""A page with one field that a key opens for a number or a text, and Escape closes."""
+"""A page of settings: each is set in one field at the foot of the page, or turned by a key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from textual import on
+from textual import events, on
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
 from textual.widgets import Input
 
-from fluxtui.widgets.entry import Entry
+from fluxtrain.errors import BadInput
+from fluxtui.answers.launching import run_folder_problem
+from fluxtui.answers.rows import BY_KEY, Row, declared, default_text, read, turned, value_text
+from fluxtui.wizard.pages import drawing
+from fluxtui.wizard.pages.wizard_view import WizardView
+from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.step import Step
+from fluxtui.wizard.steps.widgets import Drawn
 
-NUMBER = r"\d{0,9}"
+HELP_LINES = 3
 
 
-class AskingStep(Step):
-    """Its keys ask for answers one at a time.
-
-    Attributes:
-        ASKED: the title of each field of the answers that can be asked for.
-        TEXTS: those of them that are no numbers.
-    """
+class AskingStep(Step, can_focus=True):
+    """Draws a page with a cursor; Escape closes the field and keeps what was set before."""
 
     DEFAULT_CSS = """
-    AskingStep Input {
-        display: none; height: 3; width: 46; border: round $accent; background: transparent;
-    }
+    AskingStep #asked { display: none; dock: bottom; height: auto; background: $background; }
+    AskingStep Input { height: 3; background: transparent; }
+    AskingStep Input, AskingStep Input:focus { border: round $accent; }
     """
-    ASKED: ClassVar[Mapping[str, str]] = {}
-    TEXTS: ClassVar[tuple[str, ...]] = ()
-    _asked_for = ""
+    BEGINS_A_VALUE: ClassVar[str] = ""  # characters that open the field
+    _problem = ""  # with what was typed last
+    _cursor = 0
+    _row: Row | None = None  # whose field is open
 
-    def make_box(self) -> Input:
-        """Make the field, which stands first on the page."""
-        return Entry(placeholder="auto", id="number-input")
+    def draw(self, width: int) -> Content:
+        """Draw the page."""
+        raise NotImplementedError
+
+    @property
+    def walked(self) -> int:
+        """How many lines the cursor walks over."""
+        return 0
+
+    def compose(self) -> ComposeResult:
+        yield Drawn(self.draw, id=f"{self.name_of_step}-page")
+        box = PathEntry(folders_only=True, id=f"{self.name_of_step}-input")
+        box.select_on_focus = False  # what is typed on the page goes on in the field
+        with Vertical(id="asked"):
+            yield Drawn(self._draw_help)
+            yield box
 
     def take_focus(self) -> None:
         """Focus the page itself, so that its keys work."""
@@ -41,43 +58,136 @@ class AskingStep(Step):
 
     def leave(self) -> bool:
         """Escape closes the field and keeps what was set before."""
-        was_open = bool(self._box.display)
+        was_open = self.asks
         self._close()
         return was_open
 
     @property
-    def asks_for_a_number(self) -> bool:
-        """Whether the input is open."""
-        return bool(self._box.display)
+    def asks(self) -> bool:
+        """Whether the field is open."""
+        return bool(self.query_one("#asked").display)
 
-    def action_number(self, field: str) -> None:
-        """Open the field for a number, or a text."""
-        value, box = getattr(self.view.answers, field), self._box
-        self._asked_for = field
-        box.restrict = None if field in self.TEXTS else NUMBER
-        box.value = "" if value is None else str(value)
-        box.border_title = f"{self.ASKED[field]}; empty: auto"
-        box.display = True
+    # --- settings -----------------------------------------------------------------------------
+
+    def action_ask(self, key: str) -> None:
+        """Open the field of a setting, or take its next choice; none where the method lacks it."""
+        row = BY_KEY[key]
+        if self.view.answers.method not in row.methods:
+            return
+        if declared(row).choices:
+            self.turn(row, 1)
+        else:
+            self.open(row, value_text(self.view.answers.settings.get(key)))
+
+    def turn(self, row: Row, offset: int) -> None:
+        """Take the usual value `offset` places on."""
+        self.answer({row.key: turned(row, self.view.answers.settings.get(row.key), offset)})
+
+    def open(self, row: Row, text: str) -> None:
+        """Open the field with a text."""
+        box = self._box
+        self._row, self._problem = row, ""
+        box.completes = row.is_folder
+        box.border_title = f"{row.name}; empty: {default_text(row)}"
+        box.value = text
+        self.query_one("#asked").display = True
         box.focus()
+        box.cursor_position = len(text)
+        self.show(self.view)
+
+    def take_enter(self) -> bool:
+        """Read what is in the field, if it is open; False if Enter is for the page."""
+        if self.asks:
+            self._read(self._box.value)
+            return True
+        return False
+
+    def on_key(self, event: events.Key) -> None:
+        """Open the field by typing a value; keys that come before it has the focus are its own."""
+        box, character = self._box, event.character or ""
+        if box.has_focus or not event.is_printable or not character:
+            return
+        if self.asks:  # it was on its way here when the field got the focus
+            self.insert_late(box, character)
+        elif character in self.BEGINS_A_VALUE and self.under_cursor is not None:
+            self.open(self.under_cursor, character)
+            self.typed_at = 1
+        else:
+            return
+        event.stop()
+        event.prevent_default()
 
     @property
-    def _box(self) -> Input:
-        return self.query_one("#number-input", Input)
+    def under_cursor(self) -> Row | None:
+        """The setting under the cursor, where the cursor walks over settings."""
+        return None
 
-    def _close(self) -> None:
-        self._box.display = False
-        self.focus()
+    @on(Input.Changed)
+    def _typed(self) -> None:
+        if self._problem:
+            self._problem = ""
+            self.show(self.view)
 
-    @on(Input.Submitted, "#number-input")
+    @on(Input.Submitted)
     def _given(self, event: Input.Submitted) -> None:
         event.stop()
-        text, field = event.value.strip(), self._asked_for
-        if field in self.TEXTS:
-            self._close()
-            self.answer({field: text})
+        self._read(event.value)
+
+    def _read(self, text: str) -> None:
+        assert self._row is not None
+        try:
+            value = read(self._row, text)
+            problem = run_folder_problem(str(value)) if self._row.is_folder and value else ""
+        except (BadInput, OSError) as error:
+            problem, value = str(error), None
+        if problem:
+            self._problem = problem
+            self.show(self.view)
             return
-        if text and int(text) < 1:
-            self.notify("a whole number from 1 up, or nothing for auto", severity="error")
-            return
+        row = self._row
         self._close()
-        self.answer({field: int(text) if text else None})
+        self.answer({row.key: value})
+
+    def _close(self) -> None:
+        if self.asks:
+            self.query_one("#asked").display = False
+            self._row, self._problem = None, ""
+            self.focus()
+
+    @property
+    def _box(self) -> PathEntry:
+        return self.query_one(PathEntry)
+
+    def _draw_help(self, width: int) -> Content:
+        if self._problem:
+            return drawing.problem(self._problem, width)
+        if self._row is None:
+            return Content("")
+        lines = drawing.in_lines(declared(self._row).help, width)
+        return Content.styled("\n".join(lines[:HELP_LINES]), drawing.MUTED)
+
+    # --- the cursor ---------------------------------------------------------------------------
+
+    def action_walk(self, offset: int) -> None:
+        """Move the cursor."""
+        self._cursor = max(0, min(self.walked - 1, self._cursor + offset))
+        self.show(self.view)
+        self.call_after_refresh(self._keep_in_sight)
+
+    def show(self, view: WizardView) -> None:
+        """Draw this."""
+        super().show(view)
+        self._cursor = max(0, min(self.walked - 1, self._cursor))
+
+    def _keep_in_sight(self) -> None:
+        """Scroll so that the line with the cursor is on screen."""
+        page = self.query_one(Drawn)
+        lines = self.draw(page.content_size.width).plain.split("\n")
+        marked = [number for number, line in enumerate(lines) if line.startswith(drawing.CURSOR)]
+        if marked:
+            top = marked[-1] + page.virtual_region.y
+            below = top + 3 - self.size.height - self.scroll_offset.y
+            if below > 0:
+                self.scroll_to(y=self.scroll_offset.y + below, animate=False)
+            elif top < self.scroll_offset.y:
+                self.scroll_to(y=0 if self._cursor == 0 else top, animate=False)

@@ -12,8 +12,9 @@ from textual.content import Content
 from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.answers.answers import DATA_FORMATS, Answers
-from fluxtui.answers.question import Field, Option, SourceQuestion
+from fluxtui.answers.answers import Answers
+from fluxtui.answers.questions import Option, SourceField, SourceQuestion
+from fluxtui.answers.rows import BY_KEY, turned
 from fluxtui.widgets.entry import Entry
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.path_entry import PathEntry
@@ -33,14 +34,13 @@ class SourceStep(Step):
     SourceStep Input.-refused { border: round $error; }
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = own_bindings(("wizard_read_as",))
+    BINDINGS: ClassVar[list[BindingType]] = own_bindings(("wizard_read_as", "wizard_read_before"))
 
     def __init__(self, question: SourceQuestion, below: DrawPage) -> None:
         """Draw with `below` what was found about the answer."""
         super().__init__(question.step)
         self._question = question
         self._below = below
-        self._typed_at = 0  # where in the field the next key that was typed on the list belongs
 
     def compose(self) -> ComposeResult:
         question = self._question
@@ -48,10 +48,6 @@ class SourceStep(Step):
         yield ChoiceList(question.options, id=f"{question.step}-choices")
         for field in question.fields.values():
             yield self._list(field) if field.kind == "list" else self._box(field)
-        if question.number is not None:
-            box = self._box(question.number)
-            box.restrict = r"\d{0,9}"
-            yield box
         yield Drawn(lambda width: self._below(self.view, width), id=f"{question.step}-found")
 
     def on_mount(self) -> None:
@@ -81,8 +77,7 @@ class SourceStep(Step):
         answers that are made from them.
         """
         for box in self.query(Input):
-            value = getattr(answers, _field_of(box))
-            text = "" if value is None else str(value)
+            text = str(getattr(answers, _field_of(box)))
             if box.value != text:
                 with box.prevent(Input.Changed):
                     box.value = text
@@ -104,12 +99,12 @@ class SourceStep(Step):
         """Focus the list first."""
         self.query_one(f"#{self._question.step}-choices", ChoiceList).focus()
 
-    def action_read_as(self) -> None:
+    def action_read_as(self, offset: int) -> None:
         """Read the data in the next shape; after the last one, as its keys say."""
-        if self.name_of_step != "data":
-            return
-        now = DATA_FORMATS.index(self.view.answers.data_format)
-        self.answer({"data_format": DATA_FORMATS[(now + 1) % len(DATA_FORMATS)]})
+        if self.name_of_step == "data":
+            row = BY_KEY["data.format"]
+            now = self.view.answers.settings.get(row.key)
+            self.answer({row.key: turned(row, now, offset)})
 
     def on_key(self, event: events.Key) -> None:
         """Send keys typed on the list to the text field below it.
@@ -123,15 +118,11 @@ class SourceStep(Step):
         event.stop()
         event.prevent_default()
         if self.screen.focused is not box:
-            self._typed_at = box.cursor_position
+            self.typed_at = box.cursor_position
             self.screen.set_focus(box)
-        cursor = box.cursor_position
-        box.insert(event.character, self._typed_at)
-        if cursor > self._typed_at:
-            box.cursor_position = cursor + 1
-        self._typed_at += 1
+        self.insert_late(box, event.character)
 
-    def _box(self, field: Field) -> Input:
+    def _box(self, field: SourceField) -> Input:
         name = f"{field.name}-input"
         box: Input = (
             Entry(placeholder=field.hint, id=name)
@@ -142,10 +133,10 @@ class SourceStep(Step):
         box.border_title = field.title
         return box
 
-    def _list(self, field: Field) -> ChoiceList:
+    def _list(self, field: SourceField) -> ChoiceList:
         return ChoiceList((), empty=field.hint, id=f"{field.name}-list")
 
-    def _widget(self, field: Field) -> ChoiceList | Input:
+    def _widget(self, field: SourceField) -> ChoiceList | Input:
         if field.kind == "list":
             return self.query_one(f"#{field.name}-list", ChoiceList)
         return self.query_one(f"#{field.name}-input", Input)
@@ -163,7 +154,7 @@ class SourceStep(Step):
             changes |= self._first_of(field)
         self.answer(changes)
 
-    def _first_of(self, field: Field) -> dict[str, Any]:
+    def _first_of(self, field: SourceField) -> dict[str, Any]:
         """Choose the first line of a list that opens, unless another one was chosen before."""
         widget = self._widget(field)
         assert isinstance(widget, ChoiceList)
@@ -174,11 +165,7 @@ class SourceStep(Step):
     @on(Input.Changed)
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
-        number, name = self._question.number, _field_of(event.input)
-        if number is not None and name == number.name:
-            self.answer({name: int(event.value) if event.value else None})
-        else:
-            self.answer({name: event.value})
+        self.answer({_field_of(event.input): event.value})
 
 
 def _field_of(box: Input) -> str:

@@ -10,9 +10,10 @@ from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
+from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.answers.answers import StepName
+from fluxtui.answers.rows import StepName
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.widgets import Drawn
 
@@ -21,7 +22,7 @@ DrawPage = Callable[[WizardView, int], Content]
 
 
 class Answered(Message):
-    """The user changed these fields of the answers, on this page; None where no page asked."""
+    """The user changed these answers, on this page: fields, or settings by their dotted keys."""
 
     def __init__(self, changes: Mapping[str, Any], page: StepName | None = None) -> None:
         super().__init__()
@@ -49,6 +50,7 @@ class Step(VerticalScroll, can_focus=False):
     def __init__(self, name: StepName) -> None:
         super().__init__(id=name)
         self.name_of_step = name
+        self.typed_at = 0  # where in its field the next key that was typed on the page belongs
         self.view = WizardView()
 
     def show(self, view: WizardView) -> None:
@@ -64,23 +66,32 @@ class Step(VerticalScroll, can_focus=False):
         """Say what the user changed here."""
         self.post_message(Answered(changes, self.name_of_step))
 
+    def insert_late(self, box: Input, character: str) -> None:
+        """Insert a key that was on its way to this page when the field got the focus.
+
+        It arrives after keys that went to the field directly, and belongs in front of them.
+        """
+        cursor = box.cursor_position
+        box.insert(character, self.typed_at)
+        if cursor > self.typed_at:
+            box.cursor_position = cursor + 1
+        self.typed_at += 1
+
     def leave(self) -> bool:
         """Escape was pressed: True when it was for something inside this page."""
         return False
 
 
-class DrawnStep(Step, can_focus=True):
-    """A page that is only drawn; its keys say wishes, and it scrolls."""
+class LaunchStep(Step, can_focus=True):
+    """The last page, which is only drawn; its keys say wishes, and it scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *own_bindings(("list_up", "list_down"), list_up="scroll_up", list_down="scroll_down"),
         *own_bindings(("wizard_again", "wizard_try", "wizard_yaml", "wizard_command")),
     ]
-    AGAIN: ClassVar[dict[str, Wish]] = {"hardware": "measure", "preview": "plan"}
-    ON_PREVIEW = ("try", "copy yaml", "copy command")
 
-    def __init__(self, name: StepName, draw: DrawPage) -> None:
-        super().__init__(name)
+    def __init__(self, draw: DrawPage) -> None:
+        super().__init__("launch")
         self._draw = draw
 
     def compose(self) -> ComposeResult:
@@ -91,11 +102,9 @@ class DrawnStep(Step, can_focus=True):
         self.focus()
 
     def action_again(self) -> None:
-        """Ask the engine for this page's facts once more."""
-        if self.name_of_step in self.AGAIN:
-            self.post_message(Wished(self.AGAIN[self.name_of_step]))
+        """Plan the same answers once more."""
+        self.post_message(Wished("plan"))
 
     def action_wish(self, wish: Wish) -> None:
-        """Say what the user wants, where this page offers it."""
-        if self.name_of_step in ("preview", "launch") and wish in self.ON_PREVIEW:
-            self.post_message(Wished(wish))
+        """Say what the user wants."""
+        self.post_message(Wished(wish))

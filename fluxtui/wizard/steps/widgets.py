@@ -17,7 +17,7 @@ from textual.widget import Widget
 
 from fluxtrain.events.printable import printable_lines
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.answers.question import Option
+from fluxtui.answers.questions import Option
 from fluxtui.widgets.spans import cut, cut_in_front
 from fluxtui.wizard.pages.drawing import MUTED
 
