@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,11 @@ import torch
 from torch import Tensor
 
 from fluxtrain.config.schema import load_config
-from fluxtrain.core.optimizer.state_shards import Held
 from fluxtrain.errors import Diverged
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train.checkpoint import background, shard_file
-from fluxtrain.train.checkpoint.background import BackgroundWrite
 from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.loop import TrainingLoop
@@ -121,43 +118,6 @@ def test_what_is_written_beside_the_training_is_what_waiting_would_have_written(
     assert written[-1].held_s is None, "the last one is waited for"
 
 
-def test_copies_hold_no_more_memory_than_their_budget() -> None:
-    class Source:
-        def state_shards(self) -> Any:
-            return ((f"block.{i}", {"w": torch.full((1000,), float(i))}) for i in range(20))
-
-        def hold_for_saving(self, _: str) -> Any:
-            return Held(Future(), Tensor.copy_)
-
-        held_s = 0.0
-
-    seen: list[int] = []
-
-    def write(shards: Any) -> Any:
-        for number, (name, tensors) in enumerate(shards):
-            assert name == f"block.{number}" and float(tensors["w"][0]) == number
-            time.sleep(0.002)
-            seen.append(made[0]._held_bytes)
-        return "whole"
-
-    made: list[Any] = []
-    engine: Any = Source()
-    real = BackgroundWrite.__init__
-
-    def noted(self: BackgroundWrite, *arguments: Any) -> None:
-        made.append(self)
-        real(self, *arguments)
-
-    BackgroundWrite.__init__ = noted  # type: ignore[method-assign]
-    try:
-        under_way = BackgroundWrite(engine, 3, write, 10_000)
-        under_way.wait()
-    finally:
-        BackgroundWrite.__init__ = real  # type: ignore[method-assign]
-    assert under_way.checkpoint == "whole"
-    assert len(seen) == 20 and max(seen) <= 10_000
-
-
 def test_a_disk_that_is_full_in_the_background_is_told_and_waited_for(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +133,11 @@ def test_a_disk_that_is_full_in_the_background_is_told_and_waited_for(
 
     monkeypatch.setattr(shard_file.HashingFile, "write", write)
     run(config, tmp_path / "full", disk_wait_s=60.0)
-    warnings = [e.text for e in told(tmp_path / "full", ev.LogWritten) if "no space" in e.text]
+    warnings = [
+        e.text
+        for e in told(tmp_path / "full", ev.LogWritten)
+        if "given up" in e.text or "No space" in e.text
+    ]
     assert len(warnings) == 1 and "the next checkpoint follows at once" in warnings[0]
     assert any(e.phase == "no space" for e in told(tmp_path / "full", ev.PhaseChanged))
     assert_same_run(tmp_path / "whole", tmp_path / "full")
@@ -251,16 +215,6 @@ def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing_old
     assert_same_run(tmp_path / "whole", run_dir)
 
 
-def test_the_plan_says_how_checkpoints_are_written_and_counts_the_copies(
-    run_config: MakeConfig, tmp_path: Path
-) -> None:
-    run(run_config(train__steps=2), tmp_path / "run")
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    (choice,) = [c for c in plan["choices"] if c["name"] == "train.checkpoint_every"]
-    assert choice["value"] == "auto" and "written in the background" in choice["because"]
-    assert "of host memory is free beside the plan" in choice["because"]
-
-
 @pytest.mark.parametrize(
     ("room_bytes", "own", "how", "budget_bytes"),
     [
@@ -292,11 +246,6 @@ def test_a_run_that_saves_its_last_step_alone_plans_no_copies(
         assert ("while training waits" in choices["train.checkpoint_every"]) == (every == "end")
         predicted[every] = plan["host_bytes"]
     assert predicted["end"] < predicted[2]
-
-
-def test_what_lies_on_the_device_needs_room_at_once() -> None:
-    assert choose_snapshot([100] * 10, 800, 1600, own_optimizer=True).how == "while training waits"
-    assert choose_snapshot([100] * 10, 700, 1600, own_optimizer=True).budget_bytes == 800
 
 
 def test_a_run_that_ends_by_an_error_names_the_checkpoint_that_was_under_way(

@@ -26,13 +26,12 @@ from fluxtrain.train.checkpoint.checkpoint import (
     remove_unfinished,
     write_checkpoint,
 )
-from fluxtrain.train.checkpoint.newest import newest_valid
+from fluxtrain.train.checkpoint.newest import newest_resumable
 from fluxtrain.train.checkpoint.randomness import (
     random_state,
     restore_random_state,
     seed_everything,
 )
-from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.checkpoint.shard_file import hash_file, write_tensors
 
 Shards = list[tuple[str, dict[str, Tensor]]]
@@ -154,7 +153,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_last_good_one(tmp_path: Path) -
         write_checkpoint(tmp_path, step, shards(step), {})
     (tmp_path / "step-00000030" / "shard-00000.safetensors").write_bytes(b"short")
     warnings: list[str] = []
-    found = newest_valid(tmp_path, warnings.append)
+    found = newest_resumable(tmp_path, warnings.append)
     assert found is not None
     assert found.step == 20
     assert len(warnings) == 1
@@ -165,8 +164,8 @@ def test_when_all_are_damaged_nothing_is_started_over_in_silence(tmp_path: Path)
     path = write_checkpoint(tmp_path, 10, shards(), {}).path
     (path / "manifest.json").unlink()
     with pytest.raises(BadInput, match="damaged"):
-        newest_valid(tmp_path, lambda _: None)
-    assert newest_valid(tmp_path / "none", lambda _: None) is None
+        newest_resumable(tmp_path, lambda _: None)
+    assert newest_resumable(tmp_path / "none", lambda _: None) is None
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -232,17 +231,6 @@ def test_all_random_generators_come_back_exactly() -> None:
     seed_everything(99)
     restore_random_state(state)
     assert [draw() for _ in range(5)] == expected
-
-
-def test_the_run_state_survives_json_exactly() -> None:
-    state = RunState()
-    for loss in (1 / 3, 2.0**-40, 7.7):
-        state.step_done(loss, tokens=64, seconds=0.1)
-    state.evaluated(0.1 + 0.2)
-    again = RunState.from_json(json.loads(json.dumps(state.to_json())))
-    assert again == state
-    assert again.last_loss == 7.7
-    assert again.first_loss == 1 / 3
 
 
 def test_files_of_others_in_a_checkpoint_outlive_it_under_another_name(tmp_path: Path) -> None:

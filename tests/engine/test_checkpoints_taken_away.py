@@ -16,7 +16,7 @@ from fluxtrain.events import events as ev
 from fluxtrain.train.checkpoint import checkpoint as checkpoints
 from fluxtrain.train.checkpoint import shard_file
 from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.train.checkpoint.place import CannotSave
+from fluxtrain.train.checkpoint.writer import CannotSave
 from fluxtrain.train.loop import TrainingLoop
 from tests.engine.test_background_checkpoints import MIB, MakeConfig, held_to, run, told
 from tests.engine.test_checkpoint_writer import FakeData, FakeEngine, state_at, writer
@@ -95,13 +95,6 @@ def test_a_file_in_the_place_of_the_checkpoints_is_put_aside_and_that_is_said(
     assert (tmp_path / "kept-from-run-1" / "checkpoints").read_text() == "notes"
     (said,) = [event.text for event in kept.events if isinstance(event, ev.LogWritten)]
     assert "is a file" in said and str(tmp_path / "kept-from-run-1" / "checkpoints") in said
-
-
-def test_a_file_with_the_name_of_a_checkpoint_outlives_it(tmp_path: Path) -> None:
-    made, _ = writer(tmp_path)
-    (tmp_path / "step-00000005").write_text("notes")
-    assert made.write(state_at(5), FakeEngine(1), FakeData()).path.is_dir()
-    assert (tmp_path / "kept-from-step-00000005").read_text() == "notes"
 
 
 def test_a_saved_step_whose_checkpoint_was_deleted_is_saved_again(tmp_path: Path) -> None:

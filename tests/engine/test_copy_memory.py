@@ -60,15 +60,6 @@ def test_each_tensor_has_memory_of_its_own_and_later_ones_begin_anew() -> None:
     assert memory.like(tensors[0]).data_ptr() == copies[0].data_ptr()
 
 
-def test_what_does_not_fit_has_fresh_memory() -> None:
-    memory = CopyMemory(MIB)
-    memory.begin()
-    large = torch.ones(64 * MIB, dtype=torch.uint8)
-    memory.like(large).copy_(large)
-    small = torch.ones(8)
-    assert torch.equal(memory.like(small).copy_(small), small)
-
-
 def test_a_checkpoint_that_comes_early_waits_for_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_memory, "SHARE", 1e-6)  # the pages would take hours
     memory = CopyMemory(256 * MIB)

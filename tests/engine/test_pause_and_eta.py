@@ -11,7 +11,7 @@ import pytest
 from fluxtrain.config.schema import load_config
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.observe.progress import Progress
+from fluxtrain.train.observe.step_clock import Progress
 from fluxtrain.train.run import train
 
 PAUSE_S = 1.5

@@ -18,10 +18,9 @@ from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.observe.trackers import opening
-from fluxtrain.train.observe.trackers.feed import TrackerFeed
-from fluxtrain.train.observe.trackers.opening import Trackers, refuse_missing_trackers
-from fluxtrain.train.observe.trackers.tracker import TrackedRun
+from fluxtrain.train.observe import tracking as opening
+from fluxtrain.train.observe.tracker_clients import TrackedRun
+from fluxtrain.train.observe.tracking import TrackerFeed, Trackers, refuse_missing_trackers
 from fluxtrain.train.run import train
 from tests.engine import tracker_fakes as fakes
 
@@ -288,7 +287,7 @@ def test_a_process_does_not_wait_for_a_tracker_that_hangs_in_its_last_words() ->
     code = (
         "import atexit, sys, threading, time\n"
         "from fluxtrain.commands.output import leave\n"
-        "from fluxtrain.train.observe.trackers.feed import THREAD\n"
+        "from fluxtrain.train.observe.tracking import THREAD\n"
         "atexit.register(time.sleep, 100)\n"
         "threading.Thread(target=time.sleep, args=(100,), name=THREAD + 'x', daemon=True).start()\n"
         "print('told')\n"

@@ -245,3 +245,9 @@ def test_gauges_tell_what_the_engine_counts() -> None:
     assert by_type[ev.ResidencySampled].frozen_bytes == 4
     assert by_type[ev.ResidencySampled].packed_bytes == 5
     assert by_type[ev.MovesMade].total == 9
+    engine.h2d_bytes = 1500
+    kept.events.clear()
+    thread.sample()
+    (traffic,) = (event for event in kept.events if isinstance(event, ev.TrafficSampled))
+    assert traffic.h2d_bytes == 1500 and traffic.disk_written_bytes_per_s == 0
+    assert traffic.h2d_bytes_per_s == pytest.approx(500 / traffic.window_s)

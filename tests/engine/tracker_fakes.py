@@ -145,6 +145,4 @@ def installed(patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     names = {module.__name__.partition(".")[0] for module in modules}
     for module in modules:
         patch.setitem(sys.modules, module.__name__, module)
-    patch.setattr(
-        "fluxtrain.train.observe.trackers.opening._is_installed", lambda name: name in names
-    )
+    patch.setattr("fluxtrain.train.observe.tracking._is_installed", lambda name: name in names)

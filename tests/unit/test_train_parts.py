@@ -16,7 +16,7 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.console import PlainConsole, line
 from fluxtrain.files.opening import _too_large
 from fluxtrain.machine.failures import as_told
-from fluxtrain.train.observe.progress import Progress
+from fluxtrain.train.observe.step_clock import Progress
 from fluxtrain.train.requests import Requests, Signals
 
 

@@ -1,4 +1,4 @@
-"""Evaluate an objective on held-out batches: means over their units."""
+"""Evaluate an objective on held-out batches, and end training where that no longer improves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fluxtrain.events.events import EvaluationFinished
+from fluxtrain.config.schema import TrainSettings
+from fluxtrain.events.events import EvaluationFinished, StoppedEarly
 from fluxtrain.methods.objective import B, Objective
 from fluxtrain.train.checkpoint.randomness import randomness_of
 from fluxtrain.train.checkpoint.run_state import RunState
@@ -83,3 +84,34 @@ def evaluate(
         count=count,
         seconds=time.perf_counter() - started_s,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """How long training waits for a better evaluation; a run with no patience set never ends."""
+
+    patience: int | None = None  # evaluations in a row without an improvement
+    threshold: float = 0.0  # the smallest improvement that counts, in the unit of the loss
+
+    @classmethod
+    def of(cls, settings: TrainSettings) -> EarlyStopping:
+        """Read it from the settings of a run."""
+        return cls(
+            patience=settings.early_stopping_patience,
+            threshold=settings.early_stopping_threshold,
+        )
+
+    def is_reached(self, state: RunState) -> bool:
+        """Return whether training ends now. A resumed run asks this before its first step."""
+        return self.patience is not None and state.stale_evaluations >= self.patience
+
+    def event(self, state: RunState, total_steps: int) -> StoppedEarly:
+        """Say that training ended, and where it was best."""
+        return StoppedEarly(
+            step=state.step,
+            total_steps=total_steps,
+            stale=state.stale_evaluations,
+            threshold=self.threshold,
+            best_step=state.best_step,
+            best_loss=state.best_loss,
+        )

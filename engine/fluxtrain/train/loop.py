@@ -22,12 +22,10 @@ from fluxtrain.methods.optimizer import Optimizer, set_learning_rate
 from fluxtrain.train.checkpoint.randomness import random_state, restore_random_state
 from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
-from fluxtrain.train.early_stopping import EarlyStopping
-from fluxtrain.train.evaluate import Evaluation, evaluate, evaluation_event
+from fluxtrain.train.evaluate import EarlyStopping, Evaluation, evaluate, evaluation_event
 from fluxtrain.train.live.changes import LiveChanges
 from fluxtrain.train.live.out_of_memory import gpu_of, out_of_memory
-from fluxtrain.train.observe.progress import Progress
-from fluxtrain.train.observe.step_clock import StepClock
+from fluxtrain.train.observe.step_clock import Progress, StepClock
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.samples import Samples
 from fluxtrain.train.step_outcome import Computed, QueuedStep, Refusals

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
@@ -108,26 +107,6 @@ class Requests:
         """Sleep until a command comes, at most `timeout_s`, as signals cannot wake the loop."""
         with self._changed:
             self._changed.wait(timeout_s)
-
-
-class Allowance:
-    """Bounds how often something is done: `burst` times at once, then `per_s` times a second."""
-
-    def __init__(
-        self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._per_s, self._burst, self._clock = per_s, burst, clock
-        self._turns, self._counted_s = float(burst), clock()
-
-    def take(self) -> bool:
-        """Take a turn; return whether there was one."""
-        now_s = self._clock()
-        grown = max(0.0, now_s - self._counted_s) * self._per_s
-        self._turns, self._counted_s = min(self._burst, self._turns + grown), now_s
-        if self._turns < 1:
-            return False
-        self._turns -= 1
-        return True
 
 
 class Signals:

@@ -31,17 +31,21 @@ from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.train import final_model
 from fluxtrain.train.checkpoint import writer as checkpoint_writer
 from fluxtrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
-from fluxtrain.train.checkpoint.fingerprint import fingerprint
-from fluxtrain.train.checkpoint.newest import batch_rows_of, newest_resumable, with_cure
+from fluxtrain.train.checkpoint.newest import (
+    batch_rows_of,
+    fingerprint,
+    newest_resumable,
+    with_cure,
+)
 from fluxtrain.train.checkpoint.randomness import fix_threads
 from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
-from fluxtrain.train.early_stopping import EarlyStopping
+from fluxtrain.train.evaluate import EarlyStopping
 from fluxtrain.train.inputs import Inputs, opened_once_more, ready_inputs
 from fluxtrain.train.live.changes import LiveChanges
 from fluxtrain.train.live.setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
-from fluxtrain.train.observe.trackers.opening import refuse_missing_trackers
+from fluxtrain.train.observe.tracking import refuse_missing_trackers
 from fluxtrain.train.placing.placing import choose_device, dtype_choice, wrapped
 from fluxtrain.train.placing.prediction import compared, steady_step_s
 from fluxtrain.train.placing.preflight import disk_room, page_locks_of

@@ -37,10 +37,8 @@ from fluxtrain.train.observe.gauges import GaugeThread
 from fluxtrain.train.observe.host_room import HostRoom
 from fluxtrain.train.observe.run_log import RunLog
 from fluxtrain.train.observe.timeline import TimelineThread
-from fluxtrain.train.observe.trackers.opening import Trackers
-from fluxtrain.train.requests import COMMANDS, Allowance, Requests, Signals
-
-COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE = 0.5, 100  # in the journal
+from fluxtrain.train.observe.tracking import Trackers
+from fluxtrain.train.requests import COMMANDS, Requests, Signals
 
 
 class Session:
@@ -79,8 +77,6 @@ class Session:
         )
         self.signals = Signals(self.requests, self._at_once)
         self._control = ControlServer(run_dir.socket, self._answer)
-        self._commands_told = Allowance(COMMANDS_TOLD_PER_S, COMMANDS_TOLD_AT_ONCE)
-        self._commands_untold = 0
         self.gauges = GaugeThread(
             self.announcer,
             live=live_fd is not None,
@@ -213,21 +209,11 @@ class Session:
 
     def _answer(self, command: str, arguments: dict[str, Any]) -> tuple[bool, str]:
         ok, message = self.requests.handle(command, arguments)
-        told = arguments if ok else {}  # arguments of refused commands are not checked
-        if command not in COMMANDS:
-            return ok, message
-        if not self._commands_told.take():  # so that no client fills the disk
-            self._commands_untold += 1
-            return ok, message
-        if self._commands_untold:
-            self.announcer.warn(
-                f"{self._commands_untold} commands came faster than {COMMANDS_TOLD_PER_S:g} a "
-                "second for long: they were answered and are not in the journal"
+        if command in COMMANDS:
+            told = arguments if ok else {}  # arguments of refused commands are not checked
+            self.announcer.emit(
+                CommandAnswered(command=command, ok=ok, message=message, arguments=told)
             )
-            self._commands_untold = 0
-        self.announcer.emit(
-            CommandAnswered(command=command, ok=ok, message=message, arguments=told)
-        )
         return ok, message
 
     def _forget_earlier_end(self) -> None:

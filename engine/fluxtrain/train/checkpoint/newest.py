@@ -1,12 +1,16 @@
-"""Find the newest whole checkpoint; say why newer ones cannot be used."""
+"""Find the newest whole checkpoint, and refuse one of another run, with what differs."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput, brief
 from fluxtrain.files.cache import Damaged
 from fluxtrain.train.checkpoint.checkpoint import (
@@ -16,13 +20,12 @@ from fluxtrain.train.checkpoint.checkpoint import (
     read_checkpoint,
     step_folder,
 )
+from fluxtrain.units import count_text
 
 _BEFORE = {
     "train.states": "fp32",
     "train.optimizer": "adamw",
 }  # values in checkpoints that are older than the setting
-
-
 _LATER = ("learning rate",)  # not in checkpoints that are older than the check
 
 
@@ -30,48 +33,31 @@ class BeyondEnd(Damaged):
     """A checkpoint is of a step that the run does not have (any more)."""
 
 
-def newest_valid(
+def newest_resumable(
     root: Path, warn: Callable[[str], None], before: str | None = None
 ) -> Checkpoint | None:
     """Find the newest checkpoint without damage; name and skip damaged ones.
 
     before: the name of a folder; only those of earlier steps are looked at.
-    None if there are no checkpoints. Raises BadInput if all are damaged.
+    None if there are no checkpoints. Raises BadInput if none is whole.
     """
-    found = [path for path in list_checkpoints(root) if before is None or path.name < before]
-    for path in found:
+    every = list_checkpoints(root)
+    for path in every:
+        if before is not None and path.name >= before:
+            continue
         try:
-            return _of_its_name(read_checkpoint(path))
-        except Damaged as damage:
-            warn(f"skipped a damaged checkpoint: {damage}")
-    if found:
-        raise _all_damaged(root)
-    return None
-
-
-def _of_its_name(checkpoint: Checkpoint) -> Checkpoint:
-    """Return it; raise Damaged for one under the name of another step, such as a copy."""
-    if checkpoint.path.name != step_folder(checkpoint.path.parent, checkpoint.step).name:
-        raise Damaged(f"{checkpoint.path.name} holds step {checkpoint.step}")
-    return checkpoint
-
-
-def newest_resumable(
-    root: Path, warn: Callable[[str], None], before: str | None = None
-) -> Checkpoint | None:
-    """Find the newest checkpoint whose trainer's state can be read too, as `newest_valid` does.
-
-    None if there are no checkpoints. Raises BadInput if none is whole, also `before` a folder.
-    """
-    while (found := newest_valid(root, warn, before)) is not None:
-        try:
+            found = read_checkpoint(path)
+            if path.name != step_folder(root, found.step).name:  # such as a copy
+                raise Damaged(f"{path.name} holds step {found.step}")
             trainer_content(found)
             return found
         except Damaged as damage:
             warn(f"skipped a damaged checkpoint: {damage}")
-        before = found.path.name
-    if before is not None:
-        raise _all_damaged(root)
+    if every or before is not None:
+        raise BadInput(
+            f"all {len(every)} checkpoints under {root} are damaged: start again in another "
+            "--run-dir"
+        )
     return None
 
 
@@ -96,13 +82,6 @@ def with_cure(damage: Damaged) -> Damaged:
     """Add what to do about a damaged checkpoint that the user named."""
     return Damaged(
         f"{damage}: name another checkpoint, or the run's folder to go on from its newest whole one"
-    )
-
-
-def _all_damaged(root: Path) -> BadInput:
-    return BadInput(
-        f"all {len(list_checkpoints(root))} checkpoints under {root} are damaged: start again in "
-        "another --run-dir"
     )
 
 
@@ -176,3 +155,50 @@ def refuse_lacking(checkpoint: Checkpoint, needed: Sequence[str]) -> None:
             f"{checkpoint.path.name}: its manifest lacks {len(lacking)} of the {len(needed)} "
             f"groups of the model, first {lacking[0]!r}"
         )
+
+
+def fingerprint(
+    config: RunConfig, model: nn.Module, batch_rows: int, learning_rate: float, base: str = ""
+) -> dict[str, Any]:
+    """Return the settings that must be equal to resume exactly; compared key by key.
+
+    `learning_rate` was chosen where the configuration leaves it to the trainer.
+    `base`: the key of the model's weight files. It counts where checkpoints hold no frozen weights.
+    """
+    settings = config.train.model_dump(mode="json")
+    keys = (
+        "accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay", "no_decay",
+        "betas", "eps", "states", "optimizer", "max_grad_norm", "seed",
+    )  # fmt: skip
+    return {
+        "model": _model_digest(model),
+        **_method(config, base),
+        "data.sequence_length": config.data.row_tokens,
+        "data.held_out": config.data.held_out,
+        "data.seed": config.data.seed,
+        "batch_rows": batch_rows,
+        "learning rate": learning_rate,
+        **{f"train.{key}": settings[key] for key in keys},
+    }
+
+
+def _method(config: RunConfig, base: str) -> dict[str, Any]:
+    """Return the method, with what decides the result of adapters."""
+    chosen = config.method.model_dump(mode="json")
+    if chosen["name"] == "full":
+        return {"method": "full"}
+    if chosen["name"] != "qlora":
+        chosen.pop("base")
+    settings = {f"method.{key}": value for key, value in chosen.items() if key != "name"}
+    return {"method": chosen["name"], "model.weights": base, **settings}
+
+
+def _model_digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    count = 0
+    for name, parameter in model.named_parameters():
+        facts = (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        digest.update(repr(facts).encode())
+        count += parameter.numel()
+    kind = type(model).__name__
+    return f"{kind}, {count_text(count)} parameters ({digest.hexdigest()[:8]})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,17 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.errors import DoesNotFit, FluxTrainError
+from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import CheckpointWritten
 from fluxtrain.events.run_folder.run_dir import Holding
+from fluxtrain.events.run_folder.own_files import KEPT, kept_beside
+from fluxtrain.files.atomic import free_bytes
 from fluxtrain.files.cache import Damaged
+from fluxtrain.files.opening import is_plain_folder, kind_of
 from fluxtrain.machine.failures import as_told, first_line
 from fluxtrain.train.checkpoint.background import BackgroundWrite
 from fluxtrain.train.checkpoint.checkpoint import (
+    MANIFEST,
     Checkpoint,
+    list_checkpoints,
     load_shard_tensors,
+    prune,
     read_checkpoint,
+    remove,
     step_folder,
     write_checkpoint,
 )
@@ -38,16 +46,6 @@ from fluxtrain.train.checkpoint.newest import (
     trainer_content,
     with_cure,
 )
-from fluxtrain.train.checkpoint.place import (
-    CannotSave,
-    make_ready,
-    make_room,
-    prune_or_tell,
-    saved,
-    stands,
-    told_of,
-    why_given_up,
-)
 from fluxtrain.train.checkpoint.randomness import (
     random_state,
     restore_random_state,
@@ -55,6 +53,7 @@ from fluxtrain.train.checkpoint.randomness import (
 )
 from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.observe.disk_wait import DiskWait
+from fluxtrain.units import bytes_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +65,10 @@ if TYPE_CHECKING:
 PERIOD_S = 600.0
 TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most
 SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
+
+
+class CannotSave(BadInput):
+    """A checkpoint cannot be written, for another reason than a full disk."""
 
 
 class CheckpointWriter:
@@ -119,9 +122,17 @@ class CheckpointWriter:
             self.last = replace(self.last, path=new / self.last.path.relative_to(old))
 
     def _ready(self) -> None:
-        """Raises OSError, and BadInput as `Holding.look`."""
+        """Make the folder where it is missing; put aside what stands in its place. Raises OSError,
+        and BadInput as `Holding.look`."""
         self._look()
-        make_ready(self._root, self._announcer.warn)
+        root = self._root
+        if os.path.lexists(root) and not is_plain_folder(root):
+            kind = kind_of(root) or "a file"
+            place = kept_beside(root, root.parent / KEPT)
+            self._announcer.warn(
+                f"{root} is {kind}, and the run's checkpoints go there: it is {place} now"
+            )
+        root.mkdir(exist_ok=True)
 
     def is_due(self, step: int) -> bool:
         """Return whether the cadence asks for a checkpoint now; an automatic one does not while
@@ -139,12 +150,8 @@ class CheckpointWriter:
         self.finish()
         if (standing := self._standing(state.step)) is not None:
             return standing
-        once = partial(self._write, state, engine, data)
-        write = partial(saved, once, self._ready)
-        try:
-            return write() if self._disk is None else self._disk.until_written(write)
-        except CannotSave as error:
-            raise CannotSave(f"{error}; {self.last_text()}") from error
+        write = partial(self._write_again, state, engine, data)
+        return write() if self._disk is None else self._disk.until_written(write)
 
     def save(
         self, state: RunState, engine: Engine, data: Cursor, *, background: bool = True
@@ -242,13 +249,19 @@ class CheckpointWriter:
         """Go on without the checkpoint in the background, where the next one may succeed: the disk
         was full, its files were taken away, or memory for its copies ran out. Raises any other
         error."""
-        words = why_given_up(step, error)
-        if words is None:
+        refused = as_told(error)
+        if not isinstance(error, OSError) and not isinstance(refused, DoesNotFit | NoSpace):
             raise error
-        if isinstance(as_told(error), DoesNotFit):
+        waits = ""
+        if isinstance(refused, DoesNotFit):
             self.budget_bytes, self._memory = 0, None
+            waits = ", and training waits for it and for those after it"
         self._failed = True
-        self._announcer.warn(words)
+        reason = _reason_of(error) if isinstance(error, OSError) else first_line(error)
+        self._announcer.warn(
+            f"the checkpoint of step {step} could not be written beside the training ({reason}): "
+            f"the next checkpoint follows at once{waits}"
+        )
 
     def write_last(self, state: RunState, engine: Engine, data: Cursor) -> None:
         """Save the steps of a run that ends for want of memory; where that fails too, say so."""
@@ -258,6 +271,25 @@ class CheckpointWriter:
                 self.write(state, engine, data)
         except (FluxTrainError, RuntimeError, MemoryError) as error:
             self._announcer.warn(f"no checkpoint of step {state.step}: {first_line(error)}")
+
+    def _write_again(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
+        """Write a checkpoint; once more where the folder, or a file in it, was taken away or
+        replaced meanwhile. Raises NoSpace, and CannotSave where the second attempt fails too."""
+        for is_last in (False, True):
+            try:
+                self._ready()
+                return self._write(state, engine, data)
+            except OSError as error:
+                refused = as_told(error)
+                if refused is not None and not isinstance(refused, BadInput):
+                    raise refused from error
+                if is_last:
+                    raise CannotSave(
+                        f"no checkpoint can be written, in 2 attempts ({_reason_of(error)}): let "
+                        "this user write there, and leave the folder to the run; "
+                        f"{self.last_text()}"
+                    ) from error
+        raise AssertionError("each attempt returns or raises")
 
     def _write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         started_s = time.monotonic()
@@ -270,7 +302,10 @@ class CheckpointWriter:
         return written
 
     def _prune(self, step: int, best_step: int | None) -> None:
-        prune_or_tell(self._root, self._keep, step, best_step, self._announcer.warn)
+        try:
+            prune(self._root, self._keep, step, best_step)
+        except OSError as error:
+            self._announcer.warn(f"an older checkpoint cannot be removed ({_reason_of(error)})")
 
     def _note(self, written: Checkpoint, seconds: float, held_s: float | None) -> None:
         """Tell of a checkpoint that is whole, and count what it cost."""
@@ -369,18 +404,40 @@ class CheckpointWriter:
         yield from self._optimizer.state_shards()
 
     def _make_room(self, engine: Engine, best_step: int | None) -> None:
-        """Make room for a new checkpoint. Raises NoSpace if it does not fit even so."""
+        """Remove older checkpoints if a new one does not fit beside them; nothing is written yet.
+
+        The newest one always stays, and the best one where it is needed. Raises NoSpace if the new
+        one does not fit even so.
+        """
         needed = engine.shard_bytes() + TRAINER_BYTES
+        free = free_bytes(self._root)
+        if free is None or free >= needed:
+            return
         best = step_folder(self._root, best_step) if best_step is not None else None
-        make_room(
-            self._root, needed, self._announcer.warn,
-            best=best, needs_best=self._needs_best, last=self.last_text,
-        )  # fmt: skip
+        found = list_checkpoints(self._root)[1:]
+        older = [path for path in found if path != best]
+        if best is not None and best in found and not self._needs_best:
+            older = [best, *older]  # goes last
+        for path in reversed(older):
+            remove(path)
+            free = free_bytes(self._root)
+            self._announcer.warn(
+                f"{path.name} was removed to make room for the next checkpoint "
+                f"({bytes_text(needed)} needed, {bytes_text(free)} free now): lower "
+                "train.keep_checkpoints or free some space to keep more"
+            )
+            if free is None or free >= needed:
+                return
+        raise NoSpace(
+            f"the next checkpoint needs {bytes_text(needed)} and {bytes_text(free)} is free under "
+            f"{self._root}: free some space, then go on with --resume; nothing was written, "
+            f"{self.last_text()}"
+        )
 
     def _standing(self, step: int) -> Checkpoint | None:
         """Return the checkpoint of `step` if it is the last one, and nobody has removed it."""
         last = self.last
-        return last if last is not None and last.step == step and stands(last) else None
+        return last if last is not None and last.step == step and _stands(last) else None
 
     def last_text(self) -> str:
         """Name the last good checkpoint, for messages, once it is whole."""
@@ -388,4 +445,19 @@ class CheckpointWriter:
         if self._under_way is not None:
             self._under_way.wait()
             last = self._under_way.checkpoint or last
-        return told_of(last)
+        if last is None:
+            return "no checkpoint was written yet"
+        if not _stands(last):
+            return f"the last checkpoint ({last.path}, step {last.step}) was removed by others"
+        return f"the last good checkpoint is {last.path} (step {last.step})"
+
+
+def _stands(last: Checkpoint) -> bool:
+    """Return whether a checkpoint that was whole is still there."""
+    return (last.path / MANIFEST).is_file()
+
+
+def _reason_of(error: OSError) -> str:
+    """Say which file the system refused, and why."""
+    why = error.strerror or str(error)
+    return f"{error.filename}: {why}" if error.filename else why

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import psutil
@@ -69,8 +69,8 @@ class GaugeThread:
         self._host_limit_bytes = host_limit_bytes
         self._process = psutil.Process()
         self._engine: TrainingEngine | None = None
-        self._traffic: TrafficWindow | None = None
-        self._cards: tuple[tuple[int, int, int], ...] = ()  # their bytes at the last sample
+        self._counted: list[dict[str, int]] = []  # at the last sample: of all, and of each card
+        self._sampled_s = 0.0
         self._stopped = threading.Event()
         self._sampling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
@@ -89,7 +89,7 @@ class GaugeThread:
         ceilings = bus_ceilings(engine.card_count) if on_gpu else (None, None)
         with self._sampling:
             self._engine, self._disk, self._ceilings = engine, disk, ceilings
-            self._traffic = TrafficWindow(time.monotonic(), 0, 0, 0, 0)
+            self._sampled_s = time.monotonic()
 
     def close(self) -> None:
         """Take a last sample, so that a finished run's journal ends with true totals."""
@@ -106,10 +106,10 @@ class GaugeThread:
             self._take("heartbeat", self._announcer.heartbeat)
             self._take("memory", self.memory)
             self._take("host memory", self._look)
-            engine = self._engine
-            if engine is None:
+            engine, disk = self._engine, self._disk
+            if engine is None or disk is None:
                 return
-            self._take("traffic", lambda: self._traffic_since(engine))
+            self._take("traffic", lambda: self._traffic(engine, disk))
             self._take("residency", engine.residency)
             self._take("moves", lambda: _moves(engine))
 
@@ -144,48 +144,37 @@ class GaugeThread:
             host_limit_bytes=self._host_limit_bytes,
         )
 
-    def _traffic_since(self, engine: TrainingEngine) -> TrafficSampled | None:
-        """Return the rates since the last sample; None before `watch`."""
-        traffic, window = engine.traffic(), self._traffic
-        if window is None:
-            return None
-        event, self._traffic = window.after(
-            time.monotonic(),
-            traffic.h2d_bytes,
-            traffic.d2h_bytes,
-            self._disk.read_bytes if self._disk else 0,
-            self._disk.written_bytes if self._disk else 0,
+    def _traffic(self, engine: TrainingEngine, disk: DiskUse) -> TrafficSampled:
+        """Count the bytes moved so far, with their rates since the last sample."""
+        traffic, now_s = engine.traffic(), time.monotonic()
+        window_s = max(now_s - self._sampled_s, 1e-9)
+        moved = {
+            "h2d_bytes": traffic.h2d_bytes,
+            "d2h_bytes": traffic.d2h_bytes,
+            "disk_read_bytes": disk.read_bytes,
+            "disk_written_bytes": disk.written_bytes,
+        }
+        names = ("h2d_bytes", "d2h_bytes", "landed_bytes")
+        counted = [moved, *(dict(zip(names, card, strict=True)) for card in traffic.cards)]
+        before = self._counted or [{}] * len(counted)
+        self._counted, self._sampled_s = counted, now_s
+        whole, *cards = (
+            {**now, **{f"{n}_per_s": (now[n] - earlier.get(n, 0)) / window_s for n in now}}
+            for now, earlier in zip(counted, before, strict=True)
         )
         up, down = self._ceilings
-        return msgspec.structs.replace(
-            event,
+        facts: dict[str, Any] = {**whole, "window_s": window_s}
+        return TrafficSampled(
+            **facts,
             h2d_ceiling_bytes_per_s=up,
             d2h_ceiling_bytes_per_s=down,
             h2d_frozen_bytes=traffic.h2d_frozen_bytes,
             h2d_packed_bytes=traffic.h2d_packed_bytes,
-            cards=self._card_traffic(traffic.cards, event.window_s),
+            cards=tuple(
+                msgspec.convert({"number": number, **card}, CardTraffic)
+                for number, card in enumerate(cards)
+            ),
         )
-
-    def _card_traffic(
-        self, now: tuple[tuple[int, int, int], ...], window_s: float
-    ) -> tuple[CardTraffic, ...]:
-        """Return each card's bytes, and their rates since the last sample."""
-        before, self._cards = self._cards or ((0, 0, 0),) * len(now), now
-        found: list[CardTraffic] = []
-        for number, (counts, earlier) in enumerate(zip(now, before, strict=True)):
-            rates = [(new - old) / window_s for new, old in zip(counts, earlier, strict=True)]
-            found.append(
-                CardTraffic(
-                    number=number,
-                    h2d_bytes=counts[0],
-                    d2h_bytes=counts[1],
-                    landed_bytes=counts[2],
-                    h2d_bytes_per_s=rates[0],
-                    d2h_bytes_per_s=rates[1],
-                    landed_bytes_per_s=rates[2],
-                )
-            )
-        return tuple(found)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
@@ -206,31 +195,3 @@ def bus_ceilings(cards: int = 1) -> tuple[float | None, float | None]:
     rates = found if cards in (1, probed) else {}
     up, down = (rates.get(name) for name in names)
     return up.per_s if up else None, down.per_s if down else None
-
-
-class TrafficWindow:
-    """Byte counters at one time, from which later rates are computed."""
-
-    def __init__(self, at_s: float, h2d: int, d2h: int, disk_read: int, disk_written: int) -> None:
-        self._at_s = at_s
-        self._bytes = (h2d, d2h, disk_read, disk_written)
-
-    def after(
-        self, now_s: float, h2d: int, d2h: int, disk_read: int, disk_written: int
-    ) -> tuple[TrafficSampled, TrafficWindow]:
-        """Return the event for the time in between, and the window that starts now."""
-        window_s = max(now_s - self._at_s, 1e-9)
-        now = (h2d, d2h, disk_read, disk_written)
-        rates = [(new - old) / window_s for new, old in zip(now, self._bytes, strict=True)]
-        event = TrafficSampled(
-            h2d_bytes=h2d,
-            d2h_bytes=d2h,
-            disk_read_bytes=disk_read,
-            disk_written_bytes=disk_written,
-            window_s=window_s,
-            h2d_bytes_per_s=rates[0],
-            d2h_bytes_per_s=rates[1],
-            disk_read_bytes_per_s=rates[2],
-            disk_written_bytes_per_s=rates[3],
-        )
-        return event, TrafficWindow(now_s, *now)

@@ -1,4 +1,4 @@
-"""Feeds a tracker from a thread of its own, so that the training never waits for it.
+"""Report a run to trackers, each in a thread of its own, so that the training never waits for one.
 
 Events go into a queue that never blocks. When it is full, because the tracker is slow or hangs, new
 events are dropped, counted and told. A tracker that fails again and again is given up, with the
@@ -8,25 +8,116 @@ reason.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
-import msgspec
-
-from fluxtrain.events.events import Event, MemorySampled, SampleGenerated
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.config.tracker_settings import TrackerName, TrackerSettings
+from fluxtrain.errors import BadInput
+from fluxtrain.events.events import (
+    EvaluationFinished,
+    Event,
+    MemorySampled,
+    SampleGenerated,
+    StepFinished,
+)
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.atomic import read_json
-from fluxtrain.train.observe.trackers.tracker import TrackedRun, Tracker
-from fluxtrain.train.observe.trackers.values import memory_of, values_of
+from fluxtrain.train.observe.tracker_clients import (
+    MLflow,
+    TensorBoard,
+    TrackedRun,
+    Tracker,
+    Trackio,
+    WeightsAndBiases,
+)
 from fluxtrain.units import count_text, duration_text
 
+END_LIMIT_S = 30.0  # for all trackers together, to take what is queued and end their runs
+
+TRACKERS: Mapping[TrackerName, Callable[[], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
 QUEUE_LIMIT = 4096  # events; at a step a second, more than an hour
 MOST_FAILURES = 3  # in a row, until a tracker is given up
 FOLDER = "trackers"
 THREAD = "tracker-"  # begins the names of the threads, which `output.leave` looks for
+
+
+def refuse_missing_trackers(settings: TrackerSettings) -> None:
+    """Raise BadInput, with the command that installs it, for a tracker without its package."""
+    missing = [name for name in settings.report_to if not _is_installed(name)]
+    if missing:
+        raise BadInput(
+            f"trackers.report_to names {', '.join(missing)}, which is not installed: "
+            f"pip install 'fluxtrain[{','.join(missing)}]', or leave it out"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a package can be imported; a folder of that name, as wandb makes, is none."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None
+
+
+class Trackers:
+    """The trackers of one process of a run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        first_step: int,
+        warn: Callable[[str], None],
+        limit_s: float | None = None,
+    ) -> None:
+        """Start a thread for each tracker of `config`; the run's directory is `folder`."""
+        settings = config.trackers
+        self._limit_s = END_LIMIT_S if limit_s is None else limit_s
+        run = TrackedRun(
+            project=settings.project,
+            name=settings.name or folder.name,
+            folder=folder,
+            config=_shown(config),
+            first_step=first_step,
+            offline=settings.offline,
+        )
+        self.feeds = [
+            TrackerFeed(name, TRACKERS[name], run, warn)
+            for name in dict.fromkeys(settings.report_to)
+        ]
+
+    def put(self, event: Event) -> None:
+        """Give an event to all trackers; takes microseconds."""
+        for feed in self.feeds:
+            feed.put(event)
+
+    def close(self, *, failed: bool) -> None:
+        """End the trackers' runs, and wait for them `limit_s` (`END_LIMIT_S`) at most."""
+        until_s = time.monotonic() + self._limit_s
+        for feed in self.feeds:
+            feed.end(failed=failed)
+        for feed in self.feeds:
+            feed.wait(until_s)
+
+
+def _shown(config: RunConfig) -> dict[str, object]:
+    """Return a configuration as trackers show it: `section.key` and plain values."""
+    return {
+        f"{section}.{key}": value
+        for section, settings in config.model_dump(mode="json", exclude={"trackers"}).items()
+        if isinstance(settings, dict)
+        for key, value in settings.items()
+    }
 
 
 class TrackerFeed:
@@ -160,11 +251,49 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:200] if first else type(error).__name__
 
 
-def config_of(tree: dict[str, object]) -> dict[str, object]:
-    """Return a configuration as trackers show it: `section.key` and plain values."""
+def values_of(event: Event) -> tuple[int, dict[str, float]] | None:
+    """Return the step and the finite numbers of an event; None: it has none to show."""
+    if isinstance(event, StepFinished):
+        return event.step, _finite(_of_step(event))
+    if isinstance(event, EvaluationFinished):
+        found = {f"eval/{name}": value for name, value in event.metrics.items()}
+        found |= {"eval/loss": event.loss, "eval/seconds": event.seconds}
+        if event.best_loss is not None:
+            found["eval/best_loss"] = event.best_loss
+        return event.step, _finite(found)
+    return None
+
+
+def memory_of(event: MemorySampled) -> dict[str, float]:
+    """Return the memory in use, in bytes."""
+    return _finite(
+        {
+            "memory/device_used_bytes": event.device_used_bytes,
+            "memory/device_peak_bytes": event.device_peak_bytes,
+            "memory/host_rss_bytes": event.host_rss_bytes,
+        }
+    )
+
+
+def _of_step(event: StepFinished) -> dict[str, float | None]:
+    values: dict[str, float | None] = {
+        "train/loss": event.loss,
+        "train/learning_rate": event.learning_rate,
+        "train/grad_norm": event.grad_norm,
+        "train/epoch": event.epoch,
+        "train/total_tokens": event.total_tokens,
+        "train/loss_scale": event.loss_scale,
+        "speed/step_s": event.step_s,
+        "speed/tokens_per_s": event.tokens_per_s,
+    }
+    values |= {f"phases_s/{name}": seconds for name, seconds in event.phases_s.items()}
+    values |= {f"stalls_s/{name}": seconds for name, seconds in event.stalls_s.items()}
+    return values
+
+
+def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
     return {
-        f"{section}.{key}": value
-        for section, settings in tree.items()
-        if isinstance(settings, dict)
-        for key, value in msgspec.to_builtins(settings).items()
+        name: float(value)
+        for name, value in values.items()
+        if value is not None and math.isfinite(value)
     }

@@ -1,1 +1,0 @@
-"""Reports a run to trackers of other packages, in threads that never hold it up."""
