@@ -203,17 +203,6 @@ def test_evaluations_of_other_data_are_not_compared_with_those_before(
     assert later[-1].best_loss == min(e.loss for e in later)
 
 
-def test_an_adapter_of_the_best_step_is_saved(run_config: MakeConfig, tmp_path: Path) -> None:
-    config = run_config(**STEEP, method__name="lora", method__rank=4)
-    events = run(config, tmp_path / "best", "train.final_model=best")
-    best = lowest(events)
-    assert events[-1].model_step == best.step
-    run(config, tmp_path / "short", f"train.steps={best.step}")
-    adapters = [load_file(tmp_path / name / "model" / "adapter_model.safetensors")
-                for name in ("best", "short")]  # fmt: skip
-    assert equal(*adapters)
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

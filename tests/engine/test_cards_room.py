@@ -97,18 +97,6 @@ def test_a_gpus_block_inputs_go_to_the_host_first() -> None:
     fluxtrain.unwrap(model)
 
 
-def test_blocks_that_all_stay_get_slots_when_some_of_them_stream() -> None:
-    model = llama(12)
-    engine = wrapped(model, 2, resident_blocks=12)
-    cards = tuple(replace(card, slots=0) for card in engine.plan.cards)
-    plan = replace(engine.plan, cards=cards)
-    run = LiveRun(facts_of(model, "fp32", "plain"), plan, has_gpu=True)
-    step = steps_on(run, 1)[0]
-    assert (step.name, step.before, step.after) == ("resident_blocks", 6, 3)
-    assert [card.slots for card in run.placement_with(step.settings).cards] == [0, 2]
-    fluxtrain.unwrap(model)
-
-
 def trained(giving_up: bool) -> dict[str, torch.Tensor]:
     """Train on two cards; card 1 gives something up after each step."""
     torch.manual_seed(0)

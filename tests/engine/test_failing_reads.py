@@ -102,14 +102,6 @@ def test_a_read_that_gives_no_answer_is_done_again_beside_the_stuck_one(
     free.set()
 
 
-def test_numbers_whose_file_is_built_anew_are_still_the_old_ones(numbers: Path) -> None:
-    opened = reopened(numbers)
-    write_numbers(numbers, np.arange(100_000, dtype="<u4")[::-1])
-    assert np.array_equal(opened.read(10, 3), [10, 11, 12])
-    numbers.unlink()
-    assert np.array_equal(opened.read(50_000, 3), [50_000, 50_001, 50_002])
-
-
 @pytest.mark.parametrize("lasts", [2, 99])
 def test_a_checkpoint_that_cannot_be_read_is_tried_again_before_the_one_before_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasts: int

@@ -19,7 +19,8 @@ from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.probe import probe as probing
 from fluxtrain.results import opened as opening
 from fluxtrain.results.model_request import ModelRequest
-from fluxtrain.train.placing import device_budget, placing
+from fluxtrain.train.placing import cards as device_budget
+from fluxtrain.train.placing import placing
 from fluxtrain.units import GIB
 
 MakeConfig = Callable[..., Path]
@@ -33,7 +34,7 @@ ASKED = {
 }  # fmt: skip
 # What these measure is the current card's by their docstrings, or any card's.
 OF_THE_CURRENT = {
-    "measure/probe/bandwidth.py", "measure/probe/pin_rate.py", "machine/page_locking.py",
+    "measure/probe/bandwidth.py", "machine/page_locking.py",
     "core/optimizer/third_party.py", "results/export/gate.py",
 }  # fmt: skip
 
@@ -89,22 +90,6 @@ def test_a_budget_is_of_the_card_that_computes(
     device_budget.hold_to_budget(50.0)
     assert made == [torch.device("cuda", 1)]
     assert there.shares.keys() == {1} and there.shares[1] == pytest.approx(0.5, abs=0.01)
-
-
-def test_a_card_that_is_not_there_is_left_to_the_plan_to_refuse(
-    monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
-) -> None:
-    there = Cards(monkeypatch)
-    placing.choose_device(load_config(run_config(parallel__cards=[7], placement__device="cuda")))
-    assert there.current == 0
-
-
-def test_a_run_on_the_cpu_keeps_its_card(
-    monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
-) -> None:
-    there = Cards(monkeypatch)
-    placing.choose_device(load_config(run_config(parallel__cards=[1], placement__device="cpu")))
-    assert there.current == 0
 
 
 def test_a_model_in_use_has_its_first_card_current_before_it_is_read(

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.measure.probe import pin_rate as pinning
+from fluxtrain.measure.probe import bandwidth as pinning
 from fluxtrain.measure.probe.bandwidth import (
     BUS_RATES,
     COPY_BYTES,
+    LEAST_PIN_BYTES,
     bus_rates,
     host_copy_rate,
     matmul_rate,
+    pin_rate,
     sample_bytes,
 )
-from fluxtrain.measure.probe.pin_rate import LEAST_BYTES, pin_rate
 from fluxtrain.units import GIB, MIB
 
 
@@ -86,14 +87,14 @@ def test_a_locked_sample_is_freed_and_held_against_the_limit(
     limited_to(monkeypatch, 8 * MIB)
     touch = pinning.touch
     monkeypatch.setattr(pinning, "touch", lambda memory: calls.append("touch") or touch(memory))
-    rate = pin_rate(sample_bytes=LEAST_BYTES)
+    rate = pin_rate(sample_bytes=LEAST_PIN_BYTES)
     assert calls == ["touch", "register", "unregister"]  # as arenas are made
     assert rate.per_s is not None
     assert rate.how == "64.0 MiB locked, the limit of 8.00 MiB does not hold for CUDA"
     limited_to(monkeypatch, 128 * MIB)
-    assert pin_rate(sample_bytes=LEAST_BYTES).how == "64.0 MiB locked, the limit is 128 MiB"
+    assert pin_rate(sample_bytes=LEAST_PIN_BYTES).how == "64.0 MiB locked, the limit is 128 MiB"
     limited_to(monkeypatch, resource.RLIM_INFINITY)
-    assert pin_rate(sample_bytes=LEAST_BYTES).how == "64.0 MiB locked"
+    assert pin_rate(sample_bytes=LEAST_PIN_BYTES).how == "64.0 MiB locked"
 
 
 def test_a_refused_page_lock_names_the_limit_and_leaves_no_error_behind(
@@ -101,7 +102,7 @@ def test_a_refused_page_lock_names_the_limit_and_leaves_no_error_behind(
 ) -> None:
     calls = cuda(2)
     limited_to(monkeypatch, 8 * MIB)
-    rate = pin_rate(sample_bytes=LEAST_BYTES)
+    rate = pin_rate(sample_bytes=LEAST_PIN_BYTES)
     assert calls == ["register", "kernel", "kernel", "synchronize"]
     assert rate.per_s is None
     assert "refused to lock 64.0 MiB (error 2), the limit is 8.00 MiB" in rate.how

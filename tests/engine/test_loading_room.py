@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fluxtrain.core.wrap import wrap as wrapping
-from fluxtrain.errors import DoesNotFit
 from fluxtrain.events import events as ev
 from fluxtrain.train import run as runs
 from fluxtrain.train.placing.placing import RanOutLoading
@@ -24,11 +23,6 @@ MESSAGE = "CUDA out of memory. Tried to allocate 1.00 GiB.\nAnd more."
 
 def out_of_memory() -> None:
     raise torch.OutOfMemoryError(MESSAGE)
-
-
-def no_slot() -> None:
-    """As where a slot of a group has no room."""
-    raise DoesNotFit("a device slot of 32.0 MiB does not fit") from torch.OutOfMemoryError(MESSAGE)
 
 
 Raises = Callable[[], None]
@@ -67,15 +61,6 @@ def test_a_run_whose_loading_ran_out_once_is_that_of_all_memory(
     told = warnings(found)
     assert sum("while the model was loaded (CUDA out of memory" in text for text in told) == 1
     assert not any("And more" in text for text in told)
-
-
-def test_a_slot_without_room_is_memory_that_ran_out(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models = fails_at(monkeypatch, 1, how=no_slot)
-    found = run(run_config(**SIZES), tmp_path / "run")
-    assert len(models) == 2
-    assert sum("(a device slot of 32.0 MiB does not fit)" in text for text in warnings(found)) == 1
 
 
 def warnings(events: list[Any]) -> list[str]:

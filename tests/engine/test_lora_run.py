@@ -227,15 +227,6 @@ def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
         preview(load_config(run_config(), settings({"name": "lora", **given})))
 
 
-def test_a_plan_counts_packed_weights_and_trained_bytes(run_config: MakeConfig) -> None:
-    config = run_config(model__dtype="bf16")
-    full = preview(load_config(config, ["method.name=full"]))
-    lora = preview(load_config(config, settings({"name": "lora"})))
-    qlora = preview(load_config(config, settings({"name": "qlora"})))
-    assert lora.checkpoint_bytes < full.checkpoint_bytes / 4
-    assert qlora.checkpoint_bytes == lora.checkpoint_bytes
-
-
 def test_a_second_start_reads_the_packed_weights_of_the_first(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,15 +249,6 @@ def test_a_second_start_reads_the_packed_weights_of_the_first(
         kept.write_bytes(b"damaged" + kept.read_bytes()[7:])
         assert losses(run(config, tmp_path / "third", *given)) == first
     assert packs > timing
-
-
-def test_no_cache_is_written_where_none_is_wanted(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = run_config(model__dtype="bf16", train__steps=1)
-    run(config, tmp_path / "run", *settings({"name": "qlora"}), "model.packed_cache=false")
-    assert not list((tmp_path / "cache").glob("**/*.packed"))
 
 
 def test_a_weight_that_is_not_finite_is_refused_while_it_is_packed(

@@ -152,17 +152,6 @@ def test_a_resumed_run_goes_on_with_the_same_losses_and_metrics(make: Make, tmp_
 
 
 @both
-def test_evaluating_draws_nothing_from_the_random_numbers_of_the_training(
-    make: Make, tmp_path: Path
-) -> None:
-    often = trained(make(), tmp_path / "often", evaluate_every=1)
-    seldom = trained(make(), tmp_path / "seldom", evaluate_every=6)
-    assert [e.step for e in evaluations_of(often)] == [1, 2, 3, 4, 5, 6]
-    assert steps_of(often) == steps_of(seldom)
-    assert evaluations_of(often)[-1].metrics == evaluations_of(seldom)[-1].metrics
-
-
-@both
 def test_blocks_are_updated_in_the_backward_pass_of_any_objective(
     make: Make, tmp_path: Path
 ) -> None:
@@ -199,19 +188,6 @@ def test_flow_matching_has_no_tokens_and_says_none(tmp_path: Path) -> None:
     assert {(step.tokens, step.tokens_per_s) for step in told} == {(0, 0)}
     assert all("tokens" not in line(step) for step in told)
     assert evaluations_of(events)[-1].count == 18 * LATENT
-
-
-@both
-def test_a_bound_batch_has_the_mean_loss_of_its_units(make: Make) -> None:
-    case = make()
-    batch = case.data.next_step()[0]
-    bound = BoundBatch(case.objective, batch).to(torch.device("cpu"))
-    seed_everything(0)
-    with torch.no_grad():
-        mean = case.objective.metrics(case.model, batch)["loss"]
-    seed_everything(0)
-    assert bound.loss(case.model).item() == pytest.approx(mean)
-    assert bound.rows == case.objective.rows(batch)
 
 
 @both

@@ -132,20 +132,3 @@ def test_a_loss_that_is_not_finite_is_traced_to_the_first_block(
     assert of(ev.StepFinished, events) == []
     error = json.loads((tmp_path / "run" / "error.json").read_text())
     assert error["exit_code"] == 4
-
-
-def test_a_run_resumed_behind_a_skipped_step_is_the_same(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = run_config(train__steps=6, train__checkpoint_every=3, **CLIPS)
-    breaks(monkeypatch, lambda step: step == 2)
-    whole = of(ev.StepFinished, run(config, tmp_path / "run"))
-    kept = final_tensors(tmp_path / "run")
-    monkeypatch.undo()
-    for path in list_checkpoints(tmp_path / "run" / "checkpoints")[:1]:
-        path.rename(tmp_path / "aside")
-    again = of(ev.StepFinished, run(config, tmp_path / "run", resumes=True))[len(whole) :]
-    assert [(s.step, s.loss, s.grad_norm) for s in again] == [
-        (s.step, s.loss, s.grad_norm) for s in whole[3:]
-    ]
-    assert all(torch.equal(kept[name], t) for name, t in final_tensors(tmp_path / "run").items())

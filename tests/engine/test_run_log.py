@@ -46,16 +46,6 @@ def test_the_log_keeps_lines_warnings_and_tracebacks(log: RunLog) -> None:
     assert heard == ["the engine warns"]
 
 
-def test_the_log_appends_to_what_an_earlier_process_wrote(tmp_path: Path) -> None:
-    for number in (1, 2):
-        log = RunLog(tmp_path / "engine.log")
-        log.printed(f"process {number}")
-        log.close()
-    assert (tmp_path / "engine.log").read_text().count("process") == 2
-    logging.getLogger("fluxtrain.run").info("after the end")
-    assert "after the end" not in (tmp_path / "engine.log").read_text()
-
-
 def told_by_logging() -> list[object]:
     names = ("fluxtrain", "fluxtrain.run", "py.warnings", "transformers", "torch")
     loggers = [logging.getLogger(name) for name in names]
@@ -82,12 +72,6 @@ def test_a_log_leaves_logging_and_warnings_as_a_program_set_them(
         after = told_by_logging()
         logging.captureWarnings(False)
     assert after == before
-
-
-def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "engine.log").mkdir()
-    with pytest.raises(BadInput, match="--run-dir"):
-        RunLog(tmp_path / "engine.log")
 
 
 def test_a_log_that_is_a_link_is_refused_and_what_it_points_to_stays(tmp_path: Path) -> None:

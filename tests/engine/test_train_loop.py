@@ -101,18 +101,6 @@ def test_the_deferred_update_with_clipping_equals_the_serial_loop_bit_for_bit(
     assert [step.grad_norm for step in steps] == pytest.approx(norms, rel=1e-6)
 
 
-def test_accumulation_weights_its_parts_by_their_tokens(
-    run_config: MakeConfig, tmp_path: Path
-) -> None:
-    whole = run_config(train__batch_rows=8)
-    parts = run_config("parts.yaml", train__batch_rows=4, train__accumulation=2)
-    one = of(ev.StepFinished, run(whole, tmp_path / "whole"))
-    two = of(ev.StepFinished, run(parts, tmp_path / "parts"))
-    assert [step.tokens for step in one] == [step.tokens for step in two]
-    assert [s.loss for s in two] == pytest.approx([s.loss for s in one], rel=1e-4)
-    assert one[-1].loss < one[0].loss
-
-
 def test_the_phases_partition_the_step_and_the_journal_tells_the_whole_story(
     run_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -239,32 +227,6 @@ def test_numbers_that_are_read_a_step_late_are_the_same(
             + [(e.step,) for e in of(ev.CheckpointWritten, events)]
         )
     assert told[0] == told[1]
-
-
-@pytest.mark.parametrize("command", ["stop", "checkpoint"])
-def test_a_request_between_late_steps_finds_every_step_told(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.setattr(TrainingLoop, "_reads_at_once", lambda _: False)
-    asked, real = [], TrainingLoop._compute
-
-    def compute(self: TrainingLoop, clock: Any) -> Any:
-        asked.append(len(asked) + 1)
-        if len(asked) == 3:
-            assert self._requests.handle(command, {})[0]
-        return real(self, clock)
-
-    monkeypatch.setattr(TrainingLoop, "_compute", compute)
-    config = run_config(train__steps=6, train__checkpoint_every="end")
-    if command == "stop":
-        with pytest.raises(Interrupted):
-            run(config, tmp_path / "run")
-    else:
-        run(config, tmp_path / "run")
-    events = list(read_events(tmp_path / "run" / "events.ndjson"))
-    told = [step.step for step in of(ev.StepFinished, events)]
-    assert told == list(range(1, (4 if command == "stop" else 7)))
-    assert of(ev.CheckpointWritten, events)[0].step == 3
 
 
 def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_chunks(

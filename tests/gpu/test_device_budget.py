@@ -17,7 +17,7 @@ import torch
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, DoesNotFit
 from fluxtrain.machine.before_torch import NAMES, PAGE_BYTES, SETTING
 from fluxtrain.machine.gpu import own_process_bytes
-from fluxtrain.train.placing.device_budget import hold_to_budget
+from fluxtrain.train.placing.cards import hold_to_budget
 from fluxtrain.units import GIB, MIB
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 FILL = """
 import json, sys, torch
 from fluxtrain.machine.gpu import own_process_bytes
-from fluxtrain.train.placing.device_budget import hold_to_budget
+from fluxtrain.train.placing.cards import hold_to_budget
 left, held, refused = hold_to_budget(float(sys.argv[1])), [], False
 own = own_process_bytes()
 context = None if own is None else own - torch.cuda.memory_reserved()
@@ -80,7 +80,7 @@ def test_a_process_that_takes_all_it_can_stays_within_its_budget(
 
 PIECES = """
 import json, torch
-from fluxtrain.train.placing.device_budget import hold_to_budget
+from fluxtrain.train.placing.cards import hold_to_budget
 MIB = 1 << 20
 left, live = hold_to_budget(4.0), []
 for _ in range(24):  # what stays, between what comes and goes

@@ -11,8 +11,7 @@ from msgspec.structs import asdict
 from fluxtrain.commands.doctor.self_test import check_streaming
 from fluxtrain.machine.gpu import check_accelerator
 from fluxtrain.machine.machine import read_machine
-from fluxtrain.measure.probe.bandwidth import BUS_RATES, bus_rates, matmul_rate
-from fluxtrain.measure.probe.pin_rate import pin_rate
+from fluxtrain.measure.probe.bandwidth import BUS_RATES, bus_rates, matmul_rate, pin_rate
 from fluxtrain.measure.probe.probe import PROBE_LIMIT_S, probe
 from fluxtrain.measure.probe.table import probe_text
 from fluxtrain.units import MIB

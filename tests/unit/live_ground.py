@@ -8,9 +8,9 @@ from typing import Any
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.rates import Rates
+from fluxtrain.train.live.advice import RunFacts, StepFacts
 from fluxtrain.train.live.edit import MemoryInUse
 from fluxtrain.train.live.live_run import LiveRun
-from fluxtrain.train.live.run_facts import RunFacts, StepFacts
 from fluxtrain.units import GIB, MIB
 from tests.placements import placement_of
 

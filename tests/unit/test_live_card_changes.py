@@ -46,10 +46,6 @@ def with_change(run: LiveRun, name: SettingName, value: int) -> Placement:
 START = placed(8, 8, device_groups=0, resident_blocks=0)
 
 
-def test_settings_that_are_as_planned_are_the_plan() -> None:
-    assert START.placement_with(START.planned).groups == START.placement.groups
-
-
 def test_more_is_spread_by_the_memory_that_is_left() -> None:
     even = with_change(START, "resident_blocks", 4)
     assert counts(even, "resident_blocks") == [0, 4], "card 0 holds embedding and head too"
@@ -90,15 +86,6 @@ def test_what_has_no_room_is_refused_with_the_card_and_the_numbers() -> None:
     fixed = replace(START, placement=replace(START.placement, layout=layout))
     with pytest.raises(BadInput, match="all weights stay on the device"):
         with_change(fixed, "device_groups", 1)
-
-
-def test_blocks_are_copied_ahead_on_every_card() -> None:
-    deeper = with_change(START, "prefetch", 3)
-    assert [card.slots for card in deeper.cards] == [4, 4]
-    assert all(b.device_bytes > a.device_bytes
-               for a, b in zip(START.placement.cards, deeper.cards, strict=True))  # fmt: skip
-    with pytest.raises(BadInput, match="blocks stream through one card, use 1 to"):
-        with_change(START, "prefetch", 99)
 
 
 def test_what_other_settings_count_on_a_card_stays_as_far_as_it_can() -> None:

@@ -15,11 +15,11 @@ from fluxtrain.train.live.advice import (
     LEAST_GAIN,
     MOST_ADVICE,
     Advice,
+    RunFacts,
     advise,
     promising,
 )
 from fluxtrain.train.live.edit import MemoryInUse, settings_after
-from fluxtrain.train.live.run_facts import RunFacts
 from fluxtrain.train.live.settings import Change
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, group, steps

@@ -121,43 +121,6 @@ def test_a_change_waits_for_the_end_of_the_step_and_is_told() -> None:
     assert run.live.settings.prefetch == 4
 
 
-def test_what_is_predicted_is_that_of_the_change_and_peaks_are_those_of_the_whole_run() -> None:
-    run = Run()
-    run.steps(3)
-    assert run.live.promise is None
-    assert run.live.steps_since == 3
-    run.ask(resident_blocks=1)
-    run.steps(2)
-    run.ask(resident_blocks=0)
-    run.steps(1)
-    more, less = run.told(ev.ChangeApplied)
-    assert (more.device_bytes, more.host_bytes) == (GIB + BLOCK_BYTES, 2 * GIB)
-    assert (less.device_bytes, less.host_bytes) == (GIB + BLOCK_BYTES, 2 * GIB)
-    assert (more.step_s, less.step_s) == (1.0, 2.0)
-    promise = run.live.promise
-    assert promise is not None
-    assert (promise.device_bytes, promise.step_s) == (less.device_bytes, less.step_s)
-    assert run.live.steps_since == 1
-
-
-def test_what_cannot_be_made_leaves_the_prediction() -> None:
-    run = Run()
-    run.refuse = True
-    run.ask(resident_blocks=1)
-    run.steps(2)
-    assert run.live.promise is None
-    assert run.live.steps_since == 2
-
-
-def test_another_chunk_is_said_to_change_the_rounding() -> None:
-    run = Run()
-    ok, message = run.ask(chunk_rows=4)
-    assert ok
-    assert "differ by rounding" in message
-    run.steps(1)
-    assert not run.told(ev.ChangeApplied)[0].same_bits
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -191,13 +154,6 @@ def test_what_has_no_room_is_refused_with_the_measured_peak_once_a_step_was_seen
     assert run.live.settings.value("resident_blocks") == 1
 
 
-def test_one_change_waits_at_a_time() -> None:
-    run = Run()
-    assert run.ask(prefetch=4)[0]
-    ok, message = run.ask(chunk_rows=4)
-    assert (ok, "prefetch=4 waits" in message) == (False, True)
-
-
 def test_running_out_while_applying_is_told_and_leaves_the_settings() -> None:
     run = Run()
     assert run.ask(resident_blocks=3)[0]
@@ -226,16 +182,6 @@ def test_a_change_is_measured_over_twenty_steady_steps_on_each_side() -> None:
     assert (measured.before_s, measured.after_s) == (1.0, 0.8)
     assert measured.verdict == "measured"
     assert run.live.settings.prefetch == 4
-
-
-def test_a_manual_change_that_made_it_slower_is_measured_and_kept() -> None:
-    run = Run()
-    run.step_s = lambda now: 2.0 if now else 1.0
-    run.steps(5)
-    run.ask(prefetch=1)
-    run.steps(STEPS + 5)
-    assert run.told(ev.ChangeMeasured)[0].measured_gain == pytest.approx(-1.0)
-    assert len(run.told(ev.ChangeApplied)) == 1
 
 
 def test_steps_around_evaluations_checkpoints_and_pauses_do_not_count() -> None:
@@ -319,20 +265,6 @@ def test_undo_takes_back_one_change_after_the_other() -> None:
     assert run.live.settings == ground().planned
 
 
-def test_undo_brings_back_what_else_the_change_had_taken() -> None:
-    run = Run(run=ground(resident_blocks=4, blocks_without_recompute=4))
-    for change in ({"resident_blocks": 2}, {"blocks_without_recompute": 1}):
-        assert run.ask(**change)[0]
-        run.steps(1)
-    for name, value in (("blocks_without_recompute", 2), ("resident_blocks", 4)):
-        assert run.live.ask("undo", {})[0]
-        run.steps(1)
-        last = run.told(ev.ChangeApplied)[-1]
-        assert (last.name, last.after, last.why) == (name, value, "undo")
-    assert run.live.settings.value("blocks_without_recompute") == 4
-    assert not run.told(ev.ChangeRefused)
-
-
 def test_block_inputs_on_the_device_leave_it_when_its_memory_runs_out() -> None:
     run = Run()
     assert run.live.make_room(4, lost_s=2.0) == f"activations_on_device 0 instead of {BLOCKS}"
@@ -385,29 +317,6 @@ def test_an_evaluation_gives_up_nothing_that_only_a_backward_pass_has() -> None:
     assert run.live.make_room(3, lost_s=1.0, backward=False) == "chunks of 1 rows instead of 2"
     assert run.live.make_room(3, lost_s=1.0, backward=False) == "resident_blocks 1 instead of 3"
     assert str(run.live.make_room(3, lost_s=1.0)).startswith("blocks_without_recompute")
-
-
-def test_parts_of_the_device_stay_when_the_host_has_no_room_for_them() -> None:
-    run = Run(run=ground(chunk_rows=1, device_groups=4))
-    run.chunk_rows, run.use = 1, MemoryInUse(host_available_bytes=10 * MIB)
-    assert run.live.make_room(0, lost_s=1.0) is None
-    assert not run.turned
-
-
-def test_the_end_of_the_run_tells_what_is_known_of_the_newest_change() -> None:
-    run = Run()
-    run.steps(10)
-    run.ask(prefetch=4)
-    run.steps(6)
-    run.live.finish(16)
-    (measured,) = run.told(ev.ChangeMeasured)
-    assert (measured.steps_before, measured.steps_after) == (8, 5)
-    assert measured.measured_gain == pytest.approx(0.0)
-    early = Run()
-    early.ask(prefetch=4)
-    early.steps(2)
-    early.live.finish(2)
-    assert early.told(ev.ChangeMeasured)[0].verdict == "unknown"
 
 
 def test_the_times_of_a_change_follow_the_last_run_as_those_of_the_plan_do() -> None:

@@ -32,13 +32,13 @@ from fluxtrain.core.device.recorder import Note
 from fluxtrain.core.wrap.block_discovery import take_apart
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import Diverged
+from fluxtrain.measure.block_timing import BlockMarks, Mark, repeat_steps
 from fluxtrain.measure.small_model import (
     free_memory,
     make_small_model,
     middle_block,
     wrapped,
 )
-from fluxtrain.measure.timing import BlockMarks, Mark, repeat_steps
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.calibration import Line, StepsNotTimed, line_through, median
 from fluxtrain.plan.facts import HALF_BYTES, GroupFacts

@@ -22,9 +22,8 @@ from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.states import StorageFormat
-from fluxtrain.train.placing.device_budget import hold_to_budget
-from fluxtrain.train.placing.keeping import packed_cache
-from fluxtrain.train.placing.placing import capacity_of
+from fluxtrain.train.placing.cards import hold_to_budget
+from fluxtrain.train.placing.placing import capacity_of, packed_cache
 from fluxtrain.units import GIB, bytes_text
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.group_placement import alike
 from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.plan.placement import Placement
-from fluxtrain.train.placing.device_budget import hold_to_budget
+from fluxtrain.train.placing.cards import hold_to_budget
 from fluxtrain.train.placing.forecast import forecast_of
 from fluxtrain.train.placing.placing import (
     as_it_is_now,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fluxtrain.events.answers.machine import Finding, Gpu, ProbeAnswer, card_rate_name
+from fluxtrain.measure.probe.bandwidth import PIN_BYTES
 from fluxtrain.measure.probe.cards import WRONG
-from fluxtrain.measure.probe.pin_rate import SAMPLE_BYTES
 from fluxtrain.measure.probe.table import link_text
 from fluxtrain.units import bytes_text, duration_text, rate_text
 
@@ -84,7 +84,7 @@ def _page_locks(probe: ProbeAnswer) -> Iterator[Finding]:
             f"{rate_text(pinned)}",
             cure=cure,
         )
-    elif limit is not None and total is not None and SAMPLE_BYTES <= limit < total // 2:
+    elif limit is not None and total is not None and PIN_BYTES <= limit < total // 2:
         yield Finding(
             name="page-lock limit",
             level="note",

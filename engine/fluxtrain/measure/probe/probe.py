@@ -29,6 +29,7 @@ from fluxtrain.measure.probe.bandwidth import (
     bus_rates,
     host_copy_rate,
     matmul_rate,
+    pin_rate,
     sample_bytes,
 )
 from fluxtrain.measure.probe.cache import cache_file, keep, read_kept
@@ -43,7 +44,6 @@ from fluxtrain.measure.probe.cards import (
 )
 from fluxtrain.measure.probe.disk_rate import disk_rates
 from fluxtrain.measure.probe.others import is_calm_after, others_share, read_use
-from fluxtrain.measure.probe.pin_rate import pin_rate
 from fluxtrain.measure.probe.rate import failed
 from fluxtrain.measure.probe.table import no_gpu_reason
 

@@ -17,8 +17,8 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import CheckpointWritten
-from fluxtrain.events.run_folder.run_dir import Holding
 from fluxtrain.events.run_folder.own_files import KEPT, kept_beside
+from fluxtrain.events.run_folder.run_dir import Holding
 from fluxtrain.files.atomic import free_bytes
 from fluxtrain.files.cache import Damaged
 from fluxtrain.files.opening import is_plain_folder, kind_of
@@ -279,6 +279,8 @@ class CheckpointWriter:
             try:
                 self._ready()
                 return self._write(state, engine, data)
+            except FluxTrainError:
+                raise
             except OSError as error:
                 refused = as_told(error)
                 if refused is not None and not isinstance(refused, BadInput):

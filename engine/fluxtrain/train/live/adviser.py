@@ -12,10 +12,9 @@ from fluxtrain.events.events import AdviceGiven, AdviceWithdrawn
 from fluxtrain.events.trace.lanes import StepLanes, queued_s
 from fluxtrain.machine.system import memory_waited_s
 from fluxtrain.plan.rates import Rates
-from fluxtrain.train.live.advice import Advice, advise, redone
+from fluxtrain.train.live.advice import Advice, RunFacts, StepFacts, advise, redone
 from fluxtrain.train.live.edit import MemoryInUse
 from fluxtrain.train.live.live_run import LiveRun
-from fluxtrain.train.live.run_facts import RunFacts, StepFacts
 from fluxtrain.train.live.settings import Change, LiveSettings
 
 _SAME_GAIN = 0.05  # a prediction that moved less is the same advice

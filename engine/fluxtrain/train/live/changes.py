@@ -24,7 +24,13 @@ from fluxtrain.train.live.edit import (
     refuse_without_room,
     settings_after,
 )
-from fluxtrain.train.live.effect import STEPS, AppliedChange, ChangeRequest, Measurement
+from fluxtrain.train.live.effect import (
+    STEPS,
+    AppliedChange,
+    ChangeRequest,
+    Measurement,
+    SteadySteps,
+)
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.out_of_memory import FallbackStep, fallback_steps
 from fluxtrain.train.live.settings import (
@@ -34,7 +40,6 @@ from fluxtrain.train.live.settings import (
     keeps_bits,
     parse_change,
 )
-from fluxtrain.train.live.steady import SteadySteps
 from fluxtrain.train.placing.prediction import Promise
 
 Apply = Callable[[Placement], None]  # raises DoesNotFit and leaves the engine as it was

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ from torch import nn
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.core.memory.mapped import resident_bytes
+from fluxtrain.core.memory.packed import kept_name
 from fluxtrain.core.optimizer.third_party import check_third_party
+from fluxtrain.core.quantization.packed_cache import PackedCache, Parameter, Say, cache_key
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events.answers.machine import Machine
@@ -35,13 +37,18 @@ from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.reasons import DEFERRED, WITH_WEIGHTS, without_effect
 from fluxtrain.plan.request import ParallelRequest, RunRequest
 from fluxtrain.plan.search import STOPS
-from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat, StorageFormat
-from fluxtrain.train.placing.cards import cards_of, first_of, make_first_current, rates_of_cards
-from fluxtrain.train.placing.device_budget import hold_to_budget
-from fluxtrain.train.placing.keeping import packed_cache
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS, PackedFormat, StateFormat, StorageFormat
+from fluxtrain.train.placing.cards import (
+    cards_of,
+    first_of,
+    hold_to_budget,
+    make_first_current,
+    rates_of_cards,
+)
 from fluxtrain.units import GIB
 
 if TYPE_CHECKING:
+    from fluxtrain.core.memory.group import Group
     from fluxtrain.core.wrap.engine import Engine
 
 
@@ -321,3 +328,25 @@ def _usual_dtype_bytes(model: nn.Module) -> int:
         if parameter.is_floating_point():
             elements[parameter.element_size()] += parameter.numel()
     return elements.most_common(1)[0][0]
+
+
+def packed_cache(
+    loaded: LoadedModel, frozen: PackedFormat, say: Say, groups: Iterable[Group]
+) -> PackedCache:
+    """Open the cache of a loaded model whose `groups` are not settled yet.
+
+    Raises BadInput where the model's files have gone since they were loaded.
+    """
+    sizes: dict[str, int] = {}
+    parameters: list[Parameter] = []
+    for group in groups:
+        for segment in group.packed_segments:
+            sizes[kept_name(segment, group.name)] = segment.size_bytes
+            parameters += [
+                (f"{group.name}.{m.name}", tuple(m.shape), segment.dtype) for m in segment.members
+            ]
+    try:
+        key = cache_key(frozen, loaded.weight_files, parameters)
+    except OSError as error:
+        raise BadInput(f"the model's weights cannot be read any more: {error}") from error
+    return PackedCache(key, sizes, say)
