@@ -13,7 +13,7 @@ from fluxtrain.events.printable import printable_lines
 from fluxtrain.events.run_folder.run_dir import LAST, find_run
 from fluxtui.answers.answers import DIAL, Answers, with_data, with_model, with_settings
 from fluxtui.answers.configuring import answers_from_file
-from fluxtui.answers.rows import BY_KEY, ROWS, Row, declared, read
+from fluxtui.answers.rows import BY_KEY, ROWS, SettingRow, declared, read
 
 _DEFAULT = object()  # a setting that was given at its default, in place of a file's
 MOST_COLUMNS, MOST_ROWS = 1000, 500  # of a screen: several times what is sold
@@ -105,7 +105,7 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
     return None if answers == Answers() else answers
 
 
-def _reader(row: Row) -> Callable[[str], object]:
+def _reader(row: SettingRow) -> Callable[[str], object]:
     """Return what reads the option of a setting."""
 
     def read_option(text: str) -> object:

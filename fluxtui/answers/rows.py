@@ -22,7 +22,7 @@ RUN_FOLDER = "run_folder"  # the one answer among the settings that no configura
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class SettingRow:
     """A setting: its key of the configuration, and the page that asks it.
 
     Attributes:
@@ -61,42 +61,46 @@ class Row:
 
 
 ROWS = (
-    Row(key="data.format", page="data", label="data format"),
-    Row(key="method.name", page="method", label="method"),
-    Row(key="method.rank", page="method", methods=ADAPTERS, action="wizard_rank"),
-    Row(key="method.alpha", page="method", methods=ADAPTERS, action="wizard_alpha"),
-    Row(key="method.targets", page="method", methods=ADAPTERS, action="wizard_targets"),
-    Row(key="method.variant", page="method", methods=ADAPTERS, action="wizard_variant"),
-    Row(key="method.base", page="method", methods=("qlora",), action="wizard_base"),
-    Row(key="train.learning_rate", page="training", group="Learning",
+    SettingRow(key="data.format", page="data", label="data format"),
+    SettingRow(key="method.name", page="method", label="method"),
+    SettingRow(key="method.rank", page="method", methods=ADAPTERS, action="wizard_rank"),
+    SettingRow(key="method.alpha", page="method", methods=ADAPTERS, action="wizard_alpha"),
+    SettingRow(key="method.targets", page="method", methods=ADAPTERS, action="wizard_targets"),
+    SettingRow(key="method.variant", page="method", methods=ADAPTERS, action="wizard_variant"),
+    SettingRow(key="method.base", page="method", methods=("qlora",), action="wizard_base"),
+    SettingRow(key="train.learning_rate", page="training", group="Learning",
         usual=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 3e-3)),
-    Row(key="train.schedule", page="training", group="Learning"),
-    Row(key="train.warmup_steps", page="training", group="Learning", usual=(0, 10, 50, 100, 500)),
-    Row(key="train.epochs", page="training", group="Length", replaces="train.steps",
+    SettingRow(key="train.schedule", page="training", group="Learning"),
+    SettingRow(key="train.warmup_steps", page="training", group="Learning",
+        usual=(0, 10, 50, 100, 500)),
+    SettingRow(key="train.epochs", page="training", group="Length", replaces="train.steps",
         usual=(1, 2, 3, 5, 10)),
-    Row(key="train.steps", page="training", group="Length", replaces="train.epochs",
+    SettingRow(key="train.steps", page="training", group="Length", replaces="train.epochs",
         usual=(100, 200, 500, 1000, 5000), action="wizard_steps"),
-    Row(key="train.batch_rows", page="training", group="Batch", usual=(1, 2, 4, 8, 16, 32),
+    SettingRow(key="train.batch_rows", page="training", group="Batch", usual=(1, 2, 4, 8, 16, 32),
         action="wizard_batch"),
-    Row(key="train.accumulation", page="training", group="Batch", usual=(1, 2, 4, 8, 16, 32)),
-    Row(key="data.sequence_length", page="training", group="Batch",
+    SettingRow(key="train.accumulation", page="training", group="Batch",
+        usual=(1, 2, 4, 8, 16, 32)),
+    SettingRow(key="data.sequence_length", page="training", group="Batch",
         usual=(512, 1024, 2048, 4096, 8192)),
-    Row(key="train.evaluate_every", page="training", group="Evaluation",
+    SettingRow(key="train.evaluate_every", page="training", group="Evaluation",
         usual=(10, 50, 100, 500, 1000, "end")),
-    Row(key="data.held_out", page="training", group="Evaluation",
+    SettingRow(key="data.held_out", page="training", group="Evaluation",
         usual=(0, 0.01, 0.02, 0.05, 0.1)),
-    Row(key="train.checkpoint_every", page="training", group="Run",
+    SettingRow(key="train.checkpoint_every", page="training", group="Run",
         usual=(50, 100, 500, 1000, "end")),
-    Row(key="train.seed", page="training", group="Run", usual=(0, 1, 2, 3)),
-    Row(key="data.seed", page="training", group="Run", label="data seed", usual=(0, 1, 2, 3)),
-    Row(key=RUN_FOLDER, page="training", group="Run"),
-    Row(key="placement.chunk_rows", page="strategy", usual=(1, 2, 4, 8), action="wizard_chunk"),
-    Row(key="placement.offload", page="strategy", action="wizard_offload"),
+    SettingRow(key="train.seed", page="training", group="Run", usual=(0, 1, 2, 3)),
+    SettingRow(key="data.seed", page="training", group="Run",
+        label="data seed", usual=(0, 1, 2, 3)),
+    SettingRow(key=RUN_FOLDER, page="training", group="Run"),
+    SettingRow(key="placement.chunk_rows", page="strategy",
+        usual=(1, 2, 4, 8), action="wizard_chunk"),
+    SettingRow(key="placement.offload", page="strategy", action="wizard_offload"),
 )  # fmt: skip
 BY_KEY = {row.key: row for row in ROWS}
 
 
-def rows_of(page: StepName, method: str = METHODS[0]) -> tuple[Row, ...]:
+def rows_of(page: StepName, method: str = METHODS[0]) -> tuple[SettingRow, ...]:
     """Return the rows that a page asks, but the method itself, with this method."""
     return tuple(
         row
@@ -114,7 +118,7 @@ class Declared:
     choices: tuple[str, ...] = ()
 
 
-def declared(row: Row) -> Declared:
+def declared(row: SettingRow) -> Declared:
     """Return the default, the help and the choices of a setting."""
     return _all_declared()[row.key]
 
@@ -140,7 +144,7 @@ def _words(typed: Mapping[str, Any]) -> Iterator[str]:
         yield from typed.get("enum", ())
 
 
-def default_text(row: Row) -> str:
+def default_text(row: SettingRow) -> str:
     """Write the default; auto where nothing is set by default."""
     return value_text(declared(row).default) or AUTO
 
@@ -154,7 +158,7 @@ def value_text(value: Any) -> str:
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 
-def read(row: Row, text: str) -> Any:
+def read(row: SettingRow, text: str) -> Any:
     """Read what was typed; None, the default, for nothing and for the word auto.
 
     Raises:
@@ -176,7 +180,7 @@ def read(row: Row, text: str) -> Any:
     return settled(row, given[section][name])
 
 
-def settled(row: Row, value: Any) -> Any:
+def settled(row: SettingRow, value: Any) -> Any:
     """Check a configuration's value as the trainer does; None for the default.
 
     Raises:
@@ -199,7 +203,7 @@ def settled(row: Row, value: Any) -> Any:
     return None if found == declared(row).default else found
 
 
-def turned(row: Row, value: Any, offset: int) -> Any:
+def turned(row: SettingRow, value: Any, offset: int) -> Any:
     """Return the usual value `offset` places on, the default among them; the ends meet."""
     default = declared(row).default
     usual = declared(row).choices or row.usual

@@ -34,7 +34,7 @@ from fluxtui.answers.launching import (
     run_folder_problem,
 )
 from fluxtui.answers.questions import Option, SourceField, SourceQuestion
-from fluxtui.answers.rows import METHODS, Row, StepName, default_text, read, rows_of
+from fluxtui.answers.rows import METHODS, SettingRow, StepName, default_text, read, rows_of
 from fluxtui.wizard import linear_lines
 from fluxtui.wizard.checks.answer_checks import checked
 from fluxtui.wizard.checks.known_runs import (
@@ -187,7 +187,7 @@ class LinearWizard(Dialogue):
             else:
                 self._say(f"error: {text!r} is no number from 1 to {len(rows)}")
 
-    def _setting(self, row: Row) -> None:
+    def _setting(self, row: SettingRow) -> None:
         """Ask for one setting."""
         value, _ = value_and_reason(self.view, row)
         with completing("folder" if row.is_folder else "text"):

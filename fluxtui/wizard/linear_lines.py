@@ -13,7 +13,7 @@ from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtrain.units import bytes_text
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.questions import METHOD_TITLES
-from fluxtui.answers.rows import METHODS, Row
+from fluxtui.answers.rows import METHODS, SettingRow
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.inspection import inspection_rows
@@ -84,7 +84,7 @@ def methods_lines(view: WizardView) -> list[str]:
     return [line for method in METHODS for line in method_lines(view, method)]
 
 
-def setting_lines(view: WizardView, rows: Sequence[Row]) -> list[str]:
+def setting_lines(view: WizardView, rows: Sequence[SettingRow]) -> list[str]:
     """List settings with their numbers, values and reasons."""
     return [
         f"{number} {row.name}: " + ", ".join(value_and_reason(view, row))

@@ -165,7 +165,7 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        {"data_format": "plain", "base": {"data": {"format": "text"}}},
+        {"settings": {"data.format": "plain"}, "base": {"data": {"format": "text"}}},
         {"overrides": ("data.format=plain",)},
         {"base": {"data": {"format": "text"}}, "overrides": ("data.format=plain",)},
     ],

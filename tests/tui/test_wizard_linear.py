@@ -108,6 +108,14 @@ def test_a_wrong_answer_is_refused_and_asked_again(folder: Path) -> None:
     assert "error: /no/such does not exist" in person.said
 
 
+def test_b_goes_back_and_loses_nothing(folder: Path) -> None:
+    typed = ["1", "1", "1", "", "5", "9", "b", "2", "", "", "", ""]  # nine steps; another method
+    person = Person(folder, typed)
+    outcome = person.wizard().run()
+    assert isinstance(outcome, Launch)
+    assert {"train.steps=9", "method.name=lora"} <= set(outcome.arguments)
+
+
 @pytest.mark.parametrize("leave", [["1", "q"], ["1"]])
 def test_q_and_the_end_of_the_input_leave_with_the_answers_kept(
     folder: Path, leave: list[str]

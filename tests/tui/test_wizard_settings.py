@@ -19,7 +19,7 @@ from fluxtui.answers.rows import (
     METHODS,
     ROWS,
     RUN_FOLDER,
-    Row,
+    SettingRow,
     declared,
     default_text,
     read,
@@ -48,7 +48,7 @@ TYPED = {
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
 def test_each_setting_is_the_trainers_and_reaches_it_by_field_flag_draft_and_file(
-    row: Row, tmp_path: Path
+    row: SettingRow, tmp_path: Path
 ) -> None:
     text, value = TYPED[row.key]
     assert read(row, text) == value and read(row, "") is None and read(row, "auto") is None

@@ -7,7 +7,7 @@ from typing import Any
 from textual.content import Content
 
 from fluxtrain.events.answers.plan import PlanAnswer
-from fluxtui.answers.rows import BY_KEY, Row, declared, default_text, rows_of, value_text
+from fluxtui.answers.rows import BY_KEY, SettingRow, declared, default_text, rows_of, value_text
 from fluxtui.widgets.spans import cut
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.wizard_view import WizardView
@@ -41,7 +41,7 @@ def training_page(view: WizardView, width: int, cursor: int = 0) -> Content:
     return Content("\n").join(lines)
 
 
-def value_and_reason(view: WizardView, row: Row) -> tuple[str, str]:
+def value_and_reason(view: WizardView, row: SettingRow) -> tuple[str, str]:
     """Return the run's value and why: as set, as the engine chose it, or what the setting is."""
     settings, plan = view.answers.settings, view.plan.value
     about, choice = declared(row).help, _choice(plan, row.key)
@@ -79,7 +79,7 @@ def _changed(plan: PlanAnswer | None) -> dict[str, Any]:
     return {one.key: one.value for one in plan.settings if one.changed} if plan else {}
 
 
-def _row(view: WizardView, row: Row, width: int, *, here: bool) -> list[Content]:
+def _row(view: WizardView, row: SettingRow, width: int, *, here: bool) -> list[Content]:
     value, because = value_and_reason(view, row)
     is_set = row.key in view.answers.settings
     room = max(0, width - 2 - NAME_CELLS - VALUE_CELLS - 1)

@@ -12,7 +12,15 @@ from textual.widgets import Input
 
 from fluxtrain.errors import BadInput
 from fluxtui.answers.launching import run_folder_problem
-from fluxtui.answers.rows import BY_KEY, Row, declared, default_text, read, turned, value_text
+from fluxtui.answers.rows import (
+    BY_KEY,
+    SettingRow,
+    declared,
+    default_text,
+    read,
+    turned,
+    value_text,
+)
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.path_entry import PathEntry
@@ -33,7 +41,7 @@ class AskingStep(Step, can_focus=True):
     BEGINS_A_VALUE: ClassVar[str] = ""  # characters that open the field
     _problem = ""  # with what was typed last
     _cursor = 0
-    _row: Row | None = None  # whose field is open
+    _row: SettingRow | None = None  # whose field is open
 
     def draw(self, width: int) -> Content:
         """Draw the page."""
@@ -79,11 +87,11 @@ class AskingStep(Step, can_focus=True):
         else:
             self.open(row, value_text(self.view.answers.settings.get(key)))
 
-    def turn(self, row: Row, offset: int) -> None:
+    def turn(self, row: SettingRow, offset: int) -> None:
         """Take the usual value `offset` places on."""
         self.answer({row.key: turned(row, self.view.answers.settings.get(row.key), offset)})
 
-    def open(self, row: Row, text: str) -> None:
+    def open(self, row: SettingRow, text: str) -> None:
         """Open the field with a text."""
         box = self._box
         self._row, self._problem = row, ""
@@ -118,7 +126,7 @@ class AskingStep(Step, can_focus=True):
         event.prevent_default()
 
     @property
-    def under_cursor(self) -> Row | None:
+    def under_cursor(self) -> SettingRow | None:
         """The setting under the cursor, where the cursor walks over settings."""
         return None
 

@@ -9,7 +9,7 @@ from textual.binding import BindingType
 from textual.content import Content
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.answers.rows import Row, rows_of, value_text
+from fluxtui.answers.rows import SettingRow, rows_of, value_text
 from fluxtui.wizard.pages.training import training_page
 from fluxtui.wizard.steps.asking_step import AskingStep
 from fluxtui.wizard.steps.widgets import Drawn
@@ -40,7 +40,7 @@ class TrainingStep(AskingStep, can_focus=True):
         return len(self.ROWS)
 
     @property
-    def under_cursor(self) -> Row:
+    def under_cursor(self) -> SettingRow:
         """The setting under the cursor."""
         return self.ROWS[self._cursor]
 
