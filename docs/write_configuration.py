@@ -1,4 +1,7 @@
-"""Writes docs/configuration.md from the schema: `python docs/write_configuration.py`."""
+"""Writes docs/configuration.md, and the keys that a shell completes, from the schema.
+
+Run it with `python docs/write_configuration.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fluxtrain.commands.completion import KEYS
 from fluxtrain.config.schema import RunConfig, demo_config, json_schema, settings
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -53,6 +57,11 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def keys() -> str:
+    """Every key, one a line."""
+    return "".join(f"{setting.key}\n" for setting in settings(RunConfig()))
+
+
 def _values(section: str, key: str) -> str:
     """What the schema allows, in words."""
     schema = json_schema()
@@ -96,3 +105,4 @@ def _sentence(text: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    KEYS.write_text(keys(), encoding="utf-8")

@@ -15,6 +15,7 @@ from typer.main import get_command
 
 import fluxtrain
 from fluxtrain.commands import init_cli, options, result_cli
+from fluxtrain.commands.completion import completes
 from fluxtrain.commands.interrupts import ImmediateInterrupts
 from fluxtrain.commands.options import (
     Config,
@@ -53,7 +54,6 @@ app = typer.Typer(
     help="Train models larger than the GPU, on one card or several, with no configuration.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -419,10 +419,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         before_torch.let_segments_grow()
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        ended = get_command(app)(given, standalone_mode=False)  # app() replaces sys.excepthook too
+        ended = get_command(app)(
+            given, prog_name="fluxtrain", standalone_mode=False
+        )  # app() replaces sys.excepthook too
         code = EXIT_FINISHED if ended is None else tell(typer.Exit(ended), debug=False)
     except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code
-        code = tell(error, debug="--debug" in given)
+        if isinstance(error, SystemExit) and completes(given):
+            code = int(error.code or EXIT_FINISHED)
+        else:
+            code = tell(error, debug="--debug" in given)
     leave(code)
 
 

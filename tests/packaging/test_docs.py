@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from fluxtrain import errors
+from fluxtrain.commands.completion import KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -88,9 +89,10 @@ def writer() -> ModuleType:
     return module
 
 
-def test_the_page_of_the_configuration_is_current() -> None:
+def test_the_page_and_the_completed_keys_of_the_configuration_are_current() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == writer().page(), "run: python docs/write_configuration.py"
+    assert KEYS.read_text(encoding="utf-8") == writer().keys()
 
 
 def test_every_make_target_that_a_document_names_exists() -> None:

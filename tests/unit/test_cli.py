@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
 from fluxtrain.events.run_folder.run_dir import RunDir
 
 EXIT_CODES = ("0 finished", "1 a bug", "2 bad", "3 does not fit", "4 diverged", "5 no space")
+
+HEAVY = {"torch", "numpy", "transformers", "textual", "pydantic", "msgspec", "psutil", "yaml"}
 
 
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -41,6 +45,49 @@ def test_the_version_is_told_and_no_line_of_the_help_is_cut(tmp_path: Path) -> N
     assert {line.split()[0] for line in lines if line.endswith("...")} <= {"init"}
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("trace ", {"last", "one"}),
+        ("export o", {"one"}),
+        ("train --set data.tok", {"data.token_cache="}),
+    ],
+)
+def test_a_shell_completes_runs_and_settings_without_heavy_modules(
+    typed: str, completed: set[str], tmp_path: Path
+) -> None:
+    for name in ("one", "no-run"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "run.json").write_text("{}")
+    words = f"fluxtrain {typed}"
+    answer = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "fluxtrain"],
+        capture_output=True, text=True, check=True, timeout=200, cwd=tmp_path,
+        env={
+            **os.environ, "FLUXTRAIN_RUNS": str(tmp_path / "runs"),
+            "_FLUXTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split(" ")) - 1),
+        },
+    )  # fmt: skip
+    assert set(answer.stdout.split()) == completed
+    imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
+    assert "typer" in imported and imported.isdisjoint(
+        HEAVY - {"pydantic"}
+    )  # typer reads flags with it
+
+
+def test_the_script_for_the_shell_is_installed_on_request(tmp_path: Path) -> None:
+    shell = shutil.which("bash")
+    assert shell is not None
+    answer = subprocess.run(
+        [shell, "-c", f"{shlex.quote(sys.executable)} -m fluxtrain --install-completion; exit $?"],
+        capture_output=True, text=True, check=False, timeout=200, cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert "_FLUXTRAIN_COMPLETE" in (tmp_path / ".bash_completions" / "fluxtrain.sh").read_text()
+
+
 @pytest.mark.parametrize("name", ["plan", "train", "dry-run"])
 def test_a_misspelt_setting_is_told_before_a_configuration_that_is_missing(
     name: str, tmp_path: Path
@@ -62,8 +109,7 @@ def test_the_help_comes_at_once(tmp_path: Path) -> None:
         capture_output=True, text=True, check=True, cwd=tmp_path, timeout=200,
     )  # fmt: skip
     modules = answer.stderr.split()
-    heavy = {"torch", "numpy", "transformers", "textual", "pydantic", "msgspec", "psutil", "yaml"}
-    assert heavy.isdisjoint(modules)
+    assert HEAVY.isdisjoint(modules)
     assert "fluxtrain.cli" in modules and len(modules) < 300
 
 

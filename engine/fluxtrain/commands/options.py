@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fluxtrain.commands.completion import run_names, setting_keys
 from fluxtrain.errors import BadInput
 
 if TYPE_CHECKING:
@@ -58,13 +59,19 @@ def nothing_named(verb: str, overrides: list[str]) -> BadInput:
 Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
 Demo = Annotated[bool, typer.Option("--demo", help="a small model on text that every Python has")]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="as in train.steps=100")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="as in train.steps=100", autocompletion=setting_keys
+    ),
 ]
 Steps = Annotated[int | None, typer.Option("--steps", help="short for --set train.steps=N")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Whole = Annotated[bool, typer.Option("--whole", help="look for bad and repeated rows to the end")]
-Named = Annotated[str, typer.Argument(metavar="RUN", help="its id, its folder, or `last`")]
+Named = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="its id, its folder, or `last`", autocompletion=run_names),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks")]
 Progress = Annotated[
     bool, typer.Option("--progress", help="say on standard error what is being done, with --json")
@@ -87,7 +94,12 @@ DiskWaitMinutes = Annotated[
 # -- of export -------------------------------------------------------------------------------------
 
 Adapter = Annotated[
-    str, typer.Argument(metavar="RUN|ADAPTER", help="a run, `last`, or an adapter's folder")
+    str,
+    typer.Argument(
+        metavar="RUN|ADAPTER",
+        help="a run, `last`, or an adapter's folder",
+        autocompletion=run_names,
+    ),
 ]
 To = Annotated[
     Path | None, typer.Option("--to", parser=folder_of, metavar="FOLDER", help="a new folder")
@@ -132,7 +144,9 @@ Trust = Annotated[
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="a run, `last`, a model's or an adapter's folder, a hub id, or `demo`"
+        metavar="MODEL",
+        help="a run, `last`, a model's or an adapter's folder, a hub id, or `demo`",
+        autocompletion=run_names,
     ),
 ]
 EvaluatedData = Annotated[

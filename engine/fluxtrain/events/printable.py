@@ -6,11 +6,12 @@ obey an escape sequence in them.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
+if TYPE_CHECKING:  # every command prints, and few read a journal
+    import msgspec
 
-Kind = TypeVar("Kind", bound=msgspec.Struct)
+    Kind = TypeVar("Kind", bound=msgspec.Struct)
 UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -50,7 +51,9 @@ def _cleaned(value: Any) -> Any:
     """Make every text in `value` printable; return `value` itself if nothing changes."""
     if isinstance(value, str):
         return printable(value)
-    if isinstance(value, msgspec.Struct):
+    if hasattr(value, "__struct_fields__"):  # one of msgspec's
+        import msgspec
+
         parts = {name: getattr(value, name) for name in value.__struct_fields__}
         changed = {name: new for name, old in parts.items() if (new := _cleaned(old)) is not old}
         return msgspec.structs.replace(value, **changed) if changed else value
