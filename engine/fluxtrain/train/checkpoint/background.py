@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fluxtrain.methods.engine import TrainingEngine as Engine
 
 Shard = tuple[str, "dict[str, Tensor]"]
-Write = Callable[[Iterator[Shard]], Checkpoint]
+Write = Callable[[Iterator[Shard], Callable[["dict[str, Tensor]"], None]], Checkpoint]
 
 
 class BackgroundWrite:
@@ -41,8 +41,9 @@ class BackgroundWrite:
     ) -> None:
         """Take the state between two steps: all updates are done.
 
-        `write` writes the shards that it is given. The copies go into `memory`, or fresh memory.
-        What no update waits for (parameters outside of groups) is copied at once.
+        `write` writes the shards that it is given, and tells of each that is written. The copies
+        go into `memory`, or fresh memory. What no update waits for (parameters outside of groups)
+        is copied at once.
         """
         self.step = step
         self.checkpoint: Checkpoint | None = None
@@ -130,7 +131,7 @@ class BackgroundWrite:
 
     def _written(self) -> None:
         try:
-            self.checkpoint = self._write(self._shards())
+            self.checkpoint = self._write(self._shards(), self._forget)
         except BaseException as error:  # noqa: BLE001 - raised between two steps
             self.error = error
         finally:
@@ -147,9 +148,12 @@ class BackgroundWrite:
             if isinstance(copies, BaseException):
                 raise copies
             yield copies
-            with self._room:
-                self._held_bytes -= _bytes(copies[1])
-                self._room.notify_all()
+            del copies  # or its memory would stay while the next is waited for
+
+    def _forget(self, written: dict[str, Tensor]) -> None:
+        with self._room:
+            self._held_bytes -= _bytes(written)
+            self._room.notify_all()
 
 
 def _bytes(tensors: dict[str, Tensor]) -> int:

@@ -3,8 +3,8 @@
     checkpoints/step-00000120/  manifest.json  trainer.json  shard-00000.safetensors ...
 
 A checkpoint is written beside its final name and renamed when everything is on disk, so a kill
-or a full disk never harms the one before. Shards are written one at a time from the engine's own
-memory.
+or a full disk never harms the one before. Some shards are written, and read, at once, from the
+engine's own memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fluxtrain.errors import NoSpace
 from fluxtrain.events.run_folder.own_files import of_checkpoint, open_folder, visit
+from fluxtrain.files.at_once import several_at_once
 from fluxtrain.files.atomic import sync
 from fluxtrain.files.cache import Damaged
 from fluxtrain.files.opening import is_plain_folder, kind_of, open_plain, read_again, read_plain
@@ -103,8 +104,11 @@ def write_checkpoint(
     step: int,
     shards: Iterable[tuple[str, dict[str, Tensor]]],
     trainer_state: dict[str, Any],
+    written: Callable[[dict[str, Tensor]], None] = lambda _: None,
 ) -> Checkpoint:
     """Write the checkpoint of `step` under `root`; it gets its name only once it is complete.
+
+    `written` is called with the tensors of each shard once they are on disk, on any thread.
 
     Raises:
         NoSpace: the disk is full; earlier checkpoints are untouched, nothing partial is left.
@@ -116,7 +120,7 @@ def write_checkpoint(
         root.mkdir(exist_ok=True)
         remove_unfinished(root)
         temporary.mkdir()
-        files = _write_files(temporary, step, shards, trainer_state)
+        files = _write_files(temporary, step, shards, trainer_state, written)
         _refuse_taken_away(temporary, files["files"])
         sync(temporary)
         if is_plain_folder(final):  # only a damaged checkpoint of the step is written again
@@ -145,9 +149,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not is_plain_folder(path):
         raise Damaged(f"{path.name} is {kind_of(path) or 'a file'}, and no checkpoint's folder")
     manifest = _manifest(path)
-    files = {}
-    for name, facts in manifest["files"].items():
-        expected = WrittenFile(facts["bytes"], facts["sha256"])
+    files = {name: WrittenFile(f["bytes"], f["sha256"]) for name, f in manifest["files"].items()}
+    for name, expected in files.items():
         try:
             found_bytes = _size_bytes(path / name)
         except FileNotFoundError:
@@ -158,13 +161,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise Damaged(
                 f"{path.name}: {name} has {found_bytes:,} bytes instead of {expected.bytes:,}"
             )
+
+    def check(_: int, name: str) -> None:
         try:
             found = read_again(partial(hash_file, path / name), path / name)
         except OSError as error:
             raise Damaged(f"{path.name}: {name} cannot be read: {error}") from None
-        if found != expected:
+        if found != files[name]:
             raise Damaged(f"{path.name}: {name} is not what was written (sha256 differs)")
-        files[name] = expected
+
+    several_at_once(check, files)
     return _described(path, manifest["step"], {**manifest, "files": files})
 
 
@@ -269,13 +275,18 @@ def _write_files(
     step: int,
     shards: Iterable[tuple[str, dict[str, Tensor]]],
     trainer_state: dict[str, Any],
+    written: Callable[[dict[str, Tensor]], None],
 ) -> dict[str, Any]:
-    files: dict[str, WrittenFile] = {}
-    names: list[list[str]] = []
-    for number, (name, tensors) in enumerate(shards):
-        file_name = _shard_file(number)
-        files[file_name] = write_tensors(folder / file_name, tensors)
-        names.append([name, file_name])
+    def write(number: int, shard: tuple[str, dict[str, Tensor]]) -> tuple[str, str, WrittenFile]:
+        name, tensors = shard
+        file_name = f"shard-{number:05d}.safetensors"
+        file = write_tensors(folder / file_name, tensors)
+        written(tensors)
+        return name, file_name, file
+
+    made = several_at_once(write, shards)
+    names = [[name, file_name] for name, file_name, _ in made]
+    files = {file_name: file for _, file_name, file in made}
     files[TRAINER] = write_json(folder / TRAINER, trainer_state)
     manifest = {"format": FORMAT, "step": step, "shards": names}
     listed = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in files.items()}
@@ -294,10 +305,6 @@ def _refuse_taken_away(folder: Path, files: dict[str, WrittenFile]) -> None:
         if name in files and size != files[name].bytes:
             told = f"has {size:,} bytes instead of {files[name].bytes:,}"
             raise OSError(errno.ESTALE, told, os.fspath(folder / name))
-
-
-def _shard_file(number: int) -> str:
-    return f"shard-{number:05d}.safetensors"
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -186,9 +186,12 @@ class CheckpointWriter:
             return False
         content, step, best = self._content(state, engine, data), state.step, state.best_step
 
-        def write(shards: Iterator[tuple[str, dict[str, Tensor]]]) -> Checkpoint:
+        def write(
+            shards: Iterator[tuple[str, dict[str, Tensor]]],
+            forget: Callable[[dict[str, Tensor]], None],
+        ) -> Checkpoint:
             with engine.device.recorder.working("disk", "checkpoint", f"step {step}"):
-                written = write_checkpoint(self._root, step, shards, content)
+                written = write_checkpoint(self._root, step, shards, content, forget)
             self._prune(step, best)
             return written
 
