@@ -227,6 +227,7 @@ def dry_run(
 def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     named: options.Adapter,
     to: options.To = None,
+    step: options.Step = None,
     merge: options.Merge = False,
     onto: options.Onto = "dequantised",
     dtype: options.Dtype = "auto",
@@ -241,7 +242,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Export a trained adapter, or merge it into its base.
+    """Export an adapter, a merged model, or what a checkpoint holds.
 
     Nothing is written if a check fails.
     """
@@ -251,8 +252,9 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
         from fluxtrain.results.export.chosen_base import ExportRequest
 
     request = ExportRequest(
-        named=named, to=to, merge=merge, onto=onto, dtype=dtype, base=base, other_base=other_base,
-        packed=packed, check=check, data=data, rows=rows, device=device, trust_remote_code=trust,
+        named=named, to=to, step=step, merge=merge, onto=onto, dtype=dtype, base=base,
+        other_base=other_base, packed=packed, check=check, data=data, rows=rows, device=device,
+        trust_remote_code=trust,
     )  # fmt: skip
     found = exported(request, silent if json else complain)
     if json:

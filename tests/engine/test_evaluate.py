@@ -208,12 +208,12 @@ def test_a_run_that_still_trains_is_waited_for(tmp_path: Path, talks: Path) -> N
     with run.lock():
         run.journal.write_text("")
         run.run.write_text('{"config": {}}')
-        with pytest.raises(BadInput, match=r"\(it is running\).* wait for it$"):
+        with pytest.raises(BadInput, match=r"\(it is running\).* wait for its first$"):
             evaluated(run.path, talks)
 
 
 def test_a_run_without_a_result_says_how_to_go_on(tmp_path: Path, talks: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"config": {}}')
-    with pytest.raises(BadInput, match="has saved no model .*`fluxtrain train --resume"):
+    with pytest.raises(BadInput, match="no model and no checkpoint .*`fluxtrain train --resume"):
         evaluated(tmp_path / "run", talks)

@@ -23,7 +23,7 @@ from fluxtrain.results.export.agreement import (
 from fluxtrain.results.export.attached import put_beside
 from fluxtrain.results.export.compared_rows import compared_rows
 from fluxtrain.results.export.gate import refuse_rounded_away, streamed_logits
-from fluxtrain.results.export.source import find_adapter
+from fluxtrain.results.export.source import read_adapter
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]
@@ -106,7 +106,7 @@ def test_logits_from_mapped_files_are_those_of_a_wrapped_model(
 
     monkeypatch.setattr(states, "LEAST_PACKED", 1024)
     base = model_folder("qwen2", torch.bfloat16)
-    source = find_adapter(str(make_adapter(base, tmp_path / "adapter")))
+    source = read_adapter(make_adapter(base, tmp_path / "adapter"))
 
     def adapted() -> tuple[Any, Any]:
         loaded = load_model(ModelSource(path=str(base), dtype="bfloat16"))

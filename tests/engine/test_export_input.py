@@ -17,7 +17,7 @@ from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.models import export as saving
 from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.results.export.chosen_base import ExportRequest, base_name_of
-from fluxtrain.results.export.source import find_adapter
+from fluxtrain.results.export.source import read_adapter
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]
@@ -200,4 +200,4 @@ def test_an_adapter_beside_a_model_is_never_loaded_with_it(
 
 def test_a_base_is_named_without_detours(base: Path, adapter: Path) -> None:
     request = ExportRequest(named=str(adapter), base=str(base / ".." / base.name))
-    assert base_name_of(request, find_adapter(str(adapter))) == str(base.resolve())
+    assert base_name_of(request, read_adapter(adapter)) == str(base.resolve())

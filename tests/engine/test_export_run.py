@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,10 @@ import fluxtrain as engine
 from fluxtrain.commands.pages import export_page
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import ExportAnswer
+from fluxtrain.events.events import EvaluationFinished
 from fluxtrain.plan import states
+from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
+from fluxtrain.results.model_request import ModelRequest
 from tests.engine.adapter_folders import exported
 from tests.engine.test_lora_run import run, settings
 
@@ -142,13 +146,82 @@ def test_the_command_says_what_it_wrote(
     assert alone.returncode == 0 and "in peft's format" in alone.stdout
 
 
-def test_a_run_of_full_is_complete_already(run_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_saved_model_is_complete_already(run_config: MakeConfig, tmp_path: Path) -> None:
     run(run_config(train__steps=1), tmp_path / "run")
-    with pytest.raises(BadInput, match="has trained all weights.* is the complete model"):
+    with pytest.raises(BadInput, match="ready for use as it is; --step N"):
         exported(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "model")
-    with pytest.raises(BadInput, match="has saved no model"):
-        exported(tmp_path / "run")
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    """Conversations whose end token is none of the model's own."""
+    said = {"user": "and two?", "assistant": "it is four"}
+    talk = {"messages": [{"role": role, "content": words} for role, words in said.items()]}
+    path = tmp_path / "talks.jsonl"
+    path.write_text((json.dumps(talk) + "\n") * 60)
+    return path
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"name": "full"}, {"name": "lora", "targets": ["q_proj", "lm_head"]}, {"name": "qlora"}],
+    ids=lambda given: given["name"],
+)
+def test_a_stopped_run_is_used_from_its_checkpoint_as_if_it_had_ended_there(
+    given: dict[str, Any], run_config: MakeConfig, tmp_path: Path, talks: Path
+) -> None:
+    config = run_config(
+        model__dtype="bf16", data__path=str(talks), train__checkpoint_every=3, **FAST
+    )
+    method = [f"method.name={given['name']}"] if given["name"] == "full" else settings(given)
+    events = run(config, tmp_path / "run", *method)
+    ended = tmp_path / "ended"
+    (tmp_path / "run" / "model").rename(ended)
+    answer = exported(tmp_path / "run", merge=False)
+    assert answer.folder == str(tmp_path / "run" / f"{answer.kind}-step-5")
+    assert answer.kind == ("model" if given["name"] == "full" else "adapter")
+    for path in ended.iterdir():
+        made = Path(answer.folder, path.name)
+        if path.name == "adapter_config.json":
+            one, two = (json.loads(each.read_text()) for each in (path, made))
+            assert set(one.pop("target_modules")) == set(two.pop("target_modules"))
+            assert one == two
+        elif path.suffix == ".safetensors":
+            tensors, again = load_file(path), load_file(made)
+            assert tensors.keys() == again.keys()
+            assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+        else:
+            assert path.read_bytes() == made.read_bytes(), path.name
+    loss = [event.loss for event in events if isinstance(event, EvaluationFinished)][-1]
+    request = ModelRequest(named=str(tmp_path / "run"), device="cpu")
+    found = evaluate_model(EvaluationRequest(model=request), lambda _: None)
+    assert (found.model, found.loss) == ("run at step 5", pytest.approx(loss, rel=1e-6))
+    merges = given["name"] != "full"
+    earlier = exported(tmp_path / "run", merge=merges, step=3)
+    assert AutoModelForCausalLM.from_pretrained(earlier.folder) is not None
+    for step, words in ((2, r"no checkpoint of step 2 \(it has 3, 5\)"), (3, "exists: remove")):
+        with pytest.raises(BadInput, match=words):
+            exported(tmp_path / "run", merge=merges, step=step)
+
+
+def test_a_checkpoint_is_used_with_no_other_base_than_its_own(
+    run_config: MakeConfig, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    run(run_config(train__checkpoint_every=1, train__steps=1), tmp_path / "run")
+    other = model_folder("qwen2")
+    with pytest.raises(BadInput, match=r"is not the model that .*name the right one with --base"):
+        exported(tmp_path / "run", merge=False, step=1, base=str(other))
+    with pytest.raises(BadInput, match="--merge is of adapters"):
+        exported(tmp_path / "run", step=1)
+    with pytest.raises(BadInput, match="--step is of a run's checkpoints"):
+        exported(other, step=1)
+    (tmp_path / "llama-float32").rename(tmp_path / "moved")
+    with pytest.raises(BadInput, match="does not exist.*name its folder with --base"):
+        exported(tmp_path / "run", merge=False, step=1)
+    exported(tmp_path / "run", merge=False, step=1, base=str(tmp_path / "moved"))
 
 
 def test_a_run_that_has_saved_nothing_is_told_to_go_on(
@@ -156,5 +229,6 @@ def test_a_run_that_has_saved_nothing_is_told_to_go_on(
 ) -> None:
     run(run_config(train__steps=1), tmp_path / "run", *settings({"name": "lora"}))
     shutil.rmtree(tmp_path / "run" / "model")
-    with pytest.raises(BadInput, match="has saved no adapter .*go on with `fluxtrain train"):
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(BadInput, match="no model and no checkpoint .*`fluxtrain train --resume"):
         exported(tmp_path / "run")

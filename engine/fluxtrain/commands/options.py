@@ -104,6 +104,10 @@ Adapter = Annotated[
 To = Annotated[
     Path | None, typer.Option("--to", parser=folder_of, metavar="FOLDER", help="a new folder")
 ]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", metavar="N", min=1, help="the checkpoint of a run's step N"),
+]
 Merge = Annotated[
     bool, typer.Option("--merge", help="write the base with the adapter in its weights")
 ]

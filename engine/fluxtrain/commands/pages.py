@@ -32,6 +32,8 @@ def export_page(found: ExportAnswer) -> str:
             f"{found.folder}: the adapter ({found.dtype}) in peft's format; {size}",
             f"its base: {found.base}",
         ]
+    elif found.kind == "model":
+        lines = [f"{found.folder}: the model ({found.dtype}), trained from {found.base}; {size}"]
     else:
         lines = [
             f"{found.folder}: {found.base} with the adapter in it ({found.dtype}); {size}",

@@ -19,6 +19,7 @@ def register(app: typer.Typer, epilog: str) -> None:
 def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     model: options.Model,
     data: options.EvaluatedData = None,
+    step: options.Step = None,
     sets: options.DataSets = None,
     sequence_length: options.RowTokens = None,
     rows: options.BatchRows = None,
@@ -48,7 +49,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
 
     request = EvaluationRequest(
         model=ModelRequest(
-            named=model, base=base, other_base=other_base, packed=packed, dtype=dtype,
+            named=model, step=step, base=base, other_base=other_base, packed=packed, dtype=dtype,
             device=device, cards=cards, offload=offload, budget_gib=budget_gib,
             trust_remote_code=trust,
         ),
@@ -63,6 +64,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
 
 def generate(  # noqa: PLR0913, PLR0917 - as above
     model: options.Model,
+    step: options.Step = None,
     prompt: options.Prompt = None,
     prompts: options.Prompts = None,
     max_new_tokens: options.MaxNewTokens = 512,
@@ -100,7 +102,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
 
     request = generation.GenerationRequest(
         model=ModelRequest(
-            named=model, base=base, other_base=other_base, packed=packed, dtype=dtype,
+            named=model, step=step, base=base, other_base=other_base, packed=packed, dtype=dtype,
             device=device, cards=cards, offload=offload, budget_gib=budget_gib,
             trust_remote_code=trust,
         ),

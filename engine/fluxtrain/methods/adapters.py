@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -62,8 +62,11 @@ def attach_adapters(
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the adapter's weights by their names in peft's files."""
-    state: dict[str, Tensor] = model.get_adapter_state_dict(ADAPTER)
+    """Return the adapter's weights by their names in peft's files. Embedding and head stay as the
+    base has them, for which peft would ask the hub."""
+    state: dict[str, Tensor] = get_peft_model_state_dict(
+        model, adapter_name=ADAPTER, save_embedding_layers=False
+    )
     return {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in state.items()}
 
 

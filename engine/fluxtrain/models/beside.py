@@ -114,11 +114,20 @@ def generation_settings(model: PreTrainedModel, beside: Beside) -> dict[str, Any
     if source is None:
         made: dict[str, Any] = json.loads(known.to_json_string(use_diff=True))
         return made
-    for name in _SETTINGS:
-        value = getattr(known, name, None)
-        if value is not None and value != source.get(name):
-            source[name] = value
-    return source
+    changed = {n: v for n, v in set_of_training(model).items() if v != source.get(n)}
+    return {**source, **changed}
+
+
+def set_of_training(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the settings of generation that training may have set."""
+    known = getattr(model, "generation_config", None)
+    found = {name: getattr(known, name, None) for name in _SETTINGS}
+    return {name: value for name, value in found.items() if _are_tokens(value)}
+
+
+def _are_tokens(value: object) -> bool:
+    """Is this a token, or a list of them? Settings of strangers hold other things too."""
+    return all(type(one) is int for one in (value if isinstance(value, list) else [value]))
 
 
 def _config_of(model: PreTrainedModel, beside: Beside) -> dict[str, Any]:

@@ -142,6 +142,20 @@ def load_model(
     )
 
 
+def load_empty(source: ModelSource) -> LoadedModel:
+    """Load all of a model but its weights: it is on the meta device.
+
+    Raises BadInput as `load_model` does.
+    """
+    empty = open_empty(source, weightless=True)
+    tokenizer, _ = load_tokenizer(source)
+    loaded = _loaded(empty.model, tokenizer, _name(source.path), empty.precision)
+    if source.path == DEMO:
+        return loaded
+    folder = model_folder(source, with_weights=False)
+    return replace(loaded, beside=read_beside(folder, tokenizer))
+
+
 def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
     """Load the tokenizer and the configuration alone; no weights are read or downloaded.
 
@@ -489,7 +503,7 @@ def _loaded(
         name=name,
         config=model.config,
         precision=choice,
-        packs=keeps_documents_apart(model),
+        packs=model.device.type != "meta" and keeps_documents_apart(model),
         embedding_rows=(rows := int(embedding.weight.shape[0])),
         max_positions=getattr(text_config, "max_position_embeddings", None),
         pad_id=filler if (filler := pad_id(tokenizer)) in range(rows) else 0,

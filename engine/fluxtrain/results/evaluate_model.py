@@ -62,7 +62,7 @@ def evaluate_model(request: EvaluationRequest, tell: Tell) -> EvaluationAnswer:
     """
     request.check_values()
     request.model.check_values()
-    found = find_model(request.model.named)
+    found = find_model(request.model.named, request.model.step)
     config = _config(request, found)
     _refuse_missing_data(config)
     opened = open_model(request.model, tell)

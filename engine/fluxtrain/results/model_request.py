@@ -12,7 +12,8 @@ from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
 from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 from fluxtrain.results.export.chosen_base import UseRequest, refuse_unknown
-from fluxtrain.results.naming import DEMO, is_run, refuse_missing
+from fluxtrain.results.from_checkpoint import RunCheckpoint, find_checkpoint
+from fluxtrain.results.naming import is_run, refuse_missing
 from fluxtrain.train.checkpoint.recovery import stored_config
 
 if TYPE_CHECKING:
@@ -64,48 +65,60 @@ class FoundModel:
     path: str
     adapter: AdapterSource | None = None
     run: RunConfig | None = None
-    run_id: str | None = None
+    run_dir: Path | None = None
+    checkpoint: RunCheckpoint | None = None  # with its trained weights, or its adapter
+
+    @property
+    def name(self) -> str:
+        """The run and the step of its checkpoint, else the folder or the hub id."""
+        if self.run_dir is None:
+            return self.path
+        step = f" at step {self.checkpoint.files.step}" if self.checkpoint is not None else ""
+        return f"{self.run_dir.name}{step}"
 
 
-def find_model(named: str) -> FoundModel:
+def find_model(named: str, step: int | None = None) -> FoundModel:
     """Find a model's folder, an adapter, a run's result or a hub id by its name.
 
-    Raises BadInput where a path does not exist, or a run has saved no model.
+    A run that has saved no model has its newest checkpoint; with `step`, that of this step.
+    Raises BadInput where a path does not exist, or a run has saved nothing.
     """
     refuse_missing(named)
     path = Path(named).expanduser()
-    if named == DEMO:
-        return FoundModel(path=DEMO)
-    if (path / "config.json").is_file() and not RunDir(path).run.is_file():
+    if is_run(named):
+        return _of_run(RunDir(find_run(named)), step)
+    if step is not None:
+        raise BadInput(f"--step is of a run's checkpoints, and {named} is no run: leave it out")
+    if (path / "config.json").is_file():
         return FoundModel(path=str(path), **_run_around(path))
     if (path / _ADAPTER).is_file():
-        return _adapter(str(path), **_run_around(path))
-    if is_run(named):
-        return _of_run(RunDir(find_run(named)))
+        return _adapter(path, **_run_around(path))
     return FoundModel(path=named)
 
 
-def _of_run(run_dir: RunDir) -> FoundModel:
+def _of_run(run_dir: RunDir, step: int | None) -> FoundModel:
     config = stored_config(run_dir)
-    if config.method.name != "full":
-        return _adapter(str(run_dir.path), run=config, run_id=run_dir.path.name)
-    if not (run_dir.model / "config.json").is_file():
+    whole = config.method.name == "full"
+    if step is None and (run_dir.model / ("config.json" if whole else _ADAPTER)).is_file():
+        if not whole:
+            return _adapter(run_dir.model, run=config, run_dir=run_dir.path)
+        return FoundModel(path=str(run_dir.model), run=config, run_dir=run_dir.path)
+    checkpoint = find_checkpoint(run_dir, config, step)
+    if checkpoint is None:
         summary = run_dir.summary()
         goes_on = f"go on with `fluxtrain train --resume {shlex.quote(str(run_dir.path))}`"
         raise BadInput(
-            f"{run_dir.path} has saved no model yet (it is {summary.word()}): a run saves it after "
-            f"its last step; {'wait for it' if summary.state == 'running' else goes_on}"
+            f"{run_dir.path} has saved no model and no checkpoint yet (it is {summary.word()}): "
+            f"{'wait for its first' if summary.state == 'running' else goes_on}"
         )
-    return FoundModel(path=str(run_dir.model), run=config, run_id=run_dir.path.name)
+    path = str(checkpoint.files.path)
+    return FoundModel(path=path, run=config, run_dir=run_dir.path, checkpoint=checkpoint)
 
 
-def _adapter(named: str, run: RunConfig | None = None, run_id: str | None = None) -> FoundModel:
-    from fluxtrain.results.export.source import (
-        find_adapter,  # peft is read where there are adapters
-    )
+def _adapter(folder: Path, run: RunConfig | None = None, run_dir: Path | None = None) -> FoundModel:
+    from fluxtrain.results.export.source import read_adapter  # peft
 
-    source = find_adapter(named)
-    return FoundModel(path=str(source.folder), adapter=source, run=run or source.run, run_id=run_id)
+    return FoundModel(path=str(folder), adapter=read_adapter(folder, run), run=run, run_dir=run_dir)
 
 
 def _run_around(folder: Path) -> dict[str, Any]:
@@ -113,4 +126,4 @@ def _run_around(folder: Path) -> dict[str, Any]:
     parent = RunDir(folder.absolute().parent)
     if not parent.run.is_file() or parent.model != folder.absolute():
         return {}
-    return {"run": stored_config(parent), "run_id": parent.path.name}
+    return {"run": stored_config(parent), "run_dir": parent.path}

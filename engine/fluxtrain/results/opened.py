@@ -60,20 +60,23 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
     Raises BadInput where something is missing or damaged, DoesNotFit where memory lacks.
     """
     request.check_values()
-    found = find_model(request.named)
+    found = find_model(request.named, request.step)
     devices = compute_devices(request.device, request.wished_cards)
     device = devices[0]
     if device.type == "cuda" and len(devices) > 1:
         torch.cuda.set_device(device)  # where code around the blocks computes, and budgets are held
     with ExitStack() as until_placed:
-        if found.adapter is None:
+        adapter, base = found.adapter, None
+        if found.checkpoint is not None and not found.checkpoint.is_whole:
+            adapter = until_placed.enter_context(found.checkpoint.adapter(request))
+        if adapter is not None:
+            base = until_placed.enter_context(chosen_base(request, adapter))
+            tell(f"reading {base.name} and the adapter {found.path}")
+            loaded = _beside_adapter(request, base, adapter, devices)
+        else:
             tell(f"reading {found.path}")
             fits = partial(refuse_before_loading, request, devices, "plain", found.path)
-            loaded, base = load_model(_source(request, found, device), fits), None
-        else:
-            base = until_placed.enter_context(chosen_base(request, found.adapter))
-            tell(f"reading {base.name} and the adapter {found.path}")
-            loaded = _beside_adapter(request, base, found.adapter, devices)
+            loaded = _loaded(request, found, device, fits)
         storage: StorageFormat = base.storage if base else "plain"
         loaded.model.train(False)
         _leave_router_losses_out(loaded.model)
@@ -87,19 +90,28 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
         tokenizer=loaded.tokenizer,
         loaded=loaded,
         found=found,
-        name=found.run_id or found.path,
+        name=found.name,
         base=base.name if base else None,
         placed=placed,
     )
 
 
-def _source(request: ModelRequest, found: FoundModel, device: torch.device) -> ModelSource:
-    return ModelSource(
+def _loaded(
+    request: ModelRequest,
+    found: FoundModel,
+    device: torch.device,
+    fits: Callable[[PreTrainedModel, Copied], None],
+) -> LoadedModel:
+    """Load a model of which all weights were trained."""
+    if found.checkpoint is not None:
+        return found.checkpoint.load(request, fits)
+    source = ModelSource(
         path=found.path,
         dtype=request.torch_name,
         trust_remote_code=request.trust_remote_code,
         capability=_capability(device),
     )
+    return load_model(source, fits)
 
 
 def _capability(device: torch.device) -> Capability | None:

@@ -25,6 +25,7 @@ from fluxtrain.measure.peaks import measured_peaks
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.objective import BoundTask, Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
+from fluxtrain.models.beside import set_of_training
 from fluxtrain.models.generation import sample_text
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.plan.guard import DiskCapacity
@@ -235,7 +236,7 @@ class Run:
             share=checkpoint_writer.SHARE,
             period_s=checkpoint_writer.PERIOD_S,
         )
-        return CheckpointWriter(
+        writer = CheckpointWriter(
             session.run_dir.checkpoints,
             cadence,
             config.train.checkpoints_kept,
@@ -247,6 +248,8 @@ class Run:
             budget_bytes=self._snapshot.budget_bytes,
             chunk_rows=None if chunk_rows == "auto" else chunk_rows,
         )
+        writer.generation = set_of_training(self._inputs.loaded.model)
+        return writer
 
     def announce(self, hello: Hello) -> None:
         """Emit the facts of the loaded model, and the plan with its reasons."""

@@ -16,7 +16,7 @@ from fluxtrain.core.runtime.context import Context
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.states import StateFormat
 
-_STEP = "step"
+_STEP, _BITS, _LOOSE = "step", "weight_bits", "loose"
 _NAMES: dict[StateFormat, dict[str, str]] = {
     "fp32": {"m": "m", "v": "v"},
     "bf16": {"m": "m_bf16", "v": "v_bf16"},
@@ -72,19 +72,32 @@ def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
         if group.trained:
             yield group.name, _group_tensors(group)
     if context.loose:
-        yield "loose", {str(i): p.detach().cpu() for i, p in enumerate(context.loose)}
+        yield _LOOSE, {str(i): p.detach().cpu() for i, p in enumerate(context.loose)}
 
 
 def shard_names(context: Context) -> list[str]:
     """Return the names of all shards, which a checkpoint must hold."""
     names = [group.name for group in context.groups if group.trained]
-    return [*names, "loose"] if context.loose else names
+    return [*names, _LOOSE] if context.loose else names
+
+
+def weights_of_shard(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a shard by the names of their parameters in the model; loose ones as
+    `loose.0`, `loose.1` in their order. An optimizer's own shard has none."""
+    if name == _LOOSE:
+        return {f"{_LOOSE}.{number}": tensor for number, tensor in tensors.items()}
+    ends = f".{_BITS}"
+    return {
+        f"{name}.{key.removesuffix(ends)}": tensor
+        for key, tensor in tensors.items()
+        if key.endswith(ends)
+    }
 
 
 def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) -> None:
     """Restore one shard exactly. Raises BadInput if it belongs to another model."""
     context.flush()
-    if name == "loose":
+    if name == _LOOSE:
         for i, parameter in enumerate(context.loose):
             _copy(parameter.data, tensors, str(i), name)
         return
@@ -106,7 +119,7 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
         )
     with torch.no_grad():
         for member in (member for member in group.members if member.trained):
-            _copy(group.memory.views[member.index], tensors, f"{member.name}.weight_bits", name)
+            _copy(group.memory.views[member.index], tensors, f"{member.name}.{_BITS}", name)
             member.write_version = member.parameter._version
             _load_state(context, group, member, tensors)
     group.weights_changed(frozen=False)
@@ -132,7 +145,7 @@ def _load_state(context: Context, group: Group, member: Member, tensors: dict[st
 
 def _keys(member: Member) -> list[str]:
     """Return the names of a member's tensors; they depend on the format of its moments."""
-    keys = ["weight_bits", _STEP, *MASTERS, *_NAMES[member.segment.format].values()]
+    keys = [_BITS, _STEP, *MASTERS, *_NAMES[member.segment.format].values()]
     return [f"{member.name}.{key}" for key in keys]
 
 
@@ -141,7 +154,7 @@ def _group_tensors(group: Group) -> dict[str, Tensor]:
     for member in group.members:
         if not member.trained:
             continue
-        tensors[f"{member.name}.weight_bits"] = group.memory.views[member.index]
+        tensors[f"{member.name}.{_BITS}"] = group.memory.views[member.index]
         if group.has_state:
             tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
             for key, view in _states(member).items():

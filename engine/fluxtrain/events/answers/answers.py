@@ -271,7 +271,7 @@ class ExportAnswer(Answer, frozen=True, kw_only=True):
 
     COMMAND: ClassVar[str] = "export"
 
-    kind: Literal["adapter", "merged"]
+    kind: Literal["adapter", "merged", "model"]
     folder: str
     bytes: int
     files: int

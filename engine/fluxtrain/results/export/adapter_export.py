@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import ComparedLogits, ExportAnswer
+from fluxtrain.events.run_folder.run_dir import find_run
 from fluxtrain.files.terminations import terminations_told
 from fluxtrain.models.beside import OF_TOKENIZERS, copy_beside, files_beside
 from fluxtrain.models.export import save_folder
@@ -32,9 +33,12 @@ from fluxtrain.results.export.chosen_base import (
 from fluxtrain.results.export.gate import Gate, accepted, refuse_rounded_away
 from fluxtrain.results.export.merging import Merge
 from fluxtrain.results.export.refusals import CONFIG, note_without_effect
-from fluxtrain.results.export.source import WEIGHTS, AdapterSource, find_adapter
+from fluxtrain.results.export.source import WEIGHTS, AdapterSource
+from fluxtrain.results.from_checkpoint import RunCheckpoint
+from fluxtrain.results.model_request import FoundModel, find_model
 
 Tell = Callable[[str], None]
+Kind = Literal["adapter", "merged", "model"]
 _BESIDE_BYTES = 64 << 20  # tokenizer and configuration, at most
 _TELL_EVERY_S = 3.0
 _CARRIED = (*OF_TOKENIZERS, "generation_config")
@@ -47,15 +51,26 @@ def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
     """
     started_s = time.perf_counter()
     request.check_values()
-    source = find_adapter(request.named)
-    to = (request.to or _usual_folder(source, request)).expanduser()
+    found = find_model(request.named, request.step)
+    kind = _kind(request, found)
+    to = (request.to or _usual_folder(found, kind)).expanduser()
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise BadInput(f"{to} exists: remove it, or name another folder with --to")
-    note_without_effect(source.folder, source.config, source.weights)
-    with terminations_told("the export was whole"):
-        facts = (_merged if request.merge else _alone)(request, source, to, tell)
+    with ExitStack() as stack:
+        stack.enter_context(terminations_told("the export was whole"))
+        source, checkpoint = found.adapter, found.checkpoint
+        if checkpoint is not None and kind != "model":
+            tell(f"reading {found.path}")
+            source = stack.enter_context(checkpoint.adapter(request))
+        if source is not None:
+            note_without_effect(source.folder, source.config, source.weights)
+            facts = (_merged if request.merge else _alone)(request, source, to, tell)
+        else:
+            assert checkpoint is not None, "as `_kind` says"
+            tell(f"reading {found.path}")
+            facts = _whole(request, checkpoint, to)
     return ExportAnswer(
-        kind="merged" if request.merge else "adapter",
+        kind=kind,
         folder=str(to),
         files=sum(path.is_file() for path in to.iterdir()),
         seconds=time.perf_counter() - started_s,
@@ -63,10 +78,58 @@ def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
     )
 
 
-def _usual_folder(source: AdapterSource, request: ExportRequest) -> Path:
-    kind = "merged" if request.merge else "adapter"
-    folder = source.folder.absolute()
-    return folder.parent / (kind if source.run is not None else f"{folder.name}-{kind}")
+def _kind(request: ExportRequest, found: FoundModel) -> Kind:
+    """Return what is to be written. Raises BadInput where a complete model is there already."""
+    checkpoint = found.checkpoint
+    if found.adapter is not None or (checkpoint is not None and not checkpoint.is_whole):
+        return "merged" if request.merge else "adapter"
+    if checkpoint is None:
+        raise _no_adapter(Path(found.path).expanduser())
+    refused = {
+        "--merge": request.merge,
+        "--dtype": request.dtype != "auto",
+        "--packed": request.packed is not None,
+    }
+    if given := [option for option, is_given in refused.items() if is_given]:
+        raise BadInput(
+            f"{given[0]} is of adapters, and {found.path} holds a whole model: leave it out"
+        )
+    return "model"
+
+
+def _no_adapter(path: Path) -> BadInput:
+    if (path / "config.json").is_file():
+        return BadInput(
+            f"{path} holds a complete model and no adapter ({CONFIG}): it is ready for use as it "
+            "is; --step N exports a checkpoint of a run"
+        )
+    if path.is_dir():
+        return BadInput(
+            f"{path} holds no adapter ({CONFIG}) and is no run: name a run, or the folder that "
+            "peft's save_pretrained wrote"
+        )
+    find_run(str(path))  # names the nearest runs
+    return BadInput(f"{path} is no adapter: name a run, or an adapter's folder")
+
+
+def _usual_folder(found: FoundModel, kind: Kind) -> Path:
+    """Return the folder in the run's, or beside an adapter's own."""
+    if found.run_dir is None:
+        folder = Path(found.path).expanduser().absolute()
+        return folder.parent / f"{folder.name}-{kind}"
+    step = f"-step-{found.checkpoint.files.step}" if found.checkpoint is not None else ""
+    return found.run_dir.absolute() / f"{kind}{step}"
+
+
+def _whole(request: ExportRequest, checkpoint: RunCheckpoint, to: Path) -> dict[str, Any]:
+    """Write the model of a checkpoint, bit for bit as it was trained."""
+    loaded = checkpoint.save(request, to)
+    return {
+        "bytes": sum(path.stat().st_size for path in to.rglob("*") if path.is_file()),
+        "base": request.base or checkpoint.run.model.path, "dtype": loaded.precision.dtype,
+        "onto": None, "changed": 0, "layers": None, "logits": None, "quantisation": None,
+        "notes": (),
+    }  # fmt: skip
 
 
 def _alone(request: ExportRequest, source: AdapterSource, to: Path, tell: Tell) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class UseRequest:
     """What the commands that use a trained model are asked for alike."""
 
     named: str  # a run, `last`, or an adapter's folder; to evaluate and generate: any model
+    step: int | None = None  # of a run's checkpoint; None: its result, else the newest one
     base: str | None = None  # of an adapter, where it is now
     other_base: bool = False  # take a base whose files are not those of training
     packed: str | None = None  # how the base was stored in training, where the adapter says nothing

@@ -1,4 +1,4 @@
-"""Finds the adapter that a user means, and checks its files before anything large is read."""
+"""Reads an adapter, and checks its files before anything large is read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from torch import Tensor
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
-from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 from fluxtrain.files.opening import refuse_foreign
 from fluxtrain.methods.trained_on import TrainedOn, trained_on
 from fluxtrain.models.model_files import safetensors_header
 from fluxtrain.results.export.refusals import CONFIG, read_adapter_config
-from fluxtrain.train.checkpoint.recovery import stored_config
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
@@ -39,12 +37,11 @@ class AdapterSource:
         return self.folder / WEIGHTS
 
 
-def find_adapter(named: str) -> AdapterSource:
-    """Find and check the adapter of a run (its id, its folder, `last`) or in a folder.
+def read_adapter(folder: Path, run: RunConfig | None = None) -> AdapterSource:
+    """Check the adapter in a folder, of a `run` where that is known.
 
-    Raises BadInput where there is none, or its files are damaged.
+    Raises BadInput where files are missing or damaged.
     """
-    folder, run = _located(named)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise _incomplete(folder, name)
@@ -56,40 +53,6 @@ def find_adapter(named: str) -> AdapterSource:
         trained_on=trained_on(_checked_metadata(folder / WEIGHTS)),
         run=run,
     )
-
-
-def _located(named: str) -> tuple[Path, RunConfig | None]:
-    """Return the folder of an adapter, and the configuration of its run."""
-    path = Path(named).expanduser()
-    if (path / CONFIG).is_file():
-        parent = RunDir(path.absolute().parent)
-        is_of_run = parent.run.is_file() and parent.model == path.absolute()
-        return path, stored_config(parent) if is_of_run else None
-    if (path / "config.json").is_file():
-        raise BadInput(
-            f"{path} holds a complete model and no adapter ({CONFIG}): it is ready for use as it is"
-        )
-    if path.is_dir() and not RunDir(path).run.is_file():
-        raise BadInput(
-            f"{path} holds no adapter ({CONFIG}) and is no run: name a run, or the folder that "
-            "peft's save_pretrained wrote"
-        )
-    run_dir = RunDir(find_run(named))
-    config = stored_config(run_dir)
-    full = config.method.name == "full"
-    if not (run_dir.model / ("config.json" if full else CONFIG)).is_file():
-        state = run_dir.summary().state
-        raise BadInput(
-            f"{run_dir.path} has saved no {'model' if full else 'adapter'} yet (it is {state}): a "
-            "run saves it after its last step; go on with `fluxtrain train --resume "
-            f"{run_dir.path}`"
-        )
-    if full:
-        raise BadInput(
-            f"{run_dir.path} has trained all weights, so there is no adapter: {run_dir.model} is "
-            "the complete model"
-        )
-    return run_dir.model, config
 
 
 def _incomplete(folder: Path, name: str) -> BadInput:

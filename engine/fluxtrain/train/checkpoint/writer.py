@@ -100,6 +100,7 @@ class CheckpointWriter:
         self.budget_bytes = budget_bytes
         self._state_bytes = 0  # of a checkpoint, once it is known
         self._chunk_rows_set = chunk_rows
+        self.generation: dict[str, Any] = {}  # settings that training has set, for an export
         self._under_way: BackgroundWrite | None = None
         self._memory: CopyMemory | None = None
         self._started_s = self._held_s = 0.0
@@ -330,6 +331,7 @@ class CheckpointWriter:
             "run": state.to_json(), "random": random_state(), "data": data.state_dict(),
             "chunk_rows": engine.chunk_rows, "chunk_rows_set": self._chunk_rows_set,
             "fingerprint": self._fingerprint, "threads": torch.get_num_threads(),
+            "generation": self.generation,
         }  # fmt: skip
         if engine.loss_scale is not None:
             content["loss_scale"] = engine.loss_scale.state_dict()
