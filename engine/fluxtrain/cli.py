@@ -242,14 +242,14 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Export an adapter, a merged model, or what a checkpoint holds.
+    """Export an adapter, a merged model or a checkpoint.
 
     Nothing is written if a check fails.
     """
     with ImmediateInterrupts():
         from fluxtrain.commands.pages import export_page
+        from fluxtrain.results.adapter.chosen_base import ExportRequest
         from fluxtrain.results.export.adapter_export import export as exported
-        from fluxtrain.results.export.chosen_base import ExportRequest
 
     request = ExportRequest(
         named=named, to=to, step=step, merge=merge, onto=onto, dtype=dtype, base=base,

@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fluxtrain.events.answers.answers import ExportAnswer
+from fluxtrain.results.adapter.chosen_base import ExportRequest
 from fluxtrain.results.export.adapter_export import export
-from fluxtrain.results.export.chosen_base import ExportRequest
 
 
 def make_adapter(base: Path, to: Path, *, fp32: bool = False, **settings: Any) -> Path:

@@ -13,6 +13,8 @@ from torch import Tensor
 from fluxtrain.errors import EXIT_DISAGREES, BadInput, Disagrees
 from fluxtrain.events.answers.answers import ComparedLayers, ComparedLogits
 from fluxtrain.models.loading import ModelSource, load_model
+from fluxtrain.results.adapter.attached import put_beside
+from fluxtrain.results.adapter.source import read_adapter
 from fluxtrain.results.export import merging
 from fluxtrain.results.export.agreement import (
     RoundedWeight,
@@ -20,10 +22,8 @@ from fluxtrain.results.export.agreement import (
     compared_layers,
     rounded_weight,
 )
-from fluxtrain.results.export.attached import put_beside
 from fluxtrain.results.export.compared_rows import compared_rows
 from fluxtrain.results.export.gate import refuse_rounded_away, streamed_logits
-from fluxtrain.results.export.source import read_adapter
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]

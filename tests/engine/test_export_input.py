@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.models import export as saving
 from fluxtrain.models.loading import ModelSource, load_model
-from fluxtrain.results.export.chosen_base import ExportRequest, base_name_of
-from fluxtrain.results.export.source import read_adapter
+from fluxtrain.results.adapter.chosen_base import ExportRequest, base_name_of
+from fluxtrain.results.adapter.source import read_adapter
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fluxtrain.models.copies import Copied
-    from fluxtrain.results.export.chosen_base import UseRequest
-    from fluxtrain.results.export.source import AdapterSource
+    from fluxtrain.results.adapter.chosen_base import UseRequest
+    from fluxtrain.results.adapter.source import AdapterSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class RunCheckpoint:
     @contextmanager
     def adapter(self, request: UseRequest) -> Iterator[AdapterSource]:
         """Write the adapter to a temporary folder, and read it there."""
-        from fluxtrain.results.export.source import read_adapter  # peft
+        from fluxtrain.results.adapter.source import read_adapter  # peft
 
         with temporary_folder("adapter", "the checkpoint's adapter") as made:
             self.save(request, folder := made / self.files.path.name)

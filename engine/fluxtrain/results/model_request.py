@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
 from fluxtrain.events.run_folder.run_dir import RunDir, find_run
-from fluxtrain.results.export.chosen_base import UseRequest, refuse_unknown
+from fluxtrain.results.adapter.chosen_base import UseRequest, refuse_unknown
 from fluxtrain.results.from_checkpoint import RunCheckpoint, find_checkpoint
 from fluxtrain.results.naming import is_run, refuse_missing
 from fluxtrain.train.checkpoint.recovery import stored_config
 
 if TYPE_CHECKING:
-    from fluxtrain.results.export.source import AdapterSource
+    from fluxtrain.results.adapter.source import AdapterSource
 
 _ADAPTER = "adapter_config.json"
 _CARD = re.compile(r"[0-9]{1,4}")
@@ -116,7 +116,7 @@ def _of_run(run_dir: RunDir, step: int | None) -> FoundModel:
 
 
 def _adapter(folder: Path, run: RunConfig | None = None, run_dir: Path | None = None) -> FoundModel:
-    from fluxtrain.results.export.source import read_adapter  # peft
+    from fluxtrain.results.adapter.source import read_adapter  # peft
 
     return FoundModel(path=str(folder), adapter=read_adapter(folder, run), run=run, run_dir=run_dir)
 

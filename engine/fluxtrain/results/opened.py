@@ -20,13 +20,13 @@ from fluxtrain.models.precision import Capability
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.plan import states
 from fluxtrain.plan.states import StorageFormat
-from fluxtrain.results.export.chosen_base import ChosenBase, chosen_base
+from fluxtrain.results.adapter.chosen_base import ChosenBase, chosen_base
 from fluxtrain.results.model_request import FoundModel, ModelRequest, find_model
 from fluxtrain.results.placed import place_for_use, refuse_before_loading
 
 if TYPE_CHECKING:
     from fluxtrain.models.copies import Copied
-    from fluxtrain.results.export.source import AdapterSource
+    from fluxtrain.results.adapter.source import AdapterSource
 
 Tell = Callable[[str], None]
 
@@ -125,8 +125,8 @@ def _beside_adapter(
     devices: Sequence[torch.device],
 ) -> LoadedModel:
     """Load a base with the adapter in it, the adapter's tokenizer and generation settings."""
-    from fluxtrain.results.export.attached import attach, put_beside
-    from fluxtrain.results.export.refusals import note_without_effect
+    from fluxtrain.results.adapter.attached import attach, put_beside
+    from fluxtrain.results.adapter.refusals import note_without_effect
 
     def fits(empty: PreTrainedModel, copied: Copied) -> None:
         refuse_before_loading(request, devices, base.storage, base.name, empty, copied)

@@ -21,19 +21,19 @@ from fluxtrain.files.terminations import terminations_told
 from fluxtrain.models.beside import OF_TOKENIZERS, copy_beside, files_beside
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import empty_model
-from fluxtrain.results.export.agreement import compared_layers
-from fluxtrain.results.export.attached import attach
-from fluxtrain.results.export.base_files import TrainedBase, base_files
-from fluxtrain.results.export.chosen_base import (
+from fluxtrain.results.adapter.attached import attach
+from fluxtrain.results.adapter.chosen_base import (
     ChosenBase,
     ExportRequest,
     base_name_of,
     chosen_base,
 )
+from fluxtrain.results.adapter.refusals import CONFIG, note_without_effect
+from fluxtrain.results.adapter.source import WEIGHTS, AdapterSource
+from fluxtrain.results.export.agreement import compared_layers
+from fluxtrain.results.export.base_files import TrainedBase, base_files
 from fluxtrain.results.export.gate import Gate, accepted, refuse_rounded_away
 from fluxtrain.results.export.merging import Merge
-from fluxtrain.results.export.refusals import CONFIG, note_without_effect
-from fluxtrain.results.export.source import WEIGHTS, AdapterSource
 from fluxtrain.results.from_checkpoint import RunCheckpoint
 from fluxtrain.results.model_request import FoundModel, find_model
 

@@ -24,12 +24,12 @@ from fluxtrain.errors import Disagrees
 from fluxtrain.events.answers.answers import ComparedLayers, ComparedLogits
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from fluxtrain.plan.states import StorageFormat
+from fluxtrain.results.adapter.attached import put_beside
+from fluxtrain.results.adapter.chosen_base import ChosenBase, ExportRequest
+from fluxtrain.results.adapter.source import AdapterSource
 from fluxtrain.results.export.agreement import agreement
-from fluxtrain.results.export.attached import put_beside
 from fluxtrain.results.export.base_files import dequantised
-from fluxtrain.results.export.chosen_base import ChosenBase, ExportRequest
 from fluxtrain.results.export.compared_rows import ComparedRows, compared_rows
-from fluxtrain.results.export.source import AdapterSource
 
 LEAST_KEPT = 0.75  # of the adapter's change, for a merge that is of use
 _CURE = "nothing was written"

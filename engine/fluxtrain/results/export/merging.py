@@ -22,8 +22,8 @@ from fluxtrain.models.beside import (
     untied,
 )
 from fluxtrain.models.spelling import model_in_both
+from fluxtrain.results.adapter.attached import Attached
 from fluxtrain.results.export.agreement import RoundedWeight, rounded_weight
-from fluxtrain.results.export.attached import Attached
 from fluxtrain.results.export.base_files import BaseFiles, TrainedBase
 from fluxtrain.results.export.model_shards import PlannedTensor, planned_shards, write_model
 

@@ -28,7 +28,7 @@ from fluxtrain.plan.states import PACKED_FORMATS, StorageFormat
 MOST_ROWS = 64  # that are compared
 
 if TYPE_CHECKING:  # peft is imported where there are adapters
-    from fluxtrain.results.export.source import AdapterSource
+    from fluxtrain.results.adapter.source import AdapterSource
 
 
 @dataclass(frozen=True, kw_only=True)

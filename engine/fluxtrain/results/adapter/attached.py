@@ -26,8 +26,8 @@ from fluxtrain.machine.failures import as_told
 from fluxtrain.models.model_files import safetensors_header
 from fluxtrain.models.quiet import quiet_peft
 from fluxtrain.plan.states import StorageFormat
-from fluxtrain.results.export.refusals import base_name, peft_refusals, refuse_left_out
-from fluxtrain.results.export.source import WEIGHTS, AdapterSource
+from fluxtrain.results.adapter.refusals import base_name, peft_refusals, refuse_left_out
+from fluxtrain.results.adapter.source import WEIGHTS, AdapterSource
 
 Read = Callable[[str], Tensor]  # a weight of the base by its parameter's name
 

@@ -16,7 +16,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.files.opening import refuse_foreign
 from fluxtrain.methods.trained_on import TrainedOn, trained_on
 from fluxtrain.models.model_files import safetensors_header
-from fluxtrain.results.export.refusals import CONFIG, read_adapter_config
+from fluxtrain.results.adapter.refusals import CONFIG, read_adapter_config
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"

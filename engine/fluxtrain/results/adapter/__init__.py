@@ -1,0 +1,1 @@
+"""Read an adapter, check it, and put it beside its base."""
