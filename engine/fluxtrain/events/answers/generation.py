@@ -19,8 +19,18 @@ COMMAND = "generate"
 Ended = Literal["end", "length", "context", "stopped"]
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ask"):
-    """Ask for an answer. What is left out is as the command line says."""
+class Ask(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="kind",
+    tag="ask",
+    forbid_unknown_fields=True,
+):
+    """Ask for an answer. What is left out is as the command line says.
+
+    A key that is not known is refused: an answer without what it asks for would be another one.
+    """
 
     id: str = ""
     messages: tuple[dict[str, Any], ...] | None = None  # a conversation, with role and content
@@ -31,7 +41,14 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ask"
     seed: int | None = None
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stop"):
+class Stop(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="kind",
+    tag="stop",
+    forbid_unknown_fields=True,
+):
     """Stop the answer that is being written, and drop the prompts that wait."""
 
 

@@ -52,34 +52,45 @@ class TrainerProcess:
 def start_trainer(
     arguments: Sequence[str], run_dir: RunDir | Path | str, command: Sequence[str] = TRAINER
 ) -> TrainerProcess:
-    """Run `fluxtrain train ARGUMENTS --run-dir RUN_DIR --live-fd N` in a session of its own.
-
-    `arguments` name the configuration (`["demo.yaml"]`, `["--demo", "--steps", "10"]`). Standard
-    output and error are appended to engine.log, so nothing is lost when this process dies, and
-    neither a closed terminal nor a Ctrl-C in it reaches the trainer.
-    """
+    """Start a trainer as `start_unwatched`, with a pipe for its live events (`--live-fd N`)."""
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
-    try:
-        run.path.mkdir(parents=True, exist_ok=True)
-        log = open(run.log, "ab", opener=open_to_write)  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise storage_error(run.log, error) from error
     read_end, write_end = os.pipe()
     widen_pipe(write_end)
+    live = [*arguments, "--live-fd", str(write_end)]
     try:
-        process = subprocess.Popen(
-            [*command, *arguments, "--run-dir", str(run.path), "--live-fd", str(write_end)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(write_end,),
-            start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
+        process = start_unwatched(live, run, command, pass_fds=(write_end,))
     except BaseException:
         os.close(read_end)
         raise
     finally:
         os.close(write_end)
-        log.close()
     return TrainerProcess(process, PipeReader(read_end), run)
+
+
+def start_unwatched(
+    arguments: Sequence[str],
+    run: RunDir,
+    command: Sequence[str] = TRAINER,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Run `fluxtrain train ARGUMENTS --run-dir RUN` in a session of its own.
+
+    `arguments` name the configuration (`["demo.yaml"]`, `["--demo", "--steps", "10"]`). Standard
+    output and error are appended to engine.log, so nothing is lost when this process dies, and
+    neither a closed terminal nor a Ctrl-C in it reaches the trainer.
+    """
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        log = open(run.log, "ab", opener=open_to_write)  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise storage_error(run.log, error) from error
+    with log:
+        return subprocess.Popen(
+            [*command, *arguments, "--run-dir", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )

@@ -1,0 +1,302 @@
+"""The HTTP interface: OpenAI's routes over the store, the queue and the worker."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, FastAPI, Header, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from fluxtrain.errors import EXIT_NO_SPACE, FluxTrainError
+from fluxtrain.events.answers.generation import Answered
+from fluxtrain.serve import job_events, uploads
+from fluxtrain.serve.chat import ChatRequest, CompletionRequest, Written
+from fluxtrain.serve.jobs import JobRequest, find_job, job_object, run_of, want
+from fluxtrain.serve.keys import Caller, Scope, caller_of
+from fluxtrain.serve.listing import page
+from fluxtrain.serve.refusal import Refusal
+from fluxtrain.serve.service import Service
+from fluxtrain.serve.store import files, jobs, new_id
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+After = Annotated[str | None, Query()]
+
+
+def allowed(scope: Scope) -> Callable[[Request], Caller]:
+    """Return what lets a request with a key of this scope pass, before its body is read."""
+
+    def check(request: Request) -> Caller:
+        service: Service = request.app.state.service
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        caller = caller_of(service.store, key.strip()) if kind.lower() == "bearer" else None
+        if caller is None:
+            raise Refusal(
+                "the key is not known: send one of `fluxtrain serve keys` as a bearer token",
+                status=401,
+                code="invalid_api_key",
+            )
+        if not caller.may(scope):
+            raise Refusal(
+                f"the key may {caller.scope}, and this needs one that may {scope}",
+                status=403,
+                code="insufficient_permissions",
+            )
+        return caller
+
+    return check
+
+
+Reads = Annotated[Caller, Depends(allowed("read"))]
+Infers = Annotated[Caller, Depends(allowed("infer"))]
+Trains = Annotated[Caller, Depends(allowed("train"))]
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the application; its start starts the queue, its end leaves trainers running."""
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        async with service.running():
+            yield
+
+    app = FastAPI(title="FluxTrain", version=version("fluxtrain"), lifespan=running)
+    app.state.service = service
+    _answer_errors(app)
+    _add_files(app, service)
+    _add_jobs(app, service)
+    _add_models(app, service)
+    _add_answers(app, service)
+
+    @app.get("/health", include_in_schema=False)
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Give every error OpenAI's form, and every answer an id."""
+
+    @app.exception_handler(FluxTrainError)
+    def _(_: Request, error: FluxTrainError) -> JSONResponse:
+        if isinstance(error, Refusal):
+            return _error(error.status, str(error), error.code, error.param, error.retry_after_s)
+        full = error.exit_code == EXIT_NO_SPACE
+        return _error(507 if full else 400, str(error), "no_space" if full else None)
+
+    @app.exception_handler(RequestValidationError)
+    def _(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:])
+        told = "is not known here" if first["type"] == "extra_forbidden" else first["msg"]
+        return _error(400, f"{param or 'the body'}: {told}", "invalid_request", param)
+
+    @app.exception_handler(HTTPException)
+    def _(_: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, str(error.detail))
+
+    @app.middleware("http")
+    async def _(request: Request, go_on: Callable[[Request], Any]) -> Any:
+        try:
+            answer = await go_on(request)
+        except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer
+            traceback.print_exc()
+            answer = _error(500, "a bug of FluxTrain: the server's log has the traceback")
+        answer.headers["x-request-id"] = new_id("req")
+        return answer
+
+
+def _error(
+    status: int,
+    message: str,
+    code: str | None = None,
+    param: str | None = None,
+    retry_after_s: float | None = None,
+) -> JSONResponse:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:.0f}"}
+    if status == 507:  # the SDK would send the whole upload twice more
+        headers["x-should-retry"] = "false"
+    return JSONResponse(content, status, headers)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def _add_files(app: FastAPI, service: Service) -> None:
+    store = service.store
+
+    @app.post("/v1/files")
+    async def create_file(request: Request, caller: Trains) -> dict[str, Any]:
+        """Upload a file of training data (multipart: `purpose`, `file`)."""
+        limit_bytes = service.settings.quotas.file_bytes
+        if int(request.headers.get("content-length") or 0) > limit_bytes + (1 << 16):
+            raise uploads.too_large(limit_bytes)
+        async with request.form(max_files=1, max_fields=8) as form:
+            file, purpose = form.get("file"), form.get("purpose")
+            if purpose != uploads.PURPOSE:
+                told = f"purpose is {purpose!r}: this server takes {uploads.PURPOSE!r} only"
+                raise Refusal(told, param="purpose")
+            if file is None or isinstance(file, str):
+                raise Refusal("there is no file in the form", param="file")
+            row = await run_in_threadpool(
+                uploads.add_file,
+                store,
+                service.settings.quotas,
+                caller.project,
+                file.filename or "",
+                file.file,
+            )
+        return uploads.file_object(row)
+
+    @app.get("/v1/files")
+    def list_files(
+        caller: Reads, limit: Limit = 1000, after: After = None, purpose: str | None = None
+    ) -> dict[str, Any]:
+        """List the project's files, newest first."""
+        if purpose not in (None, uploads.PURPOSE):
+            return page([], limit)
+        return page(service.newest(files, caller.project, limit, after), limit, uploads.file_object)
+
+    @app.get("/v1/files/{file_id}")
+    def get_file(file_id: str, caller: Reads) -> dict[str, Any]:
+        """Tell what is known of a file."""
+        return uploads.file_object(uploads.find_file(store, caller.project, file_id))
+
+    @app.get("/v1/files/{file_id}/content")
+    def get_content(file_id: str, caller: Reads) -> FileResponse:
+        """Download a file."""
+        row = uploads.find_file(store, caller.project, file_id)
+        return FileResponse(uploads.content_of(store, row), filename=row["name"])
+
+    @app.delete("/v1/files/{file_id}")
+    def delete_file(file_id: str, caller: Trains) -> dict[str, Any]:
+        """Delete a file."""
+        uploads.delete_file(store, caller.project, file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+
+# -- jobs -----------------------------------------------------------------------------------------
+
+
+def _add_jobs(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/fine_tuning/jobs")
+    async def create_job(
+        asked: JobRequest,
+        caller: Trains,
+        idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+        x_stainless_retry_count: Annotated[str, Header()] = "0",
+    ) -> dict[str, Any]:
+        """Plan and queue a job."""
+        retry = x_stainless_retry_count.strip() not in ("", "0")
+        return job_object(await service.create_job(caller.project, asked, idempotency_key, retry))
+
+    @app.get("/v1/fine_tuning/jobs")
+    def list_jobs(
+        request: Request, caller: Reads, limit: Limit = 20, after: After = None
+    ) -> dict[str, Any]:
+        """List the project's jobs, newest first; `metadata[key]=value` chooses among them."""
+        wished = {
+            name[len("metadata[") : -1]: value
+            for name, value in request.query_params.items()
+            if name.startswith("metadata[") and name.endswith("]")
+        }
+        rows = service.newest(jobs, caller.project, None if wished else limit, after)
+        if wished:
+            rows = [
+                row
+                for row in rows
+                if wished.items() <= (row["request"].get("metadata") or {}).items()
+            ][: limit + 1]
+        return page(rows, limit, job_object)
+
+    @app.get("/v1/fine_tuning/jobs/{job_id}")
+    def get_job(job_id: str, caller: Reads) -> dict[str, Any]:
+        """Tell how a job stands."""
+        return job_object(find_job(service.store, caller.project, job_id))
+
+    @app.post("/v1/fine_tuning/jobs/{job_id}/{verb}")
+    def change_job(
+        job_id: str, verb: Literal["cancel", "pause", "resume"], caller: Trains
+    ) -> dict[str, Any]:
+        """Cancel or pause a job after a checkpoint, or let it go on."""
+        wanted = "run" if verb == "resume" else verb
+        row = want(service.store, caller.project, job_id, wanted)
+        service.queue.wake()
+        return job_object(row)
+
+    @app.get("/v1/fine_tuning/jobs/{job_id}/events")
+    def list_events(
+        job_id: str, caller: Reads, limit: Limit = 20, after: After = None
+    ) -> dict[str, Any]:
+        """List a job's events, newest first."""
+        row = find_job(service.store, caller.project, job_id)
+        return page(job_events.events_of(row, run_of(job_id), limit, after), limit)
+
+
+# -- models and answers ---------------------------------------------------------------------------
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    def list_models(caller: Reads) -> dict[str, Any]:
+        """List the models that can be trained or asked."""
+        return page(service.models(caller.project), 1000)
+
+    @app.get("/v1/models/{model_id:path}")
+    def get_model(model_id: str, caller: Reads) -> dict[str, Any]:
+        """Tell what is known of a model."""
+        return service.model(caller.project, model_id)
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    async def answer(asked: ChatRequest | CompletionRequest, caller: Caller) -> Any:
+        said = await service.ask(caller.project, asked.model, asked.ask())
+        written = Written(asked)
+        if not asked.stream:
+            whole, answered = await written.whole(said)
+            await service.count(caller.project, asked.model, answered)
+            return whole
+        first = await anext(pieces := written.pieces(said))
+
+        async def lines() -> AsyncIterator[str]:
+            yield _line(first)
+            try:
+                async for piece in pieces:
+                    if isinstance(piece, Answered):
+                        await service.count(caller.project, asked.model, piece)
+                    else:
+                        yield _line(piece)
+            except Refusal as error:  # the status is sent already
+                yield _line({"error": {"message": str(error), "type": "server_error"}})
+                return
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, caller: Infers) -> Any:
+        """Answer a conversation."""
+        return await answer(asked, caller)
+
+    @app.post("/v1/completions")
+    async def complete(asked: CompletionRequest, caller: Infers) -> Any:
+        """Continue a text."""
+        return await answer(asked, caller)
+
+
+def _line(value: Any) -> str:
+    return f"data: {json.dumps(value)}\n\n"

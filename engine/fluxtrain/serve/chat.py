@@ -1,0 +1,156 @@
+"""Chat completions and completions: OpenAI's requests and answers around the worker's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fluxtrain.events.answers.generation import Answered, Ask, Text
+from fluxtrain.serve.jobs import Body
+from fluxtrain.serve.refusal import Refusal
+from fluxtrain.serve.store import new_id
+from fluxtrain.serve.worker import Said
+
+REASONS = {"end": "stop", "length": "length", "context": "length", "stopped": "stop"}
+
+
+class StreamOptions(Body):
+    """What a stream tells besides the text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # does nothing: the answers stay on this machine
+
+
+class Sampled(Body):
+    """What both kinds of requests have; what this server does not do is refused by its name."""
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    n: Literal[1] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    def ask(self) -> Ask:
+        """Return the question to the worker. Raises Refusal."""
+        return Ask(
+            max_new_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+        )
+
+
+class ChatRequest(Sampled):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+    def ask(self) -> Ask:
+        """Return the question to the worker. Raises Refusal."""
+        return Ask(
+            messages=tuple(_plain(message) for message in self.messages),
+            max_new_tokens=self.max_completion_tokens or self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+        )
+
+
+class CompletionRequest(Sampled):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str = Field(min_length=1)
+
+    def ask(self) -> Ask:
+        """Return the question to the worker."""
+        return Ask(
+            prompt=self.prompt,
+            max_new_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+        )
+
+
+class Written:
+    """An answer on its way, as OpenAI's objects."""
+
+    def __init__(self, asked: ChatRequest | CompletionRequest) -> None:
+        self._asked, self._chats = asked, isinstance(asked, ChatRequest)
+        self._id = new_id("chatcmpl" if self._chats else "cmpl")
+        self._created = int(time.time())
+
+    async def whole(self, said: AsyncIterator[Said]) -> tuple[dict[str, Any], Answered]:
+        """Return the whole answer, and what the worker says of it."""
+        answer = [event async for event in said][-1]
+        assert isinstance(answer, Answered)
+        ending: dict[str, Any] = {"index": 0, "finish_reason": REASONS[answer.ended]}
+        if self._chats:
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
+            choice = {**ending, "message": message, "logprobs": None}
+        else:
+            choice = {**ending, "text": answer.text, "logprobs": None}
+        kind = "chat.completion" if self._chats else "text_completion"
+        return self._object(kind, [choice], usage=_usage(answer)), answer
+
+    async def pieces(self, said: AsyncIterator[Said]) -> AsyncIterator[dict[str, Any] | Answered]:
+        """Yield the objects of a stream, and in the end what the worker says."""
+        if self._chats:
+            yield self._piece({"role": "assistant", "content": ""})
+        async for event in said:
+            if isinstance(event, Text):
+                yield self._piece({"content": event.text} if self._chats else event.text)
+            elif isinstance(event, Answered):
+                yield self._piece({} if self._chats else "", REASONS[event.ended])
+                options = self._asked.stream_options
+                if options is not None and options.include_usage:
+                    yield self._object(self._kind, [], usage=_usage(event))
+                yield event
+
+    @property
+    def _kind(self) -> str:
+        return "chat.completion.chunk" if self._chats else "text_completion"
+
+    def _piece(self, content: dict[str, str] | str, reason: str | None = None) -> dict[str, Any]:
+        inner = {"delta": content} if self._chats else {"text": content}
+        choice = {"index": 0, "finish_reason": reason, "logprobs": None, **inner}
+        return self._object(self._kind, [choice])
+
+    def _object(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._asked.model,
+            "choices": choices,
+            **more,
+        }
+
+
+def _usage(answer: Answered) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.tokens,
+        "total_tokens": answer.prompt_tokens + answer.tokens,
+    }
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is text. Raises Refusal for pictures, sound and files."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = [one.get("text") for one in content if isinstance(one, dict)]
+    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        raise Refusal("messages hold text alone here: leave other parts out", param="messages")
+    return {**message, "content": "".join(map(str, texts))}

@@ -1,0 +1,383 @@
+"""Fine-tuning jobs: a request becomes a run's configuration, and a run what the API says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+import sqlalchemy as sa
+from pydantic import BaseModel, ConfigDict, Field
+
+from fluxtrain.config.schema import RunConfig, validate
+from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.plan import PlanAnswer
+from fluxtrain.events.journal import read_end
+from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, runs_root
+from fluxtrain.serve.refusal import Refusal, not_found
+from fluxtrain.serve.settings import ServedModel, ServeSettings
+from fluxtrain.serve.store import Store, jobs, new_id
+from fluxtrain.serve.uploads import content_of, find_file
+
+REPEAT_S = 600.0  # a repeated request within this time is the same one
+Auto = Literal["auto"]
+# What a job may not set: paths and names, which are the operator's, and what the queue decides.
+_CLOSED_SECTIONS = ("model", "trackers", "parallel")
+_CLOSED = (
+    "data.path",
+    "data.held_out_path",
+    "data.token_cache",
+    "method.name",
+    "method.base",
+    "placement.device",
+)
+_TEMPLATE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?<!\.jinja)")
+
+
+class Body(BaseModel):
+    """The base of request bodies; what is not known is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Hyperparameters(Body):
+    """OpenAI's three."""
+
+    n_epochs: Auto | int = Field(default="auto", union_mode="left_to_right")
+    batch_size: Auto | int = Field(default="auto", union_mode="left_to_right")
+    learning_rate_multiplier: Auto | float = Field(default="auto", union_mode="left_to_right")
+
+
+class Supervised(Body):
+    """Settings of the supervised method."""
+
+    hyperparameters: Hyperparameters = Field(default_factory=Hyperparameters)
+
+
+class Method(Body):
+    """OpenAI's name of what is learnt from."""
+
+    type: str = "supervised"
+    supervised: Supervised = Field(default_factory=Supervised)
+    dpo: Any = None
+    reinforcement: Any = None
+
+
+class JobRequest(Body):
+    """The body of `POST /v1/fine_tuning/jobs`."""
+
+    model: str
+    training_file: str
+    validation_file: str | None = None
+    suffix: str | None = Field(default=None, max_length=64)
+    seed: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    hyperparameters: Hyperparameters = Field(default_factory=Hyperparameters)
+    method: Method | None = None
+    integrations: list[Any] | None = None
+    metadata: dict[str, str] | None = None
+    fluxtrain: dict[str, Any] = {}
+
+    @property
+    def asked(self) -> Hyperparameters:
+        """Return the hyperparameters, which may stand in either of two places."""
+        return (
+            self.hyperparameters if self.method is None else self.method.supervised.hyperparameters
+        )
+
+    def check(self) -> None:
+        """Raise Refusal for what this service does not do."""
+        kind = "supervised" if self.method is None else self.method.type
+        if kind != "supervised":
+            raise Refusal(
+                f"method.type is {kind!r}: this server trains with `supervised` only",
+                param="method",
+            )
+        if self.integrations:
+            raise Refusal("integrations are the operator's: leave them out", param="integrations")
+
+
+def config_of(
+    store: Store, settings: ServeSettings, project: str, asked: JobRequest
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the configuration of a job's run, and the blobs of its data.
+
+    Raises Refusal, which names the key, for what a job may not set or a run cannot use.
+    """
+    asked.check()
+    served = settings.models.get(asked.model)
+    if served is None:
+        names = ", ".join(settings.models)
+        raise Refusal(
+            f"no model {asked.model!r} can be trained here: use one of {names}",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+    _refuse_closed(asked.fluxtrain)
+    raw = _merged(served.settings, asked.fluxtrain)
+    raw["model"] = {
+        **raw.get("model", {}),
+        "path": served.path,
+        "trust_remote_code": served.trust_remote_code,
+    }
+    raw["method"] = {**raw.get("method", {}), **_method(served)}
+    data, train = raw.setdefault("data", {}), raw.setdefault("train", {})
+    blobs = {"training": find_file(store, project, asked.training_file)}
+    if asked.validation_file is not None:
+        blobs["validation"] = find_file(store, project, asked.validation_file)
+    for kind, row in blobs.items():
+        key = "path" if kind == "training" else "held_out_path"
+        data[key] = str(content_of(store, row))
+    wished = asked.asked
+    if wished.n_epochs != "auto":
+        train["epochs"] = wished.n_epochs
+    if wished.batch_size != "auto":
+        train["batch_rows"] = wished.batch_size
+    if asked.seed is not None:
+        train["seed"] = data["seed"] = asked.seed
+    config = _validated(raw).model_dump(mode="json", exclude_defaults=True)
+    return config, {kind: row["blob"] for kind, row in blobs.items()}
+
+
+def with_rate(config: dict[str, Any], asked: JobRequest, plan: PlanAnswer) -> dict[str, Any]:
+    """Return the configuration with the planned learning rate times the multiplier."""
+    times = asked.asked.learning_rate_multiplier
+    usual = {one.name: one.value for one in plan.choices}.get("train.learning_rate")
+    if times == "auto" or usual is None:
+        return config
+    changed = _merged(config, {"train": {"learning_rate": float(usual) * times}})
+    return _validated(changed).model_dump(mode="json", exclude_defaults=True)
+
+
+def _validated(raw: dict[str, Any]) -> RunConfig:
+    try:
+        return validate(raw, "fluxtrain")
+    except BadInput as error:
+        raise Refusal(str(error), param="fluxtrain") from error
+
+
+def _method(served: ServedModel) -> dict[str, Any]:
+    packed = {"base": served.packing} if served.method == "qlora" else {}
+    return {"name": served.method, **packed}
+
+
+def _refuse_closed(given: Mapping[str, Any]) -> None:
+    for section, values in given.items():
+        keys = [f"{section}.{name}" for name in values] if isinstance(values, dict) else []
+        closed = [key for key in keys if section in _CLOSED_SECTIONS or key in _CLOSED]
+        if section in _CLOSED_SECTIONS or closed:
+            named = (closed or [section])[0]
+            raise Refusal(f"{named} is the operator's and no job's: leave it out", param=named)
+    data, samples = given.get("data"), given.get("samples")
+    template = data.get("chat_template") if isinstance(data, dict) else None
+    if template is not None and not _TEMPLATE_NAME.fullmatch(str(template)):
+        raise Refusal(
+            "data.chat_template takes a name here, not a file", param="data.chat_template"
+        )
+    if isinstance(samples, dict) and isinstance(samples.get("prompts"), str):
+        raise Refusal("samples.prompts takes a list here, not a file", param="samples.prompts")
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return mappings of settings as one; the second's values count."""
+    result = deepcopy(dict(first))
+    for name, value in second.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+        result[name] = _merged(result[name], value) if both else deepcopy(value)
+    return result
+
+
+# -- what was asked -------------------------------------------------------------------------------
+
+
+def digest_of(project: str, body: JobRequest) -> str:
+    """Return what two equal requests of a project have in common."""
+    text = json.dumps([project, body.model_dump(mode="json")], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def repeated(store: Store, project: str, digest: str, key: str | None, retry: bool) -> Any:
+    """Return the job that an earlier copy of a request made; None where there is none.
+
+    Raises Refusal (422) where the same Idempotency-Key came with another request.
+    """
+    if key is not None:
+        found = store.one(
+            sa.select(jobs).where(jobs.c.project == project, jobs.c.repeat_key == key)
+        )
+        if found is not None and found["digest"] != digest:
+            raise Refusal(
+                "this Idempotency-Key came with another request before: use a new one", status=422
+            )
+        return found
+    if not retry:
+        return None
+    recent = (jobs.c.digest == digest, jobs.c.created_s > time.time() - REPEAT_S)
+    return store.one(sa.select(jobs).where(*recent).order_by(jobs.c.number.desc()))
+
+
+def new_job_id() -> str:
+    """Return the id of a job, which is the name of its run's folder too."""
+    return new_id("ftjob")
+
+
+def add_job(
+    store: Store,
+    settings: ServeSettings,
+    project: str,
+    asked: JobRequest,
+    *,
+    job_id: str,
+    config: dict[str, Any],
+    plan: dict[str, Any],
+    blobs: dict[str, str],
+    digest: str,
+    repeat_key: str | None,
+) -> dict[str, Any]:
+    """Queue a job; it is on the disk when this returns. Raises Refusal where the queue is full."""
+    with store.write() as connection:
+        mine = sa.select(sa.func.count()).where(jobs.c.project == project, jobs.c.outcome.is_(None))
+        waiting = connection.execute(mine).scalar_one()
+        if waiting >= settings.quotas.queued_jobs:
+            raise Refusal(
+                f"the project has {waiting} jobs that have not ended, the most it may: wait for "
+                "one, or cancel one",
+                status=429,
+                code="quota_exceeded",
+                retry_after_s=60.0,
+            )
+        newest = connection.execute(sa.select(sa.func.max(jobs.c.number))).scalar_one()
+        row: dict[str, Any] = {
+            "id": job_id,
+            "number": (newest or 0) + 1,
+            "project": project,
+            "created_s": time.time(),
+            "request": asked.model_dump(mode="json", exclude={"fluxtrain"}),
+            "config": config,
+            "plan": plan,
+            "blobs": blobs,
+            "digest": digest,
+            "repeat_key": repeat_key,
+            "wanted": "run",
+            "card": None,
+            "tries": {},
+            "not_before_s": 0.0,
+            "notes": [],
+            "outcome": None,
+        }
+        connection.execute(sa.insert(jobs), row)
+    return row
+
+
+def find_job(store: Store, project: str, job_id: str) -> dict[str, Any]:
+    """Return the row of a project's job. Raises Refusal (404)."""
+    row = store.one(sa.select(jobs).where(jobs.c.id == job_id, jobs.c.project == project))
+    if row is None:
+        raise not_found("job", job_id)
+    return row
+
+
+def want(store: Store, project: str, job_id: str, wanted: str) -> dict[str, Any]:
+    """Ask for a job to run, pause or be cancelled. Raises Refusal for one that has ended."""
+    row = find_job(store, project, job_id)
+    ended = row["outcome"]
+    if ended is not None or row["wanted"] == "cancel":
+        how = ended["status"] if ended is not None else "cancelled"
+        if wanted == "cancel" and how == "cancelled":
+            return row
+        raise Refusal(f"{job_id} has {how} already", code="job_ended")
+    with store.write() as connection:
+        change = sa.update(jobs).where(jobs.c.id == job_id, jobs.c.outcome.is_(None))
+        connection.execute(change.values(wanted=wanted, not_before_s=0.0))
+    return find_job(store, project, job_id)
+
+
+# -- what happened --------------------------------------------------------------------------------
+
+
+def run_of(job_id: str) -> RunDir:
+    """Return the run directory of a job."""
+    return RunDir(runs_root() / job_id)
+
+
+def state_of(row: Mapping[str, Any], run: RunSummary | None) -> str:
+    """Return the word for a job's state: of the API's six, or paused."""
+    if row["outcome"] is not None:
+        return str(row["outcome"]["status"])
+    if row["wanted"] == "cancel":
+        return "cancelled"
+    if run is not None and run.state == "running":
+        return "running"
+    return "paused" if row["wanted"] == "pause" else "queued"
+
+
+def summary_of(run: RunDir) -> RunSummary | None:
+    """Return what a run's files say; None where it has not begun."""
+    try:
+        return run.summary() if run.holds_run() else None
+    except OSError:
+        return None
+
+
+def job_object(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job as the API shows it."""
+    outcome = row["outcome"]
+    run = None if outcome is not None else summary_of(run_of(row["id"]))
+    state = state_of(row, run)
+    asked = JobRequest.model_validate(row["request"])
+    hyper = asked.asked.model_dump(mode="json")
+    status = "queued" if state == "paused" else state
+    failed = outcome if outcome is not None and status == "failed" else None
+    eta = run.eta_s if run is not None and status == "running" else None
+    ended = outcome or {}
+    return {
+        "id": row["id"],
+        "object": "fine_tuning.job",
+        "created_at": int(row["created_s"]),
+        "error": failed
+        and {"code": str(failed["code"]), "message": failed["message"], "param": None},
+        "fine_tuned_model": ended.get("version"),
+        "finished_at": int(ended["at_s"]) if ended else None,
+        "hyperparameters": hyper,
+        "model": asked.model,
+        "organization_id": row["project"],
+        "result_files": [],
+        "seed": asked.seed or 0,
+        "status": status,
+        "trained_tokens": ended.get("trained_tokens"),
+        "training_file": asked.training_file,
+        "validation_file": asked.validation_file,
+        "estimated_finish": None if eta is None or run is None else int(run.stepped_s + eta),
+        "integrations": [],
+        "metadata": asked.metadata,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": hyper}},
+        "user_provided_suffix": asked.suffix,
+        "fluxtrain": {
+            "state": state,
+            "step": ended.get("step") if run is None else run.step,
+            "total_steps": ended.get("total_steps") if run is None else run.total_steps,
+            "loss": ended.get("loss") if run is None else run.loss,
+            "evaluation_loss": ended.get("evaluation_loss"),
+            "card": row["card"] if row["card"] != -1 else None,
+            "plan": row["plan"],
+            "measured": ended.get("measured"),
+            "config": {key: one for key, one in row["config"].items() if key != "model"}
+            | {"data": {k: v for k, v in row["config"].get("data", {}).items() if "path" not in k}},
+        },
+    }
+
+
+def trained_tokens(run: RunDir) -> int | None:
+    """Return the tokens that a run has trained on, as its journal's end tells."""
+    step = read_end(run.journal).step
+    return None if step is None else step.total_tokens
+
+
+def config_path(store: Store, job_id: str) -> Path:
+    """Return where a job's configuration is written for its trainer."""
+    return store.configs / f"{job_id}.yaml"

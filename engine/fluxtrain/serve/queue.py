@@ -1,0 +1,357 @@
+"""The queue: starts trainers, adopts the ones of an earlier server, and judges how each ended.
+
+What is decided is committed before it is done, so a server may be killed at any instruction: the
+next one reads intents from the database and the rest from the run directories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from fluxtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_BUG,
+    EXIT_DEVICE_FAILED,
+    EXIT_DISAGREES,
+    EXIT_DIVERGED,
+    EXIT_DOES_NOT_FIT,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_NO_SPACE,
+    EXIT_READ_FAILED,
+    EXIT_TERMINATED,
+    FluxTrainError,
+)
+from fluxtrain.events.events import CommandAnswered
+from fluxtrain.events.frames import decode_line
+from fluxtrain.events.journal import tail_lines
+from fluxtrain.events.run_folder.control import NotReachable, send_command
+from fluxtrain.events.run_folder.launch import TRAINER, start_unwatched
+from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary
+from fluxtrain.files.atomic import free_bytes, replace_file, storage_error
+from fluxtrain.serve.jobs import config_path, run_of, summary_of, trained_tokens
+from fluxtrain.serve.registry import version_of
+from fluxtrain.serve.settings import ServeSettings
+from fluxtrain.serve.store import Store, jobs, versions
+from fluxtrain.serve.uploads import remove_unused
+from fluxtrain.units import bytes_text
+
+TICK_S = 0.5
+STOP_AGAIN_S = 5.0  # between two requests to a trainer that has not stopped yet
+SILENT_S = 30.0
+MONTH_S = 30 * 86400.0
+# How often an end is tried again while no new step was made, and the first pause, which doubles.
+TRIES = {
+    "memory": (1, 5.0),
+    "card": (1, 0.0),
+    "read": (3, 10.0),
+    "bug": (1, 2.0),
+    "crash": (5, 1.0),
+}
+KINDS = {
+    EXIT_DOES_NOT_FIT: "memory",
+    EXIT_DEVICE_FAILED: "card",
+    EXIT_READ_FAILED: "read",
+    EXIT_BUG: "bug",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How the newest process of a run ended."""
+
+    code: int | None  # None or negative: it was killed
+    refused: bool = False
+    message: str = ""
+    stopped_by_app: bool = False
+    free_bytes: int | None = None
+    needed_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What follows from an end."""
+
+    status: Literal["succeeded", "failed", "cancelled", "queued"]
+    because: str = ""
+    again_s: float = 0.0  # from now, of a queued job
+    tries: Mapping[str, Any] | None = None
+    leaves_card: bool = False
+
+
+def judge(end: End, wanted: str, tries: Mapping[str, Any], step: int | None) -> Verdict:
+    """Decide what follows from the end of a trainer.
+
+    Args:
+        end: how it ended.
+        wanted: of the job: run, pause, cancel.
+        tries: the counts of earlier ends by kind, since the last one with a new `step`.
+        step: the newest that the run has made.
+    """
+    if end.code == EXIT_FINISHED:
+        return Verdict(status="succeeded")
+    if wanted == "cancel" or end.stopped_by_app:
+        return Verdict(status="cancelled")
+    if wanted == "pause":
+        return Verdict(status="queued", because="paused")
+    if end.code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+        return Verdict(status="queued", because="its trainer was stopped from outside")
+    for_good = (EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_DISAGREES)
+    if end.code in for_good or (end.code == EXIT_DOES_NOT_FIT and end.refused):
+        return Verdict(status="failed", because=end.message)
+    if end.code == EXIT_NO_SPACE:
+        return _when_there_is_space(end)
+    return _another_try(end, dict(tries) if tries.get("step") == step else {"step": step})
+
+
+def _when_there_is_space(end: End) -> Verdict:
+    if end.free_bytes is not None and end.free_bytes < end.needed_bytes:
+        lacks = f"{bytes_text(end.needed_bytes)} needed, {bytes_text(end.free_bytes)} free"
+        return Verdict(status="queued", because=f"waits for disk space: {lacks}", again_s=30.0)
+    return Verdict(status="queued", because="the disk was full", again_s=5.0)
+
+
+def _another_try(end: End, made: dict[str, Any]) -> Verdict:
+    """Try again as often as `TRIES` says for the kind of end; `made` counts the tries so far."""
+    kind = "crash" if end.code is None else KINDS.get(end.code, "crash")
+    made[kind] = made.get(kind, 0) + 1
+    most, pause_s = TRIES[kind]
+    because = end.message or "its trainer was killed"
+    if made[kind] > most:
+        return Verdict(status="failed", because=f"{because} (after {made[kind]} tries)")
+    again_s = pause_s * 2.0 ** (made[kind] - 1)
+    return Verdict(
+        status="queued", because=because, again_s=again_s, tries=made, leaves_card=kind == "card"
+    )
+
+
+class Queue:
+    """A thread that keeps the trainers in step with what is wanted."""
+
+    def __init__(
+        self, store: Store, settings: ServeSettings, command: tuple[str, ...] = TRAINER
+    ) -> None:
+        """command: what starts a trainer, before its arguments."""
+        self._store, self._settings, self._command = store, settings, command
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._told_stop_s: dict[str, float] = {}
+        self._silent: set[str] = set()
+        self._bad_cards: set[int] = set()
+        self._wake, self._ends = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
+        self.busy = False  # a trainer runs
+
+    def start(self) -> None:
+        """Begin; trainers that an earlier server started are adopted."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look now, as something else is wanted."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread; trainers go on."""
+        self._ends.set()
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            try:
+                self.tick()
+            except Exception:  # noqa: BLE001 - a fault of one look must not end the queue
+                traceback.print_exc()
+            self._wake.wait(TICK_S)
+            self._wake.clear()
+
+    def tick(self) -> None:
+        """Look at every job that has not ended, once."""
+        is_open = sa.select(jobs).where(jobs.c.outcome.is_(None)).order_by(jobs.c.number)
+        rows = self._store.rows(is_open)
+        running = [row for row in rows if self._is_running(row)]
+        for row in running:
+            self._steer(row)
+        self.busy = bool(running)
+        for row in rows:
+            if row in running:
+                continue
+            if row["tries"].get("started", 0) > row["tries"].get("judged", 0):
+                self._judge(row)
+            elif row["wanted"] == "cancel":
+                self._end(row, "cancelled", run=summary_of(run_of(row["id"])))
+            elif row["wanted"] == "run" and row["not_before_s"] <= time.time():
+                lane = self._free_lane(running, row["project"])
+                if lane is not None:
+                    self._start(row, lane)
+                    running.append({**row, "card": lane})
+
+    # -- running jobs
+
+    def _is_running(self, row: Mapping[str, Any]) -> bool:
+        process = self._started.get(row["id"])
+        if process is not None and process.poll() is None:
+            return True
+        return run_of(row["id"]).liveness() == "running"  # exit 2 of ours: another has the lock
+
+    def _steer(self, row: Mapping[str, Any]) -> None:
+        """Stop a trainer whose job is not to run; warn of one that is silent."""
+        run = run_of(row["id"])
+        if row["wanted"] == "run":
+            summary = summary_of(run)
+            quiet_s = time.time() - summary.updated_s if summary is not None else 0.0
+            if quiet_s > SILENT_S and row["id"] not in self._silent:
+                self._silent.add(row["id"])
+                self._note(row, "warn", f"its trainer has been silent for {quiet_s:.0f} s")
+            elif quiet_s <= SILENT_S:
+                self._silent.discard(row["id"])
+            return
+        if time.monotonic() - self._told_stop_s.get(row["id"], -STOP_AGAIN_S) < STOP_AGAIN_S:
+            return
+        self._told_stop_s[row["id"]] = time.monotonic()
+        try:
+            send_command(run.socket, "stop")
+        except NotReachable:  # it has not come so far yet
+            user, process = run.user(), self._started.get(row["id"])
+            with contextlib.suppress(ProcessLookupError):
+                if process is not None and process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                elif user is not None and user.is_local and user.is_alive():
+                    os.kill(user.pid, signal.SIGTERM)
+
+    # -- jobs that begin or go on
+
+    def _free_lane(self, running: list[Mapping[str, Any]], project: str) -> int | None:
+        """Return the card for the next job, -1 for all; None where there is none to give."""
+        quotas = self._settings.quotas
+        if sum(row["project"] == project for row in running) >= quotas.running_jobs:
+            return None
+        used_s = self._store.used(project, ("card_s",), time.time() - MONTH_S)
+        if used_s >= quotas.card_hours * 3600:
+            return None
+        lanes = self._settings.cards or (-1,)
+        taken = {row["card"] for row in running}
+        return next((one for one in lanes if one not in taken and one not in self._bad_cards), None)
+
+    def _start(self, row: Mapping[str, Any], lane: int) -> None:
+        """Start or resume a job's trainer; that it was meant to is on the disk before."""
+        run, path = run_of(row["id"]), config_path(self._store, row["id"])
+        tries = {**row["tries"], "started": row["tries"].get("started", 0) + 1}
+        tries["started_s"] = time.time()
+        self._change(row, tries=tries, card=lane)
+        arguments = [str(path), "--resume", "auto"]
+        if lane >= 0:
+            arguments += ["--set", f"parallel.cards=[{lane}]"]
+        try:
+            try:
+                replace_file(path, json.dumps(row["config"]).encode())
+            except OSError as error:
+                raise storage_error(path, error) from error
+            self._started[row["id"]] = start_unwatched(arguments, run, self._command)
+        except FluxTrainError as error:
+            self._note(row, "error", str(error))
+
+    # -- jobs that ended
+
+    def _judge(self, row: Mapping[str, Any]) -> None:
+        process = self._started.pop(row["id"], None)
+        run = summary_of(run_of(row["id"]))
+        step = run.step if run is not None else None
+        verdict = judge(self._end_of(row, run, process), row["wanted"], row["tries"], step)
+        began_s = row["tries"].get("started_s", time.time())
+        until_s = min(time.time(), run.updated_s) if run is not None else began_s
+        served = row["request"]["model"]
+        self._store.note_usage(row["project"], served, card_s=max(0.0, until_s - began_s))
+        if verdict.leaves_card and row["card"] is not None and row["card"] >= 0:
+            self._bad_cards.add(row["card"])
+        if verdict.status != "queued":
+            self._end(row, verdict.status, verdict.because, run)
+            return
+        kept = {name: row["tries"][name] for name in ("started", "started_s")}
+        tries = {**(verdict.tries or row["tries"]), **kept, "judged": kept["started"]}
+        again_s = time.time() + verdict.again_s
+        self._change(row, tries=tries, not_before_s=again_s)
+        if verdict.because != "paused":
+            self._note(row, "warn", f"queued again: {verdict.because}")
+
+    def _end_of(
+        self,
+        row: Mapping[str, Any],
+        run: RunSummary | None,
+        process: subprocess.Popen[bytes] | None,
+    ) -> End:
+        """Collect how a job's trainer ended; the run directory counts more than the exit code."""
+        if run is not None and run.state == "finished":
+            return End(code=EXIT_FINISHED)
+        folder = run_of(row["id"])
+        code = run.exit_code if run is not None else None
+        if code is None and process is not None:
+            code = process.poll()
+        needed = int(row["plan"].get("disk_bytes") or 0)
+        return End(
+            code=code,
+            refused=run is not None and run.state == "refused",
+            message=run.message if run is not None else "",
+            stopped_by_app=code == EXIT_INTERRUPTED and _was_told_to_stop(folder),
+            free_bytes=free_bytes(folder.path),
+            needed_bytes=needed,
+        )
+
+    def _end(
+        self, row: Mapping[str, Any], status: str, because: str = "", run: RunSummary | None = None
+    ) -> None:
+        """Record how a job ended, with its model where it succeeded."""
+        folder = run_of(row["id"])
+        outcome: dict[str, Any] = {
+            "status": status,
+            "at_s": time.time(),
+            "code": None if run is None else run.exit_code,
+            "message": because,
+            "step": None if run is None else run.step,
+            "total_steps": None if run is None else run.total_steps,
+            "loss": None if run is None else run.loss,
+            "trained_tokens": None if run is None else trained_tokens(folder),
+        }
+        version = version_of(self._store, row, folder) if status == "succeeded" else None
+        if version is not None:
+            facts = version["facts"]
+            outcome |= {"version": version["id"], "measured": facts["measured"], **facts["metrics"]}
+        with self._store.write() as connection:
+            if version is not None:
+                connection.execute(sa.insert(versions), version)
+            ended = sa.update(jobs).where(jobs.c.id == row["id"]).values(outcome=outcome)
+            connection.execute(ended)
+        for blob in row["blobs"].values():
+            remove_unused(self._store, blob)
+        config_path(self._store, row["id"]).unlink(missing_ok=True)
+        self._told_stop_s.pop(row["id"], None)
+
+    def _change(self, row: Mapping[str, Any], **values: Any) -> None:
+        with self._store.write() as connection:
+            connection.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(**values))
+
+    def _note(self, row: Mapping[str, Any], level: str, text: str) -> None:
+        """Add to the events of a job what its run does not know."""
+        with self._store.write() as connection:
+            query = sa.select(jobs.c.notes).where(jobs.c.id == row["id"])
+            notes = connection.execute(query).scalar_one()
+            changed = [*notes, [time.time(), level, text]]
+            connection.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(notes=changed))
+
+
+def _was_told_to_stop(run: RunDir) -> bool:
+    """Return whether a run was told to stop over its socket, as by the app."""
+    events = filter(None, map(decode_line, tail_lines(run.journal, 1 << 18)))
+    newest = next((one for one in events if isinstance(one, CommandAnswered)), None)
+    return newest is not None and newest.command == "stop" and newest.ok

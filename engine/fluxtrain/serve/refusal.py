@@ -1,0 +1,29 @@
+"""What a request can be refused for, with its HTTP status."""
+
+from __future__ import annotations
+
+from fluxtrain.errors import FluxTrainError
+
+
+class Refusal(FluxTrainError):
+    """A request that is not carried out, with the reason and the cure."""
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.retry_after_s = retry_after_s
+
+
+def not_found(what: str, name: str) -> Refusal:
+    """Return the refusal of a thing that is not there, or belongs to another project."""
+    return Refusal(f"there is no {what} {name!r}", status=404, code=f"{what}_not_found")

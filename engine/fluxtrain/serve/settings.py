@@ -1,0 +1,84 @@
+"""The settings of the service (`serve.yaml`), which belong to the operator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from fluxtrain.config.errors import explain
+from fluxtrain.config.schema import MethodSettings
+from fluxtrain.config.section import Section
+from fluxtrain.config.text import parse_yaml, read_text
+from fluxtrain.errors import BadInput
+from fluxtrain.plan.states import PackedFormat
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+class ServedModel(Section):
+    """A model that jobs may train and users may ask."""
+
+    path: str = Field(min_length=1, description="a folder, a hub id, or `demo`")
+    method: Literal["full", "lora", "qlora"] = Field(
+        default="lora", description="how jobs train it; qlora keeps the base packed"
+    )
+    packing: PackedFormat = Field(
+        default=MethodSettings.model_fields["base"].default, description="of qlora's base"
+    )
+    trust_remote_code: bool = Field(default=False, description="run code that lies with the model")
+    settings: dict[str, Any] = Field(
+        default={}, description="settings of a run's configuration that its jobs start from"
+    )
+
+
+class Quotas(Section):
+    """What one project may use."""
+
+    queued_jobs: int = Field(default=100, ge=1)
+    running_jobs: int = Field(default=8, ge=1)
+    card_hours: float = Field(default=720.0, gt=0, description="in 30 days")
+    file_bytes: int = Field(default=512 * MIB, ge=1, description="of one upload")
+    stored_bytes: int = Field(default=16 * GIB, ge=1, description="of all files together")
+    tokens_per_minute: int = Field(default=200_000, ge=1, description="of prompts and answers")
+
+
+class ServeSettings(Section):
+    """Everything that an operator decides."""
+
+    folder: Path = Field(default=Path("service"), description="database, files and models")
+    models: dict[str, ServedModel] = Field(
+        default={
+            "demo": ServedModel(
+                path="demo", method="full", settings={"data": {"chat_template": "chatml"}}
+            )
+        },
+        min_length=1,
+    )
+    cards: tuple[int, ...] = Field(
+        default=(), description="GPUs that jobs get, one each; empty: one job at a time, on all"
+    )
+    inference: Literal["yield", "beside", "off"] = Field(
+        default="yield", description="yield: the worker leaves while a job trains"
+    )
+    retention_days: float | None = Field(
+        default=None, gt=0, description="after which files, ended runs and usage are deleted"
+    )
+    quotas: Quotas = Field(default_factory=Quotas)
+
+
+def load_settings(path: Path | None) -> ServeSettings:
+    """Read `serve.yaml`; without one the demo's model alone is served.
+
+    Raises:
+        BadInput: every mistake, with its key and the cure.
+    """
+    if path is None:
+        return ServeSettings()
+    raw = parse_yaml(read_text(path), str(path))
+    try:
+        return ServeSettings.model_validate(raw)
+    except ValidationError as error:
+        keys = [*ServeSettings.model_fields, *(f"quotas.{name}" for name in Quotas.model_fields)]
+        raise BadInput(f"{path}: {explain(error, keys, raw)}") from None

@@ -1,0 +1,150 @@
+"""The process that answers: one model, opened by `fluxtrain generate --json`, many asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fluxtrain.events.answers.asking import FLUXTRAIN, EngineRefused, Talk
+from fluxtrain.events.answers.generation import Answered, Ask, Progress, Ready, Refused, Text
+from fluxtrain.serve.refusal import Refusal
+from fluxtrain.serve.store import new_id
+
+OPEN_LIMIT_S = 1800.0  # a model larger than memory is read from its disk
+AGAIN_S = 5.0
+Said = Text | Answered | Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """What a worker opens: options of `fluxtrain generate`, and the model's folder or id."""
+
+    model: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass
+class _Worker:
+    opened: Opened
+    talk: Talk
+    ready: asyncio.Future[Ready]
+    waiting: dict[str, asyncio.Queue[Said | None]] = field(default_factory=dict)
+    reader: asyncio.Task[None] | None = None
+    why: str = ""  # it ended
+
+    async def read(self) -> None:
+        """Hand what the process says to those who asked, until it ends."""
+        try:
+            async for event in self.talk.events():
+                if isinstance(event, Ready):
+                    self.ready.set_result(event)
+                elif isinstance(event, Text | Answered | Refused):
+                    asked = self.waiting.get(event.id)
+                    if asked is not None:
+                        asked.put_nowait(event)
+                else:
+                    assert isinstance(event, Progress)
+            self.why = "the worker ended"
+        except EngineRefused as error:
+            self.why = str(error)
+        if not self.ready.done():
+            self.ready.set_exception(Refusal(f"the model cannot be opened: {self.why}", status=503))
+            self.ready.exception()  # told to whoever waits, if anybody does
+        for asked in self.waiting.values():
+            asked.put_nowait(None)
+
+    async def close(self) -> None:
+        await self.talk.close()
+        if self.reader is not None:
+            await asyncio.wait([self.reader])
+
+
+class Worker:
+    """Keeps the process for the model that was asked for last; another one replaces it as soon as
+    no answer is under way."""
+
+    def __init__(self, may_run: Callable[[], bool], program: tuple[str, ...] = FLUXTRAIN) -> None:
+        """may_run: whether there is memory for a worker now."""
+        self._may_run, self._program = may_run, program
+        self._worker: _Worker | None = None
+        self._changing = asyncio.Lock()
+
+    async def answer(self, opened: Opened, asked: Ask) -> AsyncIterator[Said]:
+        """Yield the pieces of an answer, and in the end the whole.
+
+        Raises Refusal: 503 where the worker is busy with another model, died or has to wait for a
+        job, 400 for what the model cannot answer.
+        """
+        worker = await self._for(opened)
+        named = msgspec.structs.replace(asked, id=new_id("ask"))
+        heard: asyncio.Queue[Said | None] = asyncio.Queue()
+        worker.waiting[named.id] = heard
+        ended = False
+        try:
+            await worker.talk.ask(named)
+            while not ended:
+                event = await heard.get() if not worker.why or heard.qsize() else None
+                if event is None:
+                    ended = True
+                    raise _try_again(f"the worker ended in mid-answer ({worker.why})")
+                if isinstance(event, Refused):
+                    ended = True
+                    raise Refusal(event.message)
+                ended = isinstance(event, Answered)
+                yield event
+        finally:
+            del worker.waiting[named.id]
+            if not ended:
+                await worker.talk.stop()
+
+    async def ready(self, opened: Opened) -> Ready | None:
+        """Return what is known of a model that is open; None for another one."""
+        worker = self._worker
+        if worker is None or worker.opened != opened or not worker.ready.done():
+            return None
+        return None if worker.ready.exception() else worker.ready.result()
+
+    async def leave(self) -> None:
+        """End the process."""
+        async with self._changing:
+            await self._close()
+
+    async def yield_to_jobs(self) -> None:
+        """End the process while it may not run."""
+        if self._worker is not None and not self._may_run():
+            await self.leave()
+
+    async def _for(self, opened: Opened) -> _Worker:
+        if not self._may_run():
+            raise _try_again("a job trains, which needs the memory: ask again when it has ended")
+        async with self._changing:
+            worker = self._worker
+            if worker is not None and (worker.opened != opened or worker.why):
+                if worker.waiting and not worker.why:
+                    raise _try_again("the worker answers with another model now")
+                await self._close()
+                worker = None
+            if worker is None:
+                worker = self._worker = await self._begin(opened)
+            await asyncio.wait_for(asyncio.shield(worker.ready), OPEN_LIMIT_S)
+        return worker
+
+    async def _begin(self, opened: Opened) -> _Worker:
+        talk = await Talk.begin(opened.model, *opened.options, program=self._program)
+        worker = _Worker(opened, talk, asyncio.get_running_loop().create_future())
+        worker.reader = asyncio.create_task(worker.read())
+        return worker
+
+    async def _close(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                await worker.close()
+
+
+def _try_again(why: str) -> Refusal:
+    return Refusal(why, status=503, code="worker_unavailable", retry_after_s=AGAIN_S)
