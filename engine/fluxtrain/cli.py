@@ -186,7 +186,7 @@ def inspect(
 ) -> None:
     """Show the data as the model will see it.
 
-    Samples, what is learnt of them, and lengths.
+    Samples, which tokens are trained on, and lengths.
     """
     chosen = _named_config("inspect", config, demo, overrides_of(sets, None, None))
     with ImmediateInterrupts():

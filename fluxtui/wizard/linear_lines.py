@@ -62,7 +62,7 @@ def inspection_lines(found: InspectionAnswer) -> list[str]:
 def piece_lines(pieces: Sequence[TextPiece]) -> list[str]:
     """Mark every line of a sample as trained on or as context."""
     return [
-        f"{'trained on' if piece.learnt else 'context'}: {line}"
+        f"{'trained on' if piece.trained else 'context'}: {line}"
         for piece in pieces
         for line in piece.text.splitlines()
         if line.strip()

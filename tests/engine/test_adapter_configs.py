@@ -13,7 +13,7 @@ import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.models import loading
-from fluxtrain.results.export import attached
+from fluxtrain.results.adapter import attached
 from tests.engine.adapter_folders import exported, make_adapter
 from tests.engine.used_models import opened
 

@@ -128,7 +128,7 @@ def test_a_configuration_that_leaves_tensors_or_options_out_is_refused(
             {"init_lora_weights": "pissa_niter_4"},
             r"'pissa_niter_4', by which peft rewrites the base: .*path_initial_model_for_w",
         ),
-        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}, "learnt prompts, .* use them wi"),
+        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}, "trained prompts, .* use them"),
         ({"peft_type": "ADALORA", "total_step": 9}, "is ADALORA, .*merge it with peft's merge_and"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens are set, .*with peft"),
     ],

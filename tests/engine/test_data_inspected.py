@@ -1,4 +1,4 @@
-"""From a file of every shape to what is learnt of it: nothing of a row is lost on the way."""
+"""From a file of every shape to what is trained on of it: nothing of a row is lost on the way."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def write(folder: Path, *records: Any, name: str = "data.jsonl") -> str:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_of_every_shape_the_answer_is_learnt_and_the_question_is_seen(
+def test_of_every_shape_the_answer_is_trained_and_the_question_is_seen(
     run_config: MakeConfig, tmp_path: Path, shape: str
 ) -> None:
     path = write(tmp_path, *[SHAPES[shape]] * 12)
     found = inspection.inspect(load_config(run_config(data__path=path, data__sequence_length=32)))
     pieces = found.samples[0].pieces
-    learnt = "".join(piece.text for piece in pieces if piece.learnt)
-    seen = "".join(piece.text for piece in pieces if not piece.learnt)
-    assert "two foxes" in learnt and "how many?" not in learnt
+    trained = "".join(piece.text for piece in pieces if piece.trained)
+    seen = "".join(piece.text for piece in pieces if not piece.trained)
+    assert "two foxes" in trained and "how many?" not in trained
     assert "how many?" in seen
     assert found.files[0].shape == {"parts": "messages"}.get(shape, shape)
 

@@ -44,7 +44,7 @@ def tokenize(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return in_memory(Encoder(tokenizer).samples(rows))
 
 
-def _learnt(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
+def _trained(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
     assert tokens.trained is not None
     return tokenizer.decode(tokens.ids[tokens.trained])
 
@@ -90,23 +90,23 @@ def test_texts_are_encoded_in_batches_with_the_same_result(
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
-def test_only_the_assistants_words_and_its_end_of_turn_are_learnt(
+def test_only_the_assistants_words_and_its_end_of_turn_are_trained_on(
     tokenizer: PreTrainedTokenizerBase, template: str
 ) -> None:
     tokenizer.chat_template = template
     tokens = tokenize(_talk(*TALK), tokenizer)
-    assert _learnt(tokens, tokenizer) == "it is four<|im_end|>six<|im_end|>"
+    assert _trained(tokens, tokenizer) == "it is four<|im_end|>six<|im_end|>"
     everything = tokenizer.decode(tokens.ids)
     assert everything == tokenizer.apply_chat_template(list(TALK), tokenize=False)
 
 
-def test_where_a_template_rewrites_earlier_turns_each_answer_is_learnt_as_inference_sees_it(
+def test_where_a_template_rewrites_earlier_turns_each_answer_is_trained_as_inference_sees_it(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     tokenizer.chat_template = THINKING_TEMPLATE
     tokens = tokenize(_talk(*TALK), tokenizer)
     assert tokens.documents == 2 and tokens.rows.tolist() == [0, 0]
-    assert _learnt(tokens, tokenizer) == (
+    assert _trained(tokens, tokenizer) == (
         "<think></think>six<|im_end|><think></think>it is four<|im_end|>"
     )
     first = tokenizer.decode(tokens.ids[tokens.starts[1] :])
@@ -136,7 +136,7 @@ def test_a_conversation_whose_template_renders_no_assistant_is_refused(
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}{% endfor %}{% generation %}{% endgeneration %}"
     )
-    with pytest.raises(BadInput, match="line 3: nothing of it is learnt"):
+    with pytest.raises(BadInput, match="line 3: none of it is trained on"):
         tokenize(_talk(*TALK), tokenizer)
 
 

@@ -62,7 +62,7 @@ def plainly(model: Any, folder: Path, data: Path, tokens: int, rows: int) -> flo
 
 @pytest.fixture
 def talks(tmp_path: Path) -> Path:
-    """A file of conversations; their answers alone are learnt."""
+    """A file of conversations; their answers alone are trained on."""
     rows = [
         {"messages": [
             {"role": "user", "content": f"what is {n} and two?"},

@@ -44,16 +44,16 @@ def test_every_file_stands_in_the_readme() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_an_example_is_read_in_its_shape_and_learnt(name: str) -> None:
+def test_an_example_is_read_in_its_shape_and_trained_on(name: str) -> None:
     shape, sets = SHAPES[name]
     sets = [f"data.path={EXAMPLES / name}", *sets]
     found = inspection.inspect(load_config(EXAMPLES / "run.yaml", sets))
     assert found.files[0].shape == shape
     assert found.sampled_documents == 24 and found.is_whole
     assert found.cut_documents_share == 0 or shape == "messages" or name == "text.txt"
-    learnt = "".join(piece.text for piece in found.samples[0].pieces if piece.learnt)
-    assert "grinds grain between two stones" in learnt
-    assert "What is a mill" not in learnt
+    trained = "".join(piece.text for piece in found.samples[0].pieces if piece.trained)
+    assert "grinds grain between two stones" in trained
+    assert "What is a mill" not in trained
 
 
 def test_the_command_in_the_readme_trains(

@@ -108,7 +108,7 @@ def test_a_run_trains_adapters_alone_and_saves_them_in_pefts_format(
     assert (model / "chat_template.jinja").exists() and (model / "tokenizer.json").exists()
 
 
-def test_the_learnt_end_of_an_adapter_run_is_told_and_kept_beside_the_adapter(
+def test_the_trained_end_of_an_adapter_run_is_told_and_kept_beside_the_adapter(
     run_config: MakeConfig, tmp_path: Path
 ) -> None:
     said = {"user": "and two?", "assistant": "it is four"}

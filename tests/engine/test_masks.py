@@ -1,4 +1,4 @@
-"""What is learnt is the assistant's words and their ends, for all tokenizers and templates."""
+"""What is trained on is the assistant's words and their ends, for all tokenizers and templates."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def encoded(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Sample],
     return [sample for sample, _ in encoder.samples([row])], encoder.notes
 
 
-def learnt(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Decode the stretches that are learnt, each behind the text before it."""
+def trained(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Decode the stretches that are trained on, each behind the text before it."""
     assert sample.marks is not None
     ids, marks = sample.ids.tolist(), sample.marks.tolist()
     found: list[str] = []
@@ -76,12 +76,12 @@ def ending(name: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12)
 @given(messages=conversations())
-def test_the_answers_and_their_ends_are_learnt_and_nothing_else(
+def test_the_answers_and_their_ends_are_trained_and_nothing_else(
     kind: str, name: str, messages: tuple[Message, ...]
 ) -> None:
     tokenizer = TOKENIZERS[kind, name]
     samples, notes = encoded(row_of(messages), tokenizer)
-    told = [part for sample in reversed(samples) for part in learnt(sample, tokenizer)]
+    told = [part for sample in reversed(samples) for part in trained(sample, tokenizer)]
     answers = [m["content"] for m in messages if m["role"] == "assistant"]
     prefix = "<think></think>" if name.startswith("thoughts") else ""
     if name == "opened with a thought":
@@ -122,7 +122,7 @@ def test_the_tokens_are_those_of_the_rendering_unless_a_merge_crosses_the_prompt
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15)
 @given(prompt=WRITTEN, completion=FILLED, held=st.booleans())
-def test_a_completion_without_a_template_is_learnt_with_an_end(
+def test_a_completion_without_a_template_is_trained_with_an_end(
     kind: str, prompt: str, completion: str, held: bool
 ) -> None:
     tokenizer = tokenizer_of(kind, None)
@@ -131,7 +131,7 @@ def test_a_completion_without_a_template_is_learnt_with_an_end(
         {"role": "assistant", "content": completion + ("</s>" if held else "")},
     )
     [sample], notes = encoded(row_of(messages, plain=True), tokenizer)
-    [part] = learnt(sample, tokenizer)
+    [part] = trained(sample, tokenizer)
     assert dense(part) == dense(completion) + "</s>"
     assert sample.ids.tolist().count(tokenizer.eos_token_id) == 1
     begins = held + (kind == "adds-bos" and not held)
@@ -160,12 +160,12 @@ def test_a_text_has_its_special_tokens_once(kind: str, begin: str, end: str) -> 
 
 
 @pytest.mark.parametrize("name", ["chatml", "tagged", "thoughts of the last turn"])
-def test_a_message_with_the_weight_0_is_seen_and_not_learnt(name: str) -> None:
+def test_a_message_with_the_weight_0_is_seen_and_not_trained_on(name: str) -> None:
     tokenizer = TOKENIZERS["byte-level", name]
     said = {"question": "user", "mill": "assistant", "?": "user", "river": "assistant"}
     talk = tuple({"role": role, "content": words} for words, role in said.items())
     samples, _ = encoded(row_of(talk, weights=(0.0, 0.0, 0.0, 1.0)), tokenizer)
-    told = [dense(part) for sample in samples for part in learnt(sample, tokenizer)]
+    told = [dense(part) for sample in samples for part in trained(sample, tokenizer)]
     assert [part.removeprefix("<think></think>") for part in told] == ["river<|im_end|>"]
     assert "mill" in tokenizer.decode(samples[0].ids)
     with pytest.raises(BadInput, match=r"talk.jsonl line 3: message 4 has the weight 0.5"):

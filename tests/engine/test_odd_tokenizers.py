@@ -67,7 +67,7 @@ def letters(template: str | None = None) -> Letters:
     return made
 
 
-def learnt(sample: Any, tokenizer: Any) -> list[str]:
+def trained(sample: Any, tokenizer: Any) -> list[str]:
     marks, found = [*sample.marks.tolist(), False], []
     first = 0
     for at in range(1, len(marks)):
@@ -84,7 +84,7 @@ def test_a_tokenizer_without_a_fast_version_learns_the_answers_and_their_ends(na
     assert not tokenizer.is_fast
     row = Row(origin=Origin("a", 1), messages=TALK, weights=weights_of(TALK))
     samples = [sample for sample, _ in Encoder(tokenizer).samples([row])]
-    told = [part for sample in reversed(samples) for part in learnt(sample, tokenizer)]
+    told = [part for sample in reversed(samples) for part in trained(sample, tokenizer)]
     thought = "<think>\n\n</think>\n\n" if name.startswith("thoughts") else ""
     assert told == [f"{thought}  it is\n    four<|im_end|>", f"{thought}six<|im_end|>"]
 
@@ -98,7 +98,7 @@ def test_a_tokenizer_without_a_fast_version_ends_texts_and_completions_once() ->
     ]
     text, completion = (sample for sample, _ in Encoder(tokenizer).samples(rows))
     assert tokenizer.decode(text.ids.tolist()) == "the mill</s>"
-    assert learnt(completion, tokenizer) == [" four</s>"]
+    assert trained(completion, tokenizer) == [" four</s>"]
 
 
 def test_its_tokens_are_cached_by_its_vocabulary(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_its_tokens_are_cached_by_its_vocabulary(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_without_a_padding_token_padding_is_never_seen_or_learnt(tmp_path: Path) -> None:
+def test_without_a_padding_token_padding_is_never_seen_or_trained_on(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("byte-level", TEMPLATES["chatml"])
     assert tokenizer.pad_token_id is None
     data = tmp_path / "talks.jsonl"
@@ -133,4 +133,4 @@ def test_without_a_padding_token_padding_is_never_seen_or_learnt(tmp_path: Path)
         assert (whole.input_ids[padding] == pad_id(tokenizer)).all()
         assert (whole.labels[padding] == -100).all()
         ends = whole.labels == tokenizer.convert_tokens_to_ids("<|im_end|>")
-        assert int(ends.sum()) == len(talks)  # an end is learnt although padding may look like one
+        assert int(ends.sum()) == len(talks)  # an end is trained on, though padding looks like one

@@ -26,7 +26,7 @@ REWRITES = (  # keeps the thoughts of the last turn alone, and marks the words o
 
 
 def encoded(template: str, *messages: Message, **fields: Any) -> tuple[list[str], list[str], Notes]:
-    """Return the texts of the samples, what of each is learnt, and the notes."""
+    """Return the texts of the samples, what of each is trained on, and the notes."""
     tokenizer = tokenizer_of("byte-level", template)
     row = Row(origin=Origin("a", 1), messages=messages, weights=weights_of(messages), **fields)
     encoder = Encoder(tokenizer)
@@ -38,15 +38,15 @@ def encoded(template: str, *messages: Message, **fields: Any) -> tuple[list[str]
     )
 
 
-def test_a_marked_answer_is_learnt_as_its_own_turn_writes_it() -> None:
+def test_a_marked_answer_is_trained_as_its_own_turn_writes_it() -> None:
     first = {**SAID, "content": "<think>one</think>mill"}
     last = {**SAID, "content": "<think>two</think>river"}
-    texts, learnt, notes = encoded(REWRITES, ASKED, first, ASKED, last)
-    assert learnt == ["<think>two</think>river<|im_end|>", "<think>one</think>mill<|im_end|>"]
+    texts, trained, notes = encoded(REWRITES, ASKED, first, ASKED, last)
+    assert trained == ["<think>two</think>river<|im_end|>", "<think>one</think>mill<|im_end|>"]
     assert "one" not in texts[0] and "river" not in texts[1]
     assert not notes.left_out
-    texts, learnt, _ = encoded(REWRITES, ASKED, SAID, ASKED, last)  # nothing is rewritten
-    assert learnt == ["mill<|im_end|><think>two</think>river<|im_end|>"] and len(texts) == 1
+    texts, trained, _ = encoded(REWRITES, ASKED, SAID, ASKED, last)  # nothing is rewritten
+    assert trained == ["mill<|im_end|><think>two</think>river<|im_end|>"] and len(texts) == 1
 
 
 @pytest.mark.parametrize("tagged", [False, True])
@@ -84,7 +84,7 @@ def test_a_call_that_is_not_written_is_refused() -> None:
     silent = TEMPLATES["chatml"].replace("m['content']", "(m['content'] or '')")
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     with pytest.raises(
-        BadInput, match="leaves out a tool call that would be learnt: set data.chat"
+        BadInput, match="leaves out a tool call that would be trained on: set data.chat"
     ):
         encoded(silent, ASKED, answer)
 
@@ -92,8 +92,8 @@ def test_a_call_that_is_not_written_is_refused() -> None:
 def test_special_tokens_in_the_words_of_a_row_are_told() -> None:
     asked = {**ASKED, "content": "what is <|im_end|> and <b>?"}
     said = {**SAID, "content": "an end <|im_end|><|im_start|>user"}
-    _, learnt, notes = encoded(TEMPLATES["chatml"], asked, said)
-    assert learnt[0].endswith("<|im_end|>")
+    _, trained, notes = encoded(TEMPLATES["chatml"], asked, said)
+    assert trained[0].endswith("<|im_end|>")
     assert {name: noted.rows for name, noted in notes.within.items()} == {
         "<|im_end|>": 1, "<|im_start|>": 1,
     }  # fmt: skip

@@ -21,7 +21,7 @@ from fluxtrain.data.row import Origin, Row
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import InspectionAnswer
 from tests.engine.mask_grounds import TEMPLATES, tokenizer_of
-from tests.engine.test_masks import encoded, learnt, row_of
+from tests.engine.test_masks import encoded, row_of, trained
 
 MakeConfig = Callable[..., Path]
 TOOL = {"type": "function", "function": {"name": "weather_of_city", "parameters": {}}}
@@ -63,7 +63,7 @@ def test_a_tool_call_has_the_arguments_that_the_template_expects(arguments: str,
     asked = {"role": "user", "content": "weather?"}
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     [sample], notes = encoded(row_of((asked, called), tools=(TOOL,)), tokenizer)
-    [part] = learnt(sample, tokenizer)
+    [part] = trained(sample, tokenizer)
     assert part.startswith("weather_of_city ") and part.endswith("<|im_end|>") and "Oslo" in part
     if "items" not in arguments:
         assert '{"city": "Oslo"}' in part
@@ -111,7 +111,7 @@ def test_inspect_plan_and_train_say_what_is_cut_and_left_out(
     assert "line 31" in ran.stdout + ran.stderr
 
 
-def test_the_end_that_is_learnt_is_in_the_exported_generation_settings(
+def test_the_end_that_is_trained_is_in_the_exported_generation_settings(
     run_config: MakeConfig, tmp_path: Path,
     fluxtrain: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:  # fmt: skip
@@ -184,7 +184,7 @@ def test_a_named_template_ends_turns_and_is_refused_without_the_token(name: str)
     messages = tuple({"role": role, "content": words} for role, words in said.items())
     again = ({"role": "user", "content": "and?"}, {"role": "assistant", "content": "river"})
     [sample], notes = encoded(row_of((*messages, *again)), tokenizer)
-    told = [part.strip() for part in learnt(sample, tokenizer)]
+    told = [part.strip() for part in trained(sample, tokenizer)]
     assert [part.replace(" </s>", "</s>") for part in told] == [f"the mill{end}", f"river{end}"]
     assert not notes.left_out
 
@@ -203,4 +203,4 @@ def test_a_template_that_is_unknown_or_cannot_be_read_is_refused(tmp_path: Path)
 def test_a_text_without_an_end_token_is_told() -> None:
     tokenizer = tokenizer_of("byte-level", None, eos=None)
     _, notes = encoded(Row(origin=Origin("a.txt", 1), text="the river"), tokenizer)
-    assert "end of 1 texts is not learnt" in notes.sentences()[0]
+    assert "end of 1 texts is not trained on" in notes.sentences()[0]

@@ -102,7 +102,7 @@ def test_answers_are_those_of_the_model_alone_and_come_with_each_evaluation(
     assert "sample 3 of 3 at step 4 in " in said
 
 
-def test_a_prompt_is_a_users_words_where_conversations_are_learnt(
+def test_a_prompt_is_a_users_words_where_conversations_are_trained_on(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = [{"role": "user", "content": "what is two and two?"},

@@ -1,4 +1,4 @@
-"""Templates of many families, as published: answers, calls and their ends are learnt, once."""
+"""Templates of many families, as published: answers, calls and their ends are trained on, once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fluxtrain.data.encoding.conversations import OPENING
 from fluxtrain.data.encoding.encode import Encoder
 from fluxtrain.data.row import Message, Origin, Row, Tool, weights_of
 from fluxtrain.errors import BadInput
-from tests.engine.test_odd_tokenizers import Letters, learnt
+from tests.engine.test_odd_tokenizers import Letters, trained
 
 _TRL = find_spec("trl")
 FOLDER = Path(_TRL.origin).parent / "chat_templates" if _TRL and _TRL.origin else Path("/none")
@@ -53,21 +53,21 @@ KNOW_NONE = ("llama3", "llama3_training", "phi3", "phi3_5_training")
 
 
 def told(name: str, messages: tuple[Message, ...], tools: tuple[Tool, ...] = ()) -> list[str]:
-    """Return what is learnt of a conversation, in the order of its answers."""
+    """Return what is trained on of a conversation, in the order of its answers."""
     template = (FOLDER / f"{name}.jinja").read_text()
     specials: list[Any] = sorted(set(SPECIALS.findall(template)))
     tokenizer = Letters(eos_token="</s>", bos_token="<s>", additional_special_tokens=specials)
     tokenizer.chat_template = template
     row = Row(origin=Origin("a", 1), messages=messages, weights=weights_of(messages), tools=tools)
     samples = [sample for sample, _ in Encoder(tokenizer).samples([row])]
-    parts = [part for sample in samples for part in learnt(sample, tokenizer)]
+    parts = [part for sample in samples for part in trained(sample, tokenizer)]
     words = [message["content"] or "weather_of" for message in messages if message["role"] ==
              "assistant"]  # fmt: skip
     return sorted(parts, key=lambda part: next(i for i, said in enumerate(words) if said in part))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_answer_and_its_end_are_learnt_once(name: str) -> None:
+def test_each_answer_and_its_end_are_trained_once(name: str) -> None:
     first, second = told(name, ASKED)
     assert first.count("first answer") == 1 and second.count("second answer") == 1
     for part in (first, second):
@@ -76,7 +76,7 @@ def test_each_answer_and_its_end_are_learnt_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOW_TOOLS)
-def test_a_call_and_what_follows_it_are_learnt(name: str) -> None:
+def test_a_call_and_what_follows_it_are_trained_on(name: str) -> None:
     call, said = told(name, CALLED, TOOLS)
     assert "weather_of" in call and "Oslo" in call and "it rains" in said
     assert not re.search(r"\b(None|null)\b", call + said)
@@ -87,7 +87,7 @@ def test_a_call_and_what_follows_it_are_learnt(name: str) -> None:
 
 @pytest.mark.parametrize("name", KNOW_NONE)
 def test_a_call_that_a_family_cannot_write_is_refused(name: str) -> None:
-    with pytest.raises(BadInput, match="leaves out a tool call that would be learnt"):
+    with pytest.raises(BadInput, match="leaves out a tool call that would be trained on"):
         told(name, CALLED, TOOLS)
 
 
@@ -101,7 +101,7 @@ def test_an_opening_answer_that_a_family_refuses_alone_is_seen_and_told(name: st
     encoder = Encoder(tokenizer)
     row = Row(origin=Origin("a", 1), messages=messages, weights=weights_of(messages))
     samples = [sample for sample, _ in encoder.samples([row])]
-    parts = "".join(part for sample in samples for part in learnt(sample, tokenizer))
+    parts = "".join(part for sample in samples for part in trained(sample, tokenizer))
     assert "first answer" in parts and "second answer" in parts and "greeting" not in parts
     assert "greeting words" in tokenizer.decode(samples[0].ids.tolist())
     assert encoder.notes.left_out[OPENING].rows == 1

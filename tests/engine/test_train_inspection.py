@@ -33,8 +33,8 @@ def inspected(config: Path) -> InspectionAnswer:
     return inspection.inspect(load_config(config))
 
 
-def learnt(sample: InspectedSample) -> list[str]:
-    return [piece.text for piece in sample.pieces if piece.learnt]
+def trained(sample: InspectedSample) -> list[str]:
+    return [piece.text for piece in sample.pieces if piece.trained]
 
 
 @pytest.fixture
@@ -44,18 +44,18 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
-def test_of_a_conversation_the_assistants_words_are_learnt_and_the_template_is_seen(
+def test_of_a_conversation_the_assistants_words_are_trained_and_the_template_is_seen(
     run_config: MakeConfig, talks: Path
 ) -> None:
     found = inspected(run_config(data__path=str(talks), data__sequence_length=64))
     [first, *_] = found.samples
-    assert learnt(first) == ["it is four<|im_end|>", "six<|im_end|>"]
+    assert trained(first) == ["it is four<|im_end|>", "six<|im_end|>"]
     whole = "".join(piece.text for piece in first.pieces)
     assert whole.startswith("<|im_start|>user\nwhat is two and two?<|im_end|>")
     assert found.format == "messages"
 
 
-def test_what_is_shown_as_learnt_has_exactly_the_labels_of_the_run(
+def test_what_is_shown_as_trained_has_exactly_the_labels_of_the_run(
     run_config: MakeConfig, talks: Path
 ) -> None:
     config = run_config(data__path=str(talks), data__sequence_length=64, data__held_out=0.0)
@@ -63,19 +63,19 @@ def test_what_is_shown_as_learnt_has_exactly_the_labels_of_the_run(
     data = load_inputs(load_config(config)).task.data
     rows = data.trained
     labels = np.concatenate([rows[index].labels.ravel() for index in range(len(rows))])
-    learnt_tokens = int((labels != IGNORED).sum())
+    trained_tokens = int((labels != IGNORED).sum())
     assert sum(found.lengths) == data.tokens
-    assert found.learnt_share == pytest.approx(learnt_tokens / data.tokens)
+    assert found.trained_share == pytest.approx(trained_tokens / data.tokens)
     assert found.estimated_rows == len(rows)
 
 
-def test_of_a_text_all_but_the_first_token_is_learnt(run_config: MakeConfig) -> None:
+def test_of_a_text_all_but_the_first_token_is_trained_on(run_config: MakeConfig) -> None:
     found = inspected(run_config(data__sequence_length=64))
     for sample in found.samples:
         seen, rest = sample.pieces
-        assert (seen.learnt, rest.learnt) == (False, True)
+        assert (seen.trained, rest.trained) == (False, True)
         assert rest.text.endswith("<|endoftext|>")
-        assert sample.learnt_tokens == sample.tokens - 1
+        assert sample.trained_tokens == sample.tokens - 1
 
 
 def test_a_document_longer_than_a_row_is_shown_as_far_as_its_first_row(
@@ -108,7 +108,7 @@ def test_stretches_put_together_are_the_whole_text(tokenizer_folder: Path) -> No
     ids = tokenizer("the fox – and 犬 – jumps over it")["input_ids"]
     marks = [index % 3 == 1 for index in range(len(ids))]
     pieces = inspection.stretches(ids, marks, tokenizer)
-    assert [piece.learnt for piece in pieces[:4]] == [False, True, False, True]
+    assert [piece.trained for piece in pieces[:4]] == [False, True, False, True]
     assert "the fox" in "".join(piece.text for piece in pieces)
 
 
@@ -136,8 +136,8 @@ def test_the_command_prints_json_for_programs_and_words_for_people(
     found = decoded(InspectionAnswer, answer.stdout)
     assert len(found.samples) == inspection.SAMPLES
     shown = inspection.page(found)
-    assert "  learnt | it is four<|im_end|>" in shown.splitlines()
-    assert "  seen   | and three?<|im_end|>" in shown.splitlines()
+    assert "  trained on | it is four<|im_end|>" in shown.splitlines()
+    assert "  context    | and three?<|im_end|>" in shown.splitlines()
     refused = fluxtrain("inspect")
     assert refused.returncode == 2
     assert "nothing to inspect" in refused.stderr

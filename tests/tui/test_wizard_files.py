@@ -159,7 +159,7 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
     facts = read_data_file(str(path))
     assert (facts.shape, facts.documents, facts.counted) == ("text", 2, True)
     assert facts.samples[0][0].text == "Once upon a time."
-    assert facts.samples[0][0].learnt
+    assert facts.samples[0][0].trained
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
     ids=["chosen", "--set", "--set after a file"],
 )
 def test_data_is_read_in_the_format_that_was_set(tmp_path: Path, said: Any) -> None:
-    """A log of JSON objects, to be learnt as the text that it is."""
+    """A log of JSON objects, to be trained on as the text that it is."""
     log = tmp_path / "log.jsonl"
     log.write_text('{"event": 1}\n' * 5)
     assert check_data(Answers(data_source="file", data_path=str(log))).error is not None
@@ -183,7 +183,7 @@ def test_data_is_read_in_the_format_that_was_set(tmp_path: Path, said: Any) -> N
     )
 
 
-def test_of_a_conversation_only_the_assistant_is_marked_as_learnt(tmp_path: Path) -> None:
+def test_of_a_conversation_only_the_assistant_is_marked_as_trained_on(tmp_path: Path) -> None:
     turns = [("system", "Be brief."), ("user", "Hello?"), ("assistant", "Yes.")]
     line = json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
     path = tmp_path / "chat.jsonl"
@@ -191,7 +191,7 @@ def test_of_a_conversation_only_the_assistant_is_marked_as_learnt(tmp_path: Path
     facts = read_data_file(str(path))
     assert (facts.shape, facts.documents) == ("messages", 5)
     assert len(facts.samples) == 3
-    assert [piece.learnt for piece in facts.samples[0]] == [False, False, True]
+    assert [piece.trained for piece in facts.samples[0]] == [False, False, True]
     assert [piece.text for piece in facts.samples[0]][1:] == ["user: Hello?", "assistant: Yes."]
 
 
@@ -292,7 +292,7 @@ def test_tools_and_their_calls_stand_in_the_sample(tmp_path: Path) -> None:
     row = {"messages": turns, "tools": [{"name": "weather"}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     [sample] = check_data(Answers(data_source="path", data_path=str(tmp_path / "a.jsonl"))).samples
-    assert [(piece.text, piece.learnt) for piece in sample] == [
+    assert [(piece.text, piece.trained) for piece in sample] == [
         ("tools: weather", False), ("user: rain?", False),
         ("assistant: (calls weather)", True),
     ]  # fmt: skip

@@ -88,12 +88,12 @@ INSPECTION = {
     "fitting_share": 0.75, "cut_samples": 0, "left_out_samples": 0,
     "max_positions": 512, "sampled_documents": 4, "sampled_share": 0.25,
     "sampled_tokens": 400, "estimated_documents": 16, "estimated_tokens": 1600,
-    "estimated_rows": 13, "learnt_share": 0.5, "cut_documents_share": 0.25,
+    "estimated_rows": 13, "trained_share": 0.5, "cut_documents_share": 0.25,
     "cut_tokens_share": 0.5, "padding_share": 0.1, "lengths": [10, 40, 150, 200],
     "samples": [
-        {"tokens": 10, "shown_tokens": 10, "learnt_tokens": 4, "rows": 1,
-         "pieces": [{"text": "<|user|>Why?", "learnt": False},
-                    {"text": "So it is.<|end|>", "learnt": True}]},
+        {"tokens": 10, "shown_tokens": 10, "trained_tokens": 4, "rows": 1,
+         "pieces": [{"text": "<|user|>Why?", "trained": False},
+                    {"text": "So it is.<|end|>", "trained": True}]},
     ],
 }  # fmt: skip
 TRIAL = {

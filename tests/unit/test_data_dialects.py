@@ -25,7 +25,7 @@ NAMES = {"user": "human", "assistant": "gpt", "system": "system", "tool": "obser
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Messages in their normal form; at least one is the assistant's and is learnt."""
+    """Messages in their normal form; at least one is the assistant's and is trained on."""
     turns: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(0, 4))):
         role = draw(st.sampled_from(["user", "assistant", "tool"]))
@@ -101,14 +101,14 @@ def test_columns_give_the_conversations_that_lines_give(
         assert [list(row.messages) for row in found] == some, kind
 
 
-@given(turns=conversations(), learnt=weighing)
+@given(turns=conversations(), trained=weighing)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_weights_are_those_of_the_file(
-    tmp_path: Path, turns: list[dict[str, Any]], learnt: list[bool]
+    tmp_path: Path, turns: list[dict[str, Any]], trained: list[bool]
 ) -> None:
     marks = [
         bool(mark) if turn["role"] == "assistant" else False
-        for turn, mark in zip(turns, [*learnt[: len(turns) - 1], True], strict=True)
+        for turn, mark in zip(turns, [*trained[: len(turns) - 1], True], strict=True)
     ]
     weighed = [{**turn, "weight": int(mark)} for turn, mark in zip(turns, marks, strict=True)]
     [row] = rows(lines(tmp_path, {"messages": weighed}))

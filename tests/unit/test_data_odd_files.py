@@ -193,6 +193,6 @@ def test_a_map_with_a_key_twice_is_refused(tmp_path: Path) -> None:
     assert "a map with the same key twice" in refusal(write(tmp_path, "a.parquet", made.getvalue()))
 
 
-def test_line_ends_of_windows_are_not_learnt(tmp_path: Path) -> None:
+def test_line_ends_of_windows_are_not_trained_on(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", b"one\r\ntwo\r\n<|endoftext|>\r\nthree\r\n")
     assert [row.text for row in rows(path)] == ["one\ntwo\n", "three\n"]

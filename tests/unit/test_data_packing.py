@@ -40,7 +40,7 @@ def _held(spans: Spans) -> list[int]:
 
 
 @given(lengths=LENGTHS, row_tokens=st.integers(2, 32), pack=st.booleans())
-def test_every_token_that_can_be_learnt_is_in_exactly_one_row(
+def test_every_token_that_can_be_trained_is_in_exactly_one_row(
     lengths: list[int], row_tokens: int, pack: bool
 ) -> None:
     tokens = _tokens(lengths)
@@ -110,27 +110,27 @@ def test_packing_leaves_at_most_one_row_half_empty(lengths: list[int], row_token
     lengths=LENGTHS,
     row_tokens=st.integers(2, 32),
 )
-def test_only_marked_tokens_are_learnt_and_no_row_has_nothing_to_learn(
+def test_only_marked_tokens_are_trained_and_no_row_has_nothing_to_learn(
     marks: list[bool], lengths: list[int], row_tokens: int
 ) -> None:
     trained = [marks[i % len(marks)] for i in range(sum(lengths))]
     tokens = _tokens(lengths, trained)
     rows = PackedRows(tokens, _whole(tokens), row_tokens)
-    learnt = set()
+    found = set()
     for index in range(len(rows)):
         labels = rows[index].labels
         assert (labels != IGNORED).any()
-        learnt |= set(labels[labels != IGNORED].tolist())
+        found |= set(labels[labels != IGNORED].tolist())
     expected = set[int]()
     for first, end in zip(tokens.starts.tolist(), tokens.starts[1:].tolist(), strict=False):
         is_text = all(trained[first + 1 : end])  # such a one is cut into pieces
         for start in range(first, end, row_tokens) if is_text else [first]:
             piece = range(start + 1, min(start + row_tokens, end))
             expected |= {place + 1 for place in piece if trained[place]}
-    assert learnt == expected
-    assert len(learnt) == rows.predicted_count
+    assert found == expected
+    assert len(found) == rows.predicted_count
     assert rows.fit.lost == sum(
-        sum(trained[first + 1 : end]) - len([x for x in learnt if first < x <= end])
+        sum(trained[first + 1 : end]) - len([x for x in found if first < x <= end])
         for first, end in zip(tokens.starts.tolist(), tokens.starts[1:].tolist(), strict=False)
         if not all(trained[first + 1 : end])
     )

@@ -257,7 +257,7 @@ def test_an_estimate_reads_only_the_start_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "record", [{"text": "x"}, {"messages": CHAT}, {"prompt": "a", "completion": "b"}]
 )
-def test_rows_in_a_file_that_is_named_as_text_are_not_learnt_with_their_marks(
+def test_rows_in_a_file_that_is_named_as_text_are_not_trained_with_their_marks(
     tmp_path: Path, record: Any
 ) -> None:
     path = _file(tmp_path, "a.txt", json.dumps(record) + "\n")

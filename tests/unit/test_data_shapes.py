@@ -162,7 +162,7 @@ def test_parts_of_text_are_joined(tmp_path: Path, parts: list[Any]) -> None:
     assert said(row) == [ASKED, ANSWERED]
 
 
-def test_weights_of_messages_say_what_is_learnt(tmp_path: Path) -> None:
+def test_weights_of_messages_say_what_is_trained_on(tmp_path: Path) -> None:
     for off, on in (({"weight": 0}, {"weight": 1}), ({"train": False}, {}), ({"loss": False}, {})):
         turns = [ROLES[0], {**ROLES[1], **off}, ROLES[0], {**ROLES[1], **on}]
         [row] = rows(lines(tmp_path, {"messages": turns}))
@@ -173,7 +173,7 @@ def test_weights_of_messages_say_what_is_learnt(tmp_path: Path) -> None:
     ("turns", "complaint"),
     [
         ([ROLES[0], {**ROLES[1], "weight": 0.5}], "message 2: `weight` is 0.5, and a message is"),
-        ([{**ROLES[0], "weight": 1}, ROLES[1]], "only the assistant's messages are learnt"),
+        ([{**ROLES[0], "weight": 1}, ROLES[1]], "only the assistant's messages are trained on"),
         ([ROLES[0], {**ROLES[1], "weight": 0}], "has weight 0, so there is nothing to learn"),
         ([ROLES[0], {**ROLES[1], "content": [{"type": "image_url", "image_url": "x"}]}],
          "`content[0]` is of type 'image_url'"),

@@ -1,7 +1,7 @@
 """`fluxtrain inspect`: show the first documents of the data as the model will see them.
 
-The trainer's own code reads, tokenizes and packs them, so exactly the tokens shown as learnt get a
-label. Weights are not needed. Sizes beyond the sample are estimates and are marked so.
+The trainer's own code reads, tokenizes and packs them, so the tokens shown as trained on
+are those that get a label. Weights are not needed. Sizes beyond the sample are marked as estimates.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
         estimated_documents=round(tokens.documents / seen.share),
         estimated_tokens=round(tokens.count / seen.share),
         estimated_rows=max(1, round(len(rows) / seen.share)),
-        learnt_share=rows.predicted_count / tokens.count,
+        trained_share=rows.predicted_count / tokens.count,
         cut_documents_share=float(longer.mean()),
         cut_tokens_share=float(lengths[longer].sum() / tokens.count),
         padding_share=1 - rows.token_count / (len(rows) * row_tokens) if len(rows) else 0.0,
@@ -117,48 +117,48 @@ def _file(part: Part) -> InspectedFile:
 
 
 def _sample(tokens: Tokens, index: int, row_tokens: int, tokenizer: Any) -> InspectedSample:
-    """Pack one document alone and return its first row, in stretches that are learnt or not."""
+    """Pack one document alone and return its first row, in stretches that are trained on or not."""
     start, end = int(tokens.starts[index]), int(tokens.starts[index + 1])
     span = Spans(np.asarray([start]), np.asarray([end - start]))
     rows = PackedRows(tokens, span, row_tokens, pack=False)
     ids = tokens.ids[start:end].astype(np.int64)[: min(row_tokens, SHOWN_TOKENS)]
-    learnt = np.zeros(len(ids), dtype=np.bool_)
+    trained = np.zeros(len(ids), dtype=np.bool_)
     if len(rows):  # a document with nothing to learn has no row
         row = rows[0]
         ids = row.input_ids[0, : row.tokens][:SHOWN_TOKENS]
-        learnt = row.labels[0, : row.tokens][:SHOWN_TOKENS] != IGNORED
+        trained = row.labels[0, : row.tokens][:SHOWN_TOKENS] != IGNORED
     return InspectedSample(
         tokens=end - start,
         shown_tokens=len(ids),
-        learnt_tokens=rows.predicted_count,
+        trained_tokens=rows.predicted_count,
         rows=len(rows),
-        pieces=tuple(stretches(ids.tolist(), learnt.tolist(), tokenizer)),
+        pieces=tuple(stretches(ids.tolist(), trained.tolist(), tokenizer)),
     )
 
 
-def stretches(ids: list[int], learnt: list[bool], tokenizer: Any) -> list[TextPiece]:
-    """Split the text into stretches that are learnt or not.
+def stretches(ids: list[int], trained: list[bool], tokenizer: Any) -> list[TextPiece]:
+    """Split the text into stretches that are trained on or not.
 
     A stretch is decoded behind the text before it: tokenizers drop a space at the beginning.
     """
-    borders = [0, *(i for i in range(1, len(ids)) if learnt[i] != learnt[i - 1]), len(ids)]
+    borders = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
     pieces: list[TextPiece] = []
     before = ""
     for first, last in pairwise(borders):
         whole = tokenizer.decode(ids[:last], clean_up_tokenization_spaces=False)
         alone = not whole.startswith(before)  # a character is cut in two
         text = tokenizer.decode(ids[first:last]) if alone else whole[len(before) :]
-        pieces.append(TextPiece(text, learnt[first]))
+        pieces.append(TextPiece(text, trained[first]))
         before = whole
     return pieces
 
 
 def page(found: InspectionAnswer) -> str:
-    """Format the answer for people; words mark what is learnt."""
+    """Format the answer for people; words mark what is trained on."""
     lines = [
         *_told_files(found),
         _extent(found),
-        f"{found.learnt_share:.0%} of the tokens are learnt; packed rows of "
+        f"{found.trained_share:.0%} of the tokens are trained on; packed rows of "
         f"{found.sequence_length} tokens are {1 - found.padding_share:.0%} full",
         f"{found.fitting_share:.1%} of the samples fit into a row "
         f"({found.sequence_length_because})",
@@ -167,8 +167,8 @@ def page(found: InspectionAnswer) -> str:
     for number, sample in enumerate(found.samples, start=1):
         lines += ["", f"sample {number}: {sample.title}"]
         for piece in sample.pieces:
-            mark = "learnt" if piece.learnt else "seen"
-            lines += [f"  {mark:<6} | {line}" for line in piece.text.splitlines()]
+            mark = "trained on" if piece.trained else "context"
+            lines += [f"  {mark:<10} | {line}" for line in piece.text.splitlines()]
     return "\n".join(lines)
 
 

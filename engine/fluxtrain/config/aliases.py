@@ -129,7 +129,7 @@ NOT_NEEDED: dict[str, str] = {  # names with no setting here, and what there is 
     **dict.fromkeys(
         ("train_on_inputs", "completion_only_loss", "assistant_only_loss", "train_on_input",
          "train_on_prompt", "mask_history"),
-        "leave it out: of conversations only the assistant's words are learnt, and of "
+        "leave it out: of conversations only the assistant's words are trained on, and of "
         "prompts only the completions",
     ),
     **dict.fromkeys(

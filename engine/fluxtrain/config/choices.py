@@ -58,7 +58,7 @@ def choose_schedule(
 
 
 def _few_steps(settings: TrainSettings, total: int, steps_per_epoch: int) -> tuple[str, ...]:
-    """Say that a run ends before it has learnt anything, where nobody asked for so few steps."""
+    """Say that a run ends before it has changed much, where nobody asked for so few steps."""
     if settings.steps is not None or total >= FEW_STEPS:
         return ()
     epochs = math.ceil(_ENOUGH_STEPS / steps_per_epoch)

@@ -32,7 +32,7 @@ class SampleSettings(Section):
         le=100,
         allow_inf_nan=False,
         description="0 takes the most likely token each time, so that samples differ only by what "
-        "was learnt; above, tokens are drawn, from the same seed each time",
+        "was trained on; above, tokens are drawn, from the same seed each time",
     )
     form: Literal["auto", "chat", "text"] = Field(
         default="auto",

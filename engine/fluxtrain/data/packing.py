@@ -2,10 +2,10 @@
 
 Samples no longer than a row stay whole, and best fit fills the rows (Ding et al. 2024, "Fewer
 Truncations Improve Language Modeling"). A longer text is cut into pieces of a row. Of a longer
-conversation its beginning is kept, so that no answer is learnt without its question; where nothing
-to learn is in it, the conversation is left out. Position ids restart at every piece. Decoder models
-of transformers take that restart as the border of a document when there is neither an attention
-mask nor a key-value cache.
+conversation its beginning is kept, so that no answer is trained on without its question; where
+nothing to train on is in it, the conversation is left out. Position ids restart at every piece.
+Decoder models of transformers take that restart as the border of a document when there is neither
+an attention mask nor a key-value cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fluxtrain.data.splitting import Spans
-from fluxtrain.data.store.tokens import TokenSource, learnt_in
+from fluxtrain.data.store.tokens import TokenSource, trained_in
 from fluxtrain.errors import BadInput
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -57,10 +57,10 @@ class Fit:
     row_tokens: int
     samples: int
     longer: int = 0  # than a row
-    cut: int = 0  # conversations of which the beginning is learnt
+    cut: int = 0  # conversations of which the beginning is trained on
     divided: int = 0  # texts in several rows
-    left_out: int = 0  # samples with nothing to learn in their row
-    lost: int = 0  # tokens to learn that are in no row
+    left_out: int = 0  # samples with nothing to train on in their row
+    lost: int = 0  # tokens to train on that are in no row
     first_left_out: str = ""  # place of its row in the data
 
     @property
@@ -74,12 +74,12 @@ class Fit:
         if self.cut:
             told.append(
                 f"{_samples(self.cut)} of {self.samples:,} longer than a row of {self.row_tokens} "
-                f"tokens {_are(self.cut)} cut: what is behind is not learnt"
+                f"tokens {_are(self.cut)} cut: what is behind is not trained on"
             )
         if self.left_out:
             told.append(
                 f"{_samples(self.left_out)} of {self.samples:,} {_are(self.left_out)} left out: "
-                f"nothing to learn is within their first {self.row_tokens} tokens (first: "
+                f"nothing to train on is within their first {self.row_tokens} tokens (first: "
                 f"{self.first_left_out}); raise data.sequence_length to keep them"
             )
         if self.divided:
@@ -114,7 +114,7 @@ def pack_rows(tokens: TokenSource, spans: Spans, row_tokens: int, pack: bool = T
             "one to see and one to predict"
         )
     starts, lengths = _pieces(tokens, spans, row_tokens)
-    predicted = learnt_in(tokens, starts, lengths)
+    predicted = trained_in(tokens, starts, lengths)
     fit = _fit_of(tokens, spans, starts, predicted, row_tokens)
     kept = predicted > 0  # every row has a token to train on
     starts, lengths = starts[kept], lengths[kept]
@@ -226,11 +226,11 @@ class PackedRows:
             rows.input_ids[place, here] = ids
             rows.document_ids[place, here] = document
             rows.position_ids[place, at:] = np.arange(row_tokens - at)
-            learnt = slice(at + 1, at + length)  # the first token follows nothing
-            rows.labels[place, learnt] = ids[1:]
+            trained = slice(at + 1, at + length)  # the first token follows nothing
+            rows.labels[place, trained] = ids[1:]
             if self._tokens.has_marks:
                 skipped = ~self._tokens.marks_at(start + 1, length - 1)
-                rows.labels[place, learnt][skipped] = IGNORED
+                rows.labels[place, trained][skipped] = IGNORED
             at += length
 
 
@@ -239,8 +239,8 @@ def _pieces(tokens: TokenSource, spans: Spans, row_tokens: int) -> tuple[Ints, I
     counts = -(-spans.lengths // row_tokens)
     if tokens.has_marks:
         longer = np.flatnonzero(counts > 1)
-        learnt = learnt_in(tokens, spans.starts[longer], spans.lengths[longer])
-        counts[longer[learnt < spans.lengths[longer] - 1]] = 1
+        trained = trained_in(tokens, spans.starts[longer], spans.lengths[longer])
+        counts[longer[trained < spans.lengths[longer] - 1]] = 1
     span_of = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     offsets = (np.arange(len(span_of)) - first[span_of]) * row_tokens
@@ -289,18 +289,18 @@ def _best_fit(lengths: Ints, row_tokens: int) -> Ints:
 def _fit_of(
     tokens: TokenSource, spans: Spans, starts: Ints, predicted: Ints, row_tokens: int
 ) -> Fit:
-    """Compare spans with their pieces: where these start, how many tokens of each are learnt."""
+    """Compare spans with their pieces: where these start, how many tokens of each are trained."""
     longer = spans.lengths > row_tokens
     pieces = np.searchsorted(starts, spans.starts + spans.lengths) - np.searchsorted(
         starts, spans.starts
     )
     sums = np.concatenate([[0], np.cumsum(predicted)])
     firsts = np.searchsorted(starts, spans.starts)
-    learnt = sums[firsts + pieces] - sums[firsts]
-    left_out = (learnt == 0) & (spans.lengths > 1)
+    trained = sums[firsts + pieces] - sums[firsts]
+    left_out = (trained == 0) & (spans.lengths > 1)
     cut = longer & (pieces == 1) & ~left_out
     dropped = np.flatnonzero(cut | left_out)
-    lost = learnt_in(tokens, spans.starts[dropped], spans.lengths[dropped]) - learnt[dropped]
+    lost = trained_in(tokens, spans.starts[dropped], spans.lengths[dropped]) - trained[dropped]
     first = np.flatnonzero(left_out)[:1]
     return Fit(
         row_tokens=row_tokens,

@@ -86,7 +86,7 @@ def prepare(
             _check_count(tokens, source.sequence_length, one)
     trained, held_out = _rows(source, limits, found)
     if not len(trained) and trained.fit.left_out:
-        raise BadInput(f"nothing of the data is learnt: {trained.fit.sentences()[0]}")
+        raise BadInput(f"nothing of the data is trained on: {trained.fit.sentences()[0]}")
     return PreparedData(
         trained=trained,
         held_out=held_out,

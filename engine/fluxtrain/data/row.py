@@ -45,7 +45,7 @@ class Row:
 
     A long text is cut into several rows: `begins` tells that the document begins with this row (so
     the token that begins a sequence belongs in front), and `ends` that it ends with it (so its end
-    is learnt). A row holds either `text` or `messages`.
+    is trained on). A row holds either `text` or `messages`.
     """
 
     origin: Origin
@@ -53,13 +53,13 @@ class Row:
     begins: bool = True
     ends: bool = True
     messages: tuple[Message, ...] = ()
-    weights: tuple[float, ...] = ()  # of each message: 1.0 is learnt, 0.0 only seen
+    weights: tuple[float, ...] = ()  # of each message: 1.0 is trained on, 0.0 is context
     tools: tuple[Tool, ...] = ()  # what the assistant may call in this conversation
     plain: bool = False  # a prompt and a completion without roles: see below
 
     # `plain`: the file gives two strings, so `messages` is one of the user and one of the
     # assistant. With a chat template they are rendered as such; without one the prompt and the
-    # completion stand next to each other as they are, and the completion is learnt.
+    # completion stand next to each other as they are, and the completion is trained on.
 
     @property
     def characters(self) -> int:
@@ -68,5 +68,5 @@ class Row:
 
 
 def weights_of(messages: tuple[Message, ...]) -> tuple[float, ...]:
-    """Return what is learnt where the file gives no weights: the assistant's messages."""
+    """Return what is trained on where the file gives no weights: the assistant's messages."""
     return tuple(float(message["role"] == "assistant") for message in messages)

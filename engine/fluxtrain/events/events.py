@@ -139,7 +139,7 @@ class SampleFit(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: int
     longer: int  # than a row
-    cut: int  # of these: conversations of which only the beginning is learnt
+    cut: int  # of these: conversations of which only the beginning is trained on
     divided: int  # of these: texts that are in several rows
     left_out: int  # nothing to learn is within a row
 

@@ -91,7 +91,7 @@ def save_adapter(loaded: LoadedModel, storage: StorageFormat, folder: Path) -> i
             config.save_pretrained(str(made))
         finally:
             config.inference_mode = False
-        # with the ends that were learnt, for an export
+        # with the ends that were trained on, for an export
         write_adapter_files(made, model, loaded.tokenizer, loaded.beside)
 
     return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)

@@ -159,7 +159,7 @@ def _prompt(path: object, data: PreparedData) -> Prompt:
 
 
 def told_of_untrained_tokens(loaded: LoadedModel, data: PackedRows) -> list[str]:
-    """Say which special tokens of the first rows cannot be learnt beside frozen weights, as their
+    """Say which special tokens of the first rows cannot be trained beside frozen weights, as their
     rows in embedding or head were never trained.
 
     A row counts as never trained if it is nearly zero beside the others, or the same as that of

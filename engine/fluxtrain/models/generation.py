@@ -50,18 +50,18 @@ def sample_text(
 def stop_at(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], whole: bool
 ) -> str:
-    """Put the learnt ends into the model's generation settings, which are saved with it.
+    """Put the trained ends into the model's generation settings, which are saved with it.
 
     `whole`: the model is saved, not an adapter beside it. Returns what a person should be told;
-    empty where generation stops at the learnt ends already.
+    empty where generation stops at the trained ends already.
     """
     settings: Any = getattr(model, "generation_config", None)
     before = stops_of(settings)
     missing = [end for end in dict.fromkeys(ends) if end not in before]
     if not missing:
         return ""
-    learnt, known = _names(tokenizer, missing), _names(tokenizer, before) or "no token"
-    told = f"answers end with {learnt}, and generation of this model stops at {known}"
+    ending, known = _names(tokenizer, missing), _names(tokenizer, before) or "no token"
+    told = f"answers end with {ending}, and generation of this model stops at {known}"
     if settings is None:
         return f"{told}: it has no generation settings, so pass eos_token_id={missing} to generate"
     settings.eos_token_id = [*missing, *before]

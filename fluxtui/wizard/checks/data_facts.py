@@ -126,10 +126,10 @@ def _sample(row: Row) -> Sample:
     return (*told, *(_said(message, weight > 0) for message, weight in said))
 
 
-def _said(message: Mapping[str, Any], learnt: bool) -> TextPiece:
+def _said(message: Mapping[str, Any], trained: bool) -> TextPiece:
     """Write a message after the name of its speaker."""
     calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     text = str(message.get("content") or "").strip()
     if calls:
         text = f"{text} (calls {', '.join(calls)})".strip()
-    return TextPiece(f"{message['role']}: {text[:SAMPLE_CHARACTERS]}", learnt)
+    return TextPiece(f"{message['role']}: {text[:SAMPLE_CHARACTERS]}", trained)

@@ -29,7 +29,7 @@ def inspection_rows(found: InspectionAnswer) -> tuple[tuple[str, str], ...]:
     about = "" if found.is_whole else "about "
     return (
         ("size", extent(found)),
-        ("trained on", f"{found.learnt_share:.0%} of the tokens"),
+        ("trained on", f"{found.trained_share:.0%} of the tokens"),
         ("cut", f"{found.cut_documents_share:.0%} of the documents are longer than a row"),
         (
             "packed",

@@ -262,8 +262,8 @@ def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
             last = told[share - 1]
             kept = last if cell_len(last) <= room - 2 else set_cell_size(last, room - 2)
             told = [*told[: share - 1], f"{kept} …"]
-        bar = ("▌ ", "$accent") if piece.learnt else ("  ", "")
-        style = "" if piece.learnt else MUTED
+        bar = ("▌ ", "$accent") if piece.trained else ("  ", "")
+        style = "" if piece.trained else MUTED
         lines += [Content.assemble(bar, (line, style)) for line in told]
     return lines[:limit]
 

@@ -1,1 +1,1 @@
-"""Rows as tokens: which ids they become, and which of these are learnt."""
+"""Rows as tokens: which ids they become, and which of these are trained on."""

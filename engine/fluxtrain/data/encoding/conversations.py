@@ -1,4 +1,4 @@
-"""Encodes conversations: the assistant's words are learnt, with the token that ends each answer."""
+"""Encodes conversations: the assistant's words and the end of each answer are trained on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fluxtrain.data.rendering.left_out import left_out, lost_answer
 from fluxtrain.data.row import Row
 
 MOST_RENDERED_CHARACTERS = 2 << 30  # answers times characters
-OPENING = "an opening answer from what is learnt"
+OPENING = "an opening answer from what is trained on"
 
 
 @dataclass(frozen=True, slots=True)
-class _Learnt:
+class _Stretch:
     """An answer in tokens: from `first` to before `last`; `end` is its last token, None: no end."""
 
     first: int
@@ -50,11 +50,11 @@ class ConversationEncoder:
             samples: list[Sample] = []
             for _ in found:
                 cut = next(cuts)
-                learnt = [
-                    self._learnt(cut.ids, first, last)
+                stretches = [
+                    self._stretch(cut.ids, first, last)
                     for first, last in zip(cut.places[::2], cut.places[1::2], strict=True)
                 ]
-                worded = [one for one in learnt if one is not None]
+                worded = [one for one in stretches if one is not None]
                 samples += self._samples(row, cut.ids, worded, notes)
             if found and not samples:
                 notes.refuse(row, RowRefused("the chat template renders nothing of it to learn"))
@@ -74,11 +74,11 @@ class ConversationEncoder:
             notes.refuse(row, error)
             return []
         if not any(one.answers for one in found):
-            notes.refuse(row, _nothing_learnt(row))
+            notes.refuse(row, _nothing_trained_on(row))
             return []
         texts = [one.text for one in found]
         said = [one.text[a.start : a.end] for one in found for a in one.answers]
-        opens = any(one.opening_unlearnt for one in found)
+        opens = any(one.opening_untrained for one in found)
         if (lost := lost_answer(row, said, opens)) is not None:
             notes.refuse(row, _lost(lost))
             return []
@@ -91,7 +91,7 @@ class ConversationEncoder:
         notes.dated += self._template.prints_date(row.tools)
         return found
 
-    def _learnt(self, ids: list[int], first: int, last: int) -> _Learnt | None:
+    def _stretch(self, ids: list[int], first: int, last: int) -> _Stretch | None:
         """Find the token that ends the answer between `first` and `last`, or directly behind it."""
         kinds, tail = self._kinds, last
         while tail > first and (kinds.ends_a_turn(ids[tail - 1]) or kinds.is_blank(ids[tail - 1])):
@@ -102,13 +102,13 @@ class ConversationEncoder:
         if tail == first and at is not None:
             return None  # an end alone, which some templates mark behind the last answer
         if at is not None:
-            return _Learnt(first, at + 1, ids[at])
+            return _Stretch(first, at + 1, ids[at])
         behind = last
         while behind < len(ids) and kinds.is_blank(ids[behind]):
             behind += 1
         if behind < len(ids) and kinds.ends_a_turn(ids[behind]) and self._tagged:
-            return _Learnt(first, behind + 1, ids[behind])
-        return _Learnt(first, last, None)
+            return _Stretch(first, behind + 1, ids[behind])
+        return _Stretch(first, last, None)
 
     @property
     def _tagged(self) -> bool:
@@ -116,18 +116,18 @@ class ConversationEncoder:
         return self._template.tags_answers()
 
     def _samples(
-        self, row: Row, ids: list[int], learnt: list[_Learnt], notes: Notes
+        self, row: Row, ids: list[int], stretches: list[_Stretch], notes: Notes
     ) -> Iterator[Sample]:
         """Yield a sample of the answers that end, and one of each other, with an end behind it."""
-        learnt = [one for one in learnt if one.last > max(one.first, 1)]
-        for one in (found for found in reversed(learnt) if found.end is None):
+        stretches = [one for one in stretches if one.last > max(one.first, 1)]
+        for one in (found for found in reversed(stretches) if found.end is None):
             if self._end is None:
                 raise _no_end()
             notes.added_ends += 1
             notes.ends[self._end] += 1
             marks = _marks(one.last + 1, [(one.first, one.last + 1)])
             yield sample_of(row, [*ids[: one.last], self._end], marks)
-        ended = [one for one in learnt if one.end is not None]
+        ended = [one for one in stretches if one.end is not None]
         notes.ends.update(one.end for one in ended if one.end is not None)
         if ended:
             marks = _marks(len(ids), [(one.first, one.last) for one in ended])
@@ -142,7 +142,7 @@ class PlainEncoder:
         self._texts = texts
 
     def encode(self, rows: Sequence[Row], notes: Notes) -> Iterator[Sample]:
-        """Yield a sample a row; the completion and the end of sequence are learnt."""
+        """Yield a sample a row; the completion and the end of sequence are trained on."""
         rows, pairs = self._pairs(rows, notes)
         cuts = encode_with_places([(a + b, [len(a)]) for a, b in pairs], self._kinds)
         for row, cut in zip(rows, cuts, strict=True):
@@ -169,11 +169,11 @@ class PlainEncoder:
 
 
 def check_weights(row: Row) -> None:
-    """Raise RowRefused for a weight between 0 and 1: messages are learnt, or only seen."""
+    """Raise RowRefused for a weight between 0 and 1: messages are trained on, or context."""
     for number, weight in enumerate(row.weights, start=1):
         if weight not in (0.0, 1.0):
             raise RowRefused(
-                f"message {number} has the weight {weight:g}: a message is learnt (1) or not (0)"
+                f"message {number} has the weight {weight:g}: use 1 (trained on) or 0 (context)"
             )
 
 
@@ -201,10 +201,10 @@ def _prompt_and_completion(row: Row) -> tuple[str, str]:
     return "".join(said[:last]), said[last]
 
 
-def _nothing_learnt(row: Row) -> RowRefused:
+def _nothing_trained_on(row: Row) -> RowRefused:
     roles = ", ".join(message["role"] for message in row.messages[:8])
     if any(message["role"] == "assistant" for message in row.messages):
-        return RowRefused("nothing of it is learnt: its answers have the weight 0, or are empty")
+        return RowRefused("none of it is trained on: its answers have the weight 0, or are empty")
     return RowRefused(
         f"no message has the role assistant (roles: {roles}), so there is nothing to learn: the "
         "loss is on the assistant's words"
@@ -213,8 +213,8 @@ def _nothing_learnt(row: Row) -> RowRefused:
 
 def _lost(name: str) -> RowRefused:
     return RowRefused(
-        f"the chat template leaves out {name} that would be learnt: set data.chat_template to one "
-        "that writes it, or remove the row"
+        f"the chat template leaves out {name} that would be trained on: set "
+        "data.chat_template to one that writes it, or remove the row"
     )
 
 

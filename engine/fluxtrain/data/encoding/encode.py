@@ -67,13 +67,13 @@ class Encoder:
             raise self.nothing()
 
     def nothing(self) -> BadInput:
-        """Return the error for data of which nothing can be learnt."""
+        """Return the error for data of which nothing can be trained on."""
         if not self.notes.rows:
             return BadInput("the data has no documents")
         if self.notes.refused:
             return BadInput(
-                f"nothing can be learnt of the data: none of its {self.notes.rows:,} rows gives a "
-                f"sample; {'; '.join(self.notes.refused_rows()[:3])}"
+                f"nothing of the data can be trained on: none of its {self.notes.rows:,} rows "
+                f"gives a sample; {'; '.join(self.notes.refused_rows()[:3])}"
             )
         return BadInput("the tokenizer made no tokens of the data: every document is empty to it")
 
@@ -102,9 +102,9 @@ class Encoder:
         if bad == 1:
             raise BadInput(f"{told[0]} (data.max_bad_rows is 0)")
         raise BadInput(
-            f"{bad:,} of the first {notes.rows:,} rows cannot be learnt, and data.max_bad_rows is "
-            f"{self._limit}: {'; '.join(told)}: repair them, or raise data.max_bad_rows to leave "
-            "such rows out"
+            f"{bad:,} of the first {notes.rows:,} rows cannot be trained on, and data.max_bad_rows "
+            f"is {self._limit}: {'; '.join(told)}: repair them, or raise data.max_bad_rows to "
+            "leave such rows out"
         )
 
 

@@ -1,4 +1,4 @@
-"""What was noticed while rows became tokens: what is left out, which ends are learnt, refused rows.
+"""What was noticed while rows became tokens: what is left out, trained ends, refused rows.
 
 Everything is counted, with the first row it happened to, and can be kept as JSON.
 """
@@ -37,9 +37,9 @@ class Notes:
     rows: int = 0
     left_out: dict[str, Noted] = field(default_factory=dict)  # by what a template leaves out
     within: dict[str, Noted] = field(default_factory=dict)  # special tokens in the words of rows
-    ends: Counter[int] = field(default_factory=Counter)  # by the token that ends learnt answers
+    ends: Counter[int] = field(default_factory=Counter)  # by the token that ends trained answers
     added_ends: int = 0  # answers behind which the template puts no end
-    endless: int = 0  # texts whose end cannot be learnt, as the tokenizer has none
+    endless: int = 0  # texts whose end cannot be trained on, as the tokenizer has none
     doubled: int = 0  # texts that begin or end with a special token that the tokenizer adds
     dated: int = 0  # conversations in which a fixed date stands for today's
     refused: int = 0  # rows without a sample
@@ -101,7 +101,7 @@ class Notes:
         if self.endless:
             told.append(
                 f"the tokenizer has no end of sequence, so the end of {self.endless:,} texts is "
-                "not learnt: set eos_token in its tokenizer_config.json"
+                "not trained on: set eos_token in its tokenizer_config.json"
             )
         if self.doubled:
             told.append(

@@ -15,7 +15,7 @@ Marks = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Sample:
-    """Tokens with marks on those to learn. Marks of None: all are, but for the first one."""
+    """Tokens with marks on those to train on. Marks of None: all are, but for the first one."""
 
     row: Row
     ids: Ids  # (N,)

@@ -1,4 +1,4 @@
-"""Encodes texts: special tokens stand once at their borders, and documents' ends are learnt."""
+"""Encodes texts: special tokens stand once at their borders, and documents' ends are trained on."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _can_jump(path: Path, opened: Opened) -> bool:
 
 
 def _refuse_rows_named_as_text(path: Path) -> None:
-    """Raise BadInput if the first line of a text file is a row: as text its marks were learnt."""
+    """Raise BadInput if a text file begins with a row, whose marks would be trained on as text."""
     with Source(path) as source:
         line = source.readline(LINE_LIMIT_BYTES).strip()
     if not line.startswith(b"{"):

@@ -3,7 +3,7 @@ inference to the end of the turn.
 
 Where the template has `{% generation %}` it says so itself. Otherwise the conversation is rendered
 up to each answer and with it. A template that writes earlier turns otherwise than the last one
-(without their reasoning, say) makes several renderings: each answer is learnt in the one that
+(without their reasoning, say) makes several renderings: each answer is trained on in the one that
 inference would see, and answers share a rendering where one is the beginning of the other.
 """
 
@@ -20,7 +20,7 @@ LARGEST_CHARACTERS = 32 << 20  # of all renderings of a row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The characters of an assistant's message that are learnt, its end of turn with them."""
+    """The characters of an assistant's message that are trained on, its end of turn with them."""
 
     start: int
     end: int
@@ -28,29 +28,29 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class Rendering:
-    """A text that the model sees, with the answers to learn in their order."""
+    """A text that the model sees, with the answers to train on in their order."""
 
     text: str
     answers: list[Answer] = field(default_factory=list)
-    opening_unlearnt: bool = False  # the template refuses an opening answer by itself
+    opening_untrained: bool = False  # the template refuses an opening answer by itself
 
 
 def renderings(row: Row, template: ChatTemplate) -> list[Rendering]:
-    """Render a conversation so that each learnt answer is in one rendering, the whole one first.
+    """Render a conversation so that each trained answer is in one rendering, the whole one first.
 
     Raises TemplateRefused where the template fails or hides where an answer is.
     """
     messages = _with_words(row, template)
-    learnt = [
+    trained = [
         index
         for index, (message, weight) in enumerate(zip(messages, row.weights, strict=True))
         if message["role"] == "assistant" and weight > 0
     ]
-    if not learnt:
+    if not trained:
         return []
     if template.tags_answers(row.tools):
-        return _by_tags(messages, learnt, row, template)
-    return _by_prefixes(messages, learnt, row, template)
+        return _by_tags(messages, trained, row, template)
+    return _by_prefixes(messages, trained, row, template)
 
 
 def _with_words(row: Row, template: ChatTemplate) -> list[Message]:
@@ -72,12 +72,12 @@ def _with_words(row: Row, template: ChatTemplate) -> list[Message]:
 
 
 def _by_tags(
-    messages: list[Message], learnt: list[int], row: Row, template: ChatTemplate
+    messages: list[Message], trained: list[int], row: Row, template: ChatTemplate
 ) -> list[Rendering]:
     """Take the marked words of the whole, or those of an answer's own turn where they differ."""
     text, spans = template.render_tagged(messages, row.tools)
     whole, apart = Rendering(text=text), list[Rendering]()
-    for index in learnt:
+    for index in trained:
         try:
             first = len(_tagged(messages[:index], row, template)[1])
             own_text, own = _tagged(messages[: index + 1], row, template)
@@ -108,16 +108,16 @@ def _answers(spans: list[tuple[int, int]]) -> list[Answer]:
 
 
 def _by_prefixes(
-    messages: list[Message], learnt: list[int], row: Row, template: ChatTemplate
+    messages: list[Message], trained: list[int], row: Row, template: ChatTemplate
 ) -> list[Rendering]:
     made: list[Rendering] = []
-    for index in reversed(learnt):
+    for index in reversed(trained):
         try:
             text = template.render(messages[: index + 1], row.tools)
         except TemplateRefused:
             if not made or any(message["role"] == "user" for message in messages[:index]):
                 raise
-            made[0].opening_unlearnt = True  # it is only seen, in front of the others
+            made[0].opening_untrained = True  # it is context, in front of the others
             break
         shared = next((found for found in made if found.text.startswith(text)), None)
         if shared is None:
@@ -142,7 +142,7 @@ def _with_the_rest(
     template: ChatTemplate,
     made: list[Rendering],
 ) -> str:
-    """Return the whole conversation behind its last learnt answer, where it begins with `text`."""
+    """Return the whole conversation behind its last trained answer, where it begins with `text`."""
     if made or index + 1 == len(messages):
         return text
     try:

@@ -29,8 +29,8 @@ def left_out(row: Row, texts: list[str]) -> set[str]:
     White space does not count, as templates trim it, nor does what comes behind the last answer
     to learn.
     """
-    learnt = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and row.weights[i]]
-    parts = [part for message in row.messages[: learnt[-1] + 1] for part in _parts(message)]
+    trained = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and row.weights[i]]
+    parts = [part for message in row.messages[: trained[-1] + 1] for part in _parts(message)]
     seen = _Seen(texts, parts, row.tools)
     missing = {name for name, words in parts if not seen.holds_part(name, words)}
     if any(not seen.holds(_name_of(tool)) for tool in row.tools):
@@ -39,7 +39,7 @@ def left_out(row: Row, texts: list[str]) -> set[str]:
 
 
 def lost_answer(row: Row, texts: list[str], after_question: bool = False) -> str | None:
-    """Name what of an answer to learn is in none of `texts`, which are the answers; None where all
+    """Name what of a trained answer is in none of `texts`, which are the answers; None where all
     its words are.
 
     Its reasoning may be left out, and arguments may be written in another way. `after_question`:

@@ -318,24 +318,24 @@ class Converter:
         )
 
     def _of_two_lists(self, record: Record, prompt: Any, completion: Any, tools: Any) -> Row:
-        """Join the messages of a prompt, which are only seen, and of its completion."""
+        """Join the messages of a prompt, which are context, and of its completion."""
         for name, value in (("prompt", prompt), ("completion", completion)):
             if not isinstance(value, list):
                 raise RowRefused(
                     f": `{name}` is {kind_of(value)} and its counterpart a list of messages: "
                     "give both as strings or both as lists"
                 )
-        learnt, weights = conversation(completion, self._turns, self._counted, "completion")
-        seen: tuple[Message, ...] = ()
+        trained, weights = conversation(completion, self._turns, self._counted, "completion")
+        context: tuple[Message, ...] = ()
         if prompt:
             # The prompt alone need not hold an answer, so it is checked with one behind it.
             closing = {self._turns.role: "assistant", self._turns.content: "."}
-            seen, _ = conversation([*prompt, closing], self._turns, self._counted, "prompt")
-            seen = seen[:-1]
+            context, _ = conversation([*prompt, closing], self._turns, self._counted, "prompt")
+            context = context[:-1]
         return Row(
             origin=record.origin,
-            messages=seen + learnt,
-            weights=(0.0,) * len(seen) + weights,
+            messages=context + trained,
+            weights=(0.0,) * len(context) + weights,
             tools=tools,
         )
 

@@ -1,8 +1,8 @@
 """The keys of rows: which shape they make, and what becomes of the keys that a shape does not use.
 
 Every key is used, refused, or counted. Refused is what plainly says or shows something to the
-model, or says what is to be learnt: leaving it out in silence would train on something else than
-the file means.
+model, or says what is trained on: leaving it out in silence would train on something else than the
+file means.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COLUMNS = (
 )
 MESSAGE_COLUMNS = ("role", "content")
 
-# Says something to the model, or says what is learnt.
+# Says something to the model, or says what is trained on.
 CONTENT = frozenset(
     {key for keys in USED.values() for key in keys if key != "title"}
     | {"chosen", "rejected", "label", "labels", "reward", "completions"}
@@ -68,12 +68,12 @@ CONTENT = frozenset(
     | {"prefix", "suffix", "few_shot", "content", "body", "passage", "solution"}
     | {"kto_tag", "training", "train_detail"}
 )
-# Of these, 0 and false say something too: that a row is not to be learnt, or is a bad one.
+# Of these, 0 and false say something too: that a row is not to be trained on, or is a bad one.
 _MARKS = frozenset(
     {"label", "labels", "reward", "weight", "weights", "loss_weight", "train", "training", "mask"}
     | {"loss_mask", "enable_thinking", "kto_tag"}
 )
-_LEARNT = frozenset({"weight", "loss_weight", "train", "training"})  # 1 says what holds anyway
+_OF_TRAINING = frozenset({"weight", "loss_weight", "train", "training"})  # 1 says what holds anyway
 
 _WRAPPERS = ("data", "rows", "examples", "instances", "items", "records", "dataset", "train")
 
@@ -116,11 +116,11 @@ def has_keys(shape: Shape, values: Mapping[str, Any]) -> bool:
 
 
 def says_something(key: str, value: Any, content: frozenset[str] = CONTENT) -> bool:
-    """Tell whether a key says something to the model, or about what is learnt, by this value."""
+    """Tell whether a key says something to the model, or about what is trained on."""
     if key not in content or (isinstance(value, str | list | dict) and not value):
         return False
     if isinstance(value, bool | int | float):
-        if key in _LEARNT and value == 1:
+        if key in _OF_TRAINING and value == 1:
             return False
         # `turns: 4` counts them; `images: false` says that there are none
         return key in _MARKS or not (value is False or key in CONVERSATIONS)

@@ -75,7 +75,7 @@ def conversation(
         if weight and _is_wordless(message):
             raise RowRefused(
                 f", message {number}: `{written.content}` is blank, so nothing but an end would be "
-                "learnt of it: fill it, give it weight 0, or remove the row"
+                "trained of it: fill it, give it weight 0, or remove the row"
             )
     if not any(weights):
         raise RowRefused(
@@ -180,16 +180,16 @@ def _part(part: Any, where: str) -> str:
 
 
 def _weight(turn: Mapping[str, Any], role: str) -> float:
-    """Return 1.0 if the message is learnt, else 0.0."""
+    """Return 1.0 if the message is trained on, else 0.0."""
     said = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
     for key, value in said.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise RowRefused(
-                f": `{key}` is {value!r}, and a message is learnt whole (1) or not at all (0)"
+                f": `{key}` is {value!r}, and a message is trained on whole (1) or not at all (0)"
             )
         if value == 1 and role != "assistant":
             raise RowRefused(
                 f": `{key}` is {value!r} on a message of the {role}, and only the assistant's "
-                "messages are learnt: set it to 0 or remove it"
+                "messages are trained on: set it to 0 or remove it"
             )
     return float(role == "assistant" and all(said.values()))

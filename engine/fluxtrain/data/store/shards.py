@@ -204,7 +204,7 @@ class StoredTokens:
 
     @property
     def has_marks(self) -> bool:
-        """Return whether only marked tokens are learnt."""
+        """Return whether only marked tokens are trained on."""
         return any(shard["marks"] for shard in self._shards)
 
     @property

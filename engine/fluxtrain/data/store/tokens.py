@@ -31,7 +31,7 @@ class TokenSource(Protocol):
 
     @property
     def has_marks(self) -> bool:
-        """Return whether only marked tokens are learnt."""
+        """Return whether only marked tokens are trained on."""
 
     @property
     def largest(self) -> int:
@@ -59,7 +59,7 @@ class Tokens:
 
     ids: Ids  # (N,)
     starts: Ints  # (D + 1,): sample d is ids[starts[d] : starts[d + 1]]
-    trained: Marks | None = None  # (N,): token is learnt; None: all are
+    trained: Marks | None = None  # (N,): token is trained on; None: all are
     origins: tuple[str, ...] = ()  # (D,)
     row_numbers: Ints | None = None  # (D,); None: each sample is a row of its own
 
@@ -80,7 +80,7 @@ class Tokens:
 
     @property
     def has_marks(self) -> bool:
-        """Return whether only marked tokens are learnt."""
+        """Return whether only marked tokens are trained on."""
         return self.trained is not None
 
     @property
@@ -149,8 +149,8 @@ def content_key(ids: Ids) -> int:
     return int.from_bytes(digest, "little")
 
 
-def learnt_in(tokens: TokenSource, starts: Ints, counts: Ints) -> Ints:
-    """Count the learnt tokens of ascending stretches: the first of a stretch never is.
+def trained_in(tokens: TokenSource, starts: Ints, counts: Ints) -> Ints:
+    """Count the trained tokens of ascending stretches: the first of a stretch never is.
 
     Marks are summed a part at a time, so memory does not grow with the data.
     """

@@ -21,7 +21,7 @@ class TextPiece(msgspec.Struct, frozen=True):
     """A stretch of a sample's text; the loss is taken on all of it or on nothing of it."""
 
     text: str
-    learnt: bool
+    trained: bool
 
 
 class InspectedSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,14 +29,15 @@ class InspectedSample(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: int
     shown_tokens: int
-    learnt_tokens: int
+    trained_tokens: int
     rows: int
     pieces: tuple[TextPiece, ...]
 
     @property
     def title(self) -> str:
-        """How long the document is, and how much of it is learnt and shown."""
-        text = f"{self.tokens:,} token{'s' * (self.tokens != 1)}, {self.learnt_tokens:,} learnt"
+        """How long the document is, and how much of it is trained on and shown."""
+        count = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
+        text = f"{count}, {self.trained_tokens:,} trained on"
         part = self.shown_tokens < self.tokens
         return text + (f", the first {self.shown_tokens:,} shown" if part else "")
 
@@ -77,7 +78,7 @@ class InspectionAnswer(Answer, frozen=True, kw_only=True):
     sequence_length: int  # tokens of a row
     sequence_length_because: str
     fitting_share: float  # of the sampled samples: no longer than a row
-    cut_samples: int  # of these: conversations of which only the beginning is learnt
+    cut_samples: int  # of these: conversations of which only the beginning is trained on
     left_out_samples: int  # of these: nothing to learn is within a row
     samples_fit: SampleFit | None = None  # these counts, as plan and the run tell them
     max_positions: int | None  # of the model; None where its configuration does not say
@@ -87,7 +88,7 @@ class InspectionAnswer(Answer, frozen=True, kw_only=True):
     estimated_documents: int
     estimated_tokens: int
     estimated_rows: int
-    learnt_share: float  # of the tokens
+    trained_share: float  # of the tokens
     cut_documents_share: float  # of the documents: longer than a row
     cut_tokens_share: float  # of the tokens: in such documents
     padding_share: float  # of packed rows
@@ -202,7 +203,7 @@ class ResumeAnswer(Answer, frozen=True, kw_only=True):
 
 
 class EvaluationAnswer(Answer, frozen=True, kw_only=True):
-    """The mean loss over all tokens of the data that are learnt."""
+    """The mean loss over all tokens of the data that are trained on."""
 
     COMMAND: ClassVar[str] = "evaluate"
 

@@ -110,7 +110,7 @@ def _refuse_what_is_not_applied(config: Any, path: Path, content: Mapping[str, A
     for is_so, why in (
         (
             getattr(config, "is_prompt_learning", False),
-            f"peft_type is {kind}, learnt prompts, which are no part of the layers and change no "
+            f"peft_type is {kind}, trained prompts, which are no part of the layers and change no "
             "weight: use them with peft",
         ),
         (

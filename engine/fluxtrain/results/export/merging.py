@@ -181,7 +181,7 @@ def _converted(weight: Tensor, tensor: PlannedTensor) -> Tensor:
 
 def carry_over(base: Path, adapter: Path, folder: Path) -> None:
     """Copy into `folder` what a base's folder holds beside weights; and of the adapter's folder the
-    chat template, the generation settings (the ends that were learnt), and what the base lacks."""
+    chat template, the generation settings (with the trained ends), and what the base lacks."""
     chosen = (adapter / TEMPLATE).exists()  # with it, the adapter has all templates
     for path in files_beside(base):
         if _is_carried(path.name) and not (chosen and path.parent.name == TEMPLATES):
