@@ -138,18 +138,28 @@ def test_a_run_that_goes_on_with_other_threads_hears_that_its_bits_will_differ(
     assert "1 threads before and has 7 now" in warning.text and "OMP_NUM_THREADS=1" in warning.text
 
 
-def test_another_learning_rate_is_another_run_also_where_the_trainer_chose_it(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("change", "is_taken"),
+    [
+        ({"learning rate": 2e-5}, True),
+        ({"learning rate": 2e-3}, False),
+        ({"train.warmup_steps": 20}, True),
+        ({"train.warmup_steps": 5}, False),
+        ({"learning rate": 2e-5, "train.eps": 1e-6}, False),
+    ],
+)
+def test_a_resume_may_lower_the_rate_and_lengthen_the_warm_up_alone(
+    tmp_path: Path, change: dict[str, Any], is_taken: bool
 ) -> None:
-    rate = {**FINGERPRINT, "learning rate": 1e-3}
-    made, _ = writer(tmp_path, rate)
-    checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
-    other, _ = writer(tmp_path, {**rate, "learning rate": 2e-5})
-    with pytest.raises(BadInput, match="learning rate was 0.001 and is 2e-05"):
+    rates = {**FINGERPRINT, "learning rate": 1e-3, "train.warmup_steps": 10}
+    checkpoint = writer(tmp_path, rates)[0].write(state_at(5), FakeEngine(1), FakeData())
+    other, told = writer(tmp_path, {**rates, **change})
+    if is_taken:
+        state = other.restore(checkpoint, FakeEngine(2), FakeData())
+        assert len(state.changed) == 1 and state.changed[0] in told.events[0].text
+        return
+    with pytest.raises(BadInput, match=f"and is {list(change.values())[-1]}"):
         other.restore(checkpoint, FakeEngine(2), FakeData())
-    older, _ = writer(tmp_path / "older")
-    checkpoint = older.write(state_at(5), FakeEngine(1), FakeData())
-    assert made.restore(checkpoint, FakeEngine(2), FakeData()).step == 5
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

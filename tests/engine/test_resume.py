@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from fluxtrain.events.events import (
 )
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.train.checkpoint.checkpoint import read_checkpoint
 from fluxtrain.train.evaluate import evaluate
 from tests.engine import forked
 
@@ -164,6 +166,19 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
     assert_same_run(tmp_path / "whole", stopped)
 
 
+def test_a_signal_of_a_scheduler_writes_a_checkpoint_and_the_run_goes_on(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    config = run_config(train__steps=60, train__checkpoint_every="end", train__evaluate_every="end")
+    with running("train", config, "--run-dir", tmp_path / "run") as process:
+        wait_for(lambda: steps_done(tmp_path / "run") >= 3)
+        os.kill(process.pid or 0, signal.SIGUSR1)
+        process.join(200)
+        assert process.exitcode == 0
+    first, last = events(tmp_path / "run", CheckpointWritten)
+    assert 3 <= first.step < last.step == 60
+
+
 _INTERRUPTED_TWICE = """
 import signal, sys
 from fluxtrain.events.run_folder.run_dir import RunDir
@@ -272,6 +287,30 @@ def test_a_run_goes_on_from_a_named_checkpoint(run_config: RunConfig, tmp_path: 
     assert events(run_dir, Hello)[-1].first_step == 2
     assert all(len(said) == 1 for said in curve(run_dir).values())
     assert all(torch.equal(before[name], value) for name, value in weights(run_dir).items())
+
+
+def test_a_diverged_runs_advice_goes_on_from_its_checkpoint(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run_dir = run_config(train__steps=12, train__checkpoint_every=2), tmp_path / "run"
+
+    def too_high(_name: str, step: int, **_: int) -> float:
+        return 1e32 if step == 2 else 1.0
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr("fluxtrain.train.run.factor", too_high)
+        main(["train", str(config), "--run-dir", str(run_dir)])
+    assert ended.value.code == 4
+    command = shlex.split(refusal(run_dir).rpartition("go on with a lower rate: ")[2])
+    assert command == ["fluxtrain", "train", "--resume", str(run_dir), *command[4:]]
+    assert finished(*command[1:]) == 0
+    assert events(run_dir, Hello)[-1].first_step == 2
+    told = "from step 3 on learning rate was 0.001 and is 0.0001"
+    warnings = [log.text for log in events(run_dir, LogWritten) if log.level == "warning"]
+    assert any(text.startswith(told) for text in warnings)
+    newest = read_checkpoint(run_dir / "checkpoints" / "step-00000012").trainer_state()
+    assert newest["run"]["changed"] == [told]
+    assert finished("train", "--run-dir", run_dir, "--resume", "auto") == 0  # with the lower rate
 
 
 OTHER_SETTINGS: dict[str, dict[str, object]] = {

@@ -15,7 +15,7 @@ from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schedule import factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.guards.wrap_checks import refuse_several_processes
-from fluxtrain.errors import Interrupted, is_panic
+from fluxtrain.errors import Diverged, Interrupted, is_panic
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.events.run_folder import own_files
@@ -108,7 +108,7 @@ def train(
         session.begin_training()
         session.track(config)
         with session.naming_the_way_on():
-            run.loop.run()
+            run.train()
             session.signals.deferred = False
             run.finish()
 
@@ -269,6 +269,28 @@ class Run:
         copies = self._snapshot.budget_bytes
         self._planned = self._plan.write(session.run_dir, self.engine, steps, self._choices, copies)
         session.announcer.emit(self._planned)
+
+    def train(self) -> None:
+        """Make all steps. Raises as `TrainingLoop.run`; for Diverged with the way on."""
+        try:
+            self.loop.run()
+        except Diverged as error:
+            if not self.keeps_checkpoints:
+                raise
+            raise Diverged(f"{error}; {self._after_divergence()}") from error
+
+    def _after_divergence(self) -> str:
+        """Say how to go on with a lower rate, from the last checkpoint if a step after it was
+        finite."""
+        state, last = self._session.state, self.checkpoints.last
+        last_finite = state.step - max(0, state.skipped_in_a_row - 1)  # the last is not counted
+        if last is not None and last.step >= last_finite:
+            return (
+                "no step after that checkpoint was finite, so its weights may be at fault: "
+                "resume from an earlier one, or start a new run in another --run-dir"
+            )
+        lower = f"--set train.learning_rate={self.schedule.learning_rate / 10:.3g}"
+        return f"to go on with a lower rate: {self._session.resume_command} {lower}"
 
     def finish(self) -> None:
         """Save the trained model, and show a sample of it."""

@@ -26,7 +26,7 @@ _BEFORE = {
     "train.states": "fp32",
     "train.optimizer": "adamw",
 }  # values in checkpoints that are older than the setting
-_LATER = ("learning rate",)  # not in checkpoints that are older than the check
+_RATE, _WARMUP = "learning rate", "train.warmup_steps"
 
 
 class BeyondEnd(Damaged):
@@ -117,20 +117,31 @@ def batch_rows_of(checkpoint: Checkpoint) -> int:
     return rows
 
 
-def refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise BadInput, with what differs, for a checkpoint of another model, data or settings."""
+def changed_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return in words what a resume changes of a run: it may lower the learning rate and set
+    another warm-up that is no shorter.
+
+    Raises BadInput, with what differs, for a checkpoint of another model, data or settings.
+    """
     old, new = {**_BEFORE, **old}, {**_BEFORE, **new}
-    different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    different = [key for key in different if key not in _LATER or (key in old and key in new)]
-    if not different:
-        return
-    listed = "; ".join(
-        f"{brief(key)} was {brief(repr(old.get(key)))} and is {brief(repr(new.get(key)))}"
+    old.setdefault(_RATE, new.get(_RATE))  # not in checkpoints that are older than the check
+    different = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    allowed = set()
+    if _RATE in new and new[_RATE] <= old[_RATE]:
+        allowed |= {_RATE, "train.learning_rate"}
+    was, now = old.get(_WARMUP), new.get(_WARMUP)
+    if isinstance(now, int) and (was == "auto" or (isinstance(was, int) and now >= was)):
+        allowed.add(_WARMUP)
+    words = {
+        key: f"{brief(key)} was {brief(repr(old.get(key)))} and is {brief(repr(new.get(key)))}"
         for key in sorted(different)
-    )
+    }
+    if different <= allowed:
+        return [words[key] for key in sorted(different - {"train.learning_rate"})]
     raise BadInput(
-        f"{path.name} belongs to another run ({listed}): resume with the settings it was made "
-        "with, or start a new run in another --run-dir"
+        f"{path.name} belongs to another run ({'; '.join(words.values())}): resume with the "
+        "settings it was made with (a lower learning rate and a longer warm-up are taken), or "
+        "start a new run in another --run-dir"
     )
 
 
@@ -177,7 +188,7 @@ def fingerprint(
         "data.held_out": config.data.held_out,
         "data.seed": config.data.seed,
         "batch_rows": batch_rows,
-        "learning rate": learning_rate,
+        _RATE: learning_rate,
         **{f"train.{key}": settings[key] for key in keys},
     }
 

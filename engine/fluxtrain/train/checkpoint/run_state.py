@@ -31,6 +31,7 @@ class RunState:
     skipped_in_a_row: int = 0  # of these, at the end
     skipped_from: str | None = None  # what was the first in that row that is not finite
     held_out: str | None = None  # the fingerprint of what evaluations are of
+    changed: list[str] = field(default_factory=list)  # what resumes set anew, and from which step
 
     def evaluates(self, held_out: str | None) -> bool:
         """Note the fingerprint of what the next evaluations are of; return whether they cannot be

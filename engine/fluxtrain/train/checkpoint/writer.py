@@ -37,12 +37,12 @@ from fluxtrain.train.checkpoint.checkpoint import (
 )
 from fluxtrain.train.checkpoint.copy_memory import CopyMemory
 from fluxtrain.train.checkpoint.newest import (
+    changed_settings,
     chunk_rows_of,
     damage_in_words_of,
     older_resumable,
     refuse_beyond_end,
     refuse_lacking,
-    refuse_other_run,
     trainer_content,
     with_cure,
 )
@@ -361,7 +361,7 @@ class CheckpointWriter:
             Damaged: it lacks a part of the model, or a file of it cannot be read any more.
         """
         content = trainer_content(checkpoint)
-        refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
+        changed = changed_settings(checkpoint.path, content["fingerprint"], self._fingerprint)
         self.refuse_incomplete(checkpoint, engine)
         refuse_beyond_end(checkpoint, self._cadence.total_steps)
         state = RunState.from_json(content["run"])
@@ -372,6 +372,10 @@ class CheckpointWriter:
         engine.chunk_rows = chunk_rows_of(content, self._chunk_rows_set, self._announcer.warn)
         restore_random_state(content["random"])
         tell_of_threads(content["threads"], self._announcer.warn)
+        if changed:
+            words = f"from step {state.step + 1} on {'; '.join(changed)}"
+            state.changed.append(words)
+            self._announcer.warn(f"{words}: the losses are not those of a run that never stopped")
         self.last = checkpoint
         self._cadence.done(checkpoint.step, 0.0)
         return state
