@@ -118,6 +118,16 @@ def test_a_signal_between_steps_is_noted_and_outside_raises(
     assert caught.value.exit_code == code
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_of_a_scheduler_asks_for_a_checkpoint_and_ends_nothing(
+    number: signal.Signals,
+) -> None:
+    with Signals(requests := Requests(), str):
+        signal.raise_signal(number)
+        assert requests.take_checkpoint() and not requests.take_checkpoint()
+        assert requests.stop_code is None
+
+
 def test_a_run_that_was_started_to_ignore_the_end_of_its_terminal_ignores_it() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -24,6 +24,7 @@ _EXIT_CODES = {
     signal.SIGTERM: EXIT_TERMINATED,
     signal.SIGHUP: EXIT_TERMINATED,  # the terminal is gone
 }
+_CHECKPOINTS = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send them before a time limit
 
 
 class Requests:
@@ -97,11 +98,16 @@ class Requests:
         """Return whether the run is to pause; a requested stop ends a pause."""
         return self._paused and self._stop_code is None
 
+    def ask_checkpoint(self) -> None:
+        """Ask for a checkpoint. Safe in a signal handler, as `stop` is."""
+        self._checkpoint = True
+
     def take_checkpoint(self) -> bool:
         """Return whether a checkpoint was requested since the last call."""
-        with self._changed:
-            wanted, self._checkpoint = self._checkpoint, False
-        return wanted
+        if not self._checkpoint:  # never set to False unless it was True: a signal may come here
+            return False
+        self._checkpoint = False
+        return True
 
     def wait_for_change(self, timeout_s: float = 0.2) -> None:
         """Sleep until a command comes, at most `timeout_s`, as signals cannot wake the loop."""
@@ -110,14 +116,15 @@ class Requests:
 
 
 class Signals:
-    """Handle SIGINT, SIGTERM and SIGHUP during a run; the previous handlers return on exit.
+    """Handle the signals of a run; the previous handlers return on exit.
 
-    The first signal is noted in `requests`, and the loop ends the run with a checkpoint. Outside
-    `deferred` sections nothing can be lost, so the handler raises `Interrupted` at once as well. A
-    library may swallow that exception (a finaliser always does); the loop then ends the run before
-    its next step. A Ctrl-C after any first signal ends the process at once and prints
-    `last_words()`. Signals that the process was started to ignore (`nohup`, a background job of a
-    script) stay ignored.
+    SIGUSR1 and SIGUSR2 ask for a checkpoint after the step, and the run goes on. SIGINT, SIGTERM
+    and SIGHUP end it: the first one is noted in `requests`, and the loop ends the run with a
+    checkpoint. Outside `deferred` sections nothing can be lost, so the handler raises `Interrupted`
+    at once as well. A library may swallow that exception (a finaliser always does); the loop then
+    ends the run before its next step. A Ctrl-C after any first signal ends the process at once and
+    prints `last_words()`. Signals that the process was started to ignore (`nohup`, a background job
+    of a script) stay ignored.
     """
 
     def __init__(
@@ -135,7 +142,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in _EXIT_CODES:
+            for number in (*_EXIT_CODES, *_CHECKPOINTS):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._received)
         return self
@@ -145,6 +152,9 @@ class Signals:
             signal.signal(number, handler)
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
+        if number in _CHECKPOINTS:
+            self._requests.ask_checkpoint()
+            return
         code = _EXIT_CODES[signal.Signals(number)]
         if self._first is not None:
             if number == signal.SIGINT:
