@@ -116,7 +116,8 @@ def simulated(work: StepWork, rates: CardsRates, *, runs_by_chunks: bool = False
     if work.cards > 1 and rates.host_bytes_per_s is not None:
         moved = work.host_bytes + clocks.through_host_bytes / steps
         busy_s["host memory"] = moved / rates.host_bytes_per_s
-        step_s = max(step_s, busy_s["host memory"])
+    # few steps are simulated: a queue that nobody waits for in them may still grow with each
+    step_s = max(step_s, *busy_s.values())
     return StepTime(step_s=step_s, busy_s=busy_s, phases_s=clocks.phases_s, work=work)
 
 
