@@ -158,7 +158,6 @@ def test_a_model_that_cannot_be_used_is_refused(
         ("short.txt", b"a few words", "tokens"),
         ("chat.jsonl", b'{"messages": [{"content": "hi"}]}\n' * 50, "role"),
         ("line.jsonl", b'{"text": "a"}\n{"text": \n', "line 2"),
-        ("keys.jsonl", b'{"body": "words"}\n', "body"),
         ("half.jsonl", b'{"text": "cut \\ud83d"}\n', "half of a pair"),
         ("digits.jsonl", b'{"text": ' + b"9" * 9999 + b"}\n", "line 1"),
     ],

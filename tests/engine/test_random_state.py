@@ -47,7 +47,7 @@ def test_wrapping_and_a_step_draw_nothing(cards: int) -> None:
 def test_the_check_of_copies_between_gpus_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    here = torch.device("cpu")
+    here = torch.device("cpu", 0)
     assert undisturbed(lambda: multi_gpu_streams._copies_arrive(here, here))
     assert multi_gpu_streams._copies_arrive(here, here)
 

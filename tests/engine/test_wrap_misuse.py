@@ -24,7 +24,7 @@ def test_only_a_module_can_be_wrapped(thing: Any) -> None:
 @pytest.mark.parametrize("name", ["chunk_rows", "prefetch", "resident_blocks", "device_groups"])
 @pytest.mark.parametrize("value", [1.5, "4", True])
 def test_counts_are_whole_numbers(name: str, value: Any, tiny: Any) -> None:
-    with pytest.raises(BadInput, match=f"{name} is .*whole number"):
+    with pytest.raises(BadInput, match=f"{name} is .*number"):
         wrap_with(tiny("llama"), **{name: value})
 
 

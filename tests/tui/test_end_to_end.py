@@ -26,18 +26,16 @@ RESTORED = b"\x1b[?1049l"  # back from the alternate screen
 def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) -> None:
     terminal = desk.open("--steps", "4", *TINY, size=(80, 24))
     for step, shown in (
-        ("step 1 of 9", "What would you like to do?"),
-        ("step 2 of 9", "✓ architecture"),
-        ("step 3 of 9", "As the model sees it"),
-        ("step 4 of 9", "FITS"),
-        ("step 5 of 9", "Training settings"),
-        ("step 6 of 9", "rates measured"),
-        ("step 7 of 9", "Chosen for you: why?"),
-        ("step 8 of 9", "Before it starts"),
+        ("step 1 of 7", "What would you like to do?"),
+        ("step 2 of 7", "✓ architecture"),
+        ("step 3 of 7", "As the model sees it"),
+        ("step 4 of 7", "FITS"),
+        ("step 5 of 7", "Training settings"),
+        ("step 6 of 7", "Chosen for you: why?"),
     ):
         terminal.until(step, shown)
         terminal.press("\r")
-    terminal.until("step 9 of 9", "Enter starts the training", "train.steps=4")
+    terminal.until("step 7 of 7", "Enter starts the training", "4 steps")
     terminal.press("\r")
     terminal.until("FINISHED", "4/4")
     terminal.press("q")
@@ -62,17 +60,15 @@ def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trai
         "train: {batch_rows: 2, evaluate_every: end, checkpoint_every: end}\n"
     )
     terminal = desk.open(str(config), "--steps", "3")
-    terminal.until("step 7 of 9", "Chosen for you: why?", "train.batch_rows")
-    for number in (6, 5, 4, 3):
+    terminal.until("step 6 of 7", "Chosen for you: why?", "train.batch_rows")
+    for number in (5, 4, 3):
         terminal.press("\x1b")
-        terminal.until(f"step {number} of 9")
+        terminal.until(f"step {number} of 7")
     terminal.until("✓ format", "200 documents", "sample 1:", "▌ ce upon a time")
-    for number in (4, 5, 6, 7, 8):
+    for number in (4, 5, 6, 7):
         terminal.press("\r")
-        terminal.until(f"step {number} of 9")
-    terminal.until("Before it starts", "sequence_length: 32")
-    terminal.press("\r")
-    terminal.until("step 9 of 9", "sequence_length: 32")
+        terminal.until(f"step {number} of 7")
+    terminal.until("sequence_length: 32")
     terminal.press("\r")
     terminal.until("FINISHED", "3/3")
     terminal.press("q")
@@ -88,7 +84,7 @@ def test_an_answer_that_the_engine_refuses_is_told_in_the_wizard(
     config = tmp_path / "c.yaml"
     config.write_text("model: {path: /no/such/model}\n")
     terminal = desk.open(str(config), size=(80, 24))
-    terminal.until("step 7 of 9", "✗", "/no/such/model")
+    terminal.until("step 6 of 7", "✗", "/no/such/model")
     assert "Traceback" not in terminal.text
 
 
@@ -106,7 +102,7 @@ def test_answers_survive_a_killed_wizard(desk: Desk) -> None:
     second = desk.open(size=(80, 24))
     second.until("Unfinished answers", "/models/mine")
     second.press("\r")
-    second.until("step 2 of 9", "▸ Folder", "/models/mine does not exist")
+    second.until("step 2 of 7", "▸ Folder", "/models/mine does not exist")
 
 
 def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) -> None:

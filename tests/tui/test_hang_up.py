@@ -70,18 +70,18 @@ def until_still(terminal: Terminal) -> None:
 @pytest.mark.parametrize("by", ["terminal", "shell"])
 def test_the_wizard_ends_with_its_terminal(desk: Desk, by: str) -> None:
     terminal = started(desk, *APP, by=by)
-    terminal.until("step 1 of 9")
+    terminal.until("step 1 of 7")
     terminal.press("\r")
-    terminal.until("step 2 of 9")
+    terminal.until("step 2 of 7")
     terminal.hang_up()
     until_all_ended(desk)
 
 
 def test_an_app_that_is_told_nothing_and_writes_nothing_ends_with_its_terminal(desk: Desk) -> None:
     terminal = started(desk, *APP, by="make")
-    terminal.until("step 1 of 9")
+    terminal.until("step 1 of 7")
     terminal.press("\r")
-    terminal.until("step 2 of 9")
+    terminal.until("step 2 of 7")
     for one in desk.processes():
         if "probe" in one.info["cmdline"]:  # the machine's measuring, which turns a wheel for long
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -127,7 +127,7 @@ def test_plain_lines_end_with_their_terminal(desk: Desk, silent: Path, attached:
 def test_a_hang_up_that_is_only_signalled_restores_the_terminal(desk: Desk) -> None:
     terminal = started(desk, *APP)
     sane = terminal.mode()
-    terminal.until("step 1 of 9")
+    terminal.until("step 1 of 7")
     terminal.process.send_signal(signal.SIGHUP)
     assert terminal.ends() == 0
     assert terminal.mode() == sane
@@ -140,7 +140,7 @@ def test_an_app_that_nobody_can_type_to_any_more_restores_its_screen(desk: Desk)
     keyboard, keys = pty.openpty()
     try:
         terminal = started(desk, "sh", "-c", f"exec {shlex.join(APP)} < {os.ttyname(keys)}")
-        terminal.until("step 1 of 9")
+        terminal.until("step 1 of 7")
         os.close(keyboard)
         keyboard = -1
         assert terminal.ends() == 0

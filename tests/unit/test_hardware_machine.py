@@ -129,7 +129,7 @@ def test_the_instruction_set_is_the_one_that_the_native_library_uses() -> None:
 
 def test_reading_the_machine_brings_no_torch() -> None:
     program = (
-        "import sys\nfrom fluxtrain.machine import cgroup, device, disk, machine\n"
+        "import sys\nfrom fluxtrain.machine import cgroup, disk, gpu, machine\n"
         "from fluxtrain.measure.probe import bandwidth, disk_rate, probe\nmachine.read_machine()\n"
         "assert 'torch' not in sys.modules"
     )
