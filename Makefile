@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 export PYTHON
 
-.PHONY: help run dev native check lint test test-native test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak screenshots wheel clean
+.PHONY: help run dev native check lint test test-native test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve screenshots wheel clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -60,6 +60,9 @@ test-transformers4: dev $(STAMPS)/transformers4 ## saved models in transformers 
 soak: dev ## the long tests: many kills and resumes, random models, new examples of properties
 	$(PYTEST) -m "slow and not gpu" --timeout 3600 $(TESTS)
 	FLUXTRAIN_EXPLORE=1 $(PYTEST) -n 2 -m "not gpu and not slow" $(shell grep -rlE "hypothesis" tests --include=test_*.py)
+
+soak-serve: dev ## kill server and trainers at random moments; every job must succeed once
+	$(PYTEST) -m slow --timeout 3600 tests/serve
 
 bench-cpu: $(STAMPS)/native ## the native optimizer against the memory's own speed
 	$(BIN)/python bench/bench_cpu.py

@@ -19,6 +19,8 @@ from typing import Any
 import openai
 import pytest
 import uvicorn
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from fluxtrain.serve.app import make_app
 from fluxtrain.serve.keys import add_key
@@ -42,6 +44,10 @@ class Served:
     url: str
     keys: dict[str, str]
     close: Callable[[], None]
+    app: FastAPI
+
+    def service_routes(self) -> list[APIRoute]:
+        return [one for one in self.app.routes if isinstance(one, APIRoute)]
 
     def client(self, scope: str = "admin", **options: Any) -> openai.OpenAI:
         options = {"max_retries": 0, "_strict_response_validation": True, **options}
@@ -95,7 +101,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             scope: add_key(store, scope, scope) for scope in ("read", "infer", "train", "admin")
         }
         listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(make_app(service), log_level="warning", timeout_graceful_shutdown=1)
+        app = make_app(service)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -106,7 +113,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             listener.close()
 
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        started.append(Served(service, url, keys, close))
+        started.append(Served(service, url, keys, close, app))
         return started[-1]
 
     yield start

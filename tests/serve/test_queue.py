@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -122,3 +124,27 @@ def test_one_request_sent_often_makes_one_job(served: Served) -> None:
     assert len(list(client.fine_tuning.jobs.list())) == len(ids)
     with pytest.raises(openai.UnprocessableEntityError):
         create(client, file=file, seed=7, extra_headers={"Idempotency-Key": "one"})
+
+
+def test_events_are_told_as_they_come_and_again_from_where_a_client_was(served: Served) -> None:
+    client = served.client()
+    job = create(client, "waits")
+    wait_for(run_of(job.id).socket.exists)
+    (run_of(job.id).path / "go").touch()
+    address = f"{served.url}/fine_tuning/jobs/{job.id}/events?stream=true"
+    headers = {"Authorization": f"Bearer {served.keys['read']}"}
+
+    def told(**more: str) -> list[tuple[str, dict[str, Any]]]:
+        with httpx.stream("GET", address, headers={**headers, **more}, timeout=60) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        pairs = zip(lines[::2], lines[1::2], strict=True)
+        return [(first[4:], json.loads(second[6:])) for first, second in pairs]
+
+    every = told()
+    steps = [event for _, event in every if event["message"].startswith("Step")]
+    assert [one["data"]["step"] for one in steps] == [1, 2, 3, 4]
+    at = next(number for number, (_, event) in enumerate(every) if event is steps[1])
+    rest = told(**{"Last-Event-ID": every[at][0]})
+    assert [event for _, event in rest] == [event for _, event in every[at + 1 :]]
+    listed = {one.id for one in client.fine_tuning.jobs.list_events(job.id, limit=2)}
+    assert listed == {event["id"] for _, event in every}

@@ -6,6 +6,7 @@ import json
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ from fluxtrain.serve.refusal import Refusal
 from fluxtrain.serve.service import Service
 from fluxtrain.serve.store import files, jobs, new_id
 
+JSON_BYTES = 16 << 20
+FORM_BYTES = 1 << 16  # of an upload's form besides the file
 Limit = Annotated[int, Query(ge=1, le=1000)]
 After = Annotated[str | None, Query()]
 
@@ -69,7 +72,7 @@ def make_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="FluxTrain", version=version("fluxtrain"), lifespan=running)
     app.state.service = service
-    _answer_errors(app)
+    _answer_errors(app, service)
     _add_files(app, service)
     _add_jobs(app, service)
     _add_models(app, service)
@@ -85,7 +88,7 @@ def make_app(service: Service) -> FastAPI:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def _answer_errors(app: FastAPI) -> None:
+def _answer_errors(app: FastAPI, service: Service) -> None:
     """Give every error OpenAI's form, and every answer an id."""
 
     @app.exception_handler(FluxTrainError)
@@ -109,12 +112,26 @@ def _answer_errors(app: FastAPI) -> None:
     @app.middleware("http")
     async def _(request: Request, go_on: Callable[[Request], Any]) -> Any:
         try:
-            answer = await go_on(request)
+            answer = _refused_size(request, service) or await go_on(request)
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer
             traceback.print_exc()
             answer = _error(500, "a bug of FluxTrain: the server's log has the traceback")
         answer.headers["x-request-id"] = new_id("req")
         return answer
+
+
+def _refused_size(request: Request, service: Service) -> JSONResponse | None:
+    """Refuse a body that is too large, or may be, before any of it is read."""
+    if request.method in ("GET", "DELETE", "HEAD", "OPTIONS"):
+        return None
+    length = request.headers.get("content-length", "")
+    if not length.isdecimal() and "transfer-encoding" in request.headers:
+        return _error(411, "the body's length is not told: send Content-Length")
+    is_upload = request.url.path == "/v1/files"
+    most = service.settings.quotas.file_bytes + FORM_BYTES if is_upload else JSON_BYTES
+    if int(length or 0) <= most:
+        return None
+    return _error(413, str(uploads.too_large(most)), "too_large")
 
 
 def _error(
@@ -142,9 +159,6 @@ def _add_files(app: FastAPI, service: Service) -> None:
     @app.post("/v1/files")
     async def create_file(request: Request, caller: Trains) -> dict[str, Any]:
         """Upload a file of training data (multipart: `purpose`, `file`)."""
-        limit_bytes = service.settings.quotas.file_bytes
-        if int(request.headers.get("content-length") or 0) > limit_bytes + (1 << 16):
-            raise uploads.too_large(limit_bytes)
         async with request.form(max_files=1, max_fields=8) as form:
             file, purpose = form.get("file"), form.get("purpose")
             if purpose != uploads.PURPOSE:
@@ -240,11 +254,30 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/events")
     def list_events(
-        job_id: str, caller: Reads, limit: Limit = 20, after: After = None
+        job_id: str,
+        caller: Reads,
+        limit: Limit = 20,
+        after: After = None,
+        stream: bool = False,
+        last_event_id: Annotated[str, Header()] = "",
+    ) -> Any:
+        """List a job's events, newest first; `stream=true` sends them as they come (SSE)."""
+        find = partial(find_job, service.store, caller.project, job_id)
+        row, run = find(), run_of(job_id)
+        if stream:
+            return _sse(job_events.followed(find, run, last_event_id))
+        return page(job_events.events_of(row, run, limit, after), limit)
+
+    @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
+    def list_checkpoints(
+        job_id: str, caller: Reads, limit: Limit = 10, after: After = None
     ) -> dict[str, Any]:
-        """List a job's events, newest first."""
-        row = find_job(service.store, caller.project, job_id)
-        return page(job_events.events_of(row, run_of(job_id), limit, after), limit)
+        """List the checkpoints that a job has kept, newest first; each can be asked as a model."""
+        found = job_events.checkpoints_of(
+            find_job(service.store, caller.project, job_id), run_of(job_id)
+        )
+        ids = [one["id"] for one in found]
+        return page(found[ids.index(after) + 1 if after in ids else 0 :], limit)
 
 
 # -- models and answers ---------------------------------------------------------------------------
@@ -285,7 +318,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
                 return
             yield "data: [DONE]\n\n"
 
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return _sse(lines())
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, caller: Infers) -> Any:
@@ -296,6 +329,12 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def complete(asked: CompletionRequest, caller: Infers) -> Any:
         """Continue a text."""
         return await answer(asked, caller)
+
+
+def _sse(lines: AsyncIterator[str]) -> StreamingResponse:
+    return StreamingResponse(
+        lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    )
 
 
 def _line(value: Any) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from fastapi.concurrency import run_in_threadpool
 
 from fluxtrain.events.events import (
     AnyEvent,
@@ -19,10 +24,15 @@ from fluxtrain.events.events import (
     StoppedEarly,
 )
 from fluxtrain.events.frames import decode_line
-from fluxtrain.events.journal import tail_lines
+from fluxtrain.events.journal import read_events, tail_lines
+from fluxtrain.events.reader import JournalFollower
 from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.serve.registry import CHECKPOINT, model_name
 
 FIRST_BYTES = 1 << 18
+POLL_S = 1.0  # of one reader; many cost the training beside them little
+ROW_PERIOD_S = 3.0
+NUMBERED = StepFinished | EvaluationFinished | CheckpointWritten
 LEVELS = {"debug": "info", "info": "info", "warning": "warn", "error": "error"}
 
 
@@ -44,6 +54,71 @@ def events_of(row: Mapping[str, Any], run: RunDir, limit: int, after: str | None
         if whole or len(events) - begin > limit:
             return events[begin : begin + limit + 1]
         most_bytes *= 4
+
+
+async def followed(
+    find: Callable[[], dict[str, Any]], run: RunDir, cursor: str
+) -> AsyncIterator[str]:
+    """Yield a job's events as server-sent events until it has ended.
+
+    Args:
+        find: reads the job's row.
+        cursor: the id of the last one that the client has: the journal's number and the count of
+            notes; "" for all.
+    """
+    seq, _, told = cursor.partition(".")
+    last_seq, notes = int(seq) if seq.isdecimal() else 0, int(told) if told.isdecimal() else 0
+    follower, looked_s = JournalFollower(run.journal), -ROW_PERIOD_S
+    row: dict[str, Any] = {}
+    while True:
+        if time.monotonic() - looked_s >= ROW_PERIOD_S:
+            row, looked_s = await run_in_threadpool(find), time.monotonic()
+        for _, note in list(_notes(row))[notes:]:
+            notes += 1
+            yield _sse_event(f"{last_seq}.{notes}", note)
+        events = follower.poll()
+        for event in events:
+            made = api_event(row["id"], event) if event.seq > last_seq else None
+            last_seq = max(last_seq, event.seq)
+            if made is not None:
+                yield _sse_event(f"{last_seq}.{notes}", made)
+        if row["outcome"] is not None and not events:
+            return
+        if not events:
+            await asyncio.sleep(POLL_S)
+
+
+def _sse_event(cursor: str, event: dict[str, Any]) -> str:
+    return f"id: {cursor}\ndata: {json.dumps(event)}\n\n"
+
+
+def checkpoints_of(row: Mapping[str, Any], run: RunDir) -> list[dict[str, Any]]:
+    """Return the checkpoints that a job's run has kept, newest first."""
+    steps = sorted((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), reverse=True)
+    told: dict[int, dict[str, Any]] = {step: {"step": step} for step in steps}
+    written_s = dict.fromkeys(steps, 0.0)
+    for event in read_events(run.journal) if steps else ():
+        at = told.get(event.step) if isinstance(event, NUMBERED) else None
+        if at is None:
+            continue
+        if isinstance(event, StepFinished):
+            at["train_loss"] = event.loss
+        elif isinstance(event, EvaluationFinished):
+            at["valid_loss"] = at["full_valid_loss"] = event.loss
+        else:
+            written_s[event.step] = event.wall_s
+    return [
+        {
+            "id": f"ftckpt-{row['id']}-{step}",
+            "object": "fine_tuning.job.checkpoint",
+            "created_at": int(written_s[step]),
+            "fine_tuning_job_id": row["id"],
+            "fine_tuned_model_checkpoint": f"{model_name(row)}{CHECKPOINT}{step}",
+            "step_number": step,
+            "metrics": {key: one for key, one in told[step].items() if _is_finite(one)},
+        }
+        for step in steps
+    ]
 
 
 def api_event(job_id: str, event: AnyEvent) -> dict[str, Any] | None:

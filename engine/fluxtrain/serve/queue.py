@@ -220,6 +220,8 @@ class Queue:
         if time.monotonic() - self._told_stop_s.get(row["id"], -STOP_AGAIN_S) < STOP_AGAIN_S:
             return
         self._told_stop_s[row["id"]] = time.monotonic()
+        if row["tries"].get("told") != row["tries"].get("started"):
+            self._change(row, tries={**row["tries"], "told": row["tries"].get("started")})
         try:
             send_command(run.socket, "stop")
         except NotReachable:  # it has not come so far yet
@@ -303,7 +305,9 @@ class Queue:
             code=code,
             refused=run is not None and run.state == "refused",
             message=run.message if run is not None else "",
-            stopped_by_app=code == EXIT_INTERRUPTED and _was_told_to_stop(folder),
+            stopped_by_app=code == EXIT_INTERRUPTED
+            and row["tries"].get("told") != row["tries"].get("started")
+            and _was_told_to_stop(folder),
             free_bytes=free_bytes(folder.path),
             needed_bytes=needed,
         )

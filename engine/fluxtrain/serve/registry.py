@@ -15,19 +15,26 @@ from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.atomic import read_json, replace_folder, storage_error
 from fluxtrain.serve.store import Store
 
+CHECKPOINT = ":ckpt-step-"  # in the name of a checkpoint's model, before its step
+
+
+def model_name(row: Mapping[str, Any]) -> str:
+    """Return the name of the model that a job makes."""
+    suffix, number = row["request"].get("suffix") or "", row["id"].removeprefix("ftjob-")
+    return f"ft:{row['request']['model']}:{row['project']}:{suffix}:{number}"
+
 
 def version_of(store: Store, row: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
     """Keep the files of a finished job's model; return its row as a version.
 
     Raises as `storage_error`.
     """
-    suffix, base = row["request"].get("suffix"), row["request"]["model"]
     ending = read_json(run.result) or {}
     return {
-        "id": f"ft:{base}:{row['project']}:{suffix or ''}:{row['id'].removeprefix('ftjob-')}",
+        "id": model_name(row),
         "project": row["project"],
         "job": row["id"],
-        "base": base,
+        "base": row["request"]["model"],
         "method": row["config"].get("method", {}).get("name", "full"),
         "step": None,
         "artifact": keep(run.model, store.models),

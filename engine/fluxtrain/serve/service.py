@@ -24,6 +24,7 @@ from fluxtrain.serve import jobs as job_rows
 from fluxtrain.serve.jobs import JobRequest
 from fluxtrain.serve.queue import TICK_S, Queue
 from fluxtrain.serve.refusal import Refusal, not_found
+from fluxtrain.serve.registry import CHECKPOINT, model_name
 from fluxtrain.serve.settings import ServeSettings
 from fluxtrain.serve.store import Store, versions
 from fluxtrain.serve.worker import Opened, Said, Worker
@@ -183,12 +184,24 @@ class Service:
         base = self.settings.models.get(name)
         if base is not None:
             return Opened(model=base.path, options=_trusted(base.trust_remote_code))
+        of_run, _, step = name.partition(CHECKPOINT)
+        if step:
+            return self._checkpoint(project, name, of_run, step)
         version = self._version(project, name)
         folder: Path = self.store.models / version["artifact"]
         served = self.settings.models.get(version["base"])
         return Opened(
             model=str(folder), options=_trusted(served is not None and served.trust_remote_code)
         )
+
+    def _checkpoint(self, project: str, name: str, of_run: str, step: str) -> Opened:
+        """Return a checkpoint of a job's run. Raises Refusal (404)."""
+        job = job_rows.find_job(self.store, project, f"ftjob-{of_run.rpartition(':')[2]}")
+        run = job_rows.run_of(job["id"])
+        steps = [path.name[5:].lstrip("0") for path in run.checkpoints.glob("step-*")]
+        if model_name(job) != of_run or step not in steps:
+            raise not_found("model", name)
+        return Opened(model=str(run.path), options=("--step", step))
 
     def _may_answer(self) -> bool:
         return self.settings.inference == "beside" or not self.queue.busy
