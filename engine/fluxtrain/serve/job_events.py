@@ -32,7 +32,7 @@ from fluxtrain.serve.registry import CHECKPOINT, model_name
 FIRST_BYTES = 1 << 18
 POLL_S = 1.0  # of one reader; many cost the training beside them little
 ROW_PERIOD_S = 3.0
-NUMBERED = StepFinished | EvaluationFinished | CheckpointWritten
+NUMBERED = (StepFinished, EvaluationFinished, CheckpointWritten)
 LEVELS = {"debug": "info", "info": "info", "warning": "warn", "error": "error"}
 
 
@@ -98,9 +98,9 @@ def checkpoints_of(row: Mapping[str, Any], run: RunDir) -> list[dict[str, Any]]:
     told: dict[int, dict[str, Any]] = {step: {"step": step} for step in steps}
     written_s = dict.fromkeys(steps, 0.0)
     for event in read_events(run.journal) if steps else ():
-        at = told.get(event.step) if isinstance(event, NUMBERED) else None
-        if at is None:
+        if not isinstance(event, NUMBERED) or event.step not in told:
             continue
+        at = told[event.step]
         if isinstance(event, StepFinished):
             at["train_loss"] = event.loss
         elif isinstance(event, EvaluationFinished):
