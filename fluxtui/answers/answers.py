@@ -24,6 +24,8 @@ DIAL: tuple[Dial, ...] = get_args(Dial)
 DEMO = "demo"
 HUB_DATA = "hf://datasets/"
 HUB_SCHEME = "hf:"  # what begins so is no file
+OF_COLUMNS = {"data.columns": None, "data.ignore": None}  # as they are unset
+_DATA = ("data_source", "data_path", "data_hub")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -121,8 +123,13 @@ def with_settings(answers: Answers, changes: Mapping[str, Any]) -> Answers:
 
 
 def with_changes(answers: Answers, changes: Mapping[str, Any]) -> Answers:
-    """Change fields of the answers, and settings by their dotted keys."""
+    """Change fields of the answers, and settings by their dotted keys.
+
+    Columns are those of one file: other data loses them.
+    """
     settings = {key: value for key, value in changes.items() if key in BY_KEY}
+    if any(getattr(answers, key) != changes.get(key, getattr(answers, key)) for key in _DATA):
+        settings = {**OF_COLUMNS, **settings}
     fields = {key: value for key, value in changes.items() if key not in BY_KEY}
     return with_settings(dataclasses.replace(answers, **fields), settings)
 

@@ -62,6 +62,8 @@ class SettingRow:
 
 ROWS = (
     SettingRow(key="data.format", page="data", label="data format"),
+    SettingRow(key="data.columns", page="data", label="data columns"),
+    SettingRow(key="data.ignore", page="data", label="data ignore"),
     SettingRow(key="method.name", page="method", label="method"),
     SettingRow(key="method.rank", page="method", methods=ADAPTERS, action="wizard_rank"),
     SettingRow(key="method.alpha", page="method", methods=ADAPTERS, action="wizard_alpha"),
@@ -153,6 +155,8 @@ def value_text(value: Any) -> str:
     """Write a value as it is shown and typed; "" for none."""
     if value is None:
         return ""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {one}' for key, one in value.items())}}}" if value else ""
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
@@ -171,7 +175,7 @@ def read(row: SettingRow, text: str) -> Any:
         return None
     if row.is_folder:
         return text
-    if row.key == "method.targets":
+    if row.key in ("method.targets", "data.ignore"):
         text = text.replace(",", " ").strip(" []")
         text = ",".join(text.split())
     plain = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text)  # thousands
@@ -200,7 +204,9 @@ def settled(row: SettingRow, value: Any) -> Any:
     found = getattr(getattr(config, section), name)
     if isinstance(found, float) and found.is_integer():
         found = int(found)
-    return None if found == declared(row).default else found
+    if found == declared(row).default:
+        return None
+    return list(found) if isinstance(found, tuple) else found
 
 
 def turned(row: SettingRow, value: Any, offset: int) -> Any:

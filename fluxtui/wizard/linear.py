@@ -36,7 +36,7 @@ from fluxtui.answers.launching import (
 from fluxtui.answers.questions import Option, SourceField, SourceQuestion
 from fluxtui.answers.rows import METHODS, SettingRow, StepName, default_text, read, rows_of
 from fluxtui.wizard import linear_lines
-from fluxtui.wizard.checks.answer_checks import checked
+from fluxtui.wizard.checks.answer_checks import checked, reading_options, reading_settings
 from fluxtui.wizard.checks.known_runs import (
     known_runs,
     recent_models,
@@ -134,6 +134,11 @@ class LinearWizard(Dialogue):
             if chosen in question.fields:
                 self._fill(question.fields[chosen])
             check = checked(question.step, self.view.answers)
+            if check.readings:
+                self._say("How are the columns read?")
+                reading = self._choose(reading_options(check), "0")
+                self._answer(**reading_settings(check.readings[int(reading)]))
+                check = checked(question.step, self.view.answers)
             self._tell(linear_lines.check_lines(check))
             if check.error is None:
                 break

@@ -21,7 +21,7 @@ from fluxtui.answers.draft import draft_path, forget_draft, load_draft, save_dra
 from fluxtui.answers.launching import Attach, command_text, place_of, prepare
 from fluxtui.answers.rows import StepName
 from fluxtui.app_base import AppBase
-from fluxtui.wizard.checks.answer_checks import checked
+from fluxtui.wizard.checks.answer_checks import checked, reading_settings
 from fluxtui.wizard.engine.ranked import dial_settings
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.pages import drawing
@@ -146,6 +146,8 @@ class WizardScreen(WizardFrame):
         check = self.checks[step.name_of_step]
         if check is not None and check.error is None and not self._stale:
             self._accepted(step)
+        elif check is not None and check.readings and not self._stale:
+            step.answer(reading_settings(check.readings[step.readings.chosen]))
         else:
             self._check(step, go_on=True)
 

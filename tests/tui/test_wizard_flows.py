@@ -108,6 +108,30 @@ async def test_bad_data_is_told_in_place(folder: Path, opened: Opened, name: str
         assert wizard.step == "data"
 
 
+@pytest.mark.parametrize("chosen", [0, 1])
+async def test_of_two_readings_of_the_columns_enter_takes_the_marked_one(
+    folder: Path, opened: Opened, chosen: int
+) -> None:
+    data = folder / "qa.csv"
+    data.write_text("question,answer,response\nWhy?,So.,Not so.\n")
+    answers = Answers(step="data", data_source="path", data_path=str(data))
+    async with opened(folder, answers) as wizard:
+        await wizard.until(lambda: "`answer`: answer to `question`" in wizard.text())
+        await wizard.press("tab", *["down"] * chosen, "enter")
+        await wizard.until(lambda: wizard.screen.answers.settings)
+        columns, ignored = [("answer", "response"), ("response", "answer")][chosen]
+        assert wizard.screen.answers.settings == {
+            "data.columns": {"prompt": "question", "completion": columns},
+            "data.ignore": [ignored],
+        }
+        await wizard.until(lambda: "As the model sees it" in wizard.text())
+        await wizard.press("enter")
+        await wizard.until(lambda: wizard.step == "method")
+        await wizard.press("escape")
+        await wizard.press("tab", "x")
+        await wizard.until(lambda: not wizard.screen.answers.settings)
+
+
 async def test_data_that_went_bad_since_it_was_looked_at_stops_the_next_look(
     folder: Path, opened: Opened
 ) -> None:

@@ -108,6 +108,14 @@ def test_a_wrong_answer_is_refused_and_asked_again(folder: Path) -> None:
     assert "error: /no/such does not exist" in person.said
 
 
+def test_unclear_columns_are_asked_for(folder: Path) -> None:
+    (folder / "qa.csv").write_text("question,answer,response\nWhy?,So.,Not so.\n")
+    person = Person(folder, ["", "", "2", str(folder / "qa.csv"), "2", "q"])
+    assert person.wizard().run() is None
+    draft = load_draft(folder / "draft.json")
+    assert draft is not None and draft.settings["data.ignore"] == ["answer"]
+
+
 def test_b_goes_back_and_loses_nothing(folder: Path) -> None:
     typed = ["1", "1", "1", "", "5", "9", "b", "2", "", "", "", ""]  # nine steps; another method
     person = Person(folder, typed)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fluxtrain.data.shapes.columns import ColumnReading, UnclearColumns
 from fluxtrain.errors import BadInput
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.answers.answers import (
@@ -22,6 +23,7 @@ from fluxtui.answers.answers import (
     is_hub_id,
 )
 from fluxtui.answers.configuring import answers_from_file, configuration
+from fluxtui.answers.questions import Option
 from fluxtui.answers.rows import StepName
 from fluxtui.home import expanded
 from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data, read_data_file
@@ -42,7 +44,8 @@ _TRUE = ("1", "true", "yes", "on")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
     """The facts about an answer. With an `error` the wizard does not go on; `open` means that
-    nothing was answered yet, so there is no error to show."""
+    nothing was answered yet, so there is no error to show. `readings` are the ways in which the
+    columns of the data can be read, where that is not clear."""
 
     facts: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
@@ -50,6 +53,7 @@ class Check:
     open: bool = False
     samples: tuple[Sample, ...] = ()
     loaded: Answers | None = None  # what a configuration file says
+    readings: tuple[ColumnReading, ...] = ()
 
 
 def checked(step: StepName, answers: Answers) -> Check:
@@ -112,6 +116,8 @@ def check_data(answers: Answers) -> Check:
             facts = read_data({**settings, "path": answers.data_sources})
         else:
             facts = read_data_file(answers.data_file, settings=settings)
+    except UnclearColumns as error:
+        return Check(error=str(error), readings=error.readings)
     except BadInput as error:
         return Check(error=str(error), open=not answers.data_file)
     return Check(facts=facts.rows(), samples=facts.samples, warnings=facts.notes)
@@ -180,6 +186,26 @@ def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Ch
             "choose a folder"
         )
     return Check(facts=(("place", "not on this machine; it is downloaded before planning"),))
+
+
+def reading_options(check: Check | None) -> tuple[Option, ...]:
+    """Offer the ways in which the columns can be read, by their number."""
+    return tuple(
+        Option(
+            str(number),
+            reading.because.replace(" is taken as the ", ": "),
+            f"without {', '.join(reading.ignore)}" if reading.ignore else "",
+        )
+        for number, reading in enumerate(check.readings if check else ())
+    )
+
+
+def reading_settings(reading: ColumnReading) -> dict[str, Any]:
+    """Return the settings that choose a reading."""
+    return {
+        "data.columns": dict(reading.columns) or None,
+        "data.ignore": list(reading.ignore) or None,
+    }
 
 
 CHECKS: Mapping[StepName, Callable[[Answers], Check]] = {

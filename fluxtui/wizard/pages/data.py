@@ -47,13 +47,20 @@ def _read_as(found: InspectionAnswer) -> tuple[str, str]:
 
 
 def _refused(view: WizardView, check: Check | None, width: int) -> Content:
-    """Say after a refusal how the setting is made that it names."""
+    """Ask how unclear columns are read; say after a refusal how the setting is made that it
+    names."""
     found = found_page(view, width)
     if check is None or "set data." not in (check.error or ""):
         return found
+    if check.readings:
+        ways = len(check.readings)
+        told = "can be read in a way that is not sure" if ways == 1 else f"have {ways} readings"
+        pick = f", {view.key('list_up', 'list_down')} marks another one" if ways > 1 else ""
+        asks = f"the columns {told}: {view.key('wizard_next')} takes the marked one{pick}"
+        return drawing.caution(asks, width)
     how = (
         f"{view.key('wizard_read_as')} tries the next format; to set columns, start the app "
-        "with fluxtrain-tui --set 'data.columns={text: body}'"
+        "with fluxtrain-tui --set 'data.columns={text: body}': the answers so far are kept"
     )
     return Content("\n\n").join([found, drawing.paragraph(how, width, drawing.MUTED)])
 

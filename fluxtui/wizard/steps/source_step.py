@@ -12,10 +12,11 @@ from textual.content import Content
 from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.answers.answers import Answers
+from fluxtui.answers.answers import OF_COLUMNS, Answers
 from fluxtui.answers.questions import Option, SourceField, SourceQuestion
 from fluxtui.answers.rows import BY_KEY, turned
 from fluxtui.widgets.entry import Entry
+from fluxtui.wizard.checks.answer_checks import reading_options
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.step import DrawPage, Step
@@ -34,7 +35,10 @@ class SourceStep(Step):
     SourceStep Input.-refused { border: round $error; }
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = own_bindings(("wizard_read_as", "wizard_read_before"))
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *own_bindings(("wizard_read_as", "wizard_read_before")),
+        *own_bindings(("list_up", "list_down"), list_up="pick(-1)", list_down="pick(1)"),
+    ]
 
     def __init__(self, question: SourceQuestion, below: DrawPage) -> None:
         """Draw with `below` what was found about the answer."""
@@ -48,12 +52,14 @@ class SourceStep(Step):
         yield ChoiceList(question.options, id=f"{question.step}-choices")
         for field in question.fields.values():
             yield self._list(field) if field.kind == "list" else self._box(field)
+        yield ChoiceList((), id=f"{question.step}-readings")
         yield Drawn(lambda width: self._below(self.view, width), id=f"{question.step}-found")
 
     def on_mount(self) -> None:
         """Open nothing before the first answers are shown."""
         for field in self._question.fields.values():
             self._widget(field).display = False
+        self.readings.display = False
 
     def show(self, view: WizardView) -> None:
         """Draw this; the text fields keep what is in them (see `fill`)."""
@@ -65,8 +71,13 @@ class SourceStep(Step):
             if isinstance(widget, ChoiceList):
                 widget.show(getattr(view.answers, field.name))
         check = view.checks.get(self.name_of_step)
+        offered = reading_options(check)
+        if offered != self.readings.options:
+            self.readings.offer(offered)
+        self.readings.display = bool(offered)
         for box in self.query(Input):
             refused = check is not None and check.error is not None and not check.open
+            refused = refused and not offered
             box.set_class(refused and box.display, "-refused")
         super().show(view)
 
@@ -99,12 +110,24 @@ class SourceStep(Step):
         """Focus the list first."""
         self.query_one(f"#{self._question.step}-choices", ChoiceList).focus()
 
+    @property
+    def readings(self) -> ChoiceList:
+        """The ways to read the data's columns, where these are not clear."""
+        return self.query_one(f"#{self._question.step}-readings", ChoiceList)
+
+    def action_pick(self, offset: int) -> None:
+        """Mark another way to read the columns; without one scroll."""
+        if self.readings.display:
+            self.readings.action_move(offset)
+        else:
+            self.scroll_relative(y=offset, animate=False)
+
     def action_read_as(self, offset: int) -> None:
         """Read the data in the next shape; after the last one, as its keys say."""
         if self.name_of_step == "data":
             row = BY_KEY["data.format"]
             now = self.view.answers.settings.get(row.key)
-            self.answer({row.key: turned(row, now, offset)})
+            self.answer({row.key: turned(row, now, offset), **OF_COLUMNS})
 
     def on_key(self, event: events.Key) -> None:
         """Send keys typed on the list to the text field below it.
@@ -144,6 +167,8 @@ class SourceStep(Step):
     @on(ChoiceList.Chosen)
     def _chosen(self, event: ChoiceList.Chosen) -> None:
         event.stop()
+        if event.choices is self.readings:
+            return  # Enter takes the marked one
         if event.choices.id != f"{self._question.step}-choices":
             field_name = (event.choices.id or "").removesuffix("-list")
             self.answer({field_name: event.option.id})
