@@ -240,6 +240,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     device: Device = None,
     trust: options.Trust = False,
     json: Json = False,
+    progress: Progress = False,
     debug: Debug = False,
 ) -> None:
     """Export an adapter, a merged model or a checkpoint.
@@ -256,7 +257,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
         other_base=other_base, packed=packed, check=check, data=data, rows=rows, device=device,
         trust_remote_code=trust,
     )  # fmt: skip
-    found = exported(request, silent if json else complain)
+    found = exported(request, silent if json and not progress else complain)
     if json:
         print_json(found)
     else:

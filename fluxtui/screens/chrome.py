@@ -109,17 +109,24 @@ def status_line(view: View, width: int) -> Line:
     return dropped_to_fit(parts, width)
 
 
+def uses_of_model(view: View, adapter: bool = True) -> str:
+    """Name the keys that use a run's model."""
+    chat, evaluate, export = (key_of(view, name) for name in ("chat", "evaluate", "export_model"))
+    merges = f", {export} exports or merges it" if adapter else ""
+    return f"{chat} chats with it, {evaluate} evaluates it{merges}"
+
+
 def left_behind(view: View) -> str:
     """Say where a finished run's model is, and what can be done with it."""
-    done = view.state.done
+    done, hello = view.state.done, view.state.hello
     if done is None or not done.model_path:
         return ""
-    chat, evaluate = key_of(view, "chat"), key_of(view, "evaluate")
-    what = "" if view.link.replay else f"; {chat} chats with it, {evaluate} evaluates it"
+    adapter = hello is not None and hello.rank is not None
+    what = "" if view.link.replay else f"; {uses_of_model(view, adapter)}"
     place, folder = done.model_path, view.link.run_dir
     if folder is not None and place.startswith("/"):
         place = str(RunDir(folder).model)  # where the run is now, and not where it was made
-    return f"the model is in {place}{what}"
+    return f"the {'adapter' if adapter else 'model'} is in {place}{what}"
 
 
 def notice_lines(view: View, width: int) -> list[Line]:

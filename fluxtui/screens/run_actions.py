@@ -103,7 +103,7 @@ def _ask(app: AppBase, socket: Path, command: str, arguments: dict[str, Any] | N
 
 
 def open_chat(app: AppBase, run_dir: Path) -> None:
-    """Talk with the model of a run; say why where it has saved none."""
+    """Talk with the model of a run, or of its newest checkpoint; say why where there is none."""
     from fluxtui.chat.screen import ChatScreen
 
     if has_model(app, run_dir, "chat"):
@@ -112,24 +112,43 @@ def open_chat(app: AppBase, run_dir: Path) -> None:
 
 def open_evaluation(app: AppBase, run_dir: Path) -> None:
     """Compute the loss of a run's model on the data that it was not trained on."""
-    from fluxtui.screens.evaluation import EvaluationDialog
+    from fluxtui.screens.results import EvaluationDialog
 
     if has_model(app, run_dir, "evaluate"):
         app.push_screen(EvaluationDialog(str(run_dir), run_dir.name, app.engine))
 
 
-def has_model(app: AppBase, run_dir: Path, what: str) -> bool:
-    """Return whether a run has saved its model; tell the user where it has not."""
-    run = RunDir(run_dir)
+def open_export(app: AppBase, run_dir: Path) -> None:
+    """Export the adapter of a run, or merge it into its base; say where a whole model is."""
+    from fluxtui.screens.results import ExportDialog
+
+    run = has_model(app, run_dir, "export")
+    if run is None:
+        return
+    if run.method == "full" and run.saved_model:
+        told = f"all weights were trained: {run.saved_model} is the complete model"
+        app.notify(told, title="Nothing to merge")
+        return
+    whole = run.method == "full"
+    app.push_screen(ExportDialog(str(run_dir), run_dir.name, app.engine, whole=whole))
+
+
+USES = {"chat": open_chat, "evaluate": open_evaluation, "export": open_export}
+
+
+def has_model(app: AppBase, run_dir: Path, what: str) -> RunSummary | None:
+    """Return what is known of a run that has saved a model or a checkpoint; tell the user where it
+    has not."""
     try:
-        there, state = run.model.is_dir(), run.liveness()
+        run = RunDir(run_dir).summary()
     except OSError as error:
         app.notify(str(error), title=f"Cannot {what}", severity="warning")
-        return False
-    if not there:
-        told = f"{run.run_id} is {state} and has saved no model: it does after its last step"
+        return None
+    if run.saved_model is None and run.checkpoint_step is None:
+        told = f"{run.run_id} is {run.state} and has saved no model and no checkpoint yet"
         app.notify(told, title=f"Cannot {what}", severity="warning")
-    return there
+        return None
+    return run
 
 
 RESUME = ("--resume", "auto")
@@ -145,8 +164,7 @@ def way_on(run: RunSummary, code: str = "") -> str:
     if run.state == "refused":
         return f"It was refused: {run.message}. It is tried again with the same settings.{asks}"
     done = UNKNOWN if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"
-    found = sorted((Path(run.path) / "checkpoints").glob("step-*"))
-    newest = found[-1].name.removeprefix("step-").lstrip("0") if found else ""
+    newest = run.checkpoint_step
     whence = f"from its newest checkpoint, step {newest}" if newest else "from its beginning"
     return (
         f"It {STATE_TOLD[run.state]} at step {done}; it goes on {whence}, in a process of its own."

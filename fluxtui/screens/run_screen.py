@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import ClassVar, cast
 
 from textual.app import ComposeResult
@@ -17,9 +18,8 @@ from fluxtui.panels.trials import why_not
 from fluxtui.screens.arrangement import too_small
 from fluxtui.screens.chrome import header_line, notice_lines, status_line
 from fluxtui.screens.run_actions import (
+    USES,
     may_command,
-    open_chat,
-    open_evaluation,
     open_wizard,
     run_name,
     save,
@@ -178,15 +178,15 @@ class RunScreen(Ground, ActionScreen[None]):
         if stop:
             send(self.flux, "stop")
 
-    def action_chat(self) -> None:
-        """Talk with the model that the run on screen has saved."""
-        if self.flux.run_dir is not None:
-            open_chat(self.flux, self.flux.run_dir)
+    @property
+    def run_in_use(self) -> Path | None:
+        """The run whose model the keys use."""
+        return self.flux.run_dir
 
-    def action_evaluate(self) -> None:
-        """Compute the loss of the model that the run on screen has saved."""
-        if self.flux.run_dir is not None:
-            open_evaluation(self.flux, self.flux.run_dir)
+    def action_use_model(self, use: str) -> None:
+        """Chat with the model of a run, evaluate it, or export it."""
+        if self.run_in_use is not None:
+            USES[use](self.flux, self.run_in_use)
 
     def action_next_theme(self) -> None:
         """Draw in the next theme."""

@@ -21,11 +21,10 @@ from fluxtrain.units import bytes_text
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.panels.machine import machine_line
 from fluxtui.panels.panel import key_of
+from fluxtui.screens.chrome import uses_of_model
 from fluxtui.screens.run_actions import (
     RESUME,
     cannot_resume,
-    open_chat,
-    open_evaluation,
     take_launch,
     way_on,
 )
@@ -150,6 +149,11 @@ class RunsScreen(RunScreen):
         at = body.cursor or 0
         return self.runs[at] if body.marks_cursor and at < len(self.runs) else None
 
+    @property
+    def run_in_use(self) -> Path | None:
+        """The run whose model the keys use: the one under the cursor."""
+        return Path(self.selected.path) if self.selected is not None else None
+
     def notices(self, view: View, width: int) -> list[Line]:
         """Leave out what keys do with the run on screen: here they are for the one under the
         cursor."""
@@ -172,8 +176,7 @@ class RunsScreen(RunScreen):
         gone: Line = ((f"   {GONE}", "warn"),)
         detail = [] if not self.runs else [gone]
         if self.selected is not None:
-            keys = (key_of(view, "chat"), key_of(view, "evaluate"))
-            detail = run_detail(self.selected, width, keys)
+            detail = run_detail(self.selected, width, uses_of_model(view))
         self.query_one("#detail", Lines).show(detail, palette)
         here = replace(view, link=Link())  # this machine's load is live also during a replay
         line = machine_line(here, width - 3) if view.machine_sample is not None else ()
@@ -261,16 +264,6 @@ class RunsScreen(RunScreen):
         self.flux.attach_to(Path(run.path))
         told = "is tried again" if run.state == "refused" else "goes on from its newest checkpoint"
         self.flux.notify(f"{run.run_id} {told}", title="Resumed")
-
-    def action_chat(self) -> None:
-        """Talk with the model that the selected run has saved."""
-        if self.selected is not None:
-            open_chat(self.flux, Path(self.selected.path))
-
-    def action_evaluate(self) -> None:
-        """Compute the loss of the model that the selected run has saved."""
-        if self.selected is not None:
-            open_evaluation(self.flux, Path(self.selected.path))
 
     def action_compare_run(self) -> None:
         """Draw the selected run's curves beside those of the run on screen."""

@@ -18,8 +18,8 @@ from fluxtui.app import FluxApp
 from fluxtui.chat.lines import conversation, took, turn_lines
 from fluxtui.chat.screen import ChatScreen
 from fluxtui.chat.state import ChatState, Turn
-from fluxtui.screens.evaluation import EvaluationDialog
 from fluxtui.screens.panel_screen import PanelScreen
+from fluxtui.screens.results import EvaluationDialog, ExportDialog
 from fluxtui.widgets.spans import width_of
 
 # Speaks the protocol of `fluxtrain generate --json`; what it was asked is kept beside it. An answer
@@ -34,6 +34,14 @@ if "evaluate" in sys.argv:
     say(model="m", base=None, data="d.txt (held out)", loss=1.25, perplexity=3.49, tokens=2048,
         rows=16, sequence_length=128, batch_rows=4, dtype="bfloat16", device="cpu",
         placed="in memory", seconds=2.5, notes=["4 rows are cut"])
+    sys.exit()
+if "export" in sys.argv:
+    (here / "exported").write_text(json.dumps(sys.argv[1:]))
+    if (here / "refuse").exists():
+        sys.exit("error: the disk is full")
+    say(kind="merged", folder="/out", bytes=2048, files=6, base="m", dtype="bfloat16",
+        onto="original", changed=4, layers=None, logits=None, quantisation=None, seconds=1.0,
+        notes=[])
     sys.exit()
 if (here / "refuse").exists():
     sys.exit("error: the model needs 80 GiB and 24 GiB is free: use --offload max")
@@ -275,8 +283,13 @@ async def test_a_run_that_saved_no_model_is_not_talked_with(
     async with app.run_test(size=(80, 24)) as pilot:
         await app_pilot.drawn(pilot)
         await pilot.press("C", "V")
-        await app_pilot.until(pilot, lambda: len(app_pilot.notes(app)) == 2)
+        await pilot.press("m")
+        await app_pilot.until(pilot, lambda: len(app_pilot.notes(app)) == 3)
         assert all("has saved no model" in note for note in app_pilot.notes(app))
+        (run / "checkpoints" / "step-00000040").mkdir(parents=True)
+        await pilot.press("m")
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, ExportDialog))
+        await app_pilot.until(pilot, lambda: "Model   the weights of" in app_pilot.text_of(app))
 
 
 async def test_a_finished_run_is_evaluated_and_its_numbers_are_shown(
@@ -288,10 +301,49 @@ async def test_a_finished_run_is_evaluated_and_its_numbers_are_shown(
         await pilot.press("V")
         await app_pilot.until(pilot, lambda: isinstance(app.screen, EvaluationDialog))
         await app_pilot.until(pilot, lambda: "1.2500 nats a token" in app_pilot.text_of(app))
-        for said in ("perplexity  3.490", "2,048 in 16 rows", "4 rows are cut"):
+        for said in ("perplexity  3.490", "2,048 in 16 sequences", "4 rows are cut"):
             assert said in app_pilot.text_of(app)
         await pilot.press("escape")
         await app_pilot.until(pilot, lambda: isinstance(app.screen, PanelScreen))
+
+
+@pytest.mark.parametrize("start_screen", ["dashboard", "runs"])
+async def test_a_model_is_merged_and_where_it_fails_it_can_be_tried_again(
+    tmp_path: Path,
+    finished: Path,
+    program: tuple[str, ...],
+    made: ModuleType,
+    app_pilot: Any,
+    start_screen: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (finished / "merged").mkdir()
+    journal = finished / "events.ndjson"
+    journal.write_bytes(journal.read_bytes().replace(b'"method":"full"', b'"method":"lora"'))
+    (tmp_path / "refuse").touch()
+    app = app_pilot.app_on(finished, made, start_screen=start_screen)
+    app.engine = program
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app_pilot.drawn(pilot)
+        if start_screen == "runs":
+            await app_pilot.until(pilot, lambda: app.screen.selected)
+        await pilot.press("m")
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, ExportDialog))
+        monkeypatch.chdir(finished.parent)
+        app.screen.action_pick(1)
+        await app_pilot.until(pilot, lambda: "tales/adapter" in app_pilot.text_of(app))
+        app.screen.action_pick(-1)
+        await app_pilot.until(pilot, lambda: "tales/merged-2" in app_pilot.text_of(app))
+        await pilot.press("enter")
+        await app_pilot.until(pilot, lambda: "✗ the disk is full" in app_pilot.text_of(app))
+        (tmp_path / "refuse").unlink()
+        await pilot.press("enter")
+        await app_pilot.until(pilot, lambda: "2.00 KiB in 6 files" in app_pilot.text_of(app))
+        arguments = json.loads((tmp_path / "exported").read_text())
+        assert arguments[2] == str(finished) and "--merge" in arguments
+        assert arguments[-2:] == ["--to", "tales/merged-2"]
+        await pilot.press("enter")
+        await app_pilot.until(pilot, lambda: not isinstance(app.screen, ExportDialog))
 
 
 async def test_the_real_engine_answers_on_the_screen(

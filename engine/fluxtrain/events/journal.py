@@ -20,6 +20,7 @@ from fluxtrain.events.events import (
     FRAME_LIMIT_BYTES,
     AnyEvent,
     Done,
+    EvaluationFinished,
     Failed,
     Heartbeat,
     Hello,
@@ -33,6 +34,7 @@ from fluxtrain.files.opening import open_plain, open_to_write
 from fluxtrain.units import bytes_text
 
 TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
+_EVALUATION = b'"evaluation"'
 ENDING_LINES = 16  # Done and Failed are among the last
 TORN_LIMIT_BYTES = 256 << 20  # far more than a writer that was killed leaves
 
@@ -129,14 +131,17 @@ class JournalEnd:
     step: StepFinished | None = None
     phase: RunPhase | None = None
     ending: dict[str, Any] = field(default_factory=dict)  # exit_code, message, refused
+    done: Done | None = None
+    evaluation: EvaluationFinished | None = None  # as far back as the read part goes
 
 
 def read_end(journal: Path) -> JournalEnd:
     """Read the newest of each from a journal's end alone; events of newer schemas are passed."""
-    last = step = phase = None
+    last = step = phase = done = None
+    lines = tail_lines(journal)
     ending: dict[str, Any] = {}
     may_end = True  # only what follows the last step is an ending
-    for at, line in enumerate(tail_lines(journal)):
+    for at, line in enumerate(lines):
         event = _glance(line)
         if event is None:
             continue
@@ -144,6 +149,7 @@ def read_end(journal: Path) -> JournalEnd:
         may_end = may_end and at < ENDING_LINES and not isinstance(event, Hello | StepFinished)
         if isinstance(event, Done | Failed) and may_end:
             ending.setdefault("exit_code", event.exit_code)
+            done = event if isinstance(event, Done) else done
             if isinstance(event, Failed):
                 ending.setdefault("message", event.message)
                 ending.setdefault("refused", event.refused)
@@ -153,7 +159,13 @@ def read_end(journal: Path) -> JournalEnd:
             phase = phase or event.phase
         if step is not None and phase is not None:
             break
-    return JournalEnd(last, step, phase, ending)
+    return JournalEnd(last, step, phase, ending, done, _newest_evaluation(lines))
+
+
+def _newest_evaluation(lines: list[bytes]) -> EvaluationFinished | None:
+    """Return it from lines whose newest is first."""
+    events = (_glance(line) for line in lines if _EVALUATION in line)
+    return next((event for event in events if isinstance(event, EvaluationFinished)), None)
 
 
 def first_hello(journal: Path) -> Hello | None:

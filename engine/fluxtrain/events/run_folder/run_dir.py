@@ -60,6 +60,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None = None  # duration of the newest step
     phase: RunPhase | None = None  # the newest that a running run told
     saved_model: str | None = None  # of a finished run: its folder
+    checkpoint_step: int | None = None  # of its newest checkpoint
+    evaluation_loss: float | None = None
+    tokens_per_s: float | None = None  # of the newest step
+    seconds: float | None = None  # of its last process, once that has ended in order
 
     def word(self, now_s: float | None = None) -> str:
         """Return the word of its state at `now_s` (Unix time), or now."""
@@ -210,8 +214,14 @@ class RunDir:
     def has_trained(self) -> bool:
         """Return whether any process of the run made a step, as far as checkpoints and the
         journal's end tell."""
-        has_checkpoint = is_plain_folder(self.checkpoints) and any(self.checkpoints.glob("step-*"))
-        return has_checkpoint or read_end(self.journal).step is not None
+        return bool(self._checkpoint_steps()) or read_end(self.journal).step is not None
+
+    def _checkpoint_steps(self) -> list[int]:
+        """Return the steps of the checkpoints, by the names of their folders."""
+        if not is_plain_folder(self.checkpoints):
+            return []
+        names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        return [int(name) for name in names if name.isascii() and name.isdecimal()]
 
     def summary(self) -> RunSummary:
         """Return state and newest numbers, read from the journal's end and the small files."""
@@ -240,6 +250,10 @@ class RunDir:
             step_s=step.step_s if step else None,
             phase=end.phase,
             saved_model=str(self.model) if is_plain_folder(self.model) else None,
+            checkpoint_step=max(self._checkpoint_steps(), default=None),
+            evaluation_loss=end.evaluation.loss if end.evaluation else None,
+            tokens_per_s=step.tokens_per_s if step else None,
+            seconds=end.done.seconds if end.done else None,
         )
 
     def write_json(self, path: Path, value: Any) -> None:
