@@ -148,10 +148,14 @@ def plan(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     steps: Steps = None,
     device: Device = None,
     machine: Annotated[
-        Path | None, typer.Option("--machine", help="another machine: probe --json of it")
+        Path | None,
+        typer.Option(
+            "--machine",
+            help="plan for another machine: a file that `fluxtrain probe --json` wrote there",
+        ),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="where it would live, for its disk")
+        Path | None, typer.Option("--run-dir", help="the run folder, to check its disk for room")
     ] = None,
     whole: Annotated[
         bool, typer.Option("--all", help="show every choice with its reason, and every setting")
@@ -321,7 +325,7 @@ def trace(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="default: RUN/trace.json.gz"),
     ] = None,
-    summary: Annotated[bool, typer.Option("--summary", help="say what bound the steps")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="say what limited the steps")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

@@ -32,7 +32,7 @@ def test_a_run_says_once_what_the_setting_is(run_config: MakeConfig, tmp_path: P
     told = warnings_of(run_config(method__name="lora"), tmp_path / "run")
     about = [text for text in told if "float32" in text]
     assert len(about) == 1
-    assert "frozen weights of the model are float32, as its files are: model.dtype=bf" in about[0]
+    assert "frozen weights in float32: model.dtype=bf" in about[0]
     assert not any(word in text for text in told for word in OF_A_LIBRARY)
 
 

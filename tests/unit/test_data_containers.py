@@ -149,7 +149,7 @@ def test_a_null_that_a_line_of_json_gives_as_an_argument_stays(tmp_path: Path) -
         ("text,text\nx,y\n", "two columns 'text'"),
         ("text,id\nx,1\ny\n", "line 3 has 1 cells and the first line names 2 columns"),
         ('text,id\n"x,1\ny,2\n', "a quote that is opened must be closed"),
-        ("words\nx\n", "has no keys that are known (its keys: words)"),
+        ("words\nx\n", "has no key that names its text, prompt or messages (its keys: words)"),
         ("text\n", "names its columns and has no rows"),
     ],
 )

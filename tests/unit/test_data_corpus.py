@@ -218,4 +218,7 @@ def test_a_key_that_is_ignored_by_name_is_counted_too(tmp_path: Path) -> None:
 
 def test_a_nested_list_of_rows_is_refused_with_its_keys(tmp_path: Path) -> None:
     path = write(tmp_path, "a.json", json.dumps({"version": 1, "data": [{"text": "x"}]}, indent=1))
-    assert "has no keys that are known (its keys: version, data)" in refusal(path)
+    assert (
+        "has no key that names its text, prompt or messages (its keys: version, data)"
+        in refusal(path)
+    )

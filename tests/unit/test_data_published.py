@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kto": ({"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}],
              "kto_tag": False}, "is a preference row (kto_tag)"),
     "squad": ({"id": "1", "title": "t", "context": "c", "question": "q", "answers": {"text": []}},
-              "has no keys that are known"),
+              "has no key that names its text"),
 }  # fmt: skip
 
 

@@ -206,7 +206,9 @@ def test_a_number_without_end_is_refused_in_words_of_our_own(tmp_path: Path) -> 
 
 def test_a_missing_key_names_the_keys_that_are_there(tmp_path: Path) -> None:
     message = _refusal(_lines(tmp_path, {"words": "x", "id": 1}))
-    assert "line 1 has no keys that are known (its keys: words, id)" in message
+    assert (
+        "line 1 has no key that names its text, prompt or messages (its keys: words, id)" in message
+    )
     later = _refusal(_lines(tmp_path, {"text": "x"}, {"words": "y"}))
     assert "line 2 has no `text`: its keys are words" in later
     wrong = _refusal(_lines(tmp_path, {"text": "x"}), "messages")

@@ -80,7 +80,7 @@ def test_commands_are_answered_and_noted() -> None:
     assert requests.handle("checkpoint", {})[0]
     assert requests.take_checkpoint()
     assert not requests.take_checkpoint()
-    assert requests.handle("resume", {}) == (True, "goes on")
+    assert requests.handle("resume", {}) == (True, "resumes")
     assert not requests.paused
     ok, message = requests.handle("explode", {})
     assert not ok

@@ -18,7 +18,7 @@ from fluxtrain.models.model_files import is_local
 COMMENTS = {
     "model.path": "a folder in Hugging Face format, or a hub id such as Qwen/Qwen2.5-0.5B",
     "data.path": "a .jsonl, .csv, .parquet or .txt file, a folder, hf://datasets/owner/name",
-    "data.sequence_length": "tokens in a row; auto: by the lengths of your data",
+    "data.sequence_length": "sequence length in tokens; auto: from the lengths of your data",
     "data.held_out": "the share of the data that is evaluated on, and never trained on",
     "method.name": "full: every weight; lora: small adapters; qlora: beside packed weights",
     "train.epochs": "passes over the data; or `steps: 1000` in place of it",

@@ -168,7 +168,9 @@ def usual_rate(config: RunConfig) -> tuple[float, str]:
         return FRESH_RATE, "the weights start random"
     if config.method.name == "full":
         return method_of(config).usual_rate, "the weights are trained already"
-    return method_of(config).usual_rate, "adapters start from nothing beside trained weights"
+    return method_of(
+        config
+    ).usual_rate, "adapters start at zero, so they take larger steps than trained weights"
 
 
 def method_of(config: RunConfig) -> Method:

@@ -140,7 +140,7 @@ def _sizes(head: HeadFacts, chosen: Head) -> str:
     rows = vocab_chunk_rows(head.row_bytes, head.vocabulary)
     part = bytes_text(rows * head.row_bytes)
     if chosen == "whole" and _ON_DEVICE * rows >= head.vocabulary:
-        return f"two vocabulary chunks of {part}, there at a time, would hold all of its {size}"
+        return f"its {size} are no more than the two vocabulary chunks that stay on the device"
     if chosen == "whole":
         return f"vocabulary chunks of {part} take less of the device than {size}, and more time"
     return (

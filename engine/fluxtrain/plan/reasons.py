@@ -202,9 +202,7 @@ def _timed_batch(options: Sequence[Option], best: Option) -> str:
         return f"{speed} tokens/s, and {rows * 2} rows only {more}: the copies are hidden"
     if smaller is not None:
         less = count_text(round(smaller.tokens_per_s))
-        return (
-            f"the most that fits or is chosen by itself; {speed} tokens/s, {rows // 2} rows {less}"
-        )
+        return f"the most that fits or auto takes; {speed} tokens/s, {rows // 2} rows {less}"
     return "no other batch fits"
 
 
@@ -657,7 +655,7 @@ def _device_groups(search: Search, layout: Layout) -> str:
     if search.request.device_groups != "auto":
         return _as_set(search.request.device_groups, layout.device_groups)
     if not search.capacity.has_gpu:
-        return "without a GPU nothing is gained by updating a group elsewhere"
+        return "without a GPU all memory is the host's: no group is updated elsewhere"
     if not search.fills(layout):
         return f"{layout.offload} has every group on the host"
     if layout.device_groups == len(groups):
@@ -680,7 +678,7 @@ def _resident_blocks(search: Search, layout: Layout) -> str:
     if search.request.resident_blocks != "auto":
         return _as_set(search.request.resident_blocks, layout.resident_blocks)
     if not search.capacity.has_gpu:
-        return "without a GPU nothing is gained by keeping a second copy"
+        return "without a GPU all memory is the host's: a second copy saves nothing"
     if not search.fills(layout):
         return f"{layout.offload} streams every block"
     if layout.resident_blocks == on_host:
@@ -706,7 +704,7 @@ def _batch(search: Search, layout: Layout) -> str:
     if request.batch_rows is not None:
         return "as set"
     if layout.batch_rows == BATCH_LIMIT_ROWS:
-        return f"{BATCH_LIMIT_ROWS} rows fit, the most that is chosen by itself"
+        return f"{BATCH_LIMIT_ROWS} rows fit, and auto takes no more"
     if request.data_rows is not None and layout.batch_rows * 2 > request.data_rows:
         share = f" for each of {request.passes} backward passes" if request.passes > 1 else ""
         return f"the data has {request.data_rows} rows{share}, and each epoch needs a step"

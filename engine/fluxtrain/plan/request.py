@@ -101,7 +101,7 @@ class PlacementRequest:
     )
     head: Literal["auto", "whole", "chunks"] = _knob(
         "how the weight of the output layer, where it is in host memory, is copied to the device: "
-        "the whole of it, or in chunks of its vocabulary, two of which are there at a time (it is "
+        "the whole of it, or in chunks of its vocabulary, with two on the device at once (it is "
         "copied twice then, and its logits are computed twice; a tied one, where its embedding is "
         "looked up by rows); auto takes chunks where that is predicted faster by 2 %, or nothing "
         "fits otherwise"

@@ -101,7 +101,7 @@ def reason(facts: ModelFacts, request: RunRequest, batch_rows: int, *, on_host: 
         return "as set"
     size = bytes_text(table.weight_bytes)
     if table.weight_bytes < LEAST_TABLE_BYTES:
-        return f"{table.name} takes {size}: too little to look rows up for"
+        return f"{table.name} takes {size}: copying all of it costs less than looking rows up"
     found = TableRows.of(table, facts.row, batch_rows)
     if facts.row is None:
         return f"of {table.name} ({size}) a batch needs the rows of its tokens alone"

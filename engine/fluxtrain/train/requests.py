@@ -61,13 +61,13 @@ class Requests:
             return True, "paused already" if was else "pauses after this step"
         if command == "resume":
             was, self._paused = self._paused, False
-            return True, "goes on" if was else "was not paused"
+            return True, "resumes" if was else "was not paused"
         if command == "checkpoint":
             self._checkpoint = True
             return True, "writes a checkpoint after this step"
         if command == "stop":
             self._stop_code = EXIT_TERMINATED
-            return True, "stops after this step, once its checkpoint is written"
+            return True, "writes a checkpoint after this step, then stops"
         return False, f"unknown command {command[:40]!r}: use {', '.join(COMMANDS)}"
 
     def stop(self, exit_code: int) -> None:

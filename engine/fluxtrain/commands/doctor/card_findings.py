@@ -46,7 +46,7 @@ def _no_card(probe: ProbeAnswer) -> Finding:
         name="no GPU",
         level="note",
         numbers=f"the CPU computes, about {speed}",
-        cure="train small models here, large ones where there is an NVIDIA card",
+        cure="train small models here, and large ones on a machine with an NVIDIA GPU",
     )
 
 

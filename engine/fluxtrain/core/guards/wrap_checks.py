@@ -98,7 +98,7 @@ def advice(groups: Iterable[Group]) -> str:
     return (
         f"{wide:,} frozen weights of blocks are float32, which takes twice the memory and time of "
         "bfloat16: load the model with dtype=torch.bfloat16, and leave out "
-        "prepare_model_for_kbit_training, which casts them (wrap needs nothing of it)"
+        "prepare_model_for_kbit_training, which casts them and which wrap does not need"
     )
 
 

@@ -133,7 +133,8 @@ def recognised_by_columns(
             f"{record.origin} can be read {ways} (its keys: {keys}): {told(readings)}", readings
         )
     raise UnclearColumns(
-        f"{record.origin} has no keys that are known (its keys: {keys}): {advice_for(values)}"
+        f"{record.origin} has no key that names its text, prompt or messages (its keys: {keys}): "
+        f"{advice_for(values)}"
     )
 
 

@@ -313,8 +313,8 @@ def wrapped(
         engine.say(text)
     if config.model.dtype == "auto" and (wide := wide_frozen_weights(engine.groups)):
         engine.say(
-            f"{wide:,} frozen weights of the model are float32, as its files are: "
-            "model.dtype=bfloat16 takes half the memory for them"
+            f"the model's files hold {wide:,} frozen weights in float32: "
+            "model.dtype=bfloat16 halves their memory"
         )
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)
