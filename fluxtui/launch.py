@@ -76,6 +76,12 @@ def _new_run(options: argparse.Namespace) -> int:
         return _line_by_line(answers, at_once=options.demo or options.yes)
     if options.headless or not has_terminal():
         if not options.headless:
+            if answers is None and not (options.demo or options.yes):
+                raise BadInput(
+                    "no terminal here for the app: run it in one"
+                    f"{ssh_hint('fluxtrain-tui')}, or name what to train without it: a "
+                    "CONFIG.yaml, or --demo"
+                )
             print(
                 "no terminal here: training without the app; run `fluxtrain-tui` in a terminal "
                 f"to see it{ssh_hint('fluxtrain-tui')}",

@@ -291,6 +291,13 @@ def without_a_terminal(root: Path, *arguments: str, **environment: str) -> subpr
     )  # fmt: skip
 
 
+def test_without_a_terminal_nothing_is_trained_that_nobody_named(root: Path) -> None:
+    opened = without_a_terminal(root)
+    said = opened.communicate(timeout=60)[1]
+    assert opened.returncode == 2 and "--demo" in said
+    assert not list(root.glob("*"))
+
+
 @pytest.mark.parametrize("over_ssh", [False, True])
 def test_attaching_without_a_terminal_prints_lines_and_says_what_shows_the_app(
     root: Path, over_ssh: bool
