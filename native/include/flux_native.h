@@ -201,15 +201,6 @@ FLUX_API void flux_quantise8(const float* x, uint8_t* codes, float* scales, size
 FLUX_API void flux_encode8(const float* x, uint8_t* codes, size_t n, int is_signed);
 FLUX_API void flux_decode8(const uint8_t* codes, float* x, size_t n, int is_signed);
 
-/* sum += x */
-FLUX_API void flux_accumulate_bf16(float* sum, const uint16_t* x_bf16, size_t n, int threads);
-FLUX_API void flux_accumulate_f32(float* sum, const float* x, size_t n, int threads);
-
-/* Sum of squares in double precision: 16 interleaved sums per block of 16384 elements, folded in
- * halves, blocks added in order. */
-FLUX_API double flux_sum_squares_bf16(const uint16_t* x_bf16, size_t n, int threads);
-FLUX_API double flux_sum_squares_f32(const float* x, size_t n, int threads);
-
 #ifdef __cplusplus
 }
 #endif

@@ -112,10 +112,6 @@ struct AdamWOver {
         made.stream[FLUX_PASS_MOMENTS][FLUX_STATES_F32] = stream_moments;
         made.stream[FLUX_PASS_UPDATE][FLUX_STATES_BF16] = stream_low_bit<uint16_t>;
         made.stream[FLUX_PASS_UPDATE][FLUX_STATES_8BIT] = stream_low_bit<uint8_t>;
-        made.accumulate_bf16 = Base::template accumulate<uint16_t>;
-        made.accumulate_f32 = Base::template accumulate<float>;
-        made.sum_squares_bf16 = Base::template sum_squares<uint16_t>;
-        made.sum_squares_f32 = Base::template sum_squares<float>;
         made.quantise8 = States::quantise;
         made.encode8 = States::encode;
         made.decode8 = States::decode;

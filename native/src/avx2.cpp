@@ -83,23 +83,6 @@ struct Avx2 {
         }
     };
 
-    struct Sums {
-        __m256d sums[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
-                           _mm256_setzero_pd()};
-
-        // Sums of lanes 0 to 7 when i is a multiple of 16, else of lanes 8 to 15.
-        FLUX_INLINE void add_square(Float x, size_t i) {
-            const size_t half = i % 16 / 8 * 2;
-            const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
-            const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-            sums[half] = _mm256_add_pd(sums[half], _mm256_mul_pd(low, low));
-            sums[half + 1] = _mm256_add_pd(sums[half + 1], _mm256_mul_pd(high, high));
-        }
-        FLUX_INLINE void store(double* to) const {
-            for (size_t j = 0; j < 4; ++j) _mm256_storeu_pd(to + 4 * j, sums[j]);
-        }
-    };
-
     static FLUX_INLINE Float all(float x) { return _mm256_set1_ps(x); }
     static FLUX_INLINE Int all_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
     template <uint32_t value>

@@ -52,23 +52,6 @@ struct Avx512 {
         FLUX_INLINE Float only(Float x) const { return _mm512_maskz_mov_ps(mask, x); }
     };
 
-    struct Sums {
-        __m512d low = _mm512_setzero_pd();
-        __m512d high = _mm512_setzero_pd();
-
-        FLUX_INLINE void add_square(Float x, size_t) {
-            const __m256d top = _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1);
-            const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
-            const __m512d b = _mm512_cvtps_pd(_mm256_castpd_ps(top));
-            low = _mm512_add_pd(low, _mm512_mul_pd(a, a));
-            high = _mm512_add_pd(high, _mm512_mul_pd(b, b));
-        }
-        FLUX_INLINE void store(double* to) const {
-            _mm512_storeu_pd(to, low);
-            _mm512_storeu_pd(to + 8, high);
-        }
-    };
-
     static FLUX_INLINE Float all(float x) { return _mm512_set1_ps(x); }
     static FLUX_INLINE Int all_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
     // Constants of hot loops come from memory: the compiler would make them anew in each turn, with

@@ -102,24 +102,6 @@ int over_parts(flux::AdamW run, const flux_adamw_args& args) {
     return FLUX_OK;
 }
 
-template <class Value>
-double sum_squares(const Value* x, size_t n, int threads, double (*of_block)(const Value*, size_t)) {
-    const size_t block = flux::kSumBlock;
-    const size_t blocks = (n + block - 1) / block;
-    double* sums = static_cast<double*>(malloc((blocks + 1) * sizeof(double)));
-    if (sums == nullptr) return __builtin_nan("");
-    over_ranges(n, threads, block, [&](size_t first, size_t count) {
-        for (size_t at = first; at < first + count; at += block) {
-            const size_t left = first + count - at;
-            sums[at / block] = of_block(x + at, left < block ? left : block);
-        }
-    });
-    double total = 0;
-    for (size_t i = 0; i < blocks; ++i) total += sums[i];
-    free(sums);
-    return total;
-}
-
 }  // namespace
 
 // Measured: AMD's Zen 5 is a tenth slower with it, an Intel server a tenth faster (docs/benchmarks.md).
@@ -168,24 +150,6 @@ int flux_adamw_stream(const flux_adamw_args* args) {
                             args->gradient_format == FLUX_GRADIENT_BF16;
     return over_parts(
         is_offered ? kernels().stream[args->pass][args->state_format] : nullptr, *args);
-}
-
-void flux_accumulate_bf16(float* sum, const uint16_t* x, size_t n, int threads) {
-    const auto run = kernels().accumulate_bf16;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) { run(sum + i, x + i, count); });
-}
-
-void flux_accumulate_f32(float* sum, const float* x, size_t n, int threads) {
-    const auto run = kernels().accumulate_f32;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) { run(sum + i, x + i, count); });
-}
-
-double flux_sum_squares_bf16(const uint16_t* x, size_t n, int threads) {
-    return sum_squares(x, n, threads, kernels().sum_squares_bf16);
-}
-
-double flux_sum_squares_f32(const float* x, size_t n, int threads) {
-    return sum_squares(x, n, threads, kernels().sum_squares_f32);
 }
 
 void flux_quantise8(const float* x, uint8_t* codes, float* scales, size_t n, int is_signed,

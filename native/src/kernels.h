@@ -6,8 +6,6 @@
 
 namespace flux {
 
-constexpr size_t kSumBlock = 16384;  // elements per partial sum; a multiple of 16
-
 // 8-bit block-wise states.
 struct States8 {
     uint8_t *m, *v;
@@ -20,10 +18,6 @@ using AdamW = void (*)(const flux_adamw_args&);
 struct Kernels {
     AdamW adamw[3][3][2][2];  // by pass, format of states, weights and gradient; null: not offered
     AdamW stream[3][3];       // by pass and format of states
-    void (*accumulate_bf16)(float*, const uint16_t*, size_t);
-    void (*accumulate_f32)(float*, const float*, size_t);
-    double (*sum_squares_bf16)(const uint16_t*, size_t);  // of one block
-    double (*sum_squares_f32)(const float*, size_t);
     void (*quantise8)(const float*, uint8_t*, float*, size_t, bool is_signed);
     void (*encode8)(const float*, uint8_t*, size_t, bool is_signed);
     void (*decode8)(const uint8_t*, float*, size_t, bool is_signed);

@@ -308,14 +308,6 @@ struct KernelsOver {
         }, m, v, grad);
     }
 
-    template <class Value>
-    static void accumulate(float* __restrict sum, const Value* __restrict x, size_t n) {
-        for_each_of_few(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            const Float total = Set::add(lanes.load(sum + i), load_grad(lanes, x + i));
-            lanes.store(sum + i, Set::quiet(total));
-        }, sum, x);
-    }
-
     static FLUX_KERNEL void stream_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
                              float* __restrict v, const uint16_t* __restrict grad, size_t n) {
         // Opaque, or the compiler would see that nothing changes and drop the loads and stores. Wide
@@ -348,20 +340,6 @@ struct KernelsOver {
             lanes.store(m + i, Set::opaque(lanes.load(m + i)));
             lanes.store(v + i, Set::opaque(lanes.load(v + i)));
         }, m, v, grad);
-    }
-
-    // Products of two fp32 are exact in double, so only the order of the additions matters.
-    template <class Value>
-    static double sum_squares(const Value* x, size_t n) {
-        double sums[16] = {};
-        typename Set::Sums partial;
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            partial.add_square(load_grad(lanes, x + i), i);
-        });
-        partial.store(sums);
-        for (size_t half = 8; half > 0; half /= 2)
-            for (size_t j = 0; j < half; ++j) sums[j] += sums[j + half];
-        return sums[0];
     }
 };
 

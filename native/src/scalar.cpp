@@ -23,14 +23,6 @@ struct Scalar {
     };
     using Tail = Whole;  // one lane leaves no tail
 
-    struct Sums {
-        double sums[16] = {};
-        void add_square(Float x, size_t i) { sums[i % 16] += static_cast<double>(x) * x; }
-        void store(double* to) const {
-            for (size_t j = 0; j < 16; ++j) to[j] = sums[j];
-        }
-    };
-
     static Float all(float x) { return x; }
     static Int all_int(uint32_t x) { return x; }
     static Float as_float(Int x) {

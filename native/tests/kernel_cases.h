@@ -90,7 +90,7 @@ struct State {
 enum Kernel {
     kSplitBf16, kSplitF32, kF32, k8SplitBf16, k8SplitF32, k8F32, k16SplitBf16, k16SplitF32, k16F32,
     kWeightsSplitBf16, kWeightsSplitF32, kWeightsF32, kMomentsBf16, kMomentsF32,
-    kAccumulateBf16, kAccumulateF32, kStream, kStreamWeights, kStreamMoments, kStream8, kStream16,
+    kStream, kStreamWeights, kStreamMoments, kStream8, kStream16,
     kKernels
 };
 
@@ -149,10 +149,6 @@ inline flux_adamw_args args_of(const Call& call, State& s, size_t first, size_t 
 }
 
 inline void run(Kernel kernel, State& s, size_t first, size_t n, const flux_adamw_step& step, int threads) {
-    float* p = s.p.data() + first;
-    if (kernel == kAccumulateBf16)
-        return flux_accumulate_bf16(p, s.grad_bf16.data() + first, n, threads);
-    if (kernel == kAccumulateF32) return flux_accumulate_f32(p, s.grad.data() + first, n, threads);
     const Call call = call_of(kernel);
     const flux_adamw_args args = args_of(call, s, first, n, step, threads);
     const int status = call.is_stream ? flux_adamw_stream(&args) : flux_adamw(&args);

@@ -100,29 +100,6 @@ void test_two_passes_are_the_update_in_one(int level, std::mt19937& random) {
     }
 }
 
-void test_sums_of_squares_are_the_same_everywhere(int level, std::mt19937& random) {
-    for (size_t n : {0, 1, 15, 16, 17, 16384, 16385, 100001}) {
-        std::vector<float> x(n);
-        std::vector<uint16_t> x_bf16(n);
-        double exact = 0;
-        for (size_t i = 0; i < n; ++i) {
-            x[i] = std::normal_distribution<float>(0, 3)(random);
-            x_bf16[i] = static_cast<uint16_t>(bits_of(x[i]) >> 16);
-            exact += static_cast<double>(x[i]) * x[i];
-        }
-        flux_set_isa(FLUX_SCALAR);
-        const double expected = flux_sum_squares_f32(x.data(), n, 1);
-        const double expected_bf16 = flux_sum_squares_bf16(x_bf16.data(), n, 1);
-        CHECK(std::fabs(expected - exact) <= 1e-12 * exact, "n %zu: %g, not %g", n, expected, exact);
-        flux_set_isa(level);
-        for (int threads : {1, 2, 3, 7}) {
-            CHECK(flux_sum_squares_f32(x.data(), n, threads) == expected, "set %d n %zu", level, n);
-            CHECK(flux_sum_squares_bf16(x_bf16.data(), n, threads) == expected_bf16, "set %d n %zu",
-                  level, n);
-        }
-    }
-}
-
 // An update that changes nothing shows decode followed by encode.
 void test_masters_survive_the_split(int level, uint64_t stride) {
     const size_t batch = 1 << 20;
@@ -288,7 +265,6 @@ int main(int count, char** arguments) {
         test_cuts_and_threads_do_not_matter(level, random);
         test_an_odd_block_leaves_its_neighbours_alone(level, random);
         test_two_passes_are_the_update_in_one(level, random);
-        test_sums_of_squares_are_the_same_everywhere(level, random);
         test_masters_survive_the_split(level, all ? 1 : 509);
         test_codes_are_those_of_the_reference(level, all ? 1 : 1009);
         test_values_are_those_of_the_reference(level);

@@ -18,7 +18,7 @@ from fluxtrain._native import Pass
 from fluxtrain.core.adamw import reference
 from fluxtrain.core.adamw.flat import Flat
 from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper, coefficients
-from fluxtrain.core.adamw.kernels import accumulate_, step_, step_by_torch_, sum_squares
+from fluxtrain.core.adamw.kernels import step_, step_by_torch_
 from fluxtrain.core.adamw.reference import decode, encode
 from tests.engine.low_bit_states import any_floats
 
@@ -220,29 +220,6 @@ def test_other_threads_run_while_an_update_does() -> None:
     done.set()
     ticker.join()
     assert max(meanwhile) >= 2
-
-
-@ISAS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_accumulation_is_torchs_addition(isa: str, dtype: torch.dtype) -> None:
-    _native.set_isa(isa)
-    total, x = torch.randn(70_003), torch.randn(70_003).to(dtype)
-    expected = total + x.float()
-    accumulate_(total, x, threads=2)
-    assert_same_bits(total, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_sum_of_squares_is_exact_to_double_and_the_same_on_any_thread_count(
-    dtype: torch.dtype,
-) -> None:
-    x = (torch.randn(100_001) * 3).to(dtype)
-    sums = set()
-    for isa in _native.ISA_NAMES:
-        _native.set_isa(isa)
-        sums |= {sum_squares(x, threads=threads) for threads in (1, 2, 3, 8)}
-    assert len(sums) == 1
-    assert sums.pop() == pytest.approx(float(x.double().square().sum()), rel=1e-12)
 
 
 @pytest.mark.parametrize(

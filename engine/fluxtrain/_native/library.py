@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_double, c_int, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_int, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_quantise8": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "flux_encode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_decode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
-    "flux_accumulate_bf16": (None, (c_void_p, c_void_p, c_size_t, c_int)),
-    "flux_accumulate_f32": (None, (c_void_p, c_void_p, c_size_t, c_int)),
-    "flux_sum_squares_bf16": (c_double, (c_void_p, c_size_t, c_int)),
-    "flux_sum_squares_f32": (c_double, (c_void_p, c_size_t, c_int)),
 }
 
 

@@ -1,4 +1,4 @@
-"""One AdamW step of a flat range, for all formats, on host or device; sums and zeros on the host.
+"""One AdamW step of a flat range, for all formats, on host or device; zeros on the host.
 
 All backends give the same bits: those of the oracle (`reference`). The native kernels work in place
 and without the GIL; no result depends on the number of threads or on the instruction set. threads
@@ -199,19 +199,6 @@ def zero_(x: Tensor, *, threads: int | None = None) -> None:
     """Write zeros, on the host. Fresh memory should be written before it is read: Linux before 6.13
     gives it small pages if it is written after a read."""
     _native.kernel("zero")(x.data_ptr(), x.nbytes, threads or 0)
-
-
-def accumulate_(total: Tensor, x: Tensor, *, threads: int | None = None) -> None:
-    """Add x to total on the host; total is flat float32, x flat float32 or bfloat16."""
-    name = "accumulate_bf16" if x.dtype is torch.bfloat16 else "accumulate_f32"
-    _native.kernel(name)(total.data_ptr(), x.data_ptr(), x.numel(), threads or 0)
-
-
-def sum_squares(x: Tensor, *, threads: int | None = None) -> float:
-    """Return the sum of squares of flat host `x` (float32 or bfloat16) in double precision."""
-    name = "sum_squares_bf16" if x.dtype is torch.bfloat16 else "sum_squares_f32"
-    total: float = _native.kernel(name)(x.data_ptr(), x.numel(), threads or 0)
-    return total
 
 
 def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
