@@ -20,7 +20,7 @@ from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.core.device.device import open_device
+from fluxtrain.core.device.cuda_device import open_device
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.events.trace.ring import RingWriter
 from fluxtrain.train.observe.step_cutter import StepCutter

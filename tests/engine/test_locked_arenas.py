@@ -5,21 +5,20 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device import cpu_device as devices
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.device.page_locks import PageLocks
 from fluxtrain.core.device.staging import Staging
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.worker import Worker
 from fluxtrain.core.wrap.engine import engine_of
-from tests.engine.granted import Granted, granting
+from tests.engine.granted import Granted, PinningDevice, granting
 from tests.wrap_with import wrap_with
 
 COUNT = 1000
@@ -32,17 +31,17 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Granted]:
 
 @pytest.fixture
 def device(locks: Granted) -> Iterator[CpuDevice]:
-    one = devices.CpuDevice()
+    one = PinningDevice()
     yield one
     one.close()
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[devices.Worker], threading.Event]]:
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Worker], threading.Event]]:
     """`held(worker)`: its jobs wait for 0.3 s; the event tells that they go on."""
     timers: list[threading.Timer] = []
 
-    def hold(worker: devices.Worker) -> threading.Event:
+    def hold(worker: Worker) -> threading.Event:
         goes_on = threading.Event()
         worker.submit(goes_on.wait)
         timers.append(threading.Timer(0.3, goes_on.set))
@@ -140,40 +139,6 @@ def test_a_ring_that_is_dropped_waits_for_the_pieces_that_cross(
     del ring, everything
     gc.collect()
     assert early == {address: False}
-
-
-def test_a_thread_that_lets_go_of_what_it_is_to_copy_does_not_wait_for_itself(
-    device: CpuDevice, locks: Granted
-) -> None:
-    arenas, begins = [HostArena(4 * COUNT, pin=True)], threading.Event()
-    device._up.submit(begins.wait)
-    dropped = device._up.submit(arenas.clear)
-    transfer = begin(device, arenas[0].tensor(torch.float32, COUNT, 0), "h2d")
-    begins.set()
-    dropped.result(timeout=5)
-    transfer.wait_host()
-    assert not arenas
-
-
-def test_memory_whose_copy_waits_for_an_update_is_let_go_at_once(
-    device: CpuDevice, locks: Granted
-) -> None:
-    """The thread that updates may be the one that lets go; the copy reads what is not locked."""
-    arena, update = HostArena(4 * COUNT, pin=True), Future[None]()
-    home = arena.tensor(torch.float32, COUNT, 0).fill_(7.0)
-    there = torch.zeros(COUNT)
-    before = locks.locked_bytes
-    transfer = device.upload(there, home, update, None)
-    dropping = threading.Thread(target=[arena].clear, daemon=True)
-    del arena, home
-    dropping.start()
-    dropping.join(5)
-    assert not dropping.is_alive()
-    del dropping
-    assert before - locks.locked_bytes == 4 * COUNT
-    update.set_result(None)
-    transfer.wait_host()
-    assert bool((there == 7.0).all())
 
 
 def test_locks_keep_no_arena(locks: Granted) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.core.device import cpu_device as devices
 from fluxtrain.core.device import page_locks
 from fluxtrain.core.device.page_locks import PageLocks
 from fluxtrain.core.device.staging import Staging, host_copy
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.train.placing.preflight import page_locks_of
+from tests.engine.granted import PinningDevice, pinning
 
 KIB = 1 << 10
 
@@ -48,11 +47,11 @@ class FakeLocks(PageLocks):
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeLocks]]:
     """`system(grants)`: the device locks its memory, and so much is granted."""
-    monkeypatch.setattr(devices, "Staging", partial(Staging, 4 * KIB))  # many pieces a group
+    monkeypatch.setattr(PinningDevice, "ring_bytes", 4 * KIB)  # many pieces a group
 
     def make(grants: int, limit_bytes: int | None = None) -> FakeLocks:
         made = FakeLocks(grants, limit_bytes)
-        monkeypatch.setattr(devices.CpuDevice, "pins", True)
+        pinning(monkeypatch)
         monkeypatch.setattr(page_locks, "LOCKS", made)
         return made
 

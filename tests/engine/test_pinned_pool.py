@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import fluxtrain
-from fluxtrain.core.device import cpu_device as devices
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.memory.activation_offload import ActivationOffload
 from fluxtrain.core.memory.pinned_pool import PinnedPool
 from fluxtrain.core.wrap.engine import engine_of
-from tests.engine.granted import Granted, granting
+from tests.engine.granted import Granted, PinningDevice, granting
 from tests.wrap_with import wrap_with
 
 
@@ -27,7 +26,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Granted]:
 
 @pytest.fixture
 def device(locks: Granted) -> Iterator[CpuDevice]:
-    one = devices.CpuDevice()
+    one = PinningDevice()
     yield one
     one.close()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 

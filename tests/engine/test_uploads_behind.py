@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 import time
@@ -12,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.device.cpu_device import CpuDevice
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.gradients.gradients import Gradients
 from fluxtrain.core.memory.group import Group
-from tests.engine.granted import Granted, granting
 from tests.engine.slow_device import SlowDevice
 from tests.engine.test_host_gradients import Told, group, of, one_pass
 
@@ -77,34 +74,6 @@ def test_an_upload_behind_one_that_failed_fails_too(
         behind.wait_host()
     assert behind.failed()
     device.upload(host(0.0), host(1.0), None, None).wait_host()
-
-
-@pytest.fixture
-def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Granted]:
-    yield from granting(monkeypatch)
-
-
-def test_memory_stays_locked_for_a_copy_that_others_overtook(
-    locks: Granted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = CpuDevice()
-    come = threading.Event()
-    device._down.submit(lambda: come.wait(LIMIT_S))
-    arena = HostArena(4 * COUNT, pin=True)
-    home = arena.tensor(torch.float32, COUNT, 0)
-    down = device.download(host(0.0), host(1.0))
-    behind = device.upload(host(0.0), home, None, None, [down])
-    assert arrives(device.upload(host(0.0), home, None, None))  # the newest copy of this memory
-    early: dict[int, bool] = {}
-    monkeypatch.setattr(locks, "_unregister", lambda at: early.update({at: not behind.done()}))
-    address = arena.address
-    timer = threading.Timer(0.1, come.set)
-    timer.start()
-    del arena, home
-    gc.collect()
-    assert early == {address: False}
-    timer.join()
-    device.close()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.device.current_gpu import CurrentStream
+from fluxtrain.core.device.device import Device, Transfer, all_arrived
 from fluxtrain.core.device.multi_gpu_streams import LANES, Joins, MultiGpuStreams
 from fluxtrain.core.device.recorder import CudaClock, Instant, Recorder, Stalls
 from fluxtrain.core.device.staging import Staging, Wait
-from fluxtrain.core.device.transfer import Transfer, all_arrived
 from fluxtrain.core.device.worker import Worker
 
 _HERE: AbstractContextManager[None] = nullcontext()
@@ -107,7 +108,7 @@ class CudaTransfer:
             raise self._error
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One NVIDIA GPU. Copies run on three streams beside the computation's; only `free`, `follows`
     and the computation's waits order copies of different streams.
 
@@ -261,14 +262,18 @@ class CudaDevice:
         if self._several is not None:
             self._several.keep_pace(self.mark())
 
-    def tidy(self) -> None:
-        return None  # torch's allocator of device memory reuses what is free
-
     def close(self) -> None:
         for worker in (self._behind_thread, self._up_thread, self._down_thread):
             worker.close()
         for stream in (self._up, self._behind, self._down):
             stream.synchronize()
+
+
+def open_device(torch_device: torch.device, *, one_of_several: bool = False) -> Device:
+    """Open the device that computes on `torch_device`, alone or as one of several."""
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device, one_of_several=one_of_several)
+    return CpuDevice()
 
 
 def _failure(done: Future[None]) -> BaseException | None:

@@ -1,4 +1,5 @@
-"""`Device`, what the engine asks of a device, and how one is opened.
+"""`Device`, what the engine asks of a device, and `Transfer`, a copy under way: each wait for a
+copy goes through one.
 
 Uploads and downloads run beside the computation, one queue a direction. A third queue holds uploads
 that follow other copies (gradient sums that are still being downloaded), so that uploads of weights
@@ -8,29 +9,55 @@ is a separate buffer in host memory, so that streaming is exercised for real.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device.cpu_device import CpuDevice
-from fluxtrain.core.device.cuda_device import CudaDevice
 from fluxtrain.core.device.multi_gpu_streams import Joins
-from fluxtrain.core.device.recorder import Recorder, Stalls
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.recorder import Instant, Recorder, Stalls
 
 
-class Device(Protocol):
-    """What the engine asks of a device."""
+class Transfer(Protocol):
+    """A copy under way."""
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds that the copy took; None while they are not known."""
+
+    def instants(self) -> tuple[Instant, Instant] | None:
+        """When it began and ended, for the recorder; None until it was issued (on CPU: made)."""
+
+    def done(self) -> bool:
+        """True when the bytes have arrived."""
+
+    def failed(self) -> bool:
+        """True when the copy was never made, because the update it waited for failed."""
+
+    def wait_host(self) -> None:
+        """Block this thread until the bytes have arrived; raise what made the copy fail."""
+
+    def wait_compute(self, cause: str) -> None:
+        """Make the computation wait for the bytes, and book that wait as a stall of `cause`."""
+
+
+def all_arrived(transfers: Iterable[Transfer]) -> bool:
+    """True when a copy that follows these has none of them to wait for."""
+    return all(transfer.done() for transfer in transfers)
+
+
+class Device:
+    """What the engine asks of a device. What is answered here holds for a device of its own whose
+    computations end before the next begins."""
 
     torch_device: torch.device
     stalls: Stalls
     recorder: Recorder
-    pins: bool  # host memory should be page-locked
-    lanes: int  # that blocks may compute on beside each other; see `computing`
+    pins = False  # host memory should be page-locked
+    lanes = 1  # that blocks may compute on beside each other; see `computing`
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
@@ -43,25 +70,31 @@ class Device(Protocol):
         other uploads that follow transfers. urgent: do not queue behind uploads that wait for their
         `after`.
         """
+        raise NotImplementedError
 
     def download(self, to: Tensor, source: Tensor) -> Transfer:
         """Copy device `source` to host `to` once the computation queued so far is done."""
+        raise NotImplementedError
 
     def read(self, point: Any, to: Tensor, source: Tensor) -> None:
         """Copy device `source`, as it is after the point, to host `to` on this thread, beside the
         computation. One thread at a time."""
+        to.copy_(source)
 
     def for_copies(self, memory: Tensor) -> Tensor:
         """Return `memory` (on the device), registered for the copies: when it is freed, it is
         reused only after the copies that are under way have ended."""
+        return memory
 
     def mark(self) -> Any:
         """Mark this point of the computation, for `upload(free=...)`."""
+        return None
 
     def computing(self, *, joins: Joins = "now", lane: int = 0) -> AbstractContextManager[None]:
         """Compute inside on a stream of this device's own, where it is one of several; code outside
         waits for it. Of two lanes each computes by itself. joins: after what code outside has
         queued on this device until `now`, or until the `last` time that this was asked; or `no`."""
+        return nullcontext()
 
     def used_here(self, tensor: Tensor) -> None:
         """Record a tensor that another lane has allocated on this lane's stream."""
@@ -74,6 +107,7 @@ class Device(Protocol):
 
     def landing(self, like: Tensor) -> Tensor:
         """Return memory on this device for a tensor such as `like`, which comes from another."""
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
 
     def hand_out(self, made: Tensor) -> None:
         """Keep the memory of a tensor that was made inside of `computing` until code outside, which
@@ -82,6 +116,7 @@ class Device(Protocol):
     def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
         """Copy `source`, which `sender`'s computation has at the points `after`, to `to` on this
         device; return the point when it is there. Nothing else waits for the copy."""
+        to.copy_(source)
 
     def keep_pace(self) -> None:
         """Wait until the computation is at most a few blocks behind this thread."""
@@ -91,10 +126,3 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Finish the copies under way and end the threads."""
-
-
-def open_device(torch_device: torch.device, *, one_of_several: bool = False) -> Device:
-    """Open the device that computes on `torch_device`, alone or as one of several."""
-    if torch_device.type == "cuda":
-        return CudaDevice(torch_device, one_of_several=one_of_several)
-    return CpuDevice()

@@ -39,11 +39,6 @@ class Worker:
         self._unfinished.one_more()
         return self._pool.submit(_Once(work, self._unfinished))
 
-    def unless_here(self, wait: Callable[[], None]) -> None:
-        """Call `wait`, which waits for a job, unless this is the thread that runs the job."""
-        if self._unfinished.thread != threading.get_ident():
-            wait()
-
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._pool.shutdown(wait=True)
@@ -56,7 +51,6 @@ class _Unfinished:
         self._when_idle = when_idle
         self._jobs = 0
         self._lock = threading.Lock()
-        self.thread: int | None = None  # the thread that runs them
 
     def one_more(self) -> None:
         with self._lock:
@@ -76,7 +70,6 @@ class _Once(Generic[T]):
         self._unfinished = unfinished
 
     def __call__(self) -> T:
-        self._unfinished.thread = threading.get_ident()
         try:
             return self._work.pop()()
         finally:

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device.device import Device
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.gradients.embedding_sum import EmbeddingSum
 from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients, Report, apply_scales
 from fluxtrain.core.gradients.row_sum import RowSum, norm_by_rows

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.device.arena import device_flat
-from fluxtrain.core.device.device import Device
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.gradients.row_sum import RowSum, RowTransfer, Scatter
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.device.page_locks import host_empty
 from fluxtrain.core.device.recorder import Instant
-from fluxtrain.core.device.transfer import Transfer
 from fluxtrain.core.memory.rows import Places
 
 _INDEX = torch.int64

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients, cut, widen_stored
 from fluxtrain.core.gradients.row_sum import RowSum, RowTransfer
 from fluxtrain.core.memory.group import Group

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device.device import Device
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.memory.pinned_pool import PinnedBuffer, PinnedPool
 
 MOST_DOWNLOADS = 2  # under way at a time: the host must not run further ahead of the copies

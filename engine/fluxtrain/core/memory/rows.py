@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.device.arena import HostArena, aligned, device_flat
-from fluxtrain.core.device.device import Device
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.device import Device, Transfer
 
 _INDEX = torch.int64
 Gather = Callable[[Tensor, Tensor], object]  # rows (U,), and (U, H) on the host for their weights

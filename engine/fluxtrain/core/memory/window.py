@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.device.arena import device_flat
-from fluxtrain.core.device.device import Device
-from fluxtrain.core.device.transfer import Transfer
+from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.packed import unpack_group
 from fluxtrain.core.memory.unit import Unit

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.device.recorder import Recorder
-from fluxtrain.core.device.transfer import Transfer
 from fluxtrain.core.memory.group import Group
 from fluxtrain.events.events import Move
 

@@ -10,9 +10,8 @@ from ctypes import c_float
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.device.page_locks import host_empty
-from fluxtrain.core.device.transfer import Transfer
 
 _EPS = c_float(1e-6).value
 

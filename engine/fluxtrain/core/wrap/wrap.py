@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.core.block.recompute_policy import choose_recompute
-from fluxtrain.core.device.device import open_device
+from fluxtrain.core.device.cuda_device import open_device
 from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.core.embedding.lookup import choose_rows
 from fluxtrain.core.guards.arguments import to_device
