@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.arena import BUFFER_BYTES, Staging, host_copy
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.device.page_locks import PageLocks
-from fluxtrain.core.device.staging import BUFFER_BYTES, Staging, host_copy
 from fluxtrain.core.wrap import wrap as wrapping
 
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
+from fluxtrain.core.device.arena import host_copy
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.device.recorder import Stalls
-from fluxtrain.core.device.staging import host_copy
 from fluxtrain.core.updates import updates
 from fluxtrain.core.wrap import wrap as wrapping
 

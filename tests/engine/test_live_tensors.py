@@ -18,8 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import fluxtrain
 from fluxtrain.core.block import block
 from fluxtrain.core.head import loss as head_loss
-from fluxtrain.core.memory.activation_offload import ActivationOffload
-from fluxtrain.core.memory.pinned_pool import PinnedBuffer
+from fluxtrain.core.memory.activation_offload import ActivationOffload, PinnedBuffer
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.core.runtime.passes import bound

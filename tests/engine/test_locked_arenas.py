@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.device.arena import HostArena, Staging
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.device.page_locks import PageLocks
-from fluxtrain.core.device.staging import Staging
 from fluxtrain.core.device.worker import Worker
 from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.granted import Granted, PinningDevice, granting
@@ -91,7 +90,7 @@ def test_weights_stay_locked_while_they_are_copied_though_their_model_is_gone(
     engine = engine_of(model)
     engine.cards[0].window.drain()
     group = next(g for g in engine.groups if g.placement.weights == "host" and g.kind == "block")
-    engine.cards[0].window.forget(group)
+    group.weights_changed(frozen=True)
     worker = engine.device._up  # type: ignore[attr-defined]  # which ends with the model
     held(worker)
     assert engine.cards[0].window.prefetch(group)

@@ -122,7 +122,7 @@ def test_what_is_taken_holds_its_current_weights_until_it_is_released(
         elif action == "write" and i not in held:
             made.drain()  # the engine's updates run between copies
             g.memory.views[0].add_(10.0)
-            made.forget(g)
+            g.weights_changed(frozen=True)
         for view, value in held.values():
             assert bool((view == value).all())
 
@@ -160,7 +160,7 @@ def test_a_resident_group_is_copied_again_only_after_its_weights_change() -> Non
             made.release(g)
     assert moves == [(own.name, "demand"), (other.name, "demand")]
     own.memory.views[0].fill_(5.0)
-    made.forget(own)
+    own.weights_changed(frozen=True)
     assert made.take(own)[0][0] == 5.0
 
 
@@ -169,7 +169,7 @@ def test_an_upload_waits_for_the_groups_own_update() -> None:
     made, _ = window(2, device)
     g, other = group(1), group(2)
     g.jobs.pending = Future()
-    made.forget(g)
+    g.weights_changed(frozen=True)
     assert made.prefetch(g)
     slot = made.holds(g)
     assert slot is not None and slot.transfer is not None and not slot.transfer.done()
@@ -186,7 +186,7 @@ def test_a_copy_that_waits_for_an_update_never_lands_on_weights_that_took_its_sl
     made, _ = window(1, device)
     g, other = group(1), group(2)
     g.jobs.pending = Future()
-    made.forget(g)
+    g.weights_changed(frozen=True)
     assert made.prefetch(g)
     timer = threading.Timer(0.05, g.jobs.pending.set_result, [None])
     timer.start()

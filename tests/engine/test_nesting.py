@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
-from fluxtrain.core.guards.arguments import flatten
-from fluxtrain.core.guards.nesting import put_together, take_apart
+from fluxtrain.core.guards.arguments import flatten, put_together, take_apart
 from fluxtrain.core.memory.module_buffers import WrittenBuffers
 
 Pair = namedtuple("Pair", "one other")  # what users write

@@ -221,24 +221,6 @@ def test_weights_that_are_not_finite_are_refused_with_their_number(
 
 
 @FORMATS
-def test_without_the_library_the_oracle_packs_and_unpacks(
-    format: PackedFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weight = any_weight((50, 700), torch.bfloat16, "mixed", 2)
-    layout = PackedLayout.of(format, [(50, 700)])
-    native, _ = packed_by_all(layout, [weight])
-    dense = unpacked(layout, native, torch.bfloat16)
-    monkeypatch.setattr(_native, "is_built", lambda: False)
-    alone = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-    pack(layout, 0, weight, alone)
-    assert torch.equal(alone, native)
-    assert same_bits(unpacked(layout, alone, torch.bfloat16), dense)
-    weight[3, 3] = torch.nan
-    with pytest.raises(BadInput, match="holds 1 values of 35,000"):
-        pack(layout, 0, weight, alone)
-
-
-@FORMATS
 def test_strided_weights_and_other_dtypes_are_packed_as_their_values(format: PackedFormat) -> None:
     weight = any_weight((64, 300), torch.float32, "normal", 2)
     layout = PackedLayout.of(format, [(64, 300)])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.arena import Staging, host_copy
 from fluxtrain.core.device.page_locks import PageLocks
-from fluxtrain.core.device.staging import Staging, host_copy
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.train.placing.preflight import page_locks_of
 from tests.engine.granted import PinningDevice, pinning
@@ -23,10 +23,10 @@ KIB = 1 << 10
 
 
 class FakeLocks(PageLocks):
-    """A system that locks `grants` bytes and then says no, whatever is known beforehand."""
+    """A system that locks `grants` bytes and then says no."""
 
-    def __init__(self, grants: int, limit_bytes: int | None = None) -> None:
-        super().__init__(limit_bytes)
+    def __init__(self, grants: int) -> None:
+        super().__init__()
         self.grants = grants
         self.attempts = 0
 
@@ -49,8 +49,8 @@ def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeLocks]
     """`system(grants)`: the device locks its memory, and so much is granted."""
     monkeypatch.setattr(PinningDevice, "ring_bytes", 4 * KIB)  # many pieces a group
 
-    def make(grants: int, limit_bytes: int | None = None) -> FakeLocks:
-        made = FakeLocks(grants, limit_bytes)
+    def make(grants: int) -> FakeLocks:
+        made = FakeLocks(grants)
         pinning(monkeypatch)
         monkeypatch.setattr(page_locks, "LOCKS", made)
         return made
@@ -115,8 +115,8 @@ def test_after_the_first_refusal_nobody_asks_again_and_it_is_said_once(
     assert locks.locked_bytes == 0 and locks.refused_bytes == 0, "the next model may ask"
 
 
-def test_a_limit_that_is_known_is_kept_without_asking(tiny: Any, system: Any) -> None:
-    locks = system(1 << 30, limit_bytes=60 * KIB)
+def test_a_plan_tells_what_refused_locks_cost(tiny: Any, system: Any) -> None:
+    locks = system(60 * KIB)
     model = fluxtrain.wrap(tiny("llama"), offload="weights")
     assert 0 < locks.locked_bytes <= 60 * KIB
     assert locks.refused_bytes > 0

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import fluxtrain
 from fluxtrain.core.device.cpu_device import CpuDevice
-from fluxtrain.core.memory.activation_offload import ActivationOffload
-from fluxtrain.core.memory.pinned_pool import PinnedPool
+from fluxtrain.core.memory.activation_offload import ActivationOffload, PinnedPool
 from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.granted import Granted, PinningDevice, granting
 from tests.wrap_with import wrap_with

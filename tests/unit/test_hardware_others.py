@@ -10,7 +10,7 @@ import pytest
 from fluxtrain.measure.probe import others
 from fluxtrain.measure.probe.others import (
     BUSY_SHARE,
-    Use,
+    ProcessorUse,
     beside_text,
     is_calm_after,
     others_share,
@@ -46,9 +46,9 @@ def test_what_the_kernel_does_not_tell_is_not_known(tmp_path: Path, text: str) -
 
 def test_the_process_itself_is_not_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    before = Use(busy_s=10.0, own_s=2.0, at_s=0.0)
-    assert before.others_share(Use(busy_s=18.0, own_s=6.0, at_s=2.0)) == pytest.approx(0.5)
-    assert before.others_share(Use(busy_s=11.0, own_s=6.0, at_s=2.0)) == 0.0
+    before = ProcessorUse(busy_s=10.0, own_s=2.0, at_s=0.0)
+    assert before.others_share(ProcessorUse(busy_s=18.0, own_s=6.0, at_s=2.0)) == pytest.approx(0.5)
+    assert before.others_share(ProcessorUse(busy_s=11.0, own_s=6.0, at_s=2.0)) == 0.0
     assert before.others_share(before) is None
 
 

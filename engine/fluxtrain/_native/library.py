@@ -60,16 +60,6 @@ def library_path() -> Path:
 
 
 @lru_cache(maxsize=1)
-def is_built() -> bool:
-    """Return whether the library is there. One that is there and does not load is an error."""
-    try:
-        library_path()
-    except FluxTrainError:
-        return False
-    return True
-
-
-@lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     return load(library_path())
 

@@ -1,31 +1,10 @@
-"""Page-locks host memory for CUDA, and words the limit of it."""
+"""The limit of page-locked memory in words, and what a refused lock leaves behind in CUDA."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from fluxtrain.units import bytes_text
-
-
-@contextmanager
-def page_locked(address: int, size_bytes: int) -> Iterator[bool]:
-    """Lock a range of this process's memory for CUDA; return False, with the range unchanged, if
-    that is refused."""
-    import torch
-
-    runtime: Any = torch.cuda.cudart  # torch gives it no types
-    cuda = runtime()
-    granted = int(cuda.cudaHostRegister(address, size_bytes, 0)) == 0
-    if not granted:
-        forget_cuda_error()
-    try:
-        yield granted
-    finally:
-        if granted:
-            cuda.cudaHostUnregister(address)
 
 
 def lock_limit_text(locked_bytes: int | None = None) -> str:

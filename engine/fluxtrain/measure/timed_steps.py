@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from fluxtrain.core.block.recompute_policy import choose_recompute
 from fluxtrain.core.device.recorder import Note
 from fluxtrain.core.wrap.block_discovery import take_apart
 from fluxtrain.core.wrap.grouping import facts_of
+from fluxtrain.core.wrap.slots import choose_recompute
 from fluxtrain.errors import Diverged
 from fluxtrain.measure.block_timing import BlockMarks, Mark, repeat_steps
 from fluxtrain.measure.small_model import (

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from fluxtrain.core.runtime.arrivals import arrivals_of, wait_for_all
-from fluxtrain.core.runtime.card import Card
+from fluxtrain.core.runtime.card import EngineCard
 from fluxtrain.core.runtime.passes import UnitCall
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,13 +54,13 @@ def backward_on_card(backward: F) -> F:
     return cast(F, on_card)
 
 
-def _await(card: Card, call: UnitCall, given: Iterable[Any]) -> None:
+def _await(card: EngineCard, call: UnitCall, given: Iterable[Any]) -> None:
     """Wait for tensors that arrive from other cards, but for a call that does by chunks of rows."""
     if not call.awaits_rows:
         wait_for_all(card.device, (one for one in given if isinstance(one, Tensor)))
 
 
-def _handed_out(card: Card, found: Any) -> Any:
+def _handed_out(card: EngineCard, found: Any) -> Any:
     for one in found if isinstance(found, tuple) else (found,):
         if type(one) is Tensor:  # logits that are not computed yet have no memory
             card.device.hand_out(one)

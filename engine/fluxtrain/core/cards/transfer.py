@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from fluxtrain.core.guards.arguments import Moved, flatten, write_back
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.arrivals import arrivals_of, note_arrivals, wait_for_all
-from fluxtrain.core.runtime.card import Card
+from fluxtrain.core.runtime.card import EngineCard
 from fluxtrain.core.runtime.context import Context
 
 
@@ -68,7 +68,7 @@ def as_seen_on_first_card(context: Context, unit: Unit, out: Any) -> Any:
     )
 
 
-def _known(context: Context, tensor: Tensor) -> tuple[Tensor, Card]:
+def _known(context: Context, tensor: Tensor) -> tuple[Tensor, EngineCard]:
     """Return a tensor that a unit is given as it is on a card, and that card."""
     if not isinstance(tensor, SeenOnFirstCard):
         return tensor, context.cards[0]
@@ -78,7 +78,9 @@ def _known(context: Context, tensor: Tensor) -> tuple[Tensor, Card]:
     return seen.plain, seen.card
 
 
-def _received(context: Context, card: Card, unit: Unit, tensor: Tensor, source: Card) -> Tensor:
+def _received(
+    context: Context, card: EngineCard, unit: Unit, tensor: Tensor, source: EngineCard
+) -> Tensor:
     if source is card:
         return tensor
     if unit.group.kind != "block" and card.number == 0:
@@ -90,7 +92,7 @@ def _received(context: Context, card: Card, unit: Unit, tensor: Tensor, source: 
     return card.shared.copy_of(tensor, lambda: send(tensor, source, card))
 
 
-def send(tensor: Tensor, source: Card, target: Card) -> Tensor:
+def send(tensor: Tensor, source: EngineCard, target: EngineCard) -> Tensor:
     """Return the tensor's copy on `target`, in torch's graph where it asks for a gradient. It is
     noted when rows of the copy are there (`arrivals_of`)."""
     if torch.is_grad_enabled() and tensor.requires_grad:
@@ -101,7 +103,7 @@ def send(tensor: Tensor, source: Card, target: Card) -> Tensor:
 
 class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, source: Card, target: Card) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, source: EngineCard, target: EngineCard) -> Tensor:
         ctx.source, ctx.target = source, target
         return _copy(tensor, tensor, source, target)
 
@@ -111,7 +113,7 @@ class _Sent(torch.autograd.Function):
         return send_gradient(gradient, ctx.target, ctx.source), None, None
 
 
-def send_gradient(gradient: Tensor, source: Card, target: Card) -> Tensor:
+def send_gradient(gradient: Tensor, source: EngineCard, target: EngineCard) -> Tensor:
     """Return a copy of a gradient on `target`, for which code outside of blocks waits: a block
     knows when it is there, but torch may give it to an operation between two blocks, or add it to
     another."""
@@ -122,12 +124,12 @@ def send_gradient(gradient: Tensor, source: Card, target: Card) -> Tensor:
     return made
 
 
-def send_values(values: Tensor, source: Card, target: Card) -> Tensor:
+def send_values(values: Tensor, source: EngineCard, target: EngineCard) -> Tensor:
     """Return a copy of `values` on `target` as `send` does, outside of torch's graph."""
     return _copy(values.detach(), values, source, target)
 
 
-def _copy(values: Tensor, known: Tensor, source: Card, target: Card) -> Tensor:
+def _copy(values: Tensor, known: Tensor, source: EngineCard, target: EngineCard) -> Tensor:
     """Copy `values` to `target` as they are computed, by what is noted of `known`."""
     arrivals = arrivals_of(known)
     with torch.inference_mode(False):  # so that writes to it are counted
@@ -154,11 +156,11 @@ class SeenOnFirstCard(Tensor):
 
     plain: Tensor
     context: Context
-    card: Card  # where `plain` is
+    card: EngineCard  # where `plain` is
     brought: Tensor | None  # the same on the first card, once code has used it
 
     @staticmethod
-    def of(plain: Tensor, context: Context, card: Card) -> SeenOnFirstCard:
+    def of(plain: Tensor, context: Context, card: EngineCard) -> SeenOnFirstCard:
         """Return the alias of `plain`, which `card` computes."""
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and plain.requires_grad:
@@ -213,7 +215,7 @@ class _Alias(torch.autograd.Function):
     """Takes gradients of the alias itself to the tensor's card."""
 
     @staticmethod
-    def forward(ctx: Any, plain: Tensor, context: Context, card: Card) -> Tensor:
+    def forward(ctx: Any, plain: Tensor, context: Context, card: EngineCard) -> Tensor:
         ctx.first, ctx.card = context.cards[0], card
         return _alias(plain, context)
 
@@ -243,7 +245,7 @@ def copy_on_first_card(seen: SeenOnFirstCard) -> Tensor:
     return seen.brought
 
 
-def receive_on_first_card(plain: Tensor, context: Context, card: Card) -> Tensor:
+def receive_on_first_card(plain: Tensor, context: Context, card: EngineCard) -> Tensor:
     """Copy a tensor of `card` to the first card, for code outside of blocks."""
     first = context.cards[0]
     found = send(plain, card, first)

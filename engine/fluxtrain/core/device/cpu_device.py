@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxtrain.core.device.arena import host_copy
 from fluxtrain.core.device.device import Device, Transfer, all_arrived
 from fluxtrain.core.device.heap import Heap
 from fluxtrain.core.device.recorder import HostClock, Instant, Recorder, Stalls
-from fluxtrain.core.device.staging import host_copy
 from fluxtrain.core.device.worker import Worker
 
 

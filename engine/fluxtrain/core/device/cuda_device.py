@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.device import page_locks
+from fluxtrain.core.device.arena import Staging, Wait
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.device.current_gpu import CurrentStream
 from fluxtrain.core.device.device import Device, Transfer, all_arrived
 from fluxtrain.core.device.multi_gpu_streams import LANES, Joins, MultiGpuStreams
 from fluxtrain.core.device.recorder import CudaClock, Instant, Recorder, Stalls
-from fluxtrain.core.device.staging import Staging, Wait
 from fluxtrain.core.device.worker import Worker
 
 _HERE: AbstractContextManager[None] = nullcontext()

@@ -31,10 +31,9 @@ class Arena(Protocol):
 
 
 class PageLocks:
-    """Locks ranges of host memory with CUDA; `limit_bytes` is a limit that is known beforehand."""
+    """Locks ranges of host memory with CUDA."""
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self) -> None:
         self.locked_bytes = 0
         self.refused_bytes = 0
         self._sizes: dict[int, int] = {}  # by address
@@ -47,14 +46,15 @@ class PageLocks:
         """Bytes that this process has locked, by us or by torch's own allocator, used or not."""
         return self.locked_bytes + self._torch_bytes()
 
-    def may_lock(self, size_bytes: int) -> bool:
-        """True while there is no reason to expect a refusal."""
-        return not self.refused_bytes and self._within(size_bytes)
+    @property
+    def may_lock(self) -> bool:
+        """True while no lock was refused."""
+        return not self.refused_bytes
 
     def lock(self, address: int, size_bytes: int, arena: Arena | None = None) -> bool:
         """Lock a range of memory, that of `arena`; False when the system refuses, now or before."""
         with self._guard:
-            if self.may_lock(size_bytes) and self._register(address, size_bytes):
+            if self.may_lock and self._register(address, size_bytes):
                 self._sizes[address] = size_bytes
                 bisect.insort(self._starts, address)
                 self.locked_bytes += size_bytes
@@ -81,13 +81,13 @@ class PageLocks:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate uninitialised host memory, locked if the system allows it."""
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if self.may_lock(size_bytes):
+        if self.may_lock:
             try:
                 return torch.empty(shape, dtype=dtype, pin_memory=True)
             except RuntimeError:
                 forget_cuda_error()
-        if not self.refused_bytes and self._refused(size_bytes):
-            self._tell(size_bytes)
+                if self._refused(size_bytes):
+                    self._tell(size_bytes)
         return torch.empty(shape, dtype=dtype)
 
     def holds(self, memory: Tensor) -> bool:
@@ -127,9 +127,6 @@ class PageLocks:
             "unlimited`, `docker run --ulimit memlock=-1`, on WSL2 memory= in .wslconfig",
             bytes_text(self.locked_bytes), bytes_text(size_bytes), lock_limit_text(),
         )  # fmt: skip
-
-    def _within(self, size_bytes: int) -> bool:
-        return self.limit_bytes is None or self.locked_bytes + size_bytes <= self.limit_bytes
 
     def _locked_by_torch(self, memory: Tensor) -> bool:
         return memory.is_pinned()

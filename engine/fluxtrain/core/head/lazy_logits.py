@@ -30,7 +30,7 @@ from fluxtrain.errors import MisusedModel
 Computed = list[tuple[Tensor, int]]  # real logits that were read, and their versions then
 
 
-class Head(Protocol):
+class LazyHead(Protocol):
     """A head whose logits can be computed later."""
 
     unit: Unit
@@ -46,7 +46,7 @@ class LazyLogits(Tensor):
     what the model does with the product before the loss."""
 
     hidden: Tensor
-    head: Head
+    head: LazyHead
     version: int
     product: torch.dtype  # of the logits before the steps
     steps: Steps
@@ -55,7 +55,7 @@ class LazyLogits(Tensor):
     _computed: Computed  # real logits of this tensor and its views, with their versions
 
     @staticmethod
-    def of(head: Head, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
+    def of(head: LazyHead, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
         trained = hidden.requires_grad or any(
             m.parameter.requires_grad for _, m in head.unit.members
         )
@@ -63,7 +63,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def _made(
-        head: Head,
+        head: LazyHead,
         hidden: Tensor,
         dtype: torch.dtype,
         version: int,

@@ -31,7 +31,7 @@ from fluxtrain.core.head.token_loss import (
     spans,
 )
 from fluxtrain.core.runtime.arrivals import note_arrivals, wait_for_all
-from fluxtrain.core.runtime.card import Card
+from fluxtrain.core.runtime.card import EngineCard
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.plan.dealing import LANDED_SLOPES, SENT_SLOPES, cards_of_chunks
 
@@ -96,7 +96,9 @@ def _even(count: int, most: int, cards: int) -> int:
     return -(-count // (-(-chunks // cards) * cards))
 
 
-def _land(first: Card, to: Tensor, source: Tensor, after: list[Any], sender: Card) -> Any:
+def _land(
+    first: EngineCard, to: Tensor, source: Tensor, after: list[Any], sender: EngineCard
+) -> Any:
     """Copy from another card to the first one; return the point at which it is there."""
     first.counts.landed_bytes += source.nbytes
     return first.device.land(to, source, after, sender.device)
@@ -125,7 +127,7 @@ class _OtherCard:
     """Computes chunks of tokens on another card than the first."""
 
     def __init__(
-        self, card: Card, loss: WholeLoss, gradients: HeadGradients, *, sends: bool
+        self, card: EngineCard, loss: WholeLoss, gradients: HeadGradients, *, sends: bool
     ) -> None:
         """`loss`: its tensors are on their way to the card. `sends`: slopes are added up on the
         first card, not here. `gradients`: the wanted ones, on the first card."""
@@ -166,7 +168,7 @@ class _OtherCard:
         self._turns[self._at].free = point
         self._at = (self._at + 1) % SENT_SLOPES
 
-    def add_sums_to(self, gradients: HeadGradients, first: Card) -> None:
+    def add_sums_to(self, gradients: HeadGradients, first: EngineCard) -> None:
         """Add this card's sums to those of the first card."""
         done = self._card.device.mark()
         pairs = ((gradients.weight, self._sums.weight), (gradients.bias, self._sums.bias))
@@ -188,7 +190,7 @@ class _OtherCard:
             turn.slope = torch.empty_like(slope)
         return turn.slope[: len(slope)].copy_(slope)
 
-    def _add(self, first: Card, total: Tensor, part: Tensor, done: Any) -> None:
+    def _add(self, first: EngineCard, total: Tensor, part: Tensor, done: Any) -> None:
         """Add a sum to the first card's, some rows at a time through two buffers."""
         device = first.device
         rows = max(1, _ADDED_BYTES // max(1, part[:1].nbytes))
@@ -206,12 +208,12 @@ class _LandedSlopes:
     """Slopes of other cards on the first one, in a ring of buffers that is made when it is needed,
     and what they add up to."""
 
-    def __init__(self, first: Card, gradients: HeadGradients) -> None:
+    def __init__(self, first: EngineCard, gradients: HeadGradients) -> None:
         self._first, self._gradients = first, gradients
         self._buffers: list[tuple[Tensor, Any]] = []  # with the point at which it is free
         self._turn = 0
 
-    def add(self, found: _Found, hidden: Tensor, sender: Card) -> Any:
+    def add(self, found: _Found, hidden: Tensor, sender: EngineCard) -> Any:
         """Add up what a card found for hidden (n, H) of the first card, once it is here; return the
         point at which it is."""
         device, slope = self._first.device, found.slope
@@ -229,7 +231,7 @@ class _LandedSlopes:
         return there
 
 
-def _loss_on(card: Card, first: Card, loss: WholeLoss, version: int) -> WholeLoss:
+def _loss_on(card: EngineCard, first: EngineCard, loss: WholeLoss, version: int) -> WholeLoss:
     """Return the same on another card, where its tensors are on their way."""
 
     def there(value: Any) -> Any:
@@ -251,7 +253,7 @@ def _tensors_of(loss: WholeLoss) -> list[Tensor]:
     return [value for value in given if isinstance(value, Tensor)]
 
 
-def _weight_on(card: Card, first: Card, weight: Tensor, version: int) -> Tensor:
+def _weight_on(card: EngineCard, first: EngineCard, weight: Tensor, version: int) -> Tensor:
     """Return the card's copy of this version of the weight, in memory that stays."""
     kept = card.head_weight
     if kept is not None and kept[0] == version:
@@ -265,7 +267,7 @@ def _weight_on(card: Card, first: Card, weight: Tensor, version: int) -> Tensor:
     return buffer
 
 
-def _zeros_like(total: Tensor | None, card: Card) -> Tensor | None:
+def _zeros_like(total: Tensor | None, card: EngineCard) -> Tensor | None:
     if total is None:
         return None
     return torch.zeros(total.shape, dtype=total.dtype, device=card.torch_device)

@@ -12,7 +12,7 @@ from fluxtrain.core.device.arena import MapMemory
 from fluxtrain.core.device.worker import Job
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.group_memory import GroupMemory
-from fluxtrain.core.memory.packed import Kept
+from fluxtrain.core.memory.packed import KeptWeights
 from fluxtrain.core.memory.segment import MASTERS, Member
 from fluxtrain.machine.fresh_memory import fresh
 from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
@@ -85,7 +85,7 @@ class Group(GroupLayout):
         device: torch.device,
         *,
         pin: bool,
-        kept: Kept | None = None,
+        kept: KeptWeights | None = None,
         drops: bool = False,
         maps: MapMemory = fresh,
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fluxtrain.core.device.arena import HostArena, MapMemory, aligned, device_flat, own_storage_view
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.mapped import drop
-from fluxtrain.core.memory.packed import Kept, pack_segment, placeholder
+from fluxtrain.core.memory.packed import KeptWeights, pack_segment, placeholder
 from fluxtrain.core.memory.segment import MASTERS, SCALES, Member, Segment
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.machine.fresh_memory import fresh
@@ -96,7 +96,7 @@ class GroupMemory:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def take_weights(self, *, kept: Kept | None = None, drops: bool = False) -> None:
+    def take_weights(self, *, kept: KeptWeights | None = None, drops: bool = False) -> None:
         """Move the parameters' weights into memory of the group; packed ones may be `kept` from an
         earlier start. `drops`: give back the pages of files that the weights came from, of a model
         that nothing else reads."""

@@ -39,7 +39,7 @@ def packed_source(parameter: nn.Parameter) -> PackedSource | None:
     return found
 
 
-class Kept(Protocol):
+class KeptWeights(Protocol):
     """Packed weights that an earlier start has kept (quantization/packed_cache.py)."""
 
     def read_into(self, name: str, out: Tensor) -> bool:
@@ -50,7 +50,7 @@ class Kept(Protocol):
 
 
 def pack_segment(
-    segment: Segment, group: str, kept: Kept | None = None, *, drops: bool = False
+    segment: Segment, group: str, kept: KeptWeights | None = None, *, drops: bool = False
 ) -> None:
     """Pack the weights of a segment's members, on the host, into the memory of `group`, or read
     them from where they are `kept`. `drops`: pages of files that they were are given back.

@@ -34,7 +34,7 @@ class Unit:
         self.vocab_chunks: ChunkedWeights | None = (
             None  # of a head on the host that is never copied whole
         )
-        # how its activations get to the backward pass (see recompute_policy.py)
+        # how its activations get to the backward pass (see `choose_recompute`)
         self.recomputes = True  # False: what its backward needs stays on the device
         self.offloads_inputs = False  # its inputs wait for the backward pass on the host
         # facts learned from its first runs

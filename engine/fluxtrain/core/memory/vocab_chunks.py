@@ -81,11 +81,6 @@ class ChunkedWeights:
         place.used, place.awaited = True, False
         return [view for view, _ in self._views(place, index)]
 
-    def is_there(self, index: int) -> bool:
-        """True when the chunk has arrived, with the weights as they are now."""
-        place = self._holding(index)
-        return place is not None and all(transfer.done() for transfer in place.transfers)
-
     def release(self, index: int) -> None:
         """Let the chunk's place be overwritten once the computation queued so far has run."""
         for place in self._places:

@@ -230,10 +230,6 @@ class Window:
         if slot.users == 0:
             slot.free = self.device.mark()
 
-    def forget(self, group: Group) -> None:
-        """Make copies on the device stale, by the version: the stored weights have changed."""
-        group.weights_changed(frozen=True)
-
     def drain(self) -> None:
         """Wait for all copies under way; `take` raises what made one fail."""
         for slot in self.slots:

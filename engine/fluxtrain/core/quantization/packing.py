@@ -1,4 +1,4 @@
-"""Packing and unpacking of weights: by the native kernels, Triton's, or the oracle without them."""
+"""Packing and unpacking of weights: by the native kernels or Triton's, else by the oracle."""
 
 from __future__ import annotations
 
@@ -39,25 +39,13 @@ def pack(
     if dense.dtype not in _DENSE_FORMATS:
         dense = dense.float()
     dense = dense.cpu().contiguous()  # itself, where it is that already
-    if not _native.is_built():
-        _refuse(count_not_finite(dense), dense, name)
-        reference.pack(layout, index, dense, packed)
-        return
     reference.zero_gaps(layout, packed)
     if layout.format == "nf4-double":
         layout.places["map"].of(packed).copy_(reference.dynamic_map())
-    _refuse(_native.pack(_arguments(layout, index, dense, packed)), dense, name)
-
-
-def count_not_finite(weight: Tensor) -> int:
-    """Count the elements that are NaN or infinite."""
-    return int(weight.numel() - torch.isfinite(weight).sum())
-
-
-def _refuse(not_finite: int, weight: Tensor, name: str) -> None:
+    not_finite = _native.pack(_arguments(layout, index, dense, packed))
     if not_finite:
         raise BadInput(
-            f"{name} holds {not_finite:,} values of {weight.numel():,} that are NaN or infinite: "
+            f"{name} holds {not_finite:,} values of {dense.numel():,} that are NaN or infinite: "
             "the model's files are damaged, or its training diverged; load another version of it"
         )
 
@@ -72,7 +60,7 @@ def unpack(layout: PackedLayout, packed: Tensor, out: Tensor) -> None:
     assert out.is_contiguous() and packed.is_contiguous()
     if out.is_cuda and (triton := _triton()) is not None:
         triton.unpack(layout, packed, out)
-    elif out.device.type == "cpu" and out.dtype in _DENSE_FORMATS and _native.is_built():
+    elif out.device.type == "cpu" and out.dtype in _DENSE_FORMATS:
         _native_unpack(layout, packed, out)
     else:
         reference.unpack(layout, packed, out)

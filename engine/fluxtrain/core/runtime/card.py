@@ -1,4 +1,4 @@
-"""`Card`: one GPU of a wrapped model, and what of the engine belongs to it alone."""
+"""`EngineCard`: one GPU of a wrapped model, and what of the engine belongs to it alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fluxtrain.core.runtime.counters import Counters
 _MOST_SHARED = 64  # copies of arguments kept at a time
 
 
-class Card:
+class EngineCard:
     """A device with the slots, the copies ahead, the gradient sums and the offloaded activations of
     the groups that it computes with."""
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -24,15 +26,74 @@ from fluxtrain.core.guards.shared_memory import version_of
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member
 from fluxtrain.core.memory.unit import Unit
-from fluxtrain.core.runtime.card import Card
+from fluxtrain.core.runtime.card import EngineCard
 from fluxtrain.core.runtime.counters import Counters
 from fluxtrain.core.runtime.graphs import Graphs
-from fluxtrain.core.runtime.use import Use
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.core.updates.updates import Updates
 from fluxtrain.errors import MisusedModel
 from fluxtrain.plan.placement import Placement
+
+
+class _Process:
+    """The process id, cached: it is needed four times a block, and system calls are slow in a
+    sandbox."""
+
+    def __init__(self) -> None:
+        self.learn()
+        os.register_at_fork(after_in_child=self.learn)
+
+    def learn(self) -> None:
+        self.number = os.getpid()
+
+
+_this = _Process()
+
+
+class UseGuard:
+    """Raises for uses that cannot work: of a fork, which has none of the threads and would hang, by
+    two threads at once, which would compute with weights that the other moves, and after
+    `unwrap`."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._process = _this.number
+        self._thread = 0  # the thread that computes with weights on the device now
+        self._depth = 0
+
+    @property
+    def computing(self) -> bool:
+        """True while a block's forward or backward is under way."""
+        return self._depth > 0
+
+    def check(self) -> None:
+        """Raise MisusedModel for a use that cannot work."""
+        if self.ended:
+            raise MisusedModel(
+                "the model was unwrapped between forward and backward: call fluxtrain.unwrap after "
+                "backward(), or compute the loss again"
+            )
+        if self._process != _this.number:
+            raise MisusedModel(
+                f"the model was wrapped in process {self._process} and is used in a fork of it, "
+                "which has none of its threads: start processes with 'spawn', or wrap in each"
+            )
+        if self._depth and self._thread != threading.get_ident():
+            raise MisusedModel(
+                "two threads run the wrapped model at once, and its blocks are on the device for "
+                "one of them only: use a lock around forward and backward"
+            )
+
+    def begin(self) -> None:
+        """Note that this thread begins to compute. Raises as `check`."""
+        self.check()
+        self._thread = threading.get_ident()
+        self._depth += 1
+
+    def end(self) -> None:
+        """Note that this thread's computation has ended."""
+        self._depth -= 1
 
 
 class HostIds:
@@ -79,7 +140,7 @@ class Context:
 
     def __init__(self, devices: Sequence[Device], placement: Placement, *, overlap: bool) -> None:
         self.plan = placement
-        self.use = Use()
+        self.use = UseGuard()
         self.overlap = overlap
         self.chunk_rows = placement.chunk_rows or 0  # 0: chosen at the first forward
         self.retries_blocks = True  # that run out of device memory, with fewer rows at once
@@ -92,7 +153,7 @@ class Context:
         self.counters = Counters(devices)
         self.arrivals: dict[Group, Arrival] = {}  # gradients on the host
         self.cards = [
-            Card(number, device, self.groups, self.counters, self.arrivals)
+            EngineCard(number, device, self.groups, self.counters, self.arrivals)
             for number, device in enumerate(devices)
         ]
         device = devices[0]
@@ -119,7 +180,7 @@ class Context:
         """The first card's device: inputs, loss and what stands outside of blocks are there."""
         return self.cards[0].device
 
-    def card_of(self, unit: Unit) -> Card:
+    def card_of(self, unit: Unit) -> EngineCard:
         """Return the card that the unit runs on."""
         return self.cards[unit.card]
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from fluxtrain.core.device import page_locks
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.rows import RowBuffers
-from fluxtrain.core.runtime.card import Card
+from fluxtrain.core.runtime.card import EngineCard
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.core.runtime.counters import frozen_bytes_of, held_by_torch, packed_bytes_of
 from fluxtrain.events.events import BlockRun, CardMemory, MemorySampled, ResidencySampled
@@ -87,7 +87,7 @@ def memory_use(context: Context) -> MemorySampled:
     )
 
 
-def _card_memory(context: Context, card: Card) -> CardMemory:
+def _card_memory(context: Context, card: EngineCard) -> CardMemory:
     mine = [group for group in context.groups if group.placement.card == card.number]
     weights, gradients, states = _bytes_in("device", mine)
     unpacked = card.window.scratch.size_bytes
@@ -135,7 +135,7 @@ def sample_peak(context: Context) -> None:
         counts.peak_bytes = max(counts.peak_bytes, held + counts.block_input_bytes)
 
 
-def _untrained_on_device(card: Card, mine: Iterable[Group]) -> tuple[int, int]:
+def _untrained_on_device(card: EngineCard, mine: Iterable[Group]) -> tuple[int, int]:
     """Add up frozen and packed weights of groups on the card and of groups in its slots."""
     there = [group for group in mine if group.is_on("device")]
     slots = list(card.window.slots)  # a copy: another thread may add one
@@ -148,7 +148,7 @@ def _row_buffers(context: Context) -> list[RowBuffers]:
     return [rows for rows in every if rows is not None]
 
 
-def _copied_bytes(context: Context, card: Card) -> int:
+def _copied_bytes(context: Context, card: EngineCard) -> int:
     """Add up what weights from the host are copied into on the card."""
     found = card.window.size_bytes
     if card.number:  # rows and vocabulary chunks are of what stands outside of blocks

@@ -1,4 +1,9 @@
-"""Which card each block is on, which groups have a slot of their own there, and which share."""
+"""Which card each block is on, which groups have a slot of their own there and which share, and
+which blocks are recomputed or offload their inputs.
+
+Saved tensors of a block refer to its weights, so only blocks whose weights stay on the device can
+keep their activations.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.depths import LANES
-from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.group_placement import Activations, GroupPlacement
 
 
 def slots_for(
@@ -79,3 +84,22 @@ def put_blocks_on_lanes(context: Context) -> None:
         unit.lane = (before.lane + 1) % LANES if before is not None and follows else 0
         unit.group.lane = unit.lane
         before = unit
+
+
+def choose_recompute(context: Context) -> None:
+    """Set every unit's recomputation and offload from its group's placement, between two steps. A
+    unit without parameters of its own follows the last unit before it."""
+    owned = {slot.owner for card in context.cards for slot in card.window.slots}
+
+    def can_keep(unit: Unit) -> bool:
+        stays = all(g.is_on("device") or g in owned for g in unit.groups)
+        return stays and unit.group.kind == "block"
+
+    rows = {row.name: row.activations for row in context.plan.groups}
+    recomputed = [found for found in rows.values() if found != "kept"]
+    last: Activations = recomputed[0] if recomputed else "inputs_on_device"
+    for unit in context.units:
+        activations = rows.get(unit.group.name, last)
+        unit.recomputes = activations != "kept" or not can_keep(unit)
+        unit.offloads_inputs = activations == "inputs_on_host"
+        last = last if activations == "kept" else activations

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.core.block.recompute_policy import choose_recompute
 from fluxtrain.core.device.cuda_device import open_device
 from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.core.embedding.lookup import choose_rows
@@ -27,7 +26,7 @@ from fluxtrain.core.head import device_head
 from fluxtrain.core.head.vocab_chunks import choose_vocab_chunks
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.group_memory import refuse_tiers
-from fluxtrain.core.memory.packed import Kept, all_dense_weights
+from fluxtrain.core.memory.packed import KeptWeights, all_dense_weights
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.optimizer.hook import install as install_adoption
 from fluxtrain.core.optimizer.plain_state import let_go
@@ -46,7 +45,7 @@ from fluxtrain.core.wrap.module_patches import (
     release_module,
     replace_forward,
 )
-from fluxtrain.core.wrap.slots import make_slots, put_units_on_cards
+from fluxtrain.core.wrap.slots import choose_recompute, make_slots, put_units_on_cards
 from fluxtrain.core.wrap.target import compute_devices, devices_of, placed
 from fluxtrain.core.wrap.unit_forward import UnitForward
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
@@ -57,7 +56,7 @@ from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
 
 # Opens, for the groups before their weights move, where packed weights are kept.
-Keeping = Callable[[Iterable[Group]], AbstractContextManager[Kept]]
+Keeping = Callable[[Iterable[Group]], AbstractContextManager[KeptWeights]]
 
 
 def wrap(  # noqa: PLR0913 - each is a choice of its own
@@ -304,7 +303,7 @@ def _furnish(
 
 
 def _load_groups(
-    engine: Engine, groups: dict[str, Group], kept: Kept | None, *, drops: bool
+    engine: Engine, groups: dict[str, Group], kept: KeptWeights | None, *, drops: bool
 ) -> None:
     """Move every group's weights to their tier, one at a time, so that no second copy of the model
     ever exists."""

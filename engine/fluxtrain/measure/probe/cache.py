@@ -36,7 +36,7 @@ def cache_file(kind: str, machine: Machine, *more: object) -> Path:
     return cache_root() / f"{kind}-{digest}.json"
 
 
-class Kept(Protocol):
+class KeptMeasurement(Protocol):
     """The content of such a file."""
 
     @property
@@ -46,7 +46,7 @@ class Kept(Protocol):
     def measured_at_s(self) -> float: ...
 
 
-_K = TypeVar("_K", bound=Kept)
+_K = TypeVar("_K", bound=KeptMeasurement)
 
 
 def read_kept(place: Path, kind: type[_K], file_format: int) -> _K | None:

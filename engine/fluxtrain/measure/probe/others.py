@@ -19,14 +19,14 @@ _TOLD = 8  # guests, in the columns after these, are counted in the first ones
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class ProcessorUse:
     """Seconds that processors were busy up to some time, by all programs and by this process."""
 
     busy_s: float
     own_s: float
     at_s: float
 
-    def others_share(self, later: Use) -> float | None:
+    def others_share(self, later: ProcessorUse) -> float | None:
         """Return the share of all processors that other programs used in between; None if no time
         passed."""
         window_s = (later.at_s - self.at_s) * (os.cpu_count() or 1)
@@ -36,7 +36,7 @@ class Use:
         return min(1.0, max(0.0, others_s / window_s))
 
 
-def read_use(root: Path = Path("/")) -> Use | None:
+def read_use(root: Path = Path("/")) -> ProcessorUse | None:
     """Read the present use; None if the kernel does not tell. Tests pass another file tree."""
     try:
         name, *columns = (root / "proc/stat").read_text().split("\n", 1)[0].split()
@@ -48,10 +48,10 @@ def read_use(root: Path = Path("/")) -> Use | None:
     busy = sum(ticks) - ticks[_IDLE] - ticks[_WAITING]
     own = os.times()  # the machine's counts include children that ended
     own_s = own.user + own.system + own.children_user + own.children_system
-    return Use(busy_s=busy / _TICKS_PER_S, own_s=own_s, at_s=time.monotonic())
+    return ProcessorUse(busy_s=busy / _TICKS_PER_S, own_s=own_s, at_s=time.monotonic())
 
 
-def others_share(since: Use | None) -> float | None:
+def others_share(since: ProcessorUse | None) -> float | None:
     """Return the share of all processors that other programs used since; None: not known."""
     now = read_use()
     return None if since is None or now is None else since.others_share(now)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import torch
 
-from fluxtrain.core.block.recompute_policy import choose_recompute
 from fluxtrain.core.memory.group import Group, moves, prepare_move
 from fluxtrain.core.memory.group_memory import refuse_tiers
 from fluxtrain.core.memory.window import Slot
 from fluxtrain.core.optimizer.optimizer_state import renew_state
-from fluxtrain.core.runtime.card import Card
+from fluxtrain.core.runtime.card import EngineCard
 from fluxtrain.core.runtime.context import Context
-from fluxtrain.core.wrap.slots import slots_for
+from fluxtrain.core.wrap.slots import choose_recompute, slots_for
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.group_placement import check_groups, check_rows
 from fluxtrain.plan.placement import Placement
 
-_Placed = tuple[Card, Slot]
+_Placed = tuple[EngineCard, Slot]
 
 
 def apply_placement(context: Context, placement: Placement) -> None:
@@ -122,7 +121,7 @@ def _remove(slots: list[_Placed]) -> None:
         card.window.remove_slot(slot)
 
 
-def _owned(card: Card, owners: list[Group], fresh: list[_Placed]) -> list[_Placed]:
+def _owned(card: EngineCard, owners: list[Group], fresh: list[_Placed]) -> list[_Placed]:
     """Give each of `owners` a slot of its own; return the slots that nobody owns now."""
     owned = {slot.owner: slot for slot in card.window.slots if slot.owner is not None}
     for group in owners:
@@ -132,7 +131,7 @@ def _owned(card: Card, owners: list[Group], fresh: list[_Placed]) -> list[_Place
 
 
 def _shared(
-    card: Card, streamed: list[Group], count: int, fresh: list[_Placed], freed: list[_Placed]
+    card: EngineCard, streamed: list[Group], count: int, fresh: list[_Placed], freed: list[_Placed]
 ) -> list[_Placed]:
     """Bring the shared slots of the largest streamed block's size to `count`; return which of the
     `freed` ones, whose owners own none now, are among them."""
@@ -144,14 +143,14 @@ def _shared(
     return found
 
 
-def _too_many(card: Card, streamed: list[Group], count: int) -> list[_Placed]:
+def _too_many(card: EngineCard, streamed: list[Group], count: int) -> list[_Placed]:
     """Return the shared slots that are of another size, or more than `count`."""
     added = [slot for slot in card.window.slots if slot.owner is None]
     _, fitting = _fitting(card, streamed)
     return [(card, slot) for slot in added if slot not in fitting[:count]]
 
 
-def _fitting(card: Card, streamed: list[Group]) -> tuple[int, list[Slot]]:
+def _fitting(card: EngineCard, streamed: list[Group]) -> tuple[int, list[Slot]]:
     """Return the bytes of the largest streamed block, and the shared slots of that size."""
     size_bytes = max((group.weight_bytes for group in streamed), default=0)
     shared = [slot for slot in card.window.slots if slot.owner is None]

@@ -1,1 +1,0 @@
-"""The copies of weights ahead of the computation."""
