@@ -34,8 +34,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fluxtrain.data.batches import Batch
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import measure_constants
-from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity

@@ -30,8 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.machine.machine import read_machine
-from fluxtrain.methods.adapters import attach_adapters
-from fluxtrain.methods.targets import find_targets
+from fluxtrain.methods.adapters import attach_adapters, find_targets
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.plan.states import PACKED_FORMATS
 

@@ -23,7 +23,7 @@ import fluxtrain
 from fluxtrain.core.device.cuda_device import open_device
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.events.trace.ring import RingWriter
-from fluxtrain.train.observe.step_cutter import StepCutter
+from fluxtrain.train.observe.timeline import StepCutter
 
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 ROUND = 4  # steps with, then as many without; the first of each round is not counted

@@ -29,8 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.methods.adapters import attach_adapters
-from fluxtrain.methods.targets import find_targets
+from fluxtrain.methods.adapters import attach_adapters, find_targets
 
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("lora_shapes.yaml").read_text()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fluxtrain.data.batches import Batch
-from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.methods.text_task import CausalLM
 
 LENGTH = 12
 

@@ -32,8 +32,8 @@ from fluxtrain.measure.peaks import (
     recent_host_peak_bytes,
 )
 from fluxtrain.measure.small_model import NotCalibrated
-from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.train.placing.placing import model_facts
 from tests.engine.calibration_rows import LENGTH, batch_of, plain_batch

@@ -15,8 +15,8 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.calibrate import calibrate
 from fluxtrain.measure.measured_constants import known_constants, measure_constants
-from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.train.placing.placing import model_facts
 
 LENGTH = 16

@@ -15,7 +15,7 @@ from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import DeviceFailed
 from fluxtrain.events import events as ev
-from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.train.live.apply_placement import apply_placement
 from fluxtrain.train.live.live_run import LiveRun

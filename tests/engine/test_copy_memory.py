@@ -10,8 +10,8 @@ import torch
 
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.core.device.heap import give_back_spare, trim_heap
-from fluxtrain.train.checkpoint import copy_memory
-from fluxtrain.train.checkpoint.copy_memory import CopyMemory
+from fluxtrain.train.checkpoint import background
+from fluxtrain.train.checkpoint.background import CopyMemory
 from fluxtrain.train.observe.host_room import give_up_caches
 
 MIB = 1 << 20
@@ -61,7 +61,7 @@ def test_each_tensor_has_memory_of_its_own_and_later_ones_begin_anew() -> None:
 
 
 def test_a_checkpoint_that_comes_early_waits_for_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_memory, "SHARE", 1e-6)  # the pages would take hours
+    monkeypatch.setattr(background, "SHARE", 1e-6)  # the pages would take hours
     memory = CopyMemory(256 * MIB)
     memory.make_ahead()
     started_s = time.monotonic()

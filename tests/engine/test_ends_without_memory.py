@@ -14,7 +14,7 @@ from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Diverged, DoesNotFit
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
-from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.models import export
 from fluxtrain.train.checkpoint import background
 from fluxtrain.train.checkpoint.recovery import locate

@@ -10,7 +10,7 @@ import pytest
 from fluxtrain.core.device.recorder import Border, HostClock, Recorder
 from fluxtrain.events.trace.attribution import attribute
 from fluxtrain.events.trace.lanes import StepLanes
-from fluxtrain.train.observe.step_cutter import StepCutter
+from fluxtrain.train.observe.timeline import StepCutter
 
 
 class At(NamedTuple):

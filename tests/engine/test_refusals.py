@@ -17,7 +17,7 @@ from fluxtrain.errors import Diverged
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.loop import TrainingLoop

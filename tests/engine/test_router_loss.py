@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import fluxtrain
 from fluxtrain.data.batches import Batch
-from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.text_task import CausalLM
 
 Tiny = Callable[..., PreTrainedModel]
 

@@ -22,8 +22,7 @@ from fluxtrain.events.journal import read_events
 from fluxtrain.events.trace.lanes import BUSY_LANES, Interval, StepLanes
 from fluxtrain.events.trace.ring import read_ring
 from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.observe.step_cutter import StepCutter
-from fluxtrain.train.observe.timeline import TimelineThread
+from fluxtrain.train.observe.timeline import StepCutter, TimelineThread
 from fluxtrain.train.run import train
 from tests.wrap_with import wrap_with
 

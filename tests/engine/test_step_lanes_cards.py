@@ -12,7 +12,7 @@ import torch
 from fluxtrain.core.device.recorder import Border, Recorder
 from fluxtrain.events.trace.attribution import attribute
 from fluxtrain.events.trace.lanes import StepLanes
-from fluxtrain.train.observe.step_cutter import StepCutter
+from fluxtrain.train.observe.timeline import StepCutter
 from tests.on_cards import batch, llama, wrapped
 
 

@@ -19,8 +19,12 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.observe import tracking as opening
-from fluxtrain.train.observe.tracker_clients import TrackedRun
-from fluxtrain.train.observe.tracking import TrackerFeed, Trackers, refuse_missing_trackers
+from fluxtrain.train.observe.tracking import (
+    TrackedRun,
+    TrackerFeed,
+    Trackers,
+    refuse_missing_trackers,
+)
 from fluxtrain.train.run import train
 from tests.engine import tracker_fakes as fakes
 

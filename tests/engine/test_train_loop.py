@@ -23,8 +23,8 @@ from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.control import send_command
-from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.optimizer import parameter_groups
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.inputs import load_inputs

@@ -11,7 +11,7 @@ import torch
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.events import events as ev
-from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.models.generate import writing
 from fluxtrain.models.generate.prompts import Prompt, Prompting
 from fluxtrain.results import generation_session as sessions

@@ -20,9 +20,9 @@ from fluxtrain.data.splitting import Spans
 from fluxtrain.data.store.tokens import Tokens
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import StepFinished
-from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundTask
 from fluxtrain.methods.optimizer import EngineAdamW
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.requests import Requests

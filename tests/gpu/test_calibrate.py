@@ -7,8 +7,8 @@ import torch
 
 from fluxtrain.data.batches import Batch
 from fluxtrain.measure.calibrate import calibrate
-from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.models.demo_model import demo_model
 
 pytestmark = pytest.mark.gpu

@@ -19,8 +19,8 @@ from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.data.batches import Batch
 from fluxtrain.measure.calibrate import calibrate
 from fluxtrain.measure.probe.others import BUSY_SHARE, LOOK_S, others_share, read_use
-from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.plan.calibration import Calibration
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.rates import Rates, rates_from

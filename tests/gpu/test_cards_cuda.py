@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluxtrain.core.device import multi_gpu_streams
 from fluxtrain.events.trace.attribution import attribute
-from fluxtrain.train.observe.step_cutter import StepCutter
+from fluxtrain.train.observe.timeline import StepCutter
 from tests.between_blocks import BETWEEN, Model, assert_close, drawn, gradients
 from tests.on_cards import assert_same, batch, llama, trained, wide, wrapped
 

@@ -16,7 +16,7 @@ from fluxtrain.config.schema import validate
 from fluxtrain.data.demo import demo_files
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
-from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.train import loop as loops
 from fluxtrain.train import run as runs
 from fluxtrain.train.checkpoint.recovery import locate

@@ -10,7 +10,7 @@ import torch
 from fluxtrain.core.device.cuda_device import CudaDevice
 from fluxtrain.events.trace.attribution import attribute
 from fluxtrain.events.trace.lanes import StepLanes
-from fluxtrain.train.observe.step_cutter import StepCutter
+from fluxtrain.train.observe.timeline import StepCutter
 
 pytestmark = [
     pytest.mark.gpu,

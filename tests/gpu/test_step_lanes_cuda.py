@@ -15,7 +15,7 @@ from fluxtrain.core.device.recorder import CudaClock, Recorder
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.events.trace.attribution import attribute
 from fluxtrain.events.trace.lanes import BUSY_LANES, Interval, StepLanes
-from fluxtrain.train.observe.step_cutter import StepCutter
+from fluxtrain.train.observe.timeline import StepCutter
 from tests.wrap_with import wrap_with
 
 pytestmark = [

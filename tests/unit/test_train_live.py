@@ -12,9 +12,8 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.events import events as ev
 from fluxtrain.plan.placement import Placement
 from fluxtrain.train.live.adviser import Setup
-from fluxtrain.train.live.changes import LiveChanges
+from fluxtrain.train.live.changes import STEPS, LiveChanges
 from fluxtrain.train.live.edit import MemoryInUse
-from fluxtrain.train.live.effect import STEPS
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import LiveSettings
 from fluxtrain.train.live.setup import promise_of

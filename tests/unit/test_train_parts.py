@@ -16,7 +16,7 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.console import PlainConsole, line
 from fluxtrain.files.opening import _too_large
 from fluxtrain.machine.failures import as_told
-from fluxtrain.train.observe.step_clock import Progress
+from fluxtrain.train.observe.step_clock import RecentSteps
 from fluxtrain.train.requests import Requests, Signals
 
 
@@ -59,7 +59,7 @@ def test_an_automatic_cadence_never_takes_more_than_its_share(cost_s: float) -> 
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=80), st.integers(1, 10_000))
 def test_the_estimate_is_the_mean_of_recent_steps(times_s: list[float], remaining: int) -> None:
-    progress = Progress(recent_steps=50)
+    progress = RecentSteps(recent_steps=50)
     for seconds in [1.0, *times_s]:
         progress.step_took(seconds)
     eta_s, spread_s = progress.eta(remaining)

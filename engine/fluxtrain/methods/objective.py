@@ -92,7 +92,7 @@ class BoundTask(Generic[B]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class SamplePrompt:
     """Text that a model continues."""
 
     text: str
@@ -108,7 +108,7 @@ class Task(ABC, Generic[B]):
     choices: Sequence[ChoiceMade]  # what was chosen for the data, such as its format
     uneven: bool  # some rows may take more memory than typical ones: `fullest` returns them
     ends: Sequence[int]  # tokens at which answers end, and so generation shall; none without text
-    prompt: Prompt | None  # what the trained model continues at the end; None: it makes no text
+    prompt: SamplePrompt | None  # that the trained model continues at the end
 
     @abstractmethod
     def notes(self, part: Part) -> Sequence[str]:

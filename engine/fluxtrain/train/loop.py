@@ -25,7 +25,7 @@ from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.evaluate import EarlyStopping, Evaluation, evaluate, evaluation_event
 from fluxtrain.train.live.changes import LiveChanges
 from fluxtrain.train.live.out_of_memory import gpu_of, out_of_memory
-from fluxtrain.train.observe.step_clock import Progress, StepClock
+from fluxtrain.train.observe.step_clock import RecentSteps, StepClock
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.samples import Samples
 from fluxtrain.train.step_outcome import Computed, QueuedStep, Refusals
@@ -83,7 +83,7 @@ class TrainingLoop(Generic[B]):
             checkpoints.last_text,
             settings.total_steps,
         )
-        self._progress = Progress()
+        self._progress = RecentSteps()
         self._queued: QueuedStep | None = None  # its numbers are read once the next step is queued
         self._clock_before: StepClock | None = None  # of the step before the queued one
         self.state = state

@@ -26,20 +26,19 @@ import msgspec
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fluxtrain.errors import NoSpace
 from fluxtrain.events.run_folder.own_files import of_checkpoint, open_folder, visit
-from fluxtrain.files.at_once import several_at_once
-from fluxtrain.files.atomic import sync
+from fluxtrain.files.atomic import storage_error, sync
 from fluxtrain.files.cache import Damaged
 from fluxtrain.files.opening import is_plain_folder, kind_of, open_plain, read_again, read_plain
+from fluxtrain.files.temporary import FULL
 from fluxtrain.train.checkpoint.shard_file import (
     WrittenFile,
     hash_file,
     read_tensors,
+    several_at_once,
     write_json,
     write_tensors,
 )
-from fluxtrain.units import bytes_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -47,7 +46,6 @@ TRAINER = "trainer.json"
 _TEMPORARY = ".writing-"
 _SEAL = "sha256"
 _STEP_NAME = re.compile(r"step-\d{8,}")  # and no copy with a name like it
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,6 @@ class _Manifest(msgspec.Struct):
     files: dict[_FileName, _Facts]
 
 
-def is_full(error: OSError) -> bool:
-    """Return whether the disk, the quota or the file size limit refused."""
-    return error.errno in _FULL
-
-
 def step_folder(root: Path, step: int) -> Path:
     """Return the name of a step's checkpoint; names sort by step."""
     return root / f"step-{step:08d}"
@@ -131,8 +124,8 @@ def write_checkpoint(
         sync(root)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if is_full(error):
-            raise no_space(root, error) from error
+        if error.errno in FULL:
+            raise storage_error(root, error) from error
         raise
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -256,18 +249,6 @@ def load_shard_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, 
         yield from checkpoint.load_shards()
     except (SafetensorError, OSError) as error:
         raise Damaged(f"{checkpoint.path.name}: {error}") from error
-
-
-def no_space(where: Path, error: OSError) -> NoSpace:
-    """Return the error for a full disk, with the free bytes and the cure."""
-    try:
-        free = bytes_text(shutil.disk_usage(where).free)
-    except OSError:
-        free = "unknown"
-    return NoSpace(
-        f"no space left to write under {where} ({error.strerror}; {free} free): free some space or "
-        "choose another disk with --run-dir; checkpoints written before are untouched"
-    )
 
 
 def _write_files(

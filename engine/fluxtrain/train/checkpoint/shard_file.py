@@ -1,7 +1,8 @@
 """Writes safetensors files tensor by tensor: no second copy of a shard, and a hash for free.
 
-The library's own `save_file` copies every tensor of a file into Python bytes first, and a hash
-would read the file again. Format: https://github.com/huggingface/safetensors#format
+Several files are written or read at once, as one thread that hashes is slower than a disk; hashing,
+reading and writing do not hold the GIL. The library's own `save_file` holds it, and a hash would
+read the file again. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -136,3 +140,52 @@ def _write_tensor(out: HashingFile, tensor: Tensor) -> None:
     step = _PIECE_BYTES
     for start in range(0, raw.numel(), step):
         out.write(raw[start : start + step].cpu().numpy().data)
+
+
+THREADS = 4
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def several_at_once(
+    work: Callable[[int, T], R], items: Iterable[T], threads: int = THREADS
+) -> list[R]:
+    """Do `work` with the number of each item, from 0, and the item, on up to `threads` threads,
+    this one among them; on fewer where the system refuses one. Returns the results in order.
+
+    An item is taken from the iterable, by one thread at a time, once a thread is free for it. After
+    an error no further item is taken; the error is raised once all threads have ended.
+    """
+    lock, numbers, left = threading.Lock(), count(), iter(items)
+    results: dict[int, R] = {}
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while not errors:
+                with lock:
+                    number, item = next(numbers), next(left)
+                results[number] = work(number, item)
+                del item  # or its memory would stay while this thread waits for the next one
+        except StopIteration:
+            return
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    started: list[threading.Thread] = []
+    try:
+        with suppress(RuntimeError):  # a limit of threads
+            for number in range(1, threads):
+                thread = threading.Thread(target=run, name=f"file-{number}")
+                thread.start()
+                started.append(thread)
+        run()
+        for thread in started:
+            thread.join()
+    except BaseException as error:  # a signal: the other threads take nothing more
+        errors.append(error)
+        raise
+    if errors:
+        raise errors[0]
+    return [results[number] for number in sorted(results)]

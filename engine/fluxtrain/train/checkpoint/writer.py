@@ -23,7 +23,7 @@ from fluxtrain.files.atomic import free_bytes
 from fluxtrain.files.cache import Damaged
 from fluxtrain.files.opening import is_plain_folder, kind_of
 from fluxtrain.machine.failures import as_told, first_line
-from fluxtrain.train.checkpoint.background import BackgroundWrite
+from fluxtrain.train.checkpoint.background import BackgroundWrite, CopyMemory
 from fluxtrain.train.checkpoint.checkpoint import (
     MANIFEST,
     Checkpoint,
@@ -35,7 +35,6 @@ from fluxtrain.train.checkpoint.checkpoint import (
     step_folder,
     write_checkpoint,
 )
-from fluxtrain.train.checkpoint.copy_memory import CopyMemory
 from fluxtrain.train.checkpoint.newest import (
     changed_settings,
     chunk_rows_of,

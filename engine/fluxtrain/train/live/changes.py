@@ -2,34 +2,37 @@
 
 The control socket's thread asks; the training loop applies, measures and undoes. A request is
 judged at once, so that the answer says whether it will be made, and again when it is made. A
-resumed run starts with its configured window; its chunk is the checkpoint's, because the losses
+change is worth the median of the steady steps before it against that of those after. A resumed run
+starts with its configured window; its chunk is the checkpoint's, because the losses
 depend on it, unless the user sets another one for the resume.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any, Literal
 
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.events.emitter import Announcer
-from fluxtrain.events.events import ChangeApplied, ChangeRefused, StepFinished
+from fluxtrain.events.events import (
+    ChangeApplied,
+    ChangeMeasured,
+    ChangeRefused,
+    MeasuringChange,
+    StepFinished,
+)
 from fluxtrain.plan.placement import Placement
+from fluxtrain.train.live.advice import StepFacts
 from fluxtrain.train.live.adviser import Adviser, Setup
 from fluxtrain.train.live.edit import (
     MemoryInUse,
     refuse_without_host_room,
     refuse_without_room,
     settings_after,
-)
-from fluxtrain.train.live.effect import (
-    STEPS,
-    AppliedChange,
-    ChangeRequest,
-    Measurement,
-    SteadySteps,
 )
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.out_of_memory import FallbackStep, fallback_steps
@@ -41,6 +44,176 @@ from fluxtrain.train.live.settings import (
     parse_change,
 )
 from fluxtrain.train.placing.prediction import Promise
+
+STEPS = 20  # on each side
+FEWEST_STEPS = 3  # that a median is taken of
+WRONG_BELOW = 0.5  # of the predicted gain
+
+Verdict = Literal["kept", "wrong", "measured", "unknown"]
+Why = Literal["asked", "advice", "undo", "wrong", "memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeRequest:
+    """A change that waits for the end of the step."""
+
+    change: Change
+    why: Why
+    advice: str = ""
+    predicted_gain: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppliedChange:
+    """A change that was made, with the settings that undo it."""
+
+    request: ChangeRequest
+    before: LiveSettings
+
+    @property
+    def value_before(self) -> int:
+        """The value of the setting before."""
+        return self.before.value(self.request.change.name)
+
+    @property
+    def back(self) -> Change:
+        """The change that undoes it."""
+        return Change(name=self.request.change.name, value=self.value_before)
+
+
+class Measurement:
+    """Measures the newest change in steady steps, and tells what it was worth."""
+
+    def __init__(self, announcer: Announcer) -> None:
+        self._announcer = announcer
+        self.under_way: AppliedChange | None = None  # the change that is measured
+        self._before_s: tuple[float, ...] = ()
+        self._after_s: tuple[float, ...] = ()
+
+    @property
+    def counted(self) -> int:
+        """Steady steps since that change."""
+        return len(self._after_s)
+
+    def begin(self, applied: AppliedChange, before_s: tuple[float, ...]) -> None:
+        """Measure a change from now on; `before_s` are steady steps before it."""
+        self.under_way, self._before_s, self._after_s = applied, before_s, ()
+
+    def step_took(self, step: int, step_s: float) -> Verdict | None:
+        """Count a steady step; return the verdict once there are enough."""
+        assert self.under_way is not None
+        self._after_s += (step_s,)
+        if self.counted < STEPS:
+            name = self.under_way.request.change.name
+            self._announcer.gauge(MeasuringChange(name=name, counted=self.counted, wanted=STEPS))
+            return None
+        return self.end(step)
+
+    def end(self, step: int) -> Verdict | None:
+        """Tell what is known of the change so far; it is not measured any further."""
+        applied, self.under_way = self.under_way, None
+        if applied is None:
+            return None
+        before_s, after_s = _median(self._before_s), _median(self._after_s)
+        gain = None if before_s is None or after_s is None else 1.0 - after_s / before_s
+        verdict = _verdict(gain, applied)
+        self._announcer.emit(
+            ChangeMeasured(
+                step=step,
+                name=applied.request.change.name,
+                before=applied.value_before,
+                after=applied.request.change.value,
+                verdict=verdict,
+                measured_gain=gain,
+                predicted_gain=applied.request.predicted_gain,
+                advice=applied.request.advice,
+                before_s=before_s,
+                after_s=after_s,
+                steps_before=len(self._before_s),
+                steps_after=self.counted,
+            )
+        )
+        return verdict
+
+
+def _median(steps_s: tuple[float, ...]) -> float | None:
+    return median(steps_s) if len(steps_s) >= FEWEST_STEPS else None
+
+
+def _verdict(gain: float | None, applied: AppliedChange) -> Verdict:
+    """Judge a change: advice that gave less than half of its promise is wrong."""
+    promised = applied.request.predicted_gain
+    if gain is None:
+        return "unknown"
+    if promised is None:  # the user's own change
+        return "measured"
+    return "wrong" if gain < WRONG_BELOW * promised else "kept"
+
+
+_WARM_UP_STEPS = 2  # of a process: caches are built, the first copies are on demand
+
+
+class SteadySteps:
+    """The last steady steps under the present settings.
+
+    After an evaluation, a checkpoint, a pause or a change nothing of the optimizer is left to wait
+    for, and slots are empty: the step that follows is shorter or longer than the others.
+    """
+
+    def __init__(self) -> None:
+        self._skip = _WARM_UP_STEPS
+        self._unseen = 0
+        self._steps: deque[StepFinished] = deque(maxlen=STEPS)
+
+    def disturb(self) -> None:
+        """Leave the next step out, because something else happens before it."""
+        self._skip = max(self._skip, 1)
+
+    def took(self, step: StepFinished) -> bool:
+        """Note a step and return whether it counts."""
+        if self._skip:
+            self._skip -= 1
+            return False
+        self._steps.append(step)
+        self._unseen += 1
+        return True
+
+    def restart(self) -> None:
+        """Forget all steps, because settings changed."""
+        self._steps.clear()
+        self._unseen = 0
+        self.disturb()
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The seconds of each step."""
+        return tuple(step.step_s for step in self._steps)
+
+    @property
+    def worth_a_look(self) -> bool:
+        """Whether there are enough steps, all of them new since the last look."""
+        return self._unseen >= STEPS
+
+    def looked_at(self) -> StepFacts:
+        """Return the means of the steps, of which there must be some."""
+        self._unseen = 0
+        steps = list(self._steps)
+        causes = {cause for step in steps for cause in step.stalls_s}
+        return StepFacts(
+            count=len(steps),
+            step_s=fmean(step.step_s for step in steps),
+            forward_s=_mean_phase(steps, "forward"),
+            backward_s=_mean_phase(steps, "backward"),
+            data_s=_mean_phase(steps, "data"),
+            stalls_s={
+                cause: fmean(step.stalls_s.get(cause, 0.0) for step in steps) for cause in causes
+            },
+        )
+
+
+def _mean_phase(steps: Sequence[StepFinished], phase: str) -> float:
+    return fmean(step.phases_s.get(phase, 0.0) for step in steps)
+
 
 Apply = Callable[[Placement], None]  # raises DoesNotFit and leaves the engine as it was
 

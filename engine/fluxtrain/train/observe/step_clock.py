@@ -80,7 +80,7 @@ class StepClock:
         return float(sum(milliseconds)) / 1e3
 
 
-class Progress:
+class RecentSteps:
     """Recent step times of this process; a resumed run starts with none."""
 
     def __init__(self, recent_steps: int = RECENT_STEPS) -> None:
