@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from fluxtrain.commands.interrupts import ImmediateInterrupts
 from fluxtrain.files.parent import end_with_parent
 
@@ -11,7 +13,26 @@ def main() -> None:
     end_with_parent()
     with ImmediateInterrupts():
         from fluxtrain.cli import main as command
-    command()
+    try:
+        command()
+    except SystemExit as ended:
+        if "triton._C.libtriton" in sys.modules:
+            _end_before_teardown(ended.code)
+        raise
+
+
+def _end_before_teardown(code: object) -> None:
+    """End the process with `code` and without Python's teardown, in which triton's bindings print
+    all that they still hold as leaks. Threads and exit functions are waited for, as Python does."""
+    import atexit
+    import os
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]  # Python itself calls it by this name
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,28 @@ def test_the_script_for_the_shell_is_installed_on_request(tmp_path: Path) -> Non
     assert "_FLUXTRAIN_COMPLETE" in (tmp_path / ".bash_completions" / "fluxtrain.sh").read_text()
 
 
+@pytest.mark.parametrize(("bindings", "torn"), [("triton._C.libtriton", False), ("other", True)])
+def test_with_triton_the_process_ends_before_its_bindings_report_leaks(
+    bindings: str, torn: bool, tmp_path: Path
+) -> None:
+    code = (
+        "import atexit, os, sys\n"
+        "class Bindings:\n"
+        "    write = os.write\n"
+        "    def __del__(self): self.write(1, b'torn down')\n"
+        f"sys.modules[{bindings!r}] = sys.kept = Bindings()\n"
+        "atexit.register(lambda: print('at exit', flush=True))\n"
+        "sys.argv = ['fluxtrain', 'trace', 'no-such-run']\n"
+        "from fluxtrain.__main__ import main; main()"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=200,
+    )  # fmt: skip
+    assert answer.returncode == EXIT_BAD_INPUT and "at exit" in answer.stdout
+    assert ("torn down" in answer.stdout) == torn
+
+
 @pytest.mark.parametrize("name", ["plan", "train", "dry-run"])
 def test_a_misspelt_setting_is_told_before_a_configuration_that_is_missing(
     name: str, tmp_path: Path
