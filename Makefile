@@ -57,8 +57,8 @@ test-gpu: dev ## the tests that need an NVIDIA GPU
 test-transformers4: dev $(STAMPS)/transformers4 ## saved models in transformers 4, in an environment of its own
 	FLUXTRAIN_TRANSFORMERS4=$(CURDIR)/$(VENV)/transformers4/bin/python $(PYTEST) tests/transformers4
 
-soak: dev ## the long tests: many kills and resumes, random models, new examples of properties
-	$(PYTEST) -m "slow and not gpu" --timeout 3600 $(TESTS)
+soak: dev $(STAMPS)/llama-cpp ## the long tests: many kills and resumes, random models, new examples of properties
+	FLUXTRAIN_LLAMA_CPP=$(CURDIR)/$(VENV)/llama-cpp/bin/python $(PYTEST) -m "slow and not gpu" --timeout 3600 $(TESTS)
 	FLUXTRAIN_EXPLORE=1 $(PYTEST) -n 2 -m "not gpu and not slow" $(shell grep -rlE "hypothesis" tests --include=test_*.py)
 
 soak-serve: dev ## kill server and trainers at random moments; every job must succeed once
@@ -101,3 +101,6 @@ $(STAMPS)/gpu: $(STAMPS)/runtime
 
 $(STAMPS)/transformers4: $(STAMPS)/runtime
 	@.ci/setup transformers4 && touch $@
+
+$(STAMPS)/llama-cpp: $(STAMPS)/python
+	@.ci/setup llama-cpp && touch $@

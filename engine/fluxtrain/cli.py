@@ -233,6 +233,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     to: options.To = None,
     step: options.Step = None,
     merge: options.Merge = False,
+    gguf: options.Gguf = None,
     onto: options.Onto = "dequantised",
     dtype: options.Dtype = "auto",
     base: options.Base = None,
@@ -247,19 +248,23 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
     progress: Progress = False,
     debug: Debug = False,
 ) -> None:
-    """Export an adapter, a merged model or a checkpoint.
+    """Export an adapter, a merged model, a checkpoint or GGUF.
 
     Nothing is written if a check fails.
     """
     with ImmediateInterrupts():
         from fluxtrain.commands.pages import export_page
         from fluxtrain.results.adapter.chosen_base import ExportRequest
-        from fluxtrain.results.export.adapter_export import export as exported
+
+        if gguf is None:
+            from fluxtrain.results.export.adapter_export import export as exported
+        else:
+            from fluxtrain.results.gguf.gguf_export import export_gguf as exported
 
     request = ExportRequest(
-        named=named, to=to, step=step, merge=merge, onto=onto, dtype=dtype, base=base,
-        other_base=other_base, packed=packed, check=check, data=data, rows=rows, device=device,
-        trust_remote_code=trust,
+        named=named, to=to, step=step, merge=merge, gguf=gguf, onto=onto, dtype=dtype,
+        base=base, other_base=other_base, packed=packed, check=check, data=data,
+        rows=rows, device=device, trust_remote_code=trust,
     )  # fmt: skip
     found = exported(request, silent if json and not progress else complain)
     if json:

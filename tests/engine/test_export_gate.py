@@ -21,6 +21,7 @@ from fluxtrain.results.export.agreement import (
     agreement,
     compared_layers,
     rounded_weight,
+    unit_roundoff,
 )
 from fluxtrain.results.export.compared_rows import compared_rows
 from fluxtrain.results.export.gate import refuse_rounded_away, streamed_logits
@@ -160,7 +161,7 @@ def test_weights_too_small_for_fp16_are_refused_with_the_cure() -> None:
 
 
 def compared(one: Tensor, other: Tensor, dtype: torch.dtype, blocks: int) -> ComparedLogits:
-    return agreement(one, other, dtype, blocks, source="a file", rows=1)
+    return agreement(one, other, unit_roundoff(dtype), blocks, source="a file", rows=1)
 
 
 def test_equal_logits_agree_and_a_nan_never_does() -> None:

@@ -111,6 +111,15 @@ Step = Annotated[
 Merge = Annotated[
     bool, typer.Option("--merge", help="write the base with the adapter in its weights")
 ]
+Gguf = Annotated[
+    str | None,
+    typer.Option(
+        "--gguf",
+        metavar="TYPE",
+        help="write one file for llama.cpp: f32, f16, bf16, q8_0, q4_0; with its llama-quantize "
+        "also q2_k to q6_k",
+    ),
+]
 Onto = Annotated[
     str,
     typer.Option(

@@ -34,6 +34,8 @@ def export_page(found: ExportAnswer) -> str:
         ]
     elif found.kind == "model":
         lines = [f"{found.folder}: the model ({found.dtype}), trained from {found.base}; {size}"]
+    elif found.kind == "gguf":
+        lines = [f"{found.folder}: {found.base} as GGUF ({found.dtype}); {size}"]
     else:
         lines = [
             f"{found.folder}: {found.base} with the adapter in it ({found.dtype}); {size}",
@@ -41,7 +43,7 @@ def export_page(found: ExportAnswer) -> str:
         ]
     checked = [part.line for part in (found.layers, found.logits) if part is not None]
     lines += [f"checked: {line}" for line in checked]
-    if found.kind == "merged" and not checked:
+    if found.kind != "adapter" and not checked:
         lines.append("not checked")
     if found.quantisation is not None:
         lines.append(f"compared with the base as it was trained: {found.quantisation.line}")

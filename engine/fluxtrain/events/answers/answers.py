@@ -272,12 +272,12 @@ class ExportAnswer(Answer, frozen=True, kw_only=True):
 
     COMMAND: ClassVar[str] = "export"
 
-    kind: Literal["adapter", "merged", "model"]
+    kind: Literal["adapter", "merged", "model", "gguf"]
     folder: str
     bytes: int
     files: int
     base: str  # name or folder of the base
-    dtype: str  # of the written weights
+    dtype: str  # of the written weights, as torch or GGUF names it
     onto: str | None  # of merged weights: `dequantised (nf4-double)`, `original`
     changed: int  # weights of the base that the adapter changes
     layers: ComparedLayers | None  # None: not checked

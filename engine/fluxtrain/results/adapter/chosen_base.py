@@ -64,6 +64,7 @@ class ExportRequest(UseRequest):
 
     to: Path | None = None
     merge: bool = False
+    gguf: str | None = None  # the type of its tensors
     onto: str = "dequantised"  # or `original`
     check: bool = True
     data: str | None = None

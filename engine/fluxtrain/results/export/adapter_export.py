@@ -53,7 +53,7 @@ def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
     request.check_values()
     found = find_model(request.named, request.step)
     kind = _kind(request, found)
-    to = (request.to or _usual_folder(found, kind)).expanduser()
+    to = (request.to or usual_folder(found, kind)).expanduser()
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise BadInput(f"{to} exists: remove it, or name another folder with --to")
     with ExitStack() as stack:
@@ -112,7 +112,7 @@ def _no_adapter(path: Path) -> BadInput:
     return BadInput(f"{path} is no adapter: name a run, or an adapter's folder")
 
 
-def _usual_folder(found: FoundModel, kind: Kind) -> Path:
+def usual_folder(found: FoundModel, kind: str) -> Path:
     """Return the folder in the run's, or beside an adapter's own."""
     if found.run_dir is None:
         folder = Path(found.path).expanduser().absolute()
@@ -171,7 +171,7 @@ def _merged(request: ExportRequest, source: AdapterSource, to: Path, tell: Tell)
 
         def write(made: Path) -> None:
             nonlocal logits, quantisation
-            merge.write(made, _progress(tell))
+            merge.write(made, progress_told(tell, "merging weight"))
             if not request.check:
                 return
             if (layers := compared_layers(merge.rounded)) is not None:
@@ -212,13 +212,14 @@ def _merge(request: ExportRequest, source: AdapterSource, base: ChosenBase) -> M
     return merge
 
 
-def _progress(tell: Tell) -> Callable[[int, int], None]:
+def progress_told(tell: Tell, what: str) -> Callable[[int, int], None]:
+    """Return what tells every few seconds how many of many are done."""
     told_s = time.monotonic()
 
     def progress(done: int, count: int) -> None:
         nonlocal told_s
         if time.monotonic() - told_s >= _TELL_EVERY_S:
-            tell(f"merging weight {done + 1} of {count}")
+            tell(f"{what} {done + 1} of {count}")
             told_s = time.monotonic()
 
     return progress

@@ -33,10 +33,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def agreement(
-    expected: Tensor, found: Tensor, dtype: torch.dtype, blocks: int, *, source: str, rows: int
+    expected: Tensor, found: Tensor, roundoff: float, blocks: int, *, source: str, rows: int
 ) -> ComparedLogits:
-    """Compare logits (N, V) of two models of `blocks` blocks, the coarser one in `dtype`, on tokens
-    of `rows` rows of `source`."""
+    """Compare logits (N, V) of two models of `blocks` blocks on tokens of `rows` rows of `source`.
+
+    roundoff: the most that the coarser one changes a number, relative to it."""
     kl, same, spread = 0.0, 0, 0.0
     worst: list[Tensor] = []
     for start in range(0, len(expected), _POSITIONS):
@@ -49,7 +50,7 @@ def agreement(
         spread += float(a.std(-1).sum())
     count = len(expected)
     roundings = ROUNDINGS_A_BLOCK * blocks + ROUNDINGS_BESIDE
-    off = (unit_roundoff(dtype) + SUMS) * roundings**0.5 * spread / count
+    off = (roundoff + SUMS) * roundings**0.5 * spread / count
     return ComparedLogits(
         source=source,
         rows=rows,

@@ -47,10 +47,14 @@ class ComparedRows:
 
 
 def compared_rows(
-    loaded: LoadedModel, data: str | None, run: RunConfig | None, rows: int
+    loaded: LoadedModel,
+    data: str | None,
+    run: RunConfig | None,
+    rows: int,
+    longest: int = MOST_TOKENS,
 ) -> ComparedRows:
     """Take the first documents of `data`, of what the run was evaluated or trained on, or of the
-    demo's text, as `rows` rows at most.
+    demo's text, as `rows` rows of `longest` tokens at most.
 
     Raises BadInput where they cannot be read.
     """
@@ -58,7 +62,7 @@ def compared_rows(
     trained, evaluated = corpora(read_request(settings.model_dump()))
     corpus = evaluated or trained
     given = settings.sequence_length
-    wanted = MOST_TOKENS if given == "auto" else min(MOST_TOKENS, given)
+    wanted = longest if given == "auto" else min(longest, given)
     wanted = min(wanted, loaded.max_positions or wanted)
     most = max(2, LOGITS_BYTES // (4 * loaded.embedding_rows))
     use_template(loaded.tokenizer, settings.chat_template)

@@ -27,7 +27,7 @@ from fluxtrain.plan.states import StorageFormat
 from fluxtrain.results.adapter.attached import put_beside
 from fluxtrain.results.adapter.chosen_base import ChosenBase, ExportRequest
 from fluxtrain.results.adapter.source import AdapterSource
-from fluxtrain.results.export.agreement import agreement
+from fluxtrain.results.export.agreement import agreement, unit_roundoff
 from fluxtrain.results.export.base_files import dequantised
 from fluxtrain.results.export.compared_rows import ComparedRows, compared_rows
 
@@ -65,7 +65,7 @@ class Gate:
     def compared(self, trained: Tensor, found: Tensor, dtype: torch.dtype) -> ComparedLogits:
         """Compare logits of what was trained with those of what is exported in `dtype`."""
         assert self._rows is not None
-        coarser = max((self._base.dtype, dtype), key=lambda one: torch.finfo(one).eps)
+        coarser = max(map(unit_roundoff, (self._base.dtype, dtype)))
         source, rows = self._rows.source, self._rows.rows
         return agreement(trained, found, coarser, self._blocks, source=source, rows=rows)
 
