@@ -15,8 +15,8 @@ from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.request import PlacementRequest, RunRequest
-from fluxtrain.results import placed as placing
-from fluxtrain.results.measuring import measure, rows_that_fit
+from fluxtrain.results import opened as use
+from fluxtrain.results.generation_session import measure, rows_that_fit
 from fluxtrain.results.model_request import ModelRequest
 from tests.engine.test_generate import PROMPTS, tokens_of
 from tests.engine.used_models import greedy, opened, plain
@@ -61,9 +61,9 @@ def _found(
     request = ModelRequest(named="demo", cards=cards)
     asked = RunRequest.of(PlacementRequest())
     facts = facts_of(model.requires_grad_(False), "fp32", "plain")
-    placement, used = placing._placed("demo", facts, model, devices, request, asked)
-    blocks = placing._blocks(placement)
-    return len(used), all(map(placing._stays, blocks))
+    placement, used = use._placed("demo", facts, model, devices, request, asked)
+    blocks = use._blocks(placement)
+    return len(used), all(map(use._stays, blocks))
 
 
 def test_as_few_cards_are_taken_as_hold_the_model_and_all_where_none_do(

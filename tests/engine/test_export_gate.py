@@ -23,8 +23,7 @@ from fluxtrain.results.export.agreement import (
     rounded_weight,
     unit_roundoff,
 )
-from fluxtrain.results.export.compared_rows import compared_rows
-from fluxtrain.results.export.gate import refuse_rounded_away, streamed_logits
+from fluxtrain.results.export.gate import compared_rows, refuse_rounded_away, streamed_logits
 from tests.engine.adapter_folders import exported, make_adapter
 
 Folder = Callable[..., Path]

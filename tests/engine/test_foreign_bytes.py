@@ -14,7 +14,7 @@ import pytest
 from fluxtrain.cli import main
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.generation import Answered, Ask, Event, Refused, encoded
-from fluxtrain.models.generate.prompts import Prompt, Prompting, read_prompts
+from fluxtrain.models.generate.prompts import Prompting, UserPrompt, read_prompts
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.results.generation_session import GenerationSession
 from fluxtrain.results.serving import Stopping, serve
@@ -81,4 +81,4 @@ def test_a_system_message_that_is_not_utf8_is_named(model_folder: Folder) -> Non
 
 
 def test_a_pair_in_json_is_a_character() -> None:
-    Prompt(text="\U0001f600 \xe9").check()
+    UserPrompt(text="\U0001f600 \xe9").check()

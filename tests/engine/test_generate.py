@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.models.generate.prompts import Prompt, Prompting
+from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.models.generate.writing import write
 from fluxtrain.plan import states
-from fluxtrain.results.generation_session import Batches, GenerationSession
-from fluxtrain.results.measuring import measure
+from fluxtrain.results.generation_session import Batches, GenerationSession, measure
 from fluxtrain.results.opened import OpenedModel
 from tests.engine.test_lora_run import run, settings
 from tests.engine.used_models import greedy, opened, plain, plain_with_adapter, trained_adapter
@@ -160,16 +159,16 @@ def test_a_conversation_is_written_with_the_models_template(model_folder: Folder
         tokenizer: Any = model.tokenizer
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         prompting = Prompting(model)
-        assert prompting.tokens(Prompt(messages=messages)) == list(expected["input_ids"])
+        assert prompting.tokens(UserPrompt(messages=messages)) == list(expected["input_ids"])
         one = [{"role": "user", "content": "the fox"}]
         asked = tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"]
-        assert prompting.tokens(Prompt(text="the fox")) == list(asked)
-        plainly = Prompting(model, plain=True).tokens(Prompt(text="the fox"))
+        assert prompting.tokens(UserPrompt(text="the fox")) == list(asked)
+        plainly = Prompting(model, plain=True).tokens(UserPrompt(text="the fox"))
         assert plainly == tokenizer("the fox")["input_ids"]
         tokenizer.chat_template = None
-        assert Prompting(model).tokens(Prompt(text="the fox")) == plainly
+        assert Prompting(model).tokens(UserPrompt(text="the fox")) == plainly
         with pytest.raises(BadInput, match="is a conversation, and the model has none"):
-            Prompting(model).tokens(Prompt(messages=one))
+            Prompting(model).tokens(UserPrompt(messages=one))
         with pytest.raises(BadInput, match="--system needs a chat template"):
             Prompting(model, system="be short")
 
@@ -177,7 +176,7 @@ def test_a_conversation_is_written_with_the_models_template(model_folder: Folder
 def test_a_prompt_too_long_for_the_tokenizer_is_refused(model_folder: Folder) -> None:
     told = r"the prompt: it has 10,485,8.. characters.*: shorten"
     with opened(model_folder("llama")) as model, pytest.raises(BadInput, match=told):
-        Prompting(model).tokens(Prompt(text="a " * (5 << 20)))
+        Prompting(model).tokens(UserPrompt(text="a " * (5 << 20)))
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(
@@ -199,7 +198,7 @@ def test_batches_answer_every_prompt_in_order_and_say_what_they_take(
     words = ["the quick brown fox", "a model", "what is two and two? it is", "over", "the lazy"]
     with opened(folder, offload="max") as model:
         session = GenerationSession.of(model, Prompting(model, plain=True), GREEDY)
-        batches = Batches(session, [Prompt(text=text) for text in words], rows=2)
+        batches = Batches(session, [UserPrompt(text=text) for text in words], rows=2)
         expected = batches.expected()
         answers = list(batches.answers(lambda: False))
         ids = [model.tokenizer(text)["input_ids"] for text in words]
@@ -243,7 +242,7 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
 
     def free(size: int) -> None:
         small = msgspec.structs.replace(read_machine(), memory_available_bytes=size)
-        for place in ("results.placed", "core.wrap.target"):
+        for place in ("results.opened", "core.wrap.target"):
             monkeypatch.setattr(f"fluxtrain.{place}.read_machine", lambda **_: small)
 
     free(100_000)

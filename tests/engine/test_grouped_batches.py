@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxtrain.data import batches, order
+from fluxtrain.data import batches, splitting
 from fluxtrain.data.batches import BatchSource
 from fluxtrain.data.packing import PADDED_TO, PackedRows
 from fluxtrain.data.splitting import whole
@@ -34,7 +34,7 @@ def _small(request: pytest.FixtureRequest) -> object:
     patch.setattr(batches, "SORTED_TOGETHER", 16)
     patch.setattr(batches, "SERVED_TOGETHER", 4)
     if request.param == "network":
-        patch.setattr(order, "SORTED_MOST", 0)
+        patch.setattr(splitting, "SORTED_MOST", 0)
     yield
     patch.undo()
 

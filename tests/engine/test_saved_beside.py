@@ -111,7 +111,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
     method: str, run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(train__steps=1)
-    monkeypatch.setattr("fluxtrain.models.saving_trial._PROBE", None)  # no tokenizer takes that
+    monkeypatch.setattr("fluxtrain.models.export._PROBE", None)  # no tokenizer takes that
     with pytest.raises(BadInput, match=r"could not be saved: .* nothing\s+is trained yet"):
         run(config, tmp_path / "run", *settings({"name": method} if method == "lora" else {}))
     events = list(read_events(tmp_path / "run" / "events.ndjson"))

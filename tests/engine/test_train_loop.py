@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fluxtrain
-from fluxtrain.config import schedule
+from fluxtrain.config import choices
 from fluxtrain.config.schema import RunConfig, load_config
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.data.batches import BatchSource, in_order
@@ -59,7 +59,7 @@ def serial_losses(config: RunConfig, steps: int) -> list[tuple[float, float]]:
     data = BatchSource(inputs.task.data.trained, 4, settings.accumulation, 0)
     told = []
     for step in range(steps):
-        rate = 1e-3 * schedule.factor("cosine", step, warmup_steps=1, total_steps=steps)
+        rate = 1e-3 * choices.factor("cosine", step, warmup_steps=1, total_steps=steps)
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = rate
         parts = []
         batches = data.next_step()

@@ -13,10 +13,9 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.events import events as ev
 from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.models.generate import writing
-from fluxtrain.models.generate.prompts import Prompt, Prompting
+from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.results import generation_session as sessions
-from fluxtrain.results.generation_session import Batches, GenerationSession
-from fluxtrain.results.measuring import measure
+from fluxtrain.results.generation_session import Batches, GenerationSession, measure
 from fluxtrain.train.observe.host_room import HostRoom
 from fluxtrain.train.session import Session as RunSession
 from fluxtrain.units import GIB, MIB
@@ -62,7 +61,7 @@ def test_an_evaluation_goes_on_with_smaller_batches(
 def test_answers_to_a_file_are_written_fewer_at_once(
     model_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [Prompt(text=f"number {n}", where=f"line {n}") for n in range(7)]
+    prompts = [UserPrompt(text=f"number {n}", where=f"line {n}") for n in range(7)]
     plain, sizes = writing.write, list[int]()
 
     def write(model: Any, batch: Any, *rest: Any, **more: Any) -> Any:

@@ -14,7 +14,7 @@ from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.models.generate.writing import write
 from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
-from fluxtrain.results.measuring import measure, rows_that_fit
+from fluxtrain.results.generation_session import measure, rows_that_fit
 from fluxtrain.results.opened import ModelRequest, open_model
 
 pytestmark = pytest.mark.gpu

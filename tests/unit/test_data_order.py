@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxtrain.data import order
-from fluxtrain.data.order import SORTED_MOST, Order
+from fluxtrain.data import splitting
+from fluxtrain.data.splitting import SORTED_MOST, Order
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 def _network() -> object:
     """Small orders go through the network too, as those of more than 2^18 rows do."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(order, "SORTED_MOST", 0)
+    patch.setattr(splitting, "SORTED_MOST", 0)
     yield
     patch.undo()
 

@@ -15,7 +15,7 @@ from typing import Any
 from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.events.answers.generation import Event, Expected, Progress, Ready, encoded
 from fluxtrain.events.printable import printable_lines
-from fluxtrain.models.generate.prompts import Prompt, Prompting, read_prompts
+from fluxtrain.models.generate.prompts import Prompting, UserPrompt, read_prompts
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.models.generate.writing import Written
 from fluxtrain.results.generation_session import Batches, GenerationSession
@@ -52,12 +52,12 @@ class GenerationRequest:
         if self.rows is not None and self.prompts is None:
             raise BadInput("--rows is of --prompts: a chat has one answer at a time")
 
-    def asked(self) -> list[Prompt] | None:
+    def asked(self) -> list[UserPrompt] | None:
         """Return the prompts to answer; None for a chat. Raises BadInput for what is none."""
         if self.prompt is not None:
             if not self.prompt.strip():
                 raise BadInput("--prompt is empty: write something to answer")
-            return [Prompt(text=self.prompt, where="--prompt")]
+            return [UserPrompt(text=self.prompt, where="--prompt")]
         return None if self.prompts is None else read_prompts(self.prompts)
 
 
@@ -96,7 +96,7 @@ def answer_in_json(request: GenerationRequest) -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
 
 
-def _answer_in_json(request: GenerationRequest, prompts: list[Prompt] | None) -> None:
+def _answer_in_json(request: GenerationRequest, prompts: list[UserPrompt] | None) -> None:
     def tell(text: str) -> None:
         write_line(Progress(text=text))
 
@@ -192,9 +192,9 @@ class Chat:
                 self._answer(line)
 
     def _answer(self, line: str) -> None:
-        prompt = Prompt(text=line)
+        prompt = UserPrompt(text=line)
         if self._session.prompting.talks:
-            prompt = Prompt(messages=[*self._said, {"role": "user", "content": line}])
+            prompt = UserPrompt(messages=[*self._said, {"role": "user", "content": line}])
         self._stopping.begin()
         try:
             written = self._session.answer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from fluxtrain.config.schema import TrainSettings
 from fluxtrain.events.events import ChoiceMade
@@ -80,3 +81,23 @@ def _steps(settings: TrainSettings, steps_per_epoch: int, about: str) -> tuple[i
 
 def _epochs(count: str) -> str:
     return f"{count} epoch{'s' * (count != '1')}"
+
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+
+
+def factor(name: ScheduleName, step: int, *, warmup_steps: int, total_steps: int) -> float:
+    """Return what the base learning rate is multiplied by in update `step`, the first being 0.
+
+    Warm-up rises linearly from 1/warmup_steps to 1, so that no update is lost on a rate of 0.
+    Then `constant` stays at 1, while `linear` and `cosine` fall to 0 at step `total_steps` (the
+    last update, total_steps - 1, still moves). Past the end the factor stays at the end's value.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if name == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if name == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

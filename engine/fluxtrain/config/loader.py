@@ -17,7 +17,7 @@ _EIGHTS = re.compile(r"[-+]?0[0_]*[1-9][0-9_]*")
 _SIXTIES = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
-class Refused(yaml.constructor.ConstructorError):
+class YamlRefused(yaml.constructor.ConstructorError):
     """A value that is no value, or that YAML reads as another one than is written."""
 
 
@@ -49,7 +49,7 @@ class Loader(yaml.SafeLoader):
                     self.merged += len(mapping.value)
                 if self.merged > MOST_MERGED:
                     told = f"`<<` brings in more than {MOST_MERGED:,} keys: write them out"
-                    raise Refused(None, None, told, key_node.start_mark)
+                    raise YamlRefused(None, None, told, key_node.start_mark)
         super().flatten_mapping(node)
 
 
@@ -63,7 +63,7 @@ Loader.add_implicit_resolver(
 
 
 def _refuse_other_number(node: yaml.Node, value: float) -> None:
-    """Raise Refused where a number is too long, or is another one in YAML than it looks like."""
+    """Raise YamlRefused for a number that is too long, or that YAML reads as another one."""
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         raise _no_value(node, f"a number of more than {MOST_BITS} bits")
     text = str(node.value)
@@ -75,13 +75,13 @@ def _refuse_other_number(node: yaml.Node, value: float) -> None:
         how = f"is {value:g} in YAML, which counts in sixties behind a colon: write the number"
     if how:
         told = f"{brief(text, 60)!r} {how}, or quote it where it is text"
-        raise Refused(None, None, told, node.start_mark)
+        raise YamlRefused(None, None, told, node.start_mark)
 
 
-def _no_value(node: yaml.Node, why: str) -> Refused:
+def _no_value(node: yaml.Node, why: str) -> YamlRefused:
     text = repr(brief(node.value, 60)) if isinstance(node, yaml.ScalarNode) else "this"
     told = f"{text} is no value ({brief(why)}); quote it where it is text"
-    return Refused(None, None, told, node.start_mark)
+    return YamlRefused(None, None, told, node.start_mark)
 
 
 class UniqueKeys(Loader):

@@ -15,10 +15,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.errors import explain
-from fluxtrain.config.sample_settings import SampleSettings
-from fluxtrain.config.section import Section, Several
+from fluxtrain.config.section import SampleSettings, Section, Several, TrackerSettings
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
-from fluxtrain.config.tracker_settings import TrackerSettings
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.plan import Setting
 from fluxtrain.plan.request import Auto, ParallelRequest, PlacementRequest, Positive

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from fluxtrain.config.loader import NoValue, Refused, Stated, UniqueKeys
+from fluxtrain.config.loader import NoValue, Stated, UniqueKeys, YamlRefused
 from fluxtrain.errors import BadInput, brief
 from fluxtrain.files.opening import read_named
 
@@ -49,7 +49,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
-        kind = "" if isinstance(error, Refused) else "not valid YAML: "
+        kind = "" if isinstance(error, YamlRefused) else "not valid YAML: "
         raise BadInput(f"{source}{line}: {kind}{brief(str(error.problem), 300)}") from None
     except yaml.YAMLError as error:
         told = brief(" ".join(str(error).split()), 300)
@@ -89,7 +89,7 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
                 f"--set {brief(override)}: a value is empty: write one, as in train.steps=100, "
                 "or leave this --set out; where a setting may have none, `null` says so"
             ) from None
-        except Refused as error:
+        except YamlRefused as error:
             raise BadInput(f"--set {brief(key)}: {error.problem}") from None
         except (yaml.YAMLError, RecursionError):
             raise BadInput(

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fluxtrain.data.order import Order
 from fluxtrain.data.packing import Ints, PackedRows, Rows
+from fluxtrain.data.splitting import Order
 from fluxtrain.errors import BadInput
 
 SORTED_TOGETHER = 1024  # rows that are not packed, by their length

@@ -17,9 +17,8 @@ from fluxtrain.events.events import ChoiceMade
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.text_task import Tell, Waits, text_task
 from fluxtrain.models.beside import write_adapter_files
-from fluxtrain.models.export import save_model, try_saving_model
+from fluxtrain.models.export import save_model, try_saving, try_saving_model
 from fluxtrain.models.loading import LoadedModel
-from fluxtrain.models.saving_trial import try_saving
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.states import StorageFormat
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.optimizer.state_shards import weights_of_shard
@@ -20,6 +21,7 @@ from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.cache import Damaged
 from fluxtrain.files.temporary import temporary_folder
 from fluxtrain.methods.method import method_of
+from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_empty, load_model
 from fluxtrain.train.checkpoint.checkpoint import (
     Checkpoint,
@@ -30,10 +32,7 @@ from fluxtrain.train.checkpoint.checkpoint import (
 )
 from fluxtrain.train.checkpoint.newest import newest_resumable, trainer_content
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fluxtrain.models.copies import Copied
+if TYPE_CHECKING:  # peft is imported where there are adapters
     from fluxtrain.results.adapter.chosen_base import UseRequest
     from fluxtrain.results.adapter.source import AdapterSource
 

@@ -11,7 +11,7 @@ import msgspec
 
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.generation import Ask, Event, Refused, Stop, Text, read_request
-from fluxtrain.models.generate.prompts import Prompt
+from fluxtrain.models.generate.prompts import UserPrompt
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.results.generation_session import GenerationSession, answered
 
@@ -92,11 +92,11 @@ def _answer(session: GenerationSession, asked: Ask, send: Send, stopping: Stoppi
     send(answered(asked.id, written))
 
 
-def _prompt(asked: Ask) -> Prompt:
+def _prompt(asked: Ask) -> UserPrompt:
     if (asked.messages is None) == (asked.prompt is None):
         raise BadInput("an ask has either `messages` or `prompt`")
     messages = None if asked.messages is None else [dict(one) for one in asked.messages]
-    return Prompt(text=asked.prompt, messages=messages, where="the ask")
+    return UserPrompt(text=asked.prompt, messages=messages, where="the ask")
 
 
 def _sampling(asked: Ask, usual: Sampling) -> Sampling:

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from fluxtrain.config.cadence import Cadence
-from fluxtrain.config.choices import choose_schedule
-from fluxtrain.config.schedule import factor
+from fluxtrain.config.choices import choose_schedule, factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.guards.wrap_checks import refuse_several_processes
 from fluxtrain.errors import Diverged, Interrupted, is_panic

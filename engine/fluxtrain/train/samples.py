@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fluxtrain.config.sample_settings import SampleSettings
+from fluxtrain.config.section import SampleSettings
 from fluxtrain.errors import BadInput, is_panic
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import SampleGenerated
-from fluxtrain.models.generate.prompts import Prompt, Prompting, read_prompts
+from fluxtrain.models.generate.prompts import Prompting, UserPrompt, read_prompts
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.models.generate.writing import Written, room_for, write
 from fluxtrain.models.loading import LoadedModel
@@ -50,7 +50,7 @@ class TrainedModel:
         return self.loaded.name
 
 
-def prompts_of(settings: SampleSettings) -> list[Prompt]:
+def prompts_of(settings: SampleSettings) -> list[UserPrompt]:
     """Return the prompts of the settings, from their file where they name one.
 
     Raises BadInput where the file is missing or has no prompts. No model is needed.
@@ -58,7 +58,7 @@ def prompts_of(settings: SampleSettings) -> list[Prompt]:
     if isinstance(settings.prompts, str):
         return read_prompts(Path(settings.prompts), _SETTING)
     return [
-        Prompt(text=text, where=f"prompt {number} of {_SETTING}")
+        UserPrompt(text=text, where=f"prompt {number} of {_SETTING}")
         for number, text in enumerate(settings.prompts, 1)
     ]
 
@@ -69,7 +69,7 @@ class Samples:
     def __init__(
         self,
         settings: SampleSettings,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[UserPrompt],
         model: TrainedModel,
         announcer: Announcer,
         *,

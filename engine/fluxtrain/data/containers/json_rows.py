@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from fluxtrain.data.containers.lines import Line, lines
+from fluxtrain.data.containers.lines import TextLine, lines
 from fluxtrain.data.containers.record import (
     DEPTH_LIMIT,
     Problem,
@@ -118,7 +118,7 @@ def json_values(source: Source) -> Iterator[Record | Problem]:
         )
 
 
-def _of_line(parser: _Parser, line: Line, origin: Origin) -> Record | Problem:
+def _of_line(parser: _Parser, line: TextLine, origin: Origin) -> Record | Problem:
     text = line.text.strip(_BLANKS)
     try:
         value, end = parser.decode(text, 0)

@@ -17,14 +17,14 @@ BLANK_BYTES = 256 << 10  # of lines without a word in a row: what follows of the
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TextLine:
     """A decoded line with its end."""
 
     number: int  # from 1, or the bytes before it
     text: str
 
 
-def lines(source: Source) -> Iterator[Line | Problem]:
+def lines(source: Source) -> Iterator[TextLine | Problem]:
     """Yield every line; one that is no UTF-8, holds a NUL or is too long is a `Problem`. Of blank
     lines in a row those beyond `BLANK_BYTES` are left out."""
     number, offset = (source.at if source.jumped else 1), source.at
@@ -50,7 +50,7 @@ def lines(source: Source) -> Iterator[Line | Problem]:
         number = offset if source.jumped else number + 1 + skipped
 
 
-def text_lines(source: Source) -> Iterator[Line]:
+def text_lines(source: Source) -> Iterator[TextLine]:
     """Yield every line. Raises BadInput at the first that cannot be read."""
     for line in lines(source):
         if isinstance(line, Problem):
@@ -65,7 +65,7 @@ def _too_long() -> str:
     )
 
 
-def _decoded(raw: bytes, origin: Origin, offset: int) -> Line | Problem:
+def _decoded(raw: bytes, origin: Origin, offset: int) -> TextLine | Problem:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -74,7 +74,7 @@ def _decoded(raw: bytes, origin: Origin, offset: int) -> Line | Problem:
             f" is not UTF-8: byte 0x{raw[error.start]:02x} at offset {offset + error.start} of "
             "the file; convert it, for example with `iconv -f LATIN1 -t UTF-8`",
         )
-    return Line(
+    return TextLine(
         origin.number,
         text.removeprefix("\ufeff") if (origin.number, origin.unit) == (1, "line") else text,
     )

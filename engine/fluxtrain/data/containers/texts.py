@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from fluxtrain.data.containers.lines import Line, text_lines
+from fluxtrain.data.containers.lines import TextLine, text_lines
 from fluxtrain.data.containers.streams import Source
 from fluxtrain.data.row import Origin, Row
 
@@ -35,7 +35,7 @@ def pieces_of(row: Row) -> Iterator[Row]:
     if len(row.text) <= 2 * SECTION_CHARACTERS:
         yield row
         return
-    numbered = (Line(0, line) for line in row.text.splitlines(keepends=True))
+    numbered = (TextLine(0, line) for line in row.text.splitlines(keepends=True))
     for section in _sections(numbered, separator=None):
         yield replace(row, text=section.text, begins=section.begins, ends=section.ends)
 
@@ -48,7 +48,7 @@ class _Section:
     ends: bool
 
 
-def _sections(lines: Iterable[Line], separator: str | None) -> Iterator[_Section]:
+def _sections(lines: Iterable[TextLine], separator: str | None) -> Iterator[_Section]:
     section: list[str] = []
     characters = first_line = 0
     begins = True

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
-from fluxtrain.data.encoding.borders import encode_with_places
-from fluxtrain.data.encoding.notes import Notes, RowRefused
+from fluxtrain.data.encoding.notes import Notes, SampleRefused
 from fluxtrain.data.encoding.samples import Sample, sample_of
 from fluxtrain.data.encoding.texts import TextEncoder
 from fluxtrain.data.encoding.tokenizer import Tokenizer, TokenKinds, too_large
@@ -57,7 +56,7 @@ class ConversationEncoder:
                 worded = [one for one in stretches if one is not None]
                 samples += self._samples(row, cut.ids, worded, notes)
             if found and not samples:
-                notes.refuse(row, RowRefused("the chat template renders nothing of it to learn"))
+                notes.refuse(row, SampleRefused("the chat template renders nothing of it to learn"))
             yield from samples
 
     def _rendered(self, row: Row, notes: Notes) -> list[Rendering]:
@@ -68,9 +67,9 @@ class ConversationEncoder:
             for one in found:
                 check_length(len(one.text))
         except TemplateRefused as error:
-            notes.refuse(row, RowRefused(f"the chat template refuses this: {error}"))
+            notes.refuse(row, SampleRefused(f"the chat template refuses this: {error}"))
             return []
-        except RowRefused as error:
+        except SampleRefused as error:
             notes.refuse(row, error)
             return []
         if not any(one.answers for one in found):
@@ -149,7 +148,7 @@ class PlainEncoder:
             ids, added = self._texts.bordered(row, cut.ids, notes)
             first = added + cut.places[0]
             if len(ids) <= max(first, 1):
-                notes.refuse(row, RowRefused("it has no completion to learn"))
+                notes.refuse(row, SampleRefused("it has no completion to learn"))
                 continue
             yield sample_of(row, ids, _marks(len(ids), [(first, len(ids))]))
 
@@ -160,7 +159,7 @@ class PlainEncoder:
             pair = _prompt_and_completion(row)
             try:
                 check_length(sum(map(len, pair)))
-            except RowRefused as error:
+            except SampleRefused as error:
                 notes.refuse(row, error)
                 continue
             kept.append(row)
@@ -169,27 +168,27 @@ class PlainEncoder:
 
 
 def check_weights(row: Row) -> None:
-    """Raise RowRefused for a weight between 0 and 1: messages are trained on, or context."""
+    """Raise SampleRefused for a weight between 0 and 1: messages are trained on, or context."""
     for number, weight in enumerate(row.weights, start=1):
         if weight not in (0.0, 1.0):
-            raise RowRefused(
+            raise SampleRefused(
                 f"message {number} has the weight {weight:g}: use 1 (trained on) or 0 (context)"
             )
 
 
 def check_length(characters: int) -> None:
-    """Raise RowRefused for a text that cannot be encoded in bounded memory."""
+    """Raise SampleRefused for a text that cannot be encoded in bounded memory."""
     if why := too_large(characters):
-        raise RowRefused(f"{why}: divide the row")
+        raise SampleRefused(f"{why}: divide the row")
 
 
 def check_size(row: Row) -> None:
-    """Raise RowRefused for a row that is too long, or would be rendered up to so many answers that
-    it takes minutes."""
+    """Raise SampleRefused for a row that is too long, or has so many answers that rendering up to
+    each takes minutes."""
     check_length(row.characters)
     answers = sum(message["role"] == "assistant" for message in row.messages)
     if answers * row.characters > MOST_RENDERED_CHARACTERS:
-        raise RowRefused(
+        raise SampleRefused(
             f"it has {answers:,} answers in {row.characters:,} characters, and is rendered up to "
             f"each of them: at most {MOST_RENDERED_CHARACTERS:,} characters are, so divide the row"
         )
@@ -201,25 +200,27 @@ def _prompt_and_completion(row: Row) -> tuple[str, str]:
     return "".join(said[:last]), said[last]
 
 
-def _nothing_trained_on(row: Row) -> RowRefused:
+def _nothing_trained_on(row: Row) -> SampleRefused:
     roles = ", ".join(message["role"] for message in row.messages[:8])
     if any(message["role"] == "assistant" for message in row.messages):
-        return RowRefused("none of it is trained on: its answers have the weight 0, or are empty")
-    return RowRefused(
+        return SampleRefused(
+            "none of it is trained on: its answers have the weight 0, or are empty"
+        )
+    return SampleRefused(
         f"no message has the role assistant (roles: {roles}), so there is nothing to learn: the "
         "loss is on the assistant's words"
     )
 
 
-def _lost(name: str) -> RowRefused:
-    return RowRefused(
+def _lost(name: str) -> SampleRefused:
+    return SampleRefused(
         f"the chat template leaves out {name} that would be trained on: set "
         "data.chat_template to one that writes it, or remove the row"
     )
 
 
-def _no_end() -> RowRefused:
-    return RowRefused(
+def _no_end() -> SampleRefused:
+    return SampleRefused(
         "the chat template puts no end behind an answer and the tokenizer has no end of sequence, "
         "so the model would never learn to stop: set eos_token in tokenizer_config.json, or "
         "data.chat_template for a template that ends turns"
@@ -231,3 +232,68 @@ def _marks(count: int, spans: list[tuple[int, int]]) -> list[bool]:
     for first, last in spans:
         marks[first:last] = [True] * (last - first)
     return marks
+
+
+# A part is encoded behind one of these: some tokenizers treat the beginning of a text otherwise.
+_ANCHORS = ("", "\n", "x", ".")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The tokens of a text, and how many of them lie before each of the places."""
+
+    ids: list[int]
+    places: list[int]
+
+
+def encode_with_places(texts: Sequence[tuple[str, Sequence[int]]], kinds: TokenKinds) -> list[Cut]:
+    """Encode texts, each with ascending places in characters from 0 to its length."""
+    parts = [[text[a:b] for a, b in pairwise((0, *places, len(text)))] for text, places in texts]
+    found = iter(kinds.encode([piece for (text, _), own in zip(texts, parts, strict=True)
+                               for piece in (text, *own)]))  # fmt: skip
+    made: list[Cut] = []
+    for (text, places), own in zip(texts, parts, strict=True):
+        whole = next(found)
+        alone = [next(found) for _ in own]
+        if list(chain.from_iterable(alone)) == whole:
+            made.append(_cut(alone))
+        else:
+            made.append(_encode_one(text, places, own, whole, kinds))
+    return made
+
+
+def _cut(parts: list[list[int]]) -> Cut:
+    ends = list(accumulate(len(part) for part in parts))
+    return Cut(list(chain.from_iterable(parts)), ends[:-1])
+
+
+def _encode_one(
+    text: str, places: Sequence[int], parts: list[str], whole: list[int], kinds: TokenKinds
+) -> Cut:
+    prefixes = [_common(ids, whole) for ids in kinds.encode([text[:place] for place in places])]
+    if all(is_all for _, is_all in prefixes):
+        return Cut(whole, [same for same, _ in prefixes])
+    wanted = kinds.decode(whole)
+    for anchor in _ANCHORS:
+        behind = _behind(anchor, parts, kinds)
+        if behind is not None and kinds.decode(list(chain.from_iterable(behind))) == wanted:
+            return _cut(behind)
+    # Nothing gives the same text: a token that lies on both sides counts to the later one.
+    return Cut(whole, [same for same, _ in prefixes])
+
+
+def _behind(anchor: str, parts: list[str], kinds: TokenKinds) -> list[list[int]] | None:
+    """Encode the parts, all but the first behind `anchor`; None where it merges with one."""
+    first, *later = kinds.encode([parts[0], *(anchor + part for part in parts[1:])])
+    before = kinds.encode([anchor])[0] if anchor else []
+    if any(ids[: len(before)] != before for ids in later):
+        return None
+    return [first, *(ids[len(before) :] for ids in later)]
+
+
+def _common(ids: list[int], whole: list[int]) -> tuple[int, bool]:
+    """Count the tokens that a text up to a place has in common with the `whole` text; say whether
+    that is all of them."""
+    pairs = zip(ids, whole, strict=False)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(whole)))
+    return same, same == len(ids)

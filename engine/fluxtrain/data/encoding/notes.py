@@ -18,7 +18,7 @@ _NOTED = ("left_out", "within", "refusals")
 REASONS = 10  # for which rows became no sample, at most
 
 
-class RowRefused(BadInput):
+class SampleRefused(BadInput):
     """A row of the data becomes no sample; its message says why, without the row's place."""
 
 

@@ -28,14 +28,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundFiles:
     """The files of an entry, and what was left out of its folder."""
 
     files: tuple[Path, ...]
     left_out: tuple[Path, ...] = ()
 
 
-def files_of(path: str, key: str = "data.path") -> Found:
+def files_of(path: str, key: str = "data.path") -> FoundFiles:
     """Return the files that a path, a folder or a glob means, in the order of their names.
 
     The path itself may be a link. Links that a folder or a glob has must stay inside, or lead to
@@ -55,14 +55,14 @@ def files_of(path: str, key: str = "data.path") -> Found:
                 raise BadInput(f"{key} {path} matches no file: check the pattern")
             odd = {os.path.realpath(path): path for path in reversed(left_out)}
             kept = [path for real, path in odd.items() if not os.path.isfile(real)]
-            return Found(files=tuple(files), left_out=tuple(sorted(kept)))
+            return FoundFiles(files=tuple(files), left_out=tuple(sorted(kept)))
     except OSError as error:
         where = error.filename or path
         raise BadInput(f"{key} {where:.200} cannot be read: {error.strerror}") from error
-    return Found(files=(named,))
+    return FoundFiles(files=(named,))
 
 
-def _of_folder(folder: Path, key: str) -> Found:
+def _of_folder(folder: Path, key: str) -> FoundFiles:
     visible = _visible(folder, key)
     data = [path for path in visible if suffix_of(path) in SUFFIXES and not is_about_data(path)]
     files, _ = _once([path for path in data if not _is_private(path.relative_to(folder))])
@@ -76,7 +76,7 @@ def _of_folder(folder: Path, key: str) -> Found:
             "files in it, each also as .gz or .zst"
         )
     _refuse_splits(folder, files, key)
-    return Found(files=tuple(files), left_out=tuple(left_out))
+    return FoundFiles(files=tuple(files), left_out=tuple(left_out))
 
 
 def _refuse_splits(folder: Path, files: Sequence[Path], key: str) -> None:

@@ -19,7 +19,7 @@ LARGEST_CHARACTERS = 32 << 20  # of all renderings of a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AnswerSpan:
     """The characters of an assistant's message that are trained on, its end of turn with them."""
 
     start: int
@@ -31,7 +31,7 @@ class Rendering:
     """A text that the model sees, with the answers to train on in their order."""
 
     text: str
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[AnswerSpan] = field(default_factory=list)
     opening_untrained: bool = False  # the template refuses an opening answer by itself
 
 
@@ -103,8 +103,8 @@ def _tagged(
     return template.render_tagged(messages, row.tools) if messages else ("", [])
 
 
-def _answers(spans: list[tuple[int, int]]) -> list[Answer]:
-    return [Answer(start=start, end=end) for start, end in spans if end > start]
+def _answers(spans: list[tuple[int, int]]) -> list[AnswerSpan]:
+    return [AnswerSpan(start=start, end=end) for start, end in spans if end > start]
 
 
 def _by_prefixes(
@@ -130,7 +130,7 @@ def _by_prefixes(
                     f"otherwise, and at most {LARGEST_CHARACTERS:,} are kept: divide the row"
                 )
         start = _start(text, messages, index, row, template)
-        shared.answers.insert(0, Answer(start=start, end=len(text)))
+        shared.answers.insert(0, AnswerSpan(start=start, end=len(text)))
     return made
 
 

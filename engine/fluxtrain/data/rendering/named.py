@@ -66,17 +66,17 @@ def _instructed(user: str, assistant: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class Template:
     """A template, and the token that ends its turns; None: the tokenizer's end of sequence."""
 
     template: str
     end: str | None
 
 
-NAMED: dict[str, Named] = {
-    "chatml": Named(_CHATML, "<|im_end|>"),
-    "qwen-2.5": Named(_headed("<|im_start|>", "\n", "'<|im_end|>\n'", "user"), "<|im_end|>"),
-    "llama-2": Named(
+NAMED: dict[str, Template] = {
+    "chatml": Template(_CHATML, "<|im_end|>"),
+    "qwen-2.5": Template(_headed("<|im_start|>", "\n", "'<|im_end|>\n'", "user"), "<|im_end|>"),
+    "llama-2": Template(
         _instructed(
             "'[INST] ' + ('<<SYS>>\n' + ns.system | trim + '\n<</SYS>>\n\n' if ns.system else '')"
             " + m['content'] + ' [/INST]'",
@@ -84,18 +84,18 @@ NAMED: dict[str, Named] = {
         ),
         None,
     ),
-    "llama-3": Named(
+    "llama-3": Template(
         _headed("<|start_header_id|>", "<|end_header_id|>\n\n", "'<|eot_id|>'", "ipython", _BOS),
         "<|eot_id|>",
     ),
-    "mistral": Named(
+    "mistral": Template(
         _instructed(
             "'[INST] ' + ns.system + m['content'] + ' [/INST]'",
             "' ' + m['content'] + eos_token",
         ),
         None,
     ),
-    "gemma": Named(
+    "gemma": Template(
         _instructed(
             "'<start_of_turn>user\n' + ns.system + m['content'] + '<end_of_turn>\n'",
             "'<start_of_turn>model\n' + m['content'] + '<end_of_turn>\n'",
@@ -103,9 +103,9 @@ NAMED: dict[str, Named] = {
         + "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
         "<end_of_turn>",
     ),
-    "phi-3": Named(_headed("<|", "|>\n", "'<|end|>\n'", "user"), "<|end|>"),
-    "phi-4": Named(_headed("<|im_start|>", "<|im_sep|>", "'<|im_end|>'", "user"), "<|im_end|>"),
-    "zephyr": Named(_headed("<|", "|>\n", "eos_token + '\n'", "user"), None),
+    "phi-3": Template(_headed("<|", "|>\n", "'<|end|>\n'", "user"), "<|end|>"),
+    "phi-4": Template(_headed("<|im_start|>", "<|im_sep|>", "'<|im_end|>'", "user"), "<|im_end|>"),
+    "zephyr": Template(_headed("<|", "|>\n", "eos_token + '\n'", "user"), None),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from fluxtrain.data.shapes.keys import (
     NEEDED,
     TITLES,
     USED,
-    Found,
+    FoundShape,
     Shape,
     advice_for,
     has_keys,
@@ -392,7 +392,7 @@ def _holds_all(text: str, words: list[str]) -> bool:
     return bool(pieces) and all(piece in text for piece in pieces)
 
 
-def _without_renderings(found: list[Found], values: Mapping[str, Any]) -> list[Found]:
+def _without_renderings(found: list[FoundShape], values: Mapping[str, Any]) -> list[FoundShape]:
     """Leave out `text` where it only renders the other keys of the row."""
     others = [one for one in found if one.shape != "text"]
     keys = {"alpaca": ("instruction", "input", "output"), "completion": ("prompt", "completion")}

@@ -79,32 +79,32 @@ _WRAPPERS = ("data", "rows", "examples", "instances", "items", "records", "datas
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundShape:
     """The shape of a row and what told it; `named` lists the keys for a sentence."""
 
     shape: Shape
     named: str
 
 
-def shapes_of(values: Mapping[str, Any], role: str | None = None) -> list[Found]:
+def shapes_of(values: Mapping[str, Any], role: str | None = None) -> list[FoundShape]:
     """Return the shapes whose keys a row has; several where the row could be read in two ways.
 
     `role` is the key of the role within messages, where the configuration names it.
     """
-    found: list[Found] = []
+    found: list[FoundShape] = []
     for key in CONVERSATIONS:
         if values.get(key) == []:
-            found.append(Found("messages", f"`{key}`, which is empty"))
+            found.append(FoundShape("messages", f"`{key}`, which is empty"))
         elif (way := way_of(parsed_turns(values.get(key)), role)) is not None:
             shape: Shape = "sharegpt" if way[0] == "sharegpt" else "messages"
-            found.append(Found(shape, f"`{key}` with {way[1]}"))
+            found.append(FoundShape(shape, f"`{key}` with {way[1]}"))
     if "instruction" in values and "output" in values:
-        found.append(Found("alpaca", "`instruction` and `output`"))
+        found.append(FoundShape("alpaca", "`instruction` and `output`"))
     if "prompt" in values and "completion" in values:
-        found.append(Found("completion", "`prompt` and `completion`"))
+        found.append(FoundShape("completion", "`prompt` and `completion`"))
     if isinstance(values.get("text"), str | None) and "text" in values:
         named = "`title` and `text`" if "title" in values else "`text`"
-        found.append(Found("text", named))
+        found.append(FoundShape("text", named))
     return found
 
 

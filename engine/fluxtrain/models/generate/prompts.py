@@ -13,7 +13,7 @@ from fluxtrain.data.encoding.tokenizer import TokenKinds, too_large
 from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateRefused
 from fluxtrain.errors import BadInput
 from fluxtrain.files.opening import read_plain
-from fluxtrain.models.generate.model import DecodedModel
+from fluxtrain.models.generate.sampling import DecodedModel
 from fluxtrain.units import bytes_text
 
 # A JSON value takes up to 20 times its text in memory, a prompt of one letter 300 bytes.
@@ -25,7 +25,7 @@ _KEYS = "a JSON string, or an object with `prompt` or `messages`"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
+class UserPrompt:
     """What is asked: text, or a conversation; and where it stands."""
 
     text: str | None = None
@@ -69,7 +69,7 @@ class Prompting:
         """Are prompts turns of a conversation?"""
         return self._template is not None
 
-    def tokens(self, prompt: Prompt) -> list[int]:
+    def tokens(self, prompt: UserPrompt) -> list[int]:
         """Return the tokens of a prompt. Raises BadInput where it cannot be written."""
         prompt.check()
         if prompt.messages is None and self._template is None:
@@ -121,7 +121,7 @@ def template_of(opened: DecodedModel) -> ChatTemplate | None:
         return None
 
 
-def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
+def read_prompts(path: Path, named: str = "--prompts") -> list[UserPrompt]:
     """Read prompts from a file: `.jsonl` and `.ndjson` hold one JSON value a line, any other file
     one prompt a line. Empty lines are passed over. `named`: the option or setting that names it.
 
@@ -152,7 +152,7 @@ def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
         where = f"{path} line {number}"
         refuse_other_bytes(line, where)
         text = line.rstrip("\n")
-        found.append(_parsed(line, where) if is_json else Prompt(text=text, where=where))
+        found.append(_parsed(line, where) if is_json else UserPrompt(text=text, where=where))
         if len(found) > MOST_PROMPTS:
             raise BadInput(
                 f"{path} holds more than {MOST_PROMPTS:,} prompts: divide it into several files"
@@ -164,18 +164,18 @@ def read_prompts(path: Path, named: str = "--prompts") -> list[Prompt]:
     return found
 
 
-def _parsed(line: str, where: str) -> Prompt:
+def _parsed(line: str, where: str) -> UserPrompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{where} is not JSON ({error}): write {_KEYS}") from error
     if isinstance(value, str):
-        return Prompt(text=value, where=where)
+        return UserPrompt(text=value, where=where)
     if isinstance(value, dict):
         if isinstance(value.get("messages"), list):
-            return Prompt(messages=value["messages"], where=where)
+            return UserPrompt(messages=value["messages"], where=where)
         if isinstance(value.get("prompt"), str):
-            return Prompt(text=value["prompt"], where=where)
+            return UserPrompt(text=value["prompt"], where=where)
     raise BadInput(f"{where} has no prompt: write {_KEYS}")
 
 

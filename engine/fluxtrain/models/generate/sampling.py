@@ -6,13 +6,39 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
-from transformers import GenerationConfig
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.errors import BadInput
-from fluxtrain.models.generate.model import DecodedModel
 from fluxtrain.models.generation import stops_of
+from fluxtrain.models.loading import LoadedModel
+
+
+class DecodedModel(Protocol):
+    """A model in evaluation mode whose updates were waited for, and its tokenizer."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the model, wrapped or not."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return its tokenizer, with the chat template to use."""
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """Return how many positions it knows, among other facts."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that it computes on."""
+
+    @property
+    def name(self) -> str:
+        """Return its name, for messages."""
+
 
 MAX_NEW_TOKENS = 512
 # what can be drawn by; and what changes nothing, for None would be the model's own value again

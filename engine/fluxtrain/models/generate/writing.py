@@ -18,8 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fluxtrain.errors import BadInput, panics_refused
 from fluxtrain.events.answers.generation import Ended
-from fluxtrain.models.generate.model import DecodedModel
-from fluxtrain.models.generate.sampling import Sampling, settings_for, stops
+from fluxtrain.models.generate.sampling import DecodedModel, Sampling, settings_for, stops
 from fluxtrain.models.quiet import quiet_transformers
 
 _INCOMPLETE = "�"  # what a tokenizer makes of a character whose bytes are not all there

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fluxtrain.models.spelling import model_in_both
 from fluxtrain.results.adapter.attached import Attached
 from fluxtrain.results.export.agreement import RoundedWeight, rounded_weight
 from fluxtrain.results.export.base_files import BaseFiles, TrainedBase
-from fluxtrain.results.export.model_shards import PlannedTensor, planned_shards, write_model
+from fluxtrain.train.checkpoint.shard_file import DTYPE_NAMES
 
 SHARD_BYTES = 4_000_000_000
 _OF_TRAINING = (TEMPLATE, "generation_config.json")  # better than the base's
@@ -206,3 +207,78 @@ def _write_config(folder: Path, config: Mapping[str, Any], dtype: str, is_untied
     made = model_in_both(made, {}, dtype)
     text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Count its bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def planned_shards(tensors: Iterable[PlannedTensor], most_bytes: int) -> list[list[PlannedTensor]]:
+    """Cut the tensors, in their order, into shards of at most `most_bytes`; a larger tensor has a
+    shard of its own."""
+    shards: list[list[PlannedTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.size_bytes > most_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.size_bytes
+    return shards
+
+
+def write_model(
+    folder: Path, shards: list[list[PlannedTensor]], make: Callable[[PlannedTensor], Tensor]
+) -> None:
+    """Write the shards into `folder` under transformers' names, with an index where they are
+    several. `make` returns a tensor when it is its turn."""
+    if len(shards) == 1:
+        _write(folder / "model.safetensors", shards[0], make)
+        return
+    places: dict[str, str] = {}
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write(folder / name, tensors, make)
+        places |= {tensor.name: name for tensor in tensors}
+    total = sum(tensor.size_bytes for tensors in shards for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write(
+    path: Path, tensors: list[PlannedTensor], make: Callable[[PlannedTensor], Tensor]
+) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # stable: the format aligns data so
+    for tensor in ordered:
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.size_bytes],
+        }
+        offset += tensor.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            made = make(tensor).detach()
+            assert made.dtype == tensor.dtype and tuple(made.shape) == tensor.shape, tensor.name
+            raw = made.contiguous().reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, len(raw), _PIECE_BYTES):
+                file.write(raw[start : start + _PIECE_BYTES].data)
+            del made, raw

@@ -22,8 +22,7 @@ from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.models.quiet import quiet_transformers
 from fluxtrain.results.adapter.chosen_base import ExportRequest
 from fluxtrain.results.export.agreement import agreement, unit_roundoff
-from fluxtrain.results.export.compared_rows import MOST_TOKENS, compared_rows
-from fluxtrain.results.export.gate import streamed_logits
+from fluxtrain.results.export.gate import MOST_TOKENS, compared_rows, streamed_logits
 from fluxtrain.results.gguf.families import head_size, rope
 from fluxtrain.results.gguf.gguf_file import GgufModel
 from fluxtrain.results.gguf.vocabulary import Vocabulary, rebuilt

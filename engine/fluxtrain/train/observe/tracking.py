@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.config.tracker_settings import TrackerName, TrackerSettings
+from fluxtrain.config.section import TrackerName, TrackerSettings
 from fluxtrain.errors import BadInput
 from fluxtrain.events.events import (
     EvaluationFinished,
