@@ -51,27 +51,6 @@ def test_the_native_update_has_the_oracles_bits(
 
 
 @ISAS
-@KINDS
-def test_threads_and_cuts_do_not_matter(isa: str, kind: str) -> None:
-    _native.set_isa(isa)
-    n = 300_007
-    whole = Held(kind, "split", n, seed=5, wild=True)
-    threaded, cut = whole.copy(), whole.copy()
-    for step in (1, 2):
-        grad = any_floats(n, 50 + step, True).bfloat16()
-        whole.step(grad, step)
-        threaded.step(grad, step, threads=5)
-        at = 0
-        for size in (BLOCK, 7 * BLOCK, 100 * BLOCK, 64 * BLOCK, n):
-            cut.step(grad, step, cut=slice(at, min(n, at + size)))
-            at += size
-            if at >= n:
-                break
-    assert threaded.equals(whole)
-    assert cut.equals(whole)
-
-
-@ISAS
 @LAYOUTS
 @pytest.mark.parametrize("n", [1, 31, 63, 64, 95, 20_011])
 @pytest.mark.parametrize("first", [0, 64, 1000, 1023, 2**32 - 50, 2**32 - 5000])
@@ -124,28 +103,6 @@ def test_what_is_zero_stays_zero(kind: str) -> None:
     assert all(not moment.any() for moment in moments)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
-def test_a_gradient_that_is_not_finite_leaves_its_neighbours_alone(bad: float) -> None:
-    got = Held("8bit", "fp32", 2 * BLOCK, seed=4)
-    clean = got.copy()
-    grad = any_floats(2 * BLOCK, 11, False)
-    clean.step(grad, 1)
-    spoilt = grad.clone()
-    spoilt[3] = bad
-    got.step(spoilt, 1)
-    others = torch.arange(2 * BLOCK) != 3
-    assert same_bits(got.weights[others], clean.weights[others])
-    states = States8(*got.states)
-    assert torch.isfinite(states.m_scale).all()
-    assert torch.isfinite(states.v_scale).all()
-    m = dynamic_map.dequantise(states.m, states.m_scale, signed=True)
-    assert m[3] == 0
-    if not math.isfinite(bad):
-        assert torch.isnan(got.weights[3])
-    got.step(grad, 2)  # and it can be trained on
-    assert torch.isfinite(got.weights[others]).all()
-
-
 def test_v_never_becomes_zero_while_gradients_come() -> None:
     """Or the update would be divided by eps alone: beside a large neighbour v is tiny, not zero."""
     held = Held("8bit", "fp32", BLOCK, seed=8)
@@ -174,37 +131,6 @@ def test_a_step_is_not_divided_by_eps_alone_where_scales_are_the_least(
     )  # fmt: skip
     step_(flat, AdamWUpdate(hyper=hyper, step=600))
     assert (weights - 1).abs().max() <= 2 * hyper.lr
-
-
-@ISAS
-def test_a_million_elements_have_the_oracles_codes(isa: str) -> None:
-    """Enough of them to meet what is rare: y that a rounding more would take over a border."""
-    _native.set_isa(isa)
-    got = Held("8bit", "split", 1 << 20, seed=5)
-    expected = got.copy()
-    for step in (1, 2):
-        grad = any_floats(1 << 20, 40 + step, False).bfloat16()
-        expected.oracle_step(grad, step)
-        got.step(grad, step)
-    assert got.equals(expected)
-
-
-@ISAS
-def test_fractions_at_the_border_of_zero_have_one_code_everywhere(isa: str) -> None:
-    """Of two bf16 gradients one is 2^-63 times the other: v's fraction is 2^-126 but for rounding,
-    and less what tells zero it is next to nothing, of either sign."""
-    _native.set_isa(isa)
-    mantissas = (1 + torch.arange(128) / 128).repeat_interleave(2)
-    for scale in (1.0, 0.3, 1.7):
-        got = Held("8bit", "split", 128 * BLOCK, seed=3)
-        expected = got.copy()
-        grad = torch.zeros(128, BLOCK)
-        grad[:, 0] = mantissas[::2] * 2.0**30
-        grad[:, 1:] = (mantissas[::2] * 2.0**-33)[:, None]
-        for step in (1, 2):
-            expected.oracle_step(grad.flatten().bfloat16(), step, scale)
-            got.step(grad.flatten().bfloat16(), step, scale)
-            assert got.equals(expected)
 
 
 def test_random_rounding_is_right_on_average_and_leaves_bf16_alone() -> None:

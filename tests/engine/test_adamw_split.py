@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -109,22 +107,6 @@ def test_the_native_update_has_the_oracles_bits(
         training.assert_as_expected()
 
 
-@ISAS
-@GRADS
-def test_both_passes_over_large_arenas_on_several_threads_have_the_oracles_bits(
-    isa: str, grad_dtype: torch.dtype
-) -> None:
-    _native.set_isa(isa)
-    training = Training(300_007, seed=5, wild=True)
-    for threads in (1, 2, 5, None):
-        grad = training.next_gradient(grad_dtype, 0.5)
-        training.take(grad, 0.5, part=Pass.WEIGHTS, threads=threads)
-        for cut in ((100_001, 300_007), (0, 100_001)):  # in any order, wherever cut
-            flat = training.flat(grad).cut(*cut)
-            step_(flat, now(training.step, 0.5), part=Pass.MOMENTS, threads=threads)
-        training.assert_as_expected()
-
-
 def test_the_oracles_two_passes_are_its_update_in_one() -> None:
     master, m, v, grad = (any_floats(2000, seed, wild=True) for seed in range(4))
     c = coefficients(HYPER, 3, 0.5)
@@ -193,33 +175,6 @@ def test_subnormals_are_kept_whatever_the_process_chose(flush: bool) -> None:
     finally:
         torch.set_flush_denormal(False)
     assert_same_bits(m, expected[1])
-
-
-def test_other_threads_run_while_an_update_does() -> None:
-    """The GIL is free: a Python thread counts on while one long native call runs. On a machine with
-    other work it may not come to that in every call."""
-    n = 20_000_000
-    hi, lo = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16)
-    m, v, grad = torch.zeros(n), torch.zeros(n), torch.ones(n, dtype=torch.bfloat16)
-    ticks: list[float] = []
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.is_set():
-            ticks.append(time.perf_counter())
-            time.sleep(0.001)
-
-    ticker = threading.Thread(target=tick)
-    ticker.start()
-    meanwhile: list[int] = []
-    while not meanwhile or (max(meanwhile) < 2 and len(meanwhile) < 50):
-        start = time.perf_counter()
-        step_(Flat(weights=hi, lo=lo, m=m, v=v, gradient=grad), now(1), threads=1)
-        end = time.perf_counter()
-        meanwhile.append(sum(start < at < end for at in ticks))
-    done.set()
-    ticker.join()
-    assert max(meanwhile) >= 2
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
-
-from fluxtrain.core.device.worker import Worker
 
 counts_threads = pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="the threads of a process are counted in /proc"
@@ -95,20 +91,3 @@ def test_the_threads_that_serve_a_kernel_end_when_told_and_start_anew() -> None:
 def test_an_updated_model_computes_beside_no_thread_of_its_update() -> None:
     (more,) = run_python(TRAINING)
     assert more == 1, "the thread that waits for the next update, and none that a kernel keeps"
-
-
-def test_a_worker_is_idle_after_the_last_of_its_jobs_alone() -> None:
-    idle_after: list[int] = []
-    done: list[int] = []
-    queued = threading.Event()
-    worker = Worker("test", when_idle=lambda: idle_after.append(len(done)))
-
-    def job(number: int) -> None:
-        queued.wait()
-        done.append(number)
-
-    for number in range(3):
-        worker.submit(partial(job, number))
-    queued.set()
-    worker.close()
-    assert idle_after == [3]

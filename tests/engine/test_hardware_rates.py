@@ -113,9 +113,3 @@ def test_a_small_container_is_measured_with_small_buffers_or_not_at_all() -> Non
     assert 2 * sample_bytes(512 * MIB) == 512 * MIB // 4
     rate = host_copy_rate(sample_bytes(16 * MIB), limit_s=0.1)
     assert rate.per_s is None and "too little memory" in rate.how
-
-
-def test_a_page_lock_takes_an_eighth_of_the_memory_at_most(cuda: Runtime) -> None:
-    cuda(0)
-    assert pin_rate(8 * 100 * MIB).how.startswith("100 MiB locked")
-    assert "too little memory" in pin_rate(8 * 50 * MIB).how

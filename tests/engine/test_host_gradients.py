@@ -127,41 +127,6 @@ def test_nobody_waits_for_what_is_on_its_way(
             assert torch.equal(found, value.bfloat16().float() + value + value)
 
 
-def test_scales_are_applied_and_dropped_gradients_do_not_come_back(gradients: Gradients) -> None:
-    g = group(torch.bfloat16)
-    first = one_pass(gradients, g, 0)
-    g.members[0].gradient_scale = 0.3
-    g.members[1].has_gradient = False
-    second = one_pass(gradients, g, 1)
-    scaled = first[0].bfloat16().mul(0.3).float() + second[0]
-    wanted = [scaled, second[1], first[2].bfloat16().float() + second[2]]
-    for found, value in zip(of(gradients, g), wanted, strict=True):
-        assert torch.equal(found, value)
-    assert [m.gradient_scale for m in g.members] == [1.0] * 3
-
-
-def test_members_that_nothing_is_added_to_keep_what_they_have(gradients: Gradients) -> None:
-    g = group(torch.bfloat16)
-    first = one_pass(gradients, g, 0, members=(0, 1))
-    second = one_pass(gradients, g, 1, members=(1, 2))
-    one, both, other = of(gradients, g)
-    assert torch.equal(one, first[0].bfloat16().float())
-    assert torch.equal(both, first[1].bfloat16().float() + second[1])
-    assert torch.equal(other, second[2])
-    assert len(norms(gradients, g)) == 3
-
-
-def test_after_a_backward_pass_that_raised_sums_are_what_they_were(gradients: Gradients) -> None:
-    g = group(torch.bfloat16)
-    first = one_pass(gradients, g, 0)
-    gradients.prefetch(g)
-    gradients.add(g, g.members[0], draws(g, 5)[0])
-    gradients.discard()
-    second = one_pass(gradients, g, 1)
-    for found, a, b in zip(of(gradients, g), first, second, strict=True):
-        assert torch.equal(found, a.bfloat16().float() + b)
-
-
 # -- an embedding by rows: its sums stay on the device ------------------------------------------
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged, MisusedModel
 from tests.engine.plain_models import Net, adamw
 from tests.wrap_with import wrap_with
@@ -145,51 +145,6 @@ def test_two_losses_over_one_head(tied: bool, places: dict[str, str]) -> None:
         found.append((kept, [p.detach().clone() for p in model.parameters()]))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-
-
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("it breaks here")
-
-
-def broken(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
-    out = batch(0)
-    for index, block in enumerate(model.blocks):
-        out = Breaks.apply(block(out)) if index == at else block(out)
-    loss = distance(out, batch(0))
-    engine.begin_step_in_backward(optimizer, loss)
-    with pytest.raises(RuntimeError, match="it breaks here"):
-        loss.backward()
-
-
-@pytest.mark.parametrize(("at", "cure"), [(3, "checkpoint"), (7, None)])
-def test_a_step_whose_backward_pass_broke_off_is_not_made_to_the_end(
-    at: int, cure: str | None
-) -> None:
-    model = fluxtrain.wrap(Deep(), device="cpu", offload="weights")
-    engine, optimizer = engine_of(model), adamw(model)
-    broken(engine, model, optimizer, at)
-    before = [p.detach().clone() for p in model.blocks[0].parameters()]
-    if cure is not None:
-        with pytest.raises(MisusedModel, match=f"4 of 8 parts .*{cure}"):
-            optimizer.step()
-    else:
-        optimizer.step()  # nothing was computed
-    engine.flush()
-    assert all(map(torch.equal, before, model.blocks[0].parameters()))
-    assert {m.step for m in engine.groups[0].members} == {0}
-    optimizer.zero_grad()
-    loss = plain(model, 1)
-    engine.begin_step_in_backward(optimizer, loss)
-    loss.backward()
-    optimizer.step()
-    engine.flush()
-    assert {m.step for m in engine.groups[0].members} == {1}
 
 
 def test_a_second_backward_pass_in_a_step_in_backward_is_refused() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import mmap
-import os
 import subprocess
 import sys
 from typing import Any
@@ -97,33 +95,6 @@ def test_an_arena_lives_as_long_as_its_tensors_and_no_longer() -> None:
     assert int(tensor[-1]) == 7
     del tensor
     assert made_bytes_at(address, size) < size // 4
-
-
-def test_a_groups_memory_can_be_given_from_outside() -> None:
-    """Here a file in memory, which another mapping of it reads, also after the group's updates."""
-    memory = os.memfd_create("weights")
-
-    def maps(size_bytes: int) -> mmap.mmap:
-        start = os.fstat(memory).st_size
-        os.ftruncate(memory, start + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        return mmap.mmap(memory, size_bytes, flags=mmap.MAP_SHARED, offset=start)
-
-    group = Group("block", "block")
-    values = torch.arange(4096, dtype=torch.float32)
-    group.add(nn.Parameter(values.clone()), "p")
-    group.place(GroupPlacement.on("host"), CPU, pin=False, maps=maps)
-    group.memory.ensure_state()
-    with mmap.mmap(memory, 0) as other:
-        seen = torch.frombuffer(other, dtype=torch.float32)
-        assert torch.equal(seen[:4096], values)
-        group.memory.views[0].mul_(2.0)
-        assert torch.equal(seen[:4096], 2 * values)
-        (segment,) = group.segments
-        assert segment.m is not None and not seen[4096:].any()
-        segment.m.fill_(3.0)
-        assert torch.equal(seen[4096:8192], segment.m)
-        del seen
-    os.close(memory)
 
 
 def placed(*specs: tuple[torch.dtype, tuple[int, ...], bool]) -> Group:

@@ -21,13 +21,6 @@ def gather(table: Tensor) -> Gather:
     return lambda rows, into: torch.index_select(table, 0, rows, out=into)
 
 
-def test_places_are_distinct_and_ascend() -> None:
-    places = Places.of(torch.tensor([9, 2, 9, 40, 2], dtype=torch.int32))
-    assert places.rows.tolist() == [2, 9, 40]
-    assert places.rows[places.of_tokens].tolist() == [9, 2, 9, 40, 2]
-    assert [places.position_of(row) for row in (2, 9, 40, 3, 99)] == [0, 1, 2, -1, -1]
-
-
 def test_rows_are_brought_as_they_are() -> None:
     device = CpuDevice()
     table = torch.randn(50, 4)

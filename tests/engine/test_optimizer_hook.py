@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
 
 Make = Callable[..., Any]
@@ -193,3 +194,46 @@ def test_parameters_put_into_another_order_are_refused(pair: Make) -> None:
     loss_of(model, 0).backward()
     with pytest.raises(MisusedModel, match="order"):
         optimizer.step()
+
+
+def test_zeroed_gradients_and_dropped_ones_give_the_same_next_step(
+    tiny: Any, batch: Any, weights: Any, close: Any
+) -> None:
+    found = []
+    for to_none in (True, False):
+        model = fluxtrain.wrap(tiny("llama"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for seed in range(3):
+            model(**batch(seed=seed)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        found.append(weights(model))
+    close(found[0], found[1], 1e-5)
+
+
+@pytest.mark.parametrize("second", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_clipping_holds_for_every_optimizer_of_the_step(
+    second: Make, tiny: Any, batch: Any, weights: Any, close: Any
+) -> None:
+    """One norm over all gradients, two optimizers; eps large enough for the size to count."""
+    found = []
+    for wrapped in (False, True):
+        model = tiny("llama")
+        if wrapped:
+            fluxtrain.wrap(model)
+        every = list(model.parameters())
+        optimizers = [
+            torch.optim.AdamW(every[::2], lr=1e-2, eps=1e-2),
+            second(every[1::2], lr=1e-2, eps=1e-2),
+        ]
+        for seed in range(3):
+            model(**batch(seed=seed)).loss.backward()
+            if wrapped:
+                engine_of(model).clip_grad_norm(0.05)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        found.append(weights(model))
+    close(found[0], found[1], 1e-5)

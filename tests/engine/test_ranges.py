@@ -42,34 +42,10 @@ def test_a_block_of_matrices_norms_and_biases_is_two_ranges() -> None:
     assert taken(g, [NOT, DECAYED, NOT, DECAYED, DECAYED, NOT]) == [(0, 168), (192, 360)]
 
 
-def test_every_parameter_keeps_its_values_and_its_place_among_the_members() -> None:
-    g = group([VECTOR, MATRIX, VECTOR])
-    assert [m.name for m in g.members] == ["p0", "p1", "p2"]
-    assert g.memory.flat_weights is not None
-    for member, view in zip(g.members, g.device_views(g.memory.flat_weights), strict=True):
-        assert member.parameter.shape == view.shape
-        assert torch.all(view == member.index) and torch.all(member.parameter == member.index)
-
-
-def test_one_step_for_all_is_one_range() -> None:
-    assert taken(group([VECTOR, MATRIX, VECTOR]), [DECAYED] * 3) == [(0, 168)]
-
-
-def test_a_parameter_without_a_gradient_ends_a_range() -> None:
-    found = taken(group([MATRIX] * 4), [DECAYED, None, DECAYED, DECAYED])
-    assert found == [(0, 40), (128, 232)]
-
-
 def test_a_parameter_with_another_step_ends_a_range() -> None:
     g = group([MATRIX] * 3)
     g.members[1].step = 5
     assert taken(g, [DECAYED] * 3) == [(0, 40), (64, 104), (128, 168)]
-
-
-def test_vectors_lie_behind_matrices_of_8_bit_states_too() -> None:
-    g = group([(1 << 13,), (2, 1 << 12)], "8bit")
-    assert g.members[0].segment.format == "8bit"
-    assert taken(g, [NOT, DECAYED]) == [(0, 1 << 13), (1 << 13, 1 << 14)]
 
 
 @pytest.mark.parametrize("offload", ["none", "weights"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fluxtrain.core.runtime.context import HostIds
 from tests.engine.row_models import (
     Twice,
     by_rows,
@@ -58,17 +56,6 @@ def test_a_weight_that_is_also_read_by_itself_gets_both_gradients() -> None:
         return squares(model, seed) + 0.1 * model.embed.weight[:50].float().square().sum()
 
     equal(trained(Twice(), "whole", loss_of=both), trained(Twice(), "rows", loss_of=both))
-
-
-BAD_CALLS: dict[str, tuple[type[Exception], Callable[[Any, Tensor], Any]]] = {
-    "floats": (RuntimeError, lambda embed, ids: embed(ids.float())),
-    "booleans": (RuntimeError, lambda embed, ids: embed(ids > 3)),
-    "small integers": (RuntimeError, lambda embed, ids: embed(ids.to(torch.int16))),
-    "a list": (TypeError, lambda embed, ids: embed(ids.tolist())),
-    "nothing": (TypeError, lambda embed, ids: embed()),
-    "too much": (TypeError, lambda embed, ids: embed(ids, ids)),
-    "another name": (TypeError, lambda embed, ids: embed(ids=ids)),
-}
 
 
 def test_embeddings_given_in_place_of_ids() -> None:
@@ -138,23 +125,6 @@ def test_adapters_beside_a_frozen_embedding(trained_too: dict[str, Any], rows: b
             losses.append(float(loss.detach()))
         results.append(losses)
     assert results[0] == results[1]
-
-
-def test_ids_that_were_moved_are_found_on_the_host_until_they_are_written_to() -> None:
-    known, host = HostIds(), torch.arange(12).view(3, 4)
-    moved, mask = host.clone(), torch.ones(3, 4)
-    known.note(((host,), {"mask": mask}), ((moved,), {"mask": mask.clone()}))
-    for found in (known.of(moved), known.of(moved.view(-1, 2)), known.of(moved[:])):
-        assert found is host
-    assert known.of(moved[1:]) is None
-    assert known.of(moved.t()) is None
-    assert known.of(moved.clone()) is None
-    host[0, 0] = 3
-    assert known.of(moved) is None
-    known.note(((host,), {}), ((moved,), {}))
-    assert known.of(moved) is host
-    moved.view(-1)[3] = 5
-    assert known.of(moved) is None
 
 
 @pytest.mark.parametrize("fails", [False, True])

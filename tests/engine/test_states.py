@@ -161,13 +161,15 @@ def test_every_placement_trains_to_the_same_bits(
         assert same(weights, results[0][1])
 
 
-@FORMATS
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("device_groups", [0, 2])
 def test_steps_in_backward_equal_exact_ones_without_clipping(
-    states: str, tiny: Any, batch: Any
+    device_groups: int, states: str, tiny: Any, batch: Any
 ) -> None:
     results = []
     for in_backward in (False, True):
-        model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
+        how: dict[str, Any] = {"offload": "weights", "device_groups": device_groups}
+        model = wrap_with(tiny("llama", torch.bfloat16), chunk_rows=2, states=states, **how)
         optimizer = adamw(model)
         for step in range(4):
             loss = model(**batch("llama", seed=step)).loss
@@ -176,7 +178,9 @@ def test_steps_in_backward_equal_exact_ones_without_clipping(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append(weights_of(model))
+        engine_of(model).flush()
+        shards = [tensors for _, tensors in engine_of(model).state_shards()]
+        results.append([tensor.clone() for tensors in shards for tensor in tensors.values()])
     assert same(*results)
 
 

@@ -20,10 +20,9 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.measure import calibrate as calibrate_module
 from fluxtrain.measure import timed_steps as steps_module
 from fluxtrain.measure.block_timing import BlockTimes
-from fluxtrain.measure.timed_steps import Kind, StepTimes, _between, _one_to_next, time_steps
-from fluxtrain.plan.calibration import Line, StepsNotTimed
+from fluxtrain.measure.timed_steps import Kind, StepTimes, time_steps
+from fluxtrain.plan.calibration import StepsNotTimed
 from fluxtrain.plan.facts import GroupFacts
-from fluxtrain.plan.rates import Rates, host_update, rate_of_update
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat, StorageFormat
 from tests.engine.calibration_rows import batch_of
@@ -98,12 +97,6 @@ def test_activations_are_offloaded_in_the_steps_that_time_it(
     timed(tiny("llama", torch.bfloat16))
     assert offloaded == [kind == "offloaded" for kind in kinds]
     assert any(offloaded)
-
-
-def test_states_of_8_bits_have_one_pass(tiny: Tiny) -> None:
-    kinds, block = timed(tiny("llama", torch.bfloat16), "8bit")
-    assert set(kinds) == {"alone", "offloaded", "whole"}
-    assert block.states == "8bit"
 
 
 def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
@@ -187,36 +180,6 @@ def test_too_little_device_memory_is_said(
     assert not found.lasts  # other programs may be gone
 
 
-def test_blocks_that_host_memory_refuses_are_said(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(steps_module, "make_small_model", refused)
-    assert missed(tiny("llama")).why == "12 copies of a block failed: MemoryError"
-
-
-@pytest.mark.parametrize(
-    ("rest", "room"),
-    [
-        (
-            "GPU 0 has a total capacity of 23.65 GiB of which 9.00 MiB is free.",
-            "; 9.00 MiB is free",
-        ),
-        (
-            "GPU 0 has a total capacity of 139.80 GiB of which 99.00 GiB is free. 23.00 GiB "
-            "allowed; Of the allocated memory 22.50 GiB is allocated by PyTorch",
-            " of the 23.00 GiB allowed",
-        ),
-        ("", ""),
-    ],
-)
-def test_the_numbers_of_torchs_long_message_are_kept(rest: str, room: str) -> None:
-    error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 1.50 GiB. {rest}")
-    assert steps_module._why(error) == f"the GPU had no 1.50 GiB left{room}"
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_loss_that_is_not_finite_ends_the_steps_and_the_threads(
     tiny: Tiny, *, in_backward: bool
@@ -239,21 +202,6 @@ def test_blocks_that_are_not_trained_take_no_steps_and_never_will(tiny: Tiny) ->
     assert found.lasts
 
 
-def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:
-    most = steps_module.MOST_BLOCKS
-
-    def blocks_for(parameters: int, available_bytes: int | None) -> int | StepsNotTimed:
-        return steps_module._blocks_for(parameters, 16 * parameters, available_bytes)
-
-    assert blocks_for(233_000_000, None) == 3
-    assert blocks_for(47_000_000, None) == 11
-    assert blocks_for(1000, None) == most
-    assert blocks_for(47_000_000, 16 * 47_000_000 * 4 * 4) == 4
-    least_bytes = 16 * 47_000_000 * 4 * 3
-    refused = blocks_for(47_000_000, least_bytes - 1)
-    assert isinstance(refused, StepsNotTimed)
-
-
 def test_why_no_steps_were_timed_is_among_the_constants_with_the_blocks_times(
     tiny: Tiny,
 ) -> None:
@@ -264,52 +212,3 @@ def test_why_no_steps_were_timed_is_among_the_constants_with_the_blocks_times(
     found = calibrate_module._of_host(timed, why)
     assert found == {"host_block_s": 0.1, "host_forward_s": 0.05, "steps_not_timed": why}
     assert calibrate_module._of_host(timed, None)["steps_not_timed"] is None
-
-
-def test_a_chunk_beside_an_update_takes_no_less_than_alone() -> None:
-    alone = Line(base=0.0006, slope=0.0016)
-    steeper = Line(base=0.0, slope=0.002)
-    assert calibrate_module._beside(steeper, alone) == steeper
-    found = calibrate_module._beside(Line(base=0.0105, slope=0.0004), alone)
-    assert found.slope == alone.slope
-    assert found.at(2) < 0.0105 + 2 * 0.0004 + 0.001 and found.at(8) > 0.0105 + 8 * 0.0004
-    assert calibrate_module._beside(Line(base=0.0, slope=0.0001), alone) == alone
-
-
-def test_waiting_between_two_marks_is_taken_off() -> None:
-    waits = [(0.5, 1.5), (2.25, 2.5)]
-    assert _between([[0.0, 1.0, 2.0, 3.0]], waits) == pytest.approx(0.5)
-    assert _between([[0.0, 1.0], [5.0, 8.0], [8.0, 10.0]], waits) == pytest.approx(2.0)
-    assert _between([[1.0]], waits) == 0.0
-
-
-def test_pauses_within_a_step_count_and_those_between_steps_do_not() -> None:
-    steps = [(0.0, 2.0), (3.0, 5.0), (100.0, 102.0), (103.0, 105.0)]
-    assert _one_to_next(steps, 2, waits=False) == pytest.approx(3.0)
-    in_backward = [(0.0, 2.0), (2.5, 4.5), (90.0, 92.0), (92.5, 94.5)]  # it waited for one gradient
-    assert _one_to_next(in_backward, 4, waits=True) == pytest.approx(2.5)
-    assert _one_to_next([], 2, waits=False) is None
-
-
-@pytest.mark.parametrize(
-    ("states", "one_pass"), [("fp32", False), ("fp32", True), ("bf16", False), ("8bit", False)]
-)
-def test_a_rate_of_what_was_seen_gives_it_again(states: StateFormat, *, one_pass: bool) -> None:
-    count = 1_000_000
-    group = GroupFacts(
-        name="0", kind="block", weight_bytes=2 * count, trained_bf16=count, states=states,
-        narrow=0 if states == "fp32" else count,
-    )  # fmt: skip
-    rate = rate_of_update(group, 0.01, one_pass=one_pass)
-    fast = 1e15
-    rates = Rates(
-        has_gpu=True,
-        matmul_per_s=1e14,
-        adamw_per_s=fast if states == "8bit" else rate,
-        adamw_8bit_per_s=rate,
-        adamw_weights_per_s=rate,
-        adamw_moments_per_s=rate,
-    )
-    weights_s, moments_s = host_update(group, rates, deferred=one_pass)
-    assert weights_s == pytest.approx(0.01)
-    assert moments_s == pytest.approx(0.01 if one_pass else 0.0)

@@ -205,44 +205,6 @@ def test_batch_norm_is_not_cut_and_its_statistics_count_each_batch_once(
     assert torch.allclose(plain(x), wrapped(x), atol=1e-6)
 
 
-@pytest.mark.parametrize("first_rows", [6, 4])
-def test_a_square_mask_is_not_mistaken_for_rows(first_rows: int, grads: Grads, close: Any) -> None:
-    """(S, S) with B == S, met at once or after a batch where the sizes differ."""
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return x + mask @ self.linear(x)  # (S, S) @ (B, S, C)
-
-    plain, wrapped = pair(Masked, chunk_rows=1)
-    mask = torch.ones(6, 6).tril()
-    for rows in (first_rows, 6):
-        x = torch.randn(rows, 6, 8)
-        plain.zero_grad(), wrapped.zero_grad()
-        plain(x, mask).square().mean().backward(), wrapped(x, mask).square().mean().backward()
-        close(grads(plain), grads(wrapped), 1e-5)
-
-
-def test_a_block_that_counts_its_calls_counts_each_forward_once() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.linear(x)
-
-    for model in pair(Counting, chunk_rows=2):
-        for step in (1, 2):
-            model(torch.randn(6, 4)).sum().backward()
-            assert all(float(b) == step for b in model.buffers())
-
-
 # -- autocast --------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ zero; all together in bf16, whose roundings turn the smallest gradients around.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from types import ModuleType
@@ -31,7 +30,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 import fluxtrain
-from fluxtrain.core.head.token_loss import FusedLogits
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.models.kernels import choose_kernels
 from tests.wrap_with import wrap_with
@@ -45,7 +43,6 @@ FP32, BF16 = torch.float32, torch.bfloat16
 LOSS = {FP32: (2e-5, 1e-8), BF16: (1e-2, 1e-3)}  # relative, absolute
 OF_ITS_WAY = {FP32: 0.05, BF16: 0.7}  # how far weights may be apart
 NORM = {FP32: (1e-3, 0.0), BF16: (1e-2, 0.0)}
-HEAD = {FP32: (5e-4, 1e-5), BF16: (5e-2, 5e-3)}
 STEPS, WORDS, WIDTH, ROWS, TOKENS = 6, 2048, 512, 8, 128
 # A loss hardly depends on the keys' bias, which attention takes out but for the positions.
 NEARLY_FREE = {f"model.layers.{i}.self_attn.k_proj.bias" for i in range(4)}
@@ -138,70 +135,3 @@ def apart(found: Weights, expected: Weights, before: Weights) -> float:
 
 def agree(found: Tensor, expected: Tensor, within: tuple[float, float]) -> None:
     torch.testing.assert_close(found, expected, rtol=within[0], atol=within[1])
-
-
-class Head(nn.Module):
-    """Blocks that add nothing, and a head: what reaches the inputs is the head's gradient."""
-
-    def __init__(self, *, bias: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
-        for block in self.blocks:
-            nn.init.zeros_(block[0].weight)  # type: ignore[index]
-            nn.init.zeros_(block[0].bias)  # type: ignore[index]
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def forward(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, V)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        logits: Tensor = self.head(hidden)
-        return logits
-
-
-def loss_and_gradients(
-    model: nn.Module, hidden: Tensor, target: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """The loss; the gradients of the inputs and of the head's parameters."""
-    hidden = hidden.clone().requires_grad_()
-    loss = nn.functional.cross_entropy(model(hidden).float(), target)
-    loss.backward()
-    given = [hidden.grad, *(p.grad for name, p in model.named_parameters() if "head" in name)]
-    return loss.detach().cpu(), [g.detach().float().cpu() for g in given if g is not None]
-
-
-def heads_agree(dtype: torch.dtype, *, bias: bool, device: str) -> None:
-    torch.manual_seed(0)
-    model = Head(bias=bias).to(dtype)
-    plain = copy.deepcopy(model).to(device, FP32)
-    hidden = torch.randn(ROWS * TOKENS, WIDTH, device=device, dtype=dtype)
-    target = torch.randint(0, WORDS, (len(hidden),), device=device)
-    target[::7] = -100
-    loss, gradients = loss_and_gradients(plain, hidden.to(FP32), target)
-    fluxtrain.wrap(model, device=device, cards=1, chunk_rows=len(hidden))
-    fused, found = loss_and_gradients(model, hidden, target)
-    fluxtrain.unwrap(model)
-    assert len(found) == len(gradients) == 2 + bias
-    agree(fused, loss, HEAD[dtype])
-    for one, other in zip(found, gradients, strict=True):
-        agree(one, other, HEAD[dtype])
-        assert float((one - other).norm() / other.norm()) < HEAD[dtype][0]  # they are small
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_the_fused_loss_of_a_head_follows_torchs_cross_entropy_in_fp32(
-    dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks = []
-    compute = FusedLogits.compute
-
-    def noted(self: FusedLogits, *given: Any, **how: Any) -> Tensor | None:
-        chunks.append(self.tokens)
-        return compute(self, *given, **how)
-
-    monkeypatch.setattr(FusedLogits, "compute", noted)
-    heads_agree(dtype, bias=bias, device="cuda")
-    assert chunks  # by the kernel

@@ -118,45 +118,6 @@ def test_every_placement_trains_to_the_same_bits(
         assert all(torch.equal(weights[n], w) for n, w in reference_weights.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradients_equal_those_of_a_model_that_lives_on_the_gpu(dtype: torch.dtype) -> None:
-    gradients = {}
-    for offload in ("none", "weights"):
-        model = wrap_with(
-            build("llama", dtype),
-            device="cuda",
-            offload=offload,
-            chunk_rows=4,
-            device_groups=0,
-            resident_blocks=0,
-        )
-        ids = torch.arange(8 * 64).reshape(8, 64) % 1024
-        model(input_ids=ids, labels=ids).loss.backward()
-        gradients[offload] = {n: p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
-    for name, gradient in gradients["none"].items():
-        assert torch.equal(gradient, gradients["weights"][name]), name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_blocks_that_live_on_the_gpu_train_to_the_same_bits(dtype: torch.dtype) -> None:
-    """The device kernel rounds as the host kernels do, so where a block lives changes nothing."""
-    results = []
-    for device_groups in (0, 3, 99):
-        model = wrap_with(
-            build("tied", dtype),
-            device="cuda",
-            offload="weights",
-            device_groups=device_groups,
-            resident_blocks=0,
-            chunk_rows=4,
-            overlap=True,
-        )
-        results.append(train(model, steps=6))
-    for losses, weights in results[1:]:
-        assert losses == results[0][0]
-        assert all(torch.equal(weights[n], w) for n, w in results[0][1].items())
-
-
 def test_a_users_loop_follows_the_plain_model_on_the_gpu() -> None:
     plain = build("llama", torch.float32).cuda()
     wrapped = wrap_with(

@@ -7,13 +7,12 @@ import os
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from fluxtrain import _native
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.events.answers.machine import Gpu, GpuProcess, ProbeAnswer, Rate, rate_value_text
+from fluxtrain.events.answers.machine import Gpu, GpuProcess, Rate
 from fluxtrain.machine.gpu import Gpus
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.probe import disk_rate
@@ -22,12 +21,10 @@ from fluxtrain.measure.probe.adamw_rate import PARAMETER_BYTES, PARAMETERS, adam
 from fluxtrain.measure.probe.bandwidth import BUS_RATES
 from fluxtrain.measure.probe.disk_rate import disk_rates
 from fluxtrain.measure.probe.probe import probe, sustained_threads
-from fluxtrain.measure.probe.rate import TOO_LITTLE
 from fluxtrain.measure.probe.table import (
     age_text,
     machine_rows,
     probe_rows,
-    probe_text,
 )
 from fluxtrain.units import GIB, MIB
 
@@ -95,18 +92,6 @@ def test_rates_taken_beside_other_programs_say_so_and_are_taken_again_when_those
     assert len(counted) == 10
     assert "other programs" not in age_text(again)
     assert probe(tmp_path).from_cache
-
-
-@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"format":99}'])
-def test_a_damaged_cache_is_measured_anew(
-    counted: list[str], tmp_path: Path, damage: bytes
-) -> None:
-    probe(tmp_path)
-    (kept,) = (tmp_path / "cache" / "fluxtrain").iterdir()
-    kept.write_bytes(damage)
-    assert not probe(tmp_path).from_cache
-    assert probe(tmp_path).from_cache
-    assert len(counted) == 10
 
 
 @pytest.mark.parametrize(("age_days", "is_used"), [(6, True), (8, False), (-1, False)])
@@ -202,21 +187,6 @@ def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "per_s", "text"),
-    [
-        ("gpu_matmul", 744e12, "744 TFLOP/s"),
-        ("cpu_matmul", 52.4e9, "52.4 GFLOP/s"),
-        ("adamw", 4.5e9, "4.50 B param/s"),
-        ("adamw_8bit", 7e9, "7.00 B param/s"),
-        ("h2d_pinned", 55e9, "55.0 GB/s"),
-        ("h2d_pinned", None, "-"),
-    ],
-)
-def test_each_rate_has_the_unit_it_is_rated_in(name: str, per_s: float | None, text: str) -> None:
-    assert rate_value_text(name, per_s) == text
-
-
-@pytest.mark.parametrize(
     ("quota", "wished", "threads"),
     [(None, None, None), (None, 1, None), (2.5, None, 2), (2.5, 1, 1), (2.5, 8, 2)],
 )
@@ -244,27 +214,6 @@ def test_a_native_library_that_does_not_load_is_told_and_not_the_memory_that_wai
     monkeypatch.setattr(_native, "kernel", broken)
     with pytest.raises(FluxTrainError, match="run `make native`"):
         adamw_rate(parameters=2 << 20, limit_s=0.2)
-
-
-def test_the_native_adamw_takes_an_eighth_of_the_memory_at_most() -> None:
-    rate = adamw_rate(8 * 14 * (3 << 20), limit_s=0.1)
-    assert rate.how.startswith("3 M parameters")
-    assert adamw_rate(MIB) == TOO_LITTLE
-
-
-def test_the_two_forms_say_the_same(counted: list[str], tmp_path: Path) -> None:
-    found = probe(tmp_path)
-    told = msgspec.to_builtins(found)
-    assert told["rates"]["host_copy"] == {"per_s": 71e9, "how": "copy timed"}
-    assert told["machine"]["cores"] == found.machine.cores
-    text = probe_text(found)
-    assert "71.0 GB/s  copy timed" in text
-    assert "1.5 TFLOP/s" in text
-    assert "too small" in text
-    assert "none here" in text
-    assert "measured now" in text
-    assert "ago" in probe_text(probe(tmp_path))
-    assert isinstance(found, ProbeAnswer) and counted
 
 
 def test_a_disk_is_measured_with_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
