@@ -21,8 +21,6 @@ from fluxtrain.machine.fresh_memory import fresh, give_back, keep_from_forks, to
 
 ALIGNMENT_BYTES = 128
 
-MapMemory = Callable[[int], mmap.mmap]  # maps as many bytes, which may be shared or a file's
-
 
 def aligned(count_bytes: int) -> int:
     """Round up to the alignment that vector instructions and copies want."""
@@ -32,11 +30,8 @@ def aligned(count_bytes: int) -> int:
 class HostArena:
     """One mapping of `size_bytes`, handed out as tensors that own their storage.
 
-    By default it is private to this process and zero-filled. `maps` gives another one, such as a
-    memfd that processes share: its content stays, so it must be zero where zeros are expected.
-
-    Each tensor's storage spans just its own range: libraries that look for shared storages
-    (safetensors) see separate tensors.
+    It is private to this process and zero-filled. Each tensor's storage spans just its own range:
+    libraries that look for shared storages (safetensors) see separate tensors.
 
     A forked child can read an arena if it is not locked and made `for_forks`, as it was at the
     fork; it can read no other arena.
@@ -47,18 +42,15 @@ class HostArena:
 
     under_way: dict[Hashable, Callable[[], None]]  # by stream or range: waits for its newest copy
 
-    def __init__(
-        self, size_bytes: int, *, pin: bool, for_forks: bool = False, maps: MapMemory = fresh
-    ) -> None:
+    def __init__(self, size_bytes: int, *, pin: bool, for_forks: bool = False) -> None:
         self.size_bytes, self.under_way = size_bytes, {}
-        self._is_own = maps is fresh
-        self._map = maps(max(size_bytes, mmap.PAGESIZE))
-        touches = pin and self._is_own and page_locks.LOCKS.may_lock
+        self._map = fresh(max(size_bytes, mmap.PAGESIZE))
+        touches = pin and page_locks.LOCKS.may_lock
         touched = touches and touch(self._map)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes, self)
         self.pinned_bytes = size_bytes if locked else 0
-        if self._is_own and (locked or not for_forks):
+        if locked or not for_forks:
             keep_from_forks(self._map)
         if touched and not locked:
             give_back(self._map)
@@ -69,8 +61,8 @@ class HostArena:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes)
 
     def forget(self) -> None:
-        """Free the pages of a private arena that is not locked; it is zero again."""
-        assert self._is_own and not self.pinned_bytes
+        """Free the pages of an arena that is not locked; it is zero again."""
+        assert not self.pinned_bytes
         give_back(self._map)
 
     def __del__(self) -> None:

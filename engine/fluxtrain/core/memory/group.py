@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from fluxtrain.core.device.arena import MapMemory
 from fluxtrain.core.device.worker import Job
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.group_memory import GroupMemory
 from fluxtrain.core.memory.packed import KeptWeights
 from fluxtrain.core.memory.segment import MASTERS, Member
-from fluxtrain.machine.fresh_memory import fresh
 from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
 from fluxtrain.plan.states import StateFormat, StorageFormat
 
@@ -87,12 +85,11 @@ class Group(GroupLayout):
         pin: bool,
         kept: KeptWeights | None = None,
         drops: bool = False,
-        maps: MapMemory = fresh,
     ) -> None:
         """Fix the layout, and move the weights into memory where `placement` has them; see
         `GroupMemory` and its `take_weights`."""
         self.lay_out()
-        self.memory = GroupMemory(self, placement, device, pin=pin, maps=maps)
+        self.memory = GroupMemory(self, placement, device, pin=pin)
         self.memory.take_weights(kept=kept, drops=drops)
 
     @property

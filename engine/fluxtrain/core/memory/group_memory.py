@@ -9,13 +9,12 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.core.device.arena import HostArena, MapMemory, aligned, device_flat, own_storage_view
+from fluxtrain.core.device.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.mapped import drop
 from fluxtrain.core.memory.packed import KeptWeights, pack_segment, placeholder
 from fluxtrain.core.memory.segment import MASTERS, SCALES, Member, Segment
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.machine.fresh_memory import fresh
 from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind
 from fluxtrain.units import bytes_text
 
@@ -46,7 +45,6 @@ class GroupMemory:
     """A group's memory by kind, on the tiers of `placement`.
 
     pin: lock the host's weights and gradients in memory, for a GPU that copies from and to them.
-    maps: gives the host's memory (see `HostArena`).
     """
 
     def __init__(
@@ -56,14 +54,13 @@ class GroupMemory:
         device: torch.device,
         *,
         pin: bool,
-        maps: MapMemory = fresh,
     ) -> None:
         self.placement, self.pin = placement, pin
         self.flat_weights: Tensor | None = None  # (weight_bytes,) uint8, where the weights live
         self.views: list[Tensor] = []  # of the weights there, by member index
         self._name, self._members, self._segments = layout.name, layout.members, layout.segments
         self._weight_bytes = layout.weight_bytes
-        self._device, self._maps = device, maps
+        self._device = device
         self._arenas: dict[Kind, list[HostArena]] = {kind: [] for kind in KINDS}
 
     @property
@@ -85,7 +82,7 @@ class GroupMemory:
             views = [flat[o : o + n * t.itemsize].view(t) for t, n, o in spans]
             return flat, views
         pin = self.pin and kind != "state"
-        arena = HostArena(size_bytes, pin=pin, for_forks=kind == "weights", maps=self._maps)
+        arena = HostArena(size_bytes, pin=pin, for_forks=kind == "weights")
         self._arenas[kind].append(arena)
         return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
             arena.tensor(t, n, o) for t, n, o in spans
