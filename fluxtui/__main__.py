@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.commands.importing import Importing
 
 
 def main() -> int:
     """Read the command, then run it; returns its exit code."""
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtui.launch import main as command
     return command()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.commands.importing import Importing
 from fluxtrain.files.parent import end_with_parent
 
 
 def main() -> None:
     """Read the command, then run it; it ends the process."""
     end_with_parent()
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.cli import main as command
     try:
         command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import shlex
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from typer.main import get_command
 import fluxtrain
 from fluxtrain.commands import init_cli, options, result_cli, serve_cli
 from fluxtrain.commands.completion import completes
-from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.commands.importing import Importing
 from fluxtrain.commands.options import (
     Config,
     Debug,
@@ -100,6 +99,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
     from fluxtrain.events.trace.export import check_trace_path, traced
+    from fluxtrain.models.model_files import read_ahead
     from fluxtrain.train.checkpoint.recovery import find, new_run, resumed_config, truly_told
 
     if trace is not None:
@@ -114,9 +114,10 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         if not found.resumes:
             raise BadInput(f"{found.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = resumed_config(found.run_dir, overrides)
-    with ImmediateInterrupts():  # packages turn an interrupt of their import into other errors
+    if chosen.method.name != "qlora":  # whose packed weights may be kept
+        read_ahead(chosen.model.path)
+    with Importing():
         from fluxtrain.train.run import train as train_run
-    gc.freeze()  # packages stay with the process: 0.2 s less each time the collector is asked
 
     def opened(run_dir: Path) -> None:
         if not json and live_fd is None:
@@ -166,7 +167,7 @@ def plan(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
 ) -> None:
     """Show what a run would do and need, and how long it takes."""
     chosen = _named_config("plan", config, demo, overrides_of(sets, steps, device))
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands.preview import preview, table
         from fluxtrain.plan.machine_file import read_machine_file
 
@@ -193,7 +194,7 @@ def inspect(
     Samples, which tokens are trained on, and lengths.
     """
     chosen = _named_config("inspect", config, demo, overrides_of(sets, None, None))
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands import inspection
 
     found = inspection.inspect(chosen, whole)
@@ -217,7 +218,7 @@ def dry_run(
     Shows what the plan predicts beside what was measured.
     """
     chosen = _named_config("try", config, demo, overrides_of(sets, None, device))
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands import dry_run as trial
 
     found = trial.dry_run(chosen)
@@ -252,7 +253,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
 
     Nothing is written if a check fails.
     """
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands.pages import export_page
         from fluxtrain.results.adapter.chosen_base import ExportRequest
 
@@ -308,7 +309,7 @@ def doctor(
     Lists what to change and all versions as well. Ends with exit code 0 when all self-tests pass,
     with 1 when one fails.
     """
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands.doctor.examine import examine
         from fluxtrain.commands.doctor.screen import screen
     from fluxtrain.events.run_folder.run_dir import runs_root
@@ -430,6 +431,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if "torch" not in sys.modules:  # else a program calls this, and torch has read them already
         before_torch.share_cores()
         before_torch.let_segments_grow()
+        before_torch.keep_compiled()
     given = sys.argv[1:] if arguments is None else arguments
     try:
         ended = get_command(app)(

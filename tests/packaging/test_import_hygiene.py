@@ -56,7 +56,7 @@ def test_a_command_looks_after_ctrl_c_before_python_has_read_much() -> None:
         text=True,
     )  # fmt: skip
     brought = set(finished.stdout.split())
-    assert "fluxtrain.commands.interrupts" in brought
+    assert "fluxtrain.commands.importing" in brought
     assert not brought & {"typing", "enum", "re", "signal"}
 
 

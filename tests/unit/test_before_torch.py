@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -22,6 +24,8 @@ from fluxtrain.machine.before_torch import (
     share_cores,
 )
 from fluxtrain.units import GIB, MIB
+
+ENGINE = Path(__file__).parents[2] / "engine"
 
 
 @pytest.fixture
@@ -132,3 +136,26 @@ def test_beside_a_gpu_nothing_of_threads_is_set(node: str, tmp_path: Path) -> No
     environment: dict[str, str] = {}
     share_cores(environment, tmp_path)
     assert environment == {}
+
+
+@pytest.mark.parametrize("state", ["uncompiled", "compiled", "copied"])
+def test_compiled_modules_are_kept_where_python_would_compile_them_at_each_start(
+    tmp_path: Path, state: str
+) -> None:
+    package = tmp_path / "site" / "torch"
+    package.mkdir(parents=True)
+    source = package / "__init__.py"
+    source.touch()
+    if state != "uncompiled":
+        py_compile.compile(str(source))
+    if state == "copied":  # by a tool that gives files the time of their copy
+        os.utime(source, (0, 0))
+    code = "from fluxtrain.machine.before_torch import keep_compiled as keep; keep(); import torch"
+    paths = os.pathsep.join([str(package.parent), str(ENGINE)])
+    environment = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment, "PYTHONPATH": paths},
+        check=True,
+    )  # fmt: skip
+    kept = list((tmp_path / "cache").rglob("torch/*.pyc"))
+    assert len(kept) == (state != "compiled")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.commands.importing import Importing
 from fluxtrain.errors import EXIT_INTERRUPTED
 from fluxtrain.events.run_folder.run_dir import RunDir
 from tests.engine import forked
@@ -108,11 +110,19 @@ def test_an_interrupt_is_told_as_such_whatever_packages_make_of_it(
 def test_what_is_started_to_ignore_an_interrupt_ignores_it(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with ImmediateInterrupts():
+        with Importing():
             os.kill(os.getpid(), signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_packages_that_nothing_here_uses_are_not_found_while_others_are_imported() -> None:
+    hidden = [name for name in ("sklearn", "scipy") if name not in sys.modules]
+    with Importing():
+        assert not gc.isenabled()
+        assert all(importlib.util.find_spec(name) is None for name in hidden)
+    assert gc.isenabled() and not set(hidden) & set(sys.modules)
 
 
 STOPPED_AT = """

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fluxtrain.commands import options
-from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.commands.importing import Importing
 from fluxtrain.commands.output import complain, print_json, say, silent
 from fluxtrain.errors import BadInput, Disagrees
 
@@ -35,7 +35,7 @@ def init(
 
     Asks nothing, overwrites nothing, fetches nothing. What a run could not use is refused.
     """
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands.starter import write_starter
         from fluxtrain.events.printable import printable
 
@@ -64,7 +64,7 @@ def verify_resume(
     chosen = options.chosen_config(config, demo, options.overrides_of(sets, None, device))
     if chosen is None:
         raise BadInput("nothing to verify: name a CONFIG.yaml, or use --demo")
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands.verify_resume import page
         from fluxtrain.commands.verify_resume import verify_resume as verify
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from fluxtrain.commands import options
-from fluxtrain.commands.interrupts import ImmediateInterrupts
+from fluxtrain.commands.importing import Importing
 from fluxtrain.commands.output import complain, print_json, say, silent
 from fluxtrain.errors import BadInput
 
@@ -42,7 +42,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     from fluxtrain.results.naming import refuse_missing
 
     refuse_missing(model)
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands.pages import evaluation_page
         from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
         from fluxtrain.results.model_request import ModelRequest
@@ -95,7 +95,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     refuse_missing(model)
     if prompts is not None and not prompts.expanduser().exists():
         raise BadInput(f"{prompts} does not exist: check --prompts")
-    with ImmediateInterrupts():
+    with Importing():
         from fluxtrain.commands import generation
         from fluxtrain.models.generate.sampling import Sampling
         from fluxtrain.results.model_request import ModelRequest

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import struct
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.files.opening import read_plain, refuse_foreign
 from fluxtrain.units import bytes_text
 
@@ -71,6 +73,28 @@ def is_local(path: str) -> bool:
         return True
     first, slash, _ = path.partition("/")
     return path.lower().endswith(_WEIGHT_SUFFIXES) or (bool(slash) and Path(first).is_dir())
+
+
+def read_ahead(path: str) -> None:
+    """Let the system read the weights of a local model folder into its memory while packages are
+    imported: weights are mapped, and pages that are read only when they are needed come slowly.
+
+    Nothing is read where they take more than half of the available memory, which the run needs.
+    """
+
+    def read() -> None:
+        import psutil
+
+        try:
+            files = _weight_files(Path(path).expanduser())[0]
+            size = sum(file.stat().st_size for file in files)
+            for file in files if size < psutil.virtual_memory().available // 2 else ():
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        except (OSError, FluxTrainError):
+            return  # loading the model tells what is wrong with its files
+
+    threading.Thread(target=read, name="read-ahead", daemon=True).start()
 
 
 def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFiles:
