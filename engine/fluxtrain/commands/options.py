@@ -199,6 +199,10 @@ Temperature = Annotated[
 TopP = Annotated[
     float | None, typer.Option("--top-p", help="choose among tokens of so much probability")
 ]
+Slots = Annotated[
+    int, typer.Option("--slots", help="with --json: adapters that can be mounted at once")
+]
+SlotRank = Annotated[int, typer.Option("--slot-rank", help="the largest rank of these")]
 DrawSeed = Annotated[int | None, typer.Option("--seed", help="draw the same tokens each time")]
 SystemWords = Annotated[str, typer.Option("--system", help="begin conversations with this")]
 Plain = Annotated[bool, typer.Option("--plain", help="continue text, without the chat template")]

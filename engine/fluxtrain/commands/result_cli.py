@@ -82,6 +82,8 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
     cards: options.UsedCards = None,
     offload: options.Offload = "auto",
     budget_gib: options.Budget = None,
+    slots: options.Slots = 0,
+    slot_rank: options.SlotRank = 64,
     trust: options.Trust = False,
     json: options.JsonLines = False,
     debug: options.Debug = False,
@@ -104,7 +106,7 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
         model=ModelRequest(
             named=model, step=step, base=base, other_base=other_base, packed=packed, dtype=dtype,
             device=device, cards=cards, offload=offload, budget_gib=budget_gib,
-            trust_remote_code=trust,
+            trust_remote_code=trust, slots=slots, slot_rank=slot_rank,
         ),
         sampling=Sampling(
             max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,13 @@ from fluxtrain.machine.machine import read_machine
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.models.generate.sampling import Sampling, stops
 from fluxtrain.models.generate.writing import Written, room_for, write
+from fluxtrain.models.loading import tokenizer_of_folder
+from fluxtrain.models.model_files import TOKENIZER_FILES
 from fluxtrain.plan.facts import activation_estimate
-from fluxtrain.results.opened import OpenedModel
+from fluxtrain.results.opened import OpenedModel, generation_settings
+
+if TYPE_CHECKING:  # peft is read where there are adapters
+    from fluxtrain.results.adapter.slots import Slots
 
 MOST_ROWS = 64  # beyond them a pass is bound by computing, also on a GPU that streams
 FIRST_TOKENS = 8
@@ -137,6 +143,7 @@ class GenerationSession:
             placed=opened.placed,
             pass_s=self.measured.pass_s,
             max_new_tokens=self.sampling.max_new_tokens,
+            **({} if opened.slots is None else opened.slots.facts()),
         )
 
     def answer(
@@ -149,6 +156,26 @@ class GenerationSession:
         """Write one answer, told as it comes. Raises BadInput for what cannot be answered."""
         tokens = self.prompting.tokens(prompt)
         return write(self.opened, [tokens], sampling, heard, stopped)[0]
+
+    def mount(
+        self, slots: Slots, name: str, folder: Path, busy: Collection[str | None]
+    ) -> GenerationSession:
+        """Put an adapter into a slot; return the session that answers with it.
+
+        Raises BadInput as `adapter_to_mount` and `Slots.mount`.
+        """
+        from fluxtrain.results.adapter.slots import adapter_to_mount
+
+        opened = self.opened
+        loaded = opened.loaded
+        source = adapter_to_mount(folder, loaded.base_key, opened.storage, loaded.precision.dtype)
+        slots.mount(name, source, busy)
+        tokenizer = opened.tokenizer
+        if any((folder / file).is_file() for file in TOKENIZER_FILES):
+            tokenizer = tokenizer_of_folder(folder, False)
+        settings = generation_settings(folder)
+        voice = replace(opened, tokenizer=tokenizer, generation=settings, name=name)
+        return replace(self, opened=voice, prompting=Prompting(voice))
 
 
 class Batches:

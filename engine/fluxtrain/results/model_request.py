@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
 from fluxtrain.events.run_folder.run_dir import RunDir, find_run
+from fluxtrain.plan.states import PACKED_FORMATS, StorageFormat
 from fluxtrain.results.adapter.chosen_base import UseRequest, refuse_unknown
 from fluxtrain.results.from_checkpoint import RunCheckpoint, find_checkpoint
 from fluxtrain.results.naming import is_run, refuse_missing
@@ -30,6 +31,14 @@ class ModelRequest(UseRequest):
     cards: str | None = None  # how many GPUs, or their numbers such as 0,2; None: by need
     offload: str = "auto"
     budget_gib: float | None = None
+    slots: int = 0  # for adapters that are mounted while it answers
+    slot_rank: int = 64
+
+    @property
+    def slot_storage(self) -> StorageFormat:
+        """How the frozen weights of a base with slots are stored."""
+        found: StorageFormat = next((one for one in PACKED_FORMATS if one == self.packed), "plain")
+        return found if self.slots else "plain"
 
     def check_values(self) -> None:
         """Raise BadInput for a value that is not known."""
@@ -37,6 +46,10 @@ class ModelRequest(UseRequest):
         super().check_values()
         refuse_unknown("--offload", self.offload, ("auto", "none", "weights", "max"))
         _ = self.wished_cards
+        if self.slots < 0 or self.slot_rank < 1:
+            raise BadInput(
+                f"--slots is {self.slots} and --slot-rank {self.slot_rank}: use at least 0 and 1"
+            )
         if self.budget_gib is not None and not self.budget_gib > 0:
             raise BadInput(f"--budget-gib is {self.budget_gib}: use more than 0, or leave it out")
 

@@ -37,6 +37,7 @@ from fluxtrain.train.placing.placing import capacity_of, packed_cache
 from fluxtrain.units import GIB, bytes_text
 
 if TYPE_CHECKING:  # peft is imported where there are adapters
+    from fluxtrain.results.adapter.slots import Slots
     from fluxtrain.results.adapter.source import AdapterSource
 
 Tell = Callable[[str], None]
@@ -54,6 +55,14 @@ class OpenedModel:
     name: str
     base: str | None  # of an adapter
     placed: str  # where its bytes are, in words
+    storage: StorageFormat = "plain"
+    slots: Slots | None = None  # for adapters
+    generation: GenerationConfig | None = None  # of an adapter in a slot
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """The settings that answers have where nothing is asked for."""
+        return self.generation or self.model.generation_config
 
     @property
     def device(self) -> torch.device:
@@ -86,9 +95,15 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
             loaded = _beside_adapter(request, base, adapter, devices)
         else:
             tell(f"reading {found.path}")
-            fits = partial(refuse_before_loading, request, devices, "plain", found.path)
+
+            def fits(empty: PreTrainedModel, copied: Copied) -> None:
+                _slots(request, empty)  # they take memory, too
+                storage = request.slot_storage
+                refuse_before_loading(request, devices, storage, found.path, empty, copied)
+
             loaded = _loaded(request, found, device, fits)
-        storage: StorageFormat = base.storage if base else "plain"
+        storage: StorageFormat = base.storage if base else request.slot_storage
+        slots = _slots(request, loaded.model)
         loaded.model.train(False)
         _leave_router_losses_out(loaded.model)
         for parameter in loaded.model.parameters():
@@ -104,6 +119,8 @@ def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
         name=found.name,
         base=base.name if base else None,
         placed=placed,
+        storage=storage,
+        slots=slots,
     )
 
 
@@ -122,7 +139,17 @@ def _loaded(
         trust_remote_code=request.trust_remote_code,
         capability=_capability(device),
     )
-    return load_model(source, fits)
+    packs = request.slot_storage != "plain"
+    return load_model(source, fits, packed_elements=states.LEAST_PACKED if packs else None)
+
+
+def _slots(request: ModelRequest, model: PreTrainedModel) -> Slots | None:
+    """Make the slots that are asked for, before the model is wrapped."""
+    if not request.slots:
+        return None
+    from fluxtrain.results.adapter.slots import Slots
+
+    return Slots.make(model, request.slots, request.slot_rank)
 
 
 def _capability(device: torch.device) -> Capability | None:

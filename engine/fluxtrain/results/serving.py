@@ -6,90 +6,236 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
 
 import msgspec
+import torch
 
 from fluxtrain.errors import BadInput
-from fluxtrain.events.answers.generation import Ask, Event, Refused, Stop, Text, read_request
+from fluxtrain.events.answers.generation import (
+    Ask,
+    Event,
+    Mount,
+    Mounted,
+    Refused,
+    Stop,
+    Text,
+    Unmount,
+    read_request,
+)
+from fluxtrain.models.generate.batch import Batch, Row
 from fluxtrain.models.generate.prompts import UserPrompt
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.results.generation_session import GenerationSession, answered
+from fluxtrain.models.generate.writing import write
+from fluxtrain.results.generation_session import (
+    MOST_ROWS,
+    GenerationSession,
+    answered,
+    rows_that_fit,
+)
 
 Send = Callable[[Event], None]
+Line = Ask | Stop | Mount | Unmount | Refused | None  # None: the input has ended
 
 
 class Stopping:
-    """Whether the answer that is being written shall stop; asked by a thread or a signal handler.
-
-    An ask that came before a stop is stopped by it, whether its answer was begun or not.
-    """
+    """Counts the times that somebody asked to stop, as by a signal."""
 
     def __init__(self) -> None:
-        self.count = 0  # of the stops so far
+        self.count = 0
         self._begun_at = 0
 
     def ask(self) -> None:
-        """Stop the answer, and those that wait."""
+        """Stop the answers, and those that wait."""
         self.count += 1
 
     def asked(self) -> bool:
         """Was it asked for since the answer was asked for?"""
         return self.count > self._begun_at
 
-    def begin(self, count: int | None = None) -> None:
-        """Begin an answer that was asked for after `count` stops; None: just now."""
-        self._begun_at = self.count if count is None else count
+    def begin(self) -> None:
+        """Begin an answer, which earlier stops do not concern."""
+        self._begun_at = self.count
 
 
 def serve(
     session: GenerationSession, lines: Iterable[bytes], send: Send, stopping: Stopping
 ) -> None:
-    """Answer the asks of `lines` in their order until they end.
+    """Answer the asks of `lines` until they end, as many at once as there is memory for.
 
-    A thread reads them, so that a stop is heard while an answer is written; asks wait meanwhile.
+    A thread reads them, so that asks, stops and mounts are heard between two passes.
     """
-    asks: queue.SimpleQueue[tuple[Ask | Refused | None, int]] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[Line] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines, heard.put), name="asks", daemon=True).start()
+    has_ended = False
 
-    def read() -> None:
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
-                request = read_request(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-                message = f"a line of the input is no request: {why}"
-                asks.put((Refused(id="", message=message), 0))
-                continue
-            if isinstance(request, Stop):
-                stopping.ask()
-            else:
-                asks.put((request, stopping.count))
-        asks.put((None, 0))
+    def hear() -> None:
+        """Take what has come; where nothing is to be done, wait for it."""
+        nonlocal has_ended
+        while not has_ended and not (answering.is_busy and heard.empty()):
+            line = heard.get()
+            has_ended = line is None
+            if line is not None:
+                answering.take(line)
+        if stopping.asked():
+            stopping.begin()
+            answering.stop("")
 
-    threading.Thread(target=read, name="asks", daemon=True).start()
-    while True:
-        asked, stops = asks.get()
-        if asked is None:
-            return
-        if isinstance(asked, Refused):
-            send(asked)
+    answering = _Answering(session, send, hear)
+    while not has_ended or answering.is_busy:
+        hear()
+        answering.go_on()
+
+
+def _read(lines: Iterable[bytes], put: Callable[[Line], None]) -> None:
+    for line in lines:
+        if not line.strip():
             continue
-        stopping.begin(stops)
         try:
-            _answer(session, asked, send, stopping)
+            put(read_request(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+            put(Refused(id="", message=f"a line of the input is no request: {why}"))
+    put(None)
+
+
+class _Answering:
+    """The rows that are written now, those that wait for room, and the adapters in slots."""
+
+    def __init__(self, session: GenerationSession, send: Send, hear: Callable[[], None]) -> None:
+        self._session, self._send, self._hear = session, send, hear
+        self._voices: dict[str, GenerationSession] = {}  # by adapter
+        self._batch = Batch(session.opened, self._before_pass)
+        self._waiting: list[Row] = []
+        self._alone: Row | None = None  # is written by itself
+        self._most: int | None = None  # rows at once, where memory has run out
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether an answer is under way."""
+        return bool(self._batch.rows or self._waiting or self._alone)
+
+    def take(self, line: Ask | Stop | Mount | Unmount | Refused) -> None:
+        """Do what a line asks for."""
+        try:
+            if isinstance(line, Ask):
+                self._waiting.append(self._row(line))
+            elif isinstance(line, Stop):
+                self.stop(line.id)
+            elif isinstance(line, Mount | Unmount):
+                self._change_slots(line)
+            else:
+                self._send(line)
         except BadInput as error:
-            send(Refused(id=asked.id, message=str(error)))
+            name = line.id if isinstance(line, Ask) else getattr(line, "name", "")
+            self._send(Refused(id=name, message=str(error)))
 
+    def stop(self, name: str) -> None:
+        """End one answer with what there is of it, or all ("")."""
+        for row in (*self._batch.rows, *self._waiting, *filter(None, [self._alone])):
+            if name in ("", row.id):
+                row.ended = "stopped"
+        self._end()
 
-def _answer(session: GenerationSession, asked: Ask, send: Send, stopping: Stopping) -> None:
-    written = session.answer(
-        _prompt(asked),
-        _sampling(asked, session.sampling),
-        lambda text: send(Text(id=asked.id, text=text)),
-        stopping.asked,
-    )
-    send(answered(asked.id, written))
+    def go_on(self) -> None:
+        """Let waiting rows in, and compute one more token of every row."""
+        if self._waiting and not self._batch.is_possible:
+            self._write_alone(self._waiting.pop(0))
+            return
+        try:
+            if self._batch.rows:
+                self._batch.step()
+                self._end()
+            if self._waiting and (room := self._room()) > 0:
+                self._batch.join(self._waiting[:room])
+                self._waiting = self._waiting[room:]
+                self._end()
+        except torch.OutOfMemoryError:
+            self._with_fewer_rows()
+
+    def _end(self) -> None:
+        """Tell the answers that are whole, and let their rows leave."""
+        ended = [row for row in (*self._batch.rows, *self._waiting) if row.ended is not None]
+        self._batch.leave([row for row in ended if row in self._batch.rows])
+        self._waiting = [row for row in self._waiting if row.ended is None]
+        for row in ended:
+            written = row.written()  # sends the last text
+            self._send(answered(row.id, written))
+
+    def _room(self) -> int:
+        """Return how many of the waiting rows may join now."""
+        longest = max(len(row.ids) for row in self._waiting)
+        most = max(row.most for row in self._waiting)
+        fitting = rows_that_fit(self._session.opened, self._session.measured, longest, most)
+        limit = MOST_ROWS if self._most is None else self._most
+        return min(fitting, limit - len(self._batch.rows))
+
+    def _write_alone(self, row: Row) -> None:
+        """Write a whole answer, of a model whose kind of cache rows cannot join."""
+        self._alone = row
+
+        def stopped() -> bool:
+            self._hear()
+            return row.ended is not None
+
+        self._before_pass([row])
+        try:
+            written = write(row.voice, [row.ids], row.sampling, row.until.add, stopped)[0]
+            row.until.end()
+            written = replace(written, text=row.until.text)
+            self._send(answered(row.id, written))
+        except BadInput as error:
+            self._send(Refused(id=row.id, message=str(error)))
+        self._alone = None
+
+    def _with_fewer_rows(self) -> None:
+        """Let half of the rows wait, with what they have written; memory ran out."""
+        rows = self._batch.rows
+        if len(rows) == 1 or (not rows and self._most == 1):
+            row = rows[0] if rows else self._waiting.pop(0)
+            self._batch.leave([row])
+            told = "it has no room in the device's memory: shorten prompt or answer"
+            self._send(Refused(id=row.id, message=told))
+            return
+        self._most = max(1, (len(rows) or len(self._waiting)) // 2)
+        gone = rows[self._most :]
+        self._batch.leave(gone)
+        self._waiting = [*gone, *self._waiting]
+
+    def _row(self, asked: Ask) -> Row:
+        session = self._session
+        if asked.adapter is not None:
+            slots = session.opened.slots
+            if slots is None or asked.adapter not in slots.filled:
+                raise BadInput(f"the adapter {asked.adapter} is not mounted: mount it first")
+            session = self._voices[asked.adapter]
+        return Row.of(
+            asked.id,
+            session.opened,
+            session.prompting.tokens(_prompt(asked)),
+            _sampling(asked, self._session.sampling),
+            lambda text: self._send(Text(id=asked.id, text=text)),
+            asked.adapter,
+        )
+
+    def _before_pass(self, rows: list[Row]) -> None:
+        if self._session.opened.slots is not None:
+            self._session.opened.slots.use([row.adapter for row in rows])
+
+    def _change_slots(self, line: Mount | Unmount) -> None:
+        slots, started_s = self._session.opened.slots, perf_counter()
+        if slots is None:
+            raise BadInput("there are no slots for adapters: start with --slots")
+        busy = {row.adapter for row in (*self._batch.rows, *self._waiting)}
+        if isinstance(line, Unmount):
+            slots.unmount(line.name, busy)
+        elif line.name in slots.filled:
+            slots.touch(line.name)
+        else:
+            self._voices[line.name] = self._session.mount(slots, line.name, Path(line.path), busy)
+        told = tuple(slots.filled)
+        self._send(Mounted(name=line.name, mounted=told, seconds=perf_counter() - started_s))
 
 
 def _prompt(asked: Ask) -> UserPrompt:
@@ -102,7 +248,7 @@ def _prompt(asked: Ask) -> UserPrompt:
 def _sampling(asked: Ask, usual: Sampling) -> Sampling:
     given = {
         name: value
-        for name in ("max_new_tokens", "temperature", "top_p", "seed")
+        for name in ("max_new_tokens", "temperature", "top_p", "seed", "stop")
         if (value := getattr(asked, name)) is not None
     }
     return replace(usual, **given)

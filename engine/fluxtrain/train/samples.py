@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.config.section import SampleSettings
 from fluxtrain.errors import BadInput, is_panic
@@ -43,6 +43,11 @@ class TrainedModel:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return its tokenizer."""
         return self.loaded.tokenizer
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """Return the settings of its answers."""
+        return self.model.generation_config
 
     @property
     def name(self) -> str:

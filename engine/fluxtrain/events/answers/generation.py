@@ -1,9 +1,10 @@
 """The lines of `fluxtrain generate --json`: a JSON object each, told apart by `kind`.
 
-It reads an `ask` or a `stop` a line from standard input, and answers in order. First it writes
+It reads an `ask` or a `stop` a line from standard input, and answers many at once. First it writes
 `progress` and `ready`; then for every ask some `text` and one `answer`, or a `refused`. It leaves
-when its input ends and all is answered. With `--prompts FILE` it reads no input: `ready`, one
-`expected`, and an `answer` for each prompt.
+when its input ends and all is answered. Started with `--slots N` it also reads `mount` and
+`unmount`, and an ask may name an adapter that is mounted. With `--prompts FILE` it reads no input:
+`ready`, one `expected`, and an `answer` for each prompt.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Ask(
     temperature: float | None = None  # 0: always the most likely token
     top_p: float | None = None
     seed: int | None = None
+    stop: tuple[str, ...] | None = None  # texts that end the answer and are left out of it
+    adapter: str | None = None  # that is mounted; None: the model as it was opened
 
 
 class Stop(
@@ -49,7 +52,36 @@ class Stop(
     tag="stop",
     forbid_unknown_fields=True,
 ):
-    """Stop the answer that is being written, and drop the prompts that wait."""
+    """Stop an answer, or all that were asked for so far; they end with what is there."""
+
+    id: str = ""  # of the ask; "": all
+
+
+class Mount(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="kind",
+    tag="mount",
+    forbid_unknown_fields=True,
+):
+    """Put an adapter into a slot; the one that was used least recently leaves its own."""
+
+    name: str
+    path: str  # of its folder
+
+
+class Unmount(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="kind",
+    tag="unmount",
+    forbid_unknown_fields=True,
+):
+    """Free the slot of an adapter."""
+
+    name: str
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ready"):
@@ -67,6 +99,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="re
     placed: str  # where the weights are
     pass_s: float  # measured: one token of one answer
     max_new_tokens: int
+    slots: int = 0  # for adapters
+    slot_rank: int = 0
+    slot_bytes: int = 0  # of memory that each takes
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="progress"):
@@ -104,25 +139,35 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     seconds: float  # of the batch
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="refused"):
-    """An ask that cannot be answered, with the cure; the next one may be."""
+class Mounted(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mounted"):
+    """The slots have changed."""
 
-    id: str
+    name: str
+    mounted: tuple[str, ...]  # all adapters in slots now
+    seconds: float
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="refused"):
+    """An ask, a mount or an unmount that cannot be done, with the cure; the next one may be."""
+
+    id: str  # of a mount or unmount: its name
     message: str
 
 
-Request = Ask | Stop
-Event = Progress | Ready | Expected | Text | Answered | Refused
+Request = Ask | Stop | Mount | Unmount
+Event = Progress | Ready | Expected | Text | Answered | Mounted | Refused
 
 
 def read_request(line: str | bytes) -> Request:
     """Read a line of input. Raises msgspec.DecodeError, also for an unknown kind."""
-    return msgspec.json.decode(line, type=Ask | Stop)
+    request: Request = msgspec.json.decode(line, type=Request)
+    return request
 
 
 def read_event(line: str | bytes) -> Event:
     """Read a line of output. Raises msgspec.DecodeError, also for an unknown kind."""
-    return msgspec.json.decode(line, type=Progress | Ready | Expected | Text | Answered | Refused)
+    event: Event = msgspec.json.decode(line, type=Event)
+    return event
 
 
 def encoded(message: Request | Event) -> bytes:

@@ -36,11 +36,16 @@ class DecodedModel(Protocol):
         """Return the device that it computes on."""
 
     @property
+    def generation_config(self) -> GenerationConfig | None:
+        """Return the settings that answers have where nothing is asked for."""
+
+    @property
     def name(self) -> str:
         """Return its name, for messages."""
 
 
 MAX_NEW_TOKENS = 512
+MOST_STOPS = 16
 # what can be drawn by; and what changes nothing, for None would be the model's own value again
 _POSSIBLE: dict[str, tuple[Callable[[float], bool], float]] = {
     "temperature": (lambda value: value > 0, 1.0),
@@ -60,6 +65,7 @@ class Sampling:
     temperature: float | None = None  # 0: the most likely token
     top_p: float | None = None
     seed: int | None = None  # None: another draw each time
+    stop: tuple[str, ...] = ()  # texts that end an answer, besides the model's own
 
     def check_values(self) -> None:
         """Raise BadInput for a value that is out of its bounds."""
@@ -71,24 +77,28 @@ class Sampling:
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise BadInput(f"top_p is {self.top_p}: use more than 0 and at most 1")
+        if len(self.stop) > MOST_STOPS or not all(self.stop):
+            raise BadInput(f"stop takes up to {MOST_STOPS} texts, and none that is empty")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise BadInput(f"seed is {self.seed}: use 0 to 2**63 - 1")
 
 
 def stops(opened: DecodedModel) -> list[int]:
     """Return the tokens that end an answer: of the generation settings, else of the tokenizer."""
-    found = stops_of(opened.model.generation_config)
+    found = stops_of(opened.generation_config)
     end = opened.tokenizer.eos_token_id
     return found or ([int(end)] if isinstance(end, int) else [])
 
 
 def settings_for(opened: DecodedModel, sampling: Sampling, most: int) -> GenerationConfig:
     """Return the model's generation settings with what is asked for, for `most` new tokens."""
-    settings: Any = copy.deepcopy(opened.model.generation_config)
+    settings: Any = copy.deepcopy(opened.generation_config)
     if settings is None:
         settings = GenerationConfig()  # type: ignore[no-untyped-call]
     settings.max_new_tokens, settings.max_length = most, None
     settings.min_length, settings.min_new_tokens = 0, None
+    own = settings.stop_strings or []
+    settings.stop_strings = [*([own] if isinstance(own, str) else own), *sampling.stop]
     settings.num_beams = settings.num_return_sequences = 1
     settings.eos_token_id = stops(opened) or None
     settings.return_dict_in_generate = False
