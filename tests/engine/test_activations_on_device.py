@@ -51,7 +51,7 @@ class Training:
             before = self.engine.cards[0].activation_offload.offloaded_count
             loss = self.loss(part)
             held = (
-                self.engine.counters.block_input_bytes,
+                self.engine.memory().device_by["activations"],
                 self.engine.cards[0].activation_offload.offloaded_count - before,
             )
             loss.backward()
@@ -59,7 +59,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
-        assert self.engine.counters.block_input_bytes == 0
+        assert self.engine.memory().device_by["activations"] == 0
         return held[1], held[0]
 
     def turn(self, staying: int, kept: int = 0) -> None:

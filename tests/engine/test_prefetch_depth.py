@@ -102,11 +102,11 @@ def uploaded_bytes(model: nn.Module, engine: Engine, batch: Any) -> int:
     """Bytes that the second of two steps uploads."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for seed in range(2):
-        before = engine.counters.h2d_bytes
+        before = engine.traffic().h2d_bytes
         model(**batch(seed=seed)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return engine.counters.h2d_bytes - before
+    return engine.traffic().h2d_bytes - before
 
 
 @pytest.mark.parametrize("slots", [2, 3])

@@ -117,7 +117,7 @@ def test_an_error_inside_backward_leaves_nothing_behind(
     for each in (model, fresh):
         each(**batch(family, seed=2)).loss.backward()
     same(grads(model), grads(fresh))
-    assert engine_of(model).counters.block_input_bytes == 0
+    assert engine_of(model).memory().device_by["activations"] == 0
 
 
 def test_a_norm_that_is_not_finite_stops_the_step_and_spares_the_weights(

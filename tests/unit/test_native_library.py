@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 import fluxtrain._native as native
-from fluxtrain._native import library
 from fluxtrain.errors import BadInput, FluxTrainError
 
 
 @pytest.fixture
 def forgotten_library() -> object:
     """The loaded library is forgotten before and after, so that a test can look for another."""
-    library._library.cache_clear()
+    native._library.cache_clear()
     yield
-    library._library.cache_clear()
+    native._library.cache_clear()
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -45,7 +44,7 @@ def test_a_missing_library_names_the_cure_and_where_it_was_sought(
 def test_a_broken_library_names_the_cure(
     forgotten_library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / library.LIBRARY).write_bytes(b"not a library")
+    (tmp_path / native.LIBRARY).write_bytes(b"not a library")
     monkeypatch.setattr(native, "__path__", [str(tmp_path)])
     with pytest.raises(FluxTrainError, match="does not load .* run `make native`"):
         native.isa()
@@ -54,8 +53,8 @@ def test_a_broken_library_names_the_cure(
 def test_a_library_of_another_version_is_refused(
     forgotten_library: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = library.ABI_VERSION
-    monkeypatch.setattr(library, "ABI_VERSION", 999)
+    ours = native.ABI_VERSION
+    monkeypatch.setattr(native, "ABI_VERSION", 999)
     with pytest.raises(FluxTrainError, match=f"speaks version {ours} .* speaks 999"):
         native.isa()
 
@@ -82,7 +81,7 @@ def test_the_environment_can_only_lower_the_instruction_set(wish: str) -> None:
 def test_an_unknown_wish_is_refused_with_the_known_ones(
     wish: str, forgotten_library: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(library.ISA_VARIABLE, wish)
+    monkeypatch.setenv(native.ISA_VARIABLE, wish)
     with pytest.raises(BadInput, match="use scalar, avx2 or avx512, or leave it out") as raised:
         native.isa()
     assert repr(wish) in str(raised.value)

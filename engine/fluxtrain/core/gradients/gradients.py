@@ -9,7 +9,6 @@ skipped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,16 +20,6 @@ from fluxtrain.core.gradients.row_sum import RowSum, norm_by_rows
 from fluxtrain.core.gradients.vocab_chunk_sum import VocabChunkSum
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
-
-
-class OpenSum(Protocol):
-    """The gradients of one group in one backward pass, of any kind."""
-
-    def add_rows(self, rows: RowSum) -> None:
-        """Add the gradient of rows of the embedding that is the group's weight."""
-
-    def finish(self, *, passing: bool) -> None:
-        """Round the sum, take its norms, download it and set `HostGradients.arrivals`."""
 
 
 class Gradients:
@@ -97,7 +86,7 @@ class Gradients:
     def add_rows(self, group: Group, rows: RowSum) -> None:
         """Add rows of an embedding's gradient; those of a tied one belong to the head's sum. Where
         the embedding is all of its group, `finish` follows at once."""
-        total: OpenSum | None = self._parts.get(group)
+        total: FlatSum | VocabChunkSum | EmbeddingSum | None = self._parts.get(group)
         if total is None and group.by_rows:
             total = self._parts[group] = EmbeddingSum(group, self.host)
         elif total is None:
@@ -148,11 +137,11 @@ class Gradients:
         passing: the group's update follows at once, so that its gradients need memory only until
         then; waits for an earlier group's update when all of that memory is lent.
         """
-        found: list[OpenSum | None]
-        found = [self._parts.pop(group, None), self._flat.pop(group, None)]
-        for total in found:
-            if total is not None:
-                total.finish(passing=passing)
+        parts, flat = self._parts.pop(group, None), self._flat.pop(group, None)
+        if parts is not None:
+            parts.finish(passing=passing)
+        if flat is not None:
+            flat.finish(passing=passing)
 
     def stage_only(self, sizes: set[int]) -> None:
         """Free staging buffers of other sizes; downloads from them must be done."""

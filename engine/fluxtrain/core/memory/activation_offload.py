@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,19 +24,12 @@ _GROWTH = 5 / 4  # of a buffer that was too small: where sizes differ, few are m
 _WASTE = 8  # a buffer this many times as large is not taken if a smaller one can be replaced
 
 
-class Copy(Protocol):
-    """A transfer from or to a buffer."""
-
-    def wait_host(self) -> None:
-        """Block this thread until the copy has been made."""
-
-
 class PinnedBuffer(HostArena):
     """Page-locked memory for one tensor, in its exact size: torch's allocator rounds up to powers
     of two (896 MiB take a gigabyte)."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.unawaited: Copy | None = None  # a copy that the computation did not wait for
+        self.unawaited: Transfer | None = None  # a copy that the computation did not wait for
         super().__init__(size_bytes, pin=True)
 
     def tensor_like(self, tensor: Tensor) -> Tensor:

@@ -80,21 +80,6 @@ class Counters:
         self._move_count = 0
         self._lock = threading.Lock()
 
-    @property
-    def h2d_bytes(self) -> int:
-        """Bytes copied to all cards."""
-        return sum(card.h2d_bytes for card in self.cards)
-
-    @property
-    def d2h_bytes(self) -> int:
-        """Bytes copied from all cards."""
-        return sum(card.d2h_bytes for card in self.cards)
-
-    @property
-    def block_input_bytes(self) -> int:
-        """Bytes of inputs that all cards hold for the backward pass."""
-        return sum(card.block_input_bytes for card in self.cards)
-
     def uploaded(self, group: Group, cause: str, transfer: Transfer, size_bytes: int) -> None:
         """Count an upload of the group's weights that was started."""
         self._recorder_of(group).copied("h2d", "weights", group.name, transfer)
@@ -120,8 +105,8 @@ class Counters:
     def traffic(self) -> Traffic:
         cards = tuple((one.h2d_bytes, one.d2h_bytes, one.landed_bytes) for one in self.cards)
         return Traffic(
-            self.h2d_bytes,
-            self.d2h_bytes,
+            sum(card.h2d_bytes for card in self.cards),
+            sum(card.d2h_bytes for card in self.cards),
             self.h2d_frozen_bytes,
             self.h2d_packed_bytes,
             cards if len(cards) > 1 else (),

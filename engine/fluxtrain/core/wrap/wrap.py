@@ -104,7 +104,10 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
-    _take_over(model)
+    refuse_other_objects(model)
+    refuse_several_processes()
+    take_over_quantised(model)
+    refuse_unsupported(model)
     asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
     asked = {name: value for name, value in asked.items() if value is not None}
     steps: dict[str, Any] = {"optimizer_in_backward": optimizer_in_backward}
@@ -123,14 +126,6 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
 
 
 auto_wrap = wrap  # the same under another name
-
-
-def _take_over(model: nn.Module) -> None:
-    """Refuse what cannot be wrapped; let layers that bitsandbytes has quantised be packed ones."""
-    refuse_other_objects(model)
-    refuse_several_processes()
-    take_over_quantised(model)
-    refuse_unsupported(model)
 
 
 def wrap_placed(
@@ -183,7 +178,14 @@ def _put_engine(
         engine = Engine(opened, placement, overlap=overlap)
         with nullcontext() if keeping is None else keeping(groups.values()) as kept:
             _load_groups(engine, groups, kept, drops=drops)
-        _furnish(engine, model, parts, groups, borrowed)
+        take_magnitudes_of_packed(model, engine.groups)
+        _make_units(engine, model, parts, groups, borrowed)
+        put_units_on_cards(engine)
+        choose_rows(engine)
+        choose_vocab_chunks(engine)
+        make_slots(engine)
+        choose_recompute(engine)
+        _put_on(engine, model, parts)
     engine.adapters = adapters_of(model)
     engine.again = partial(_again, devices, asked, states, frozen, overlap=overlap)
     if not drops and (advised := advice(groups.values())):
@@ -288,20 +290,6 @@ def _refuse_beside_a_placement(asked: Iterable[str]) -> None:
         raise BadInput(f"{name} {why} PlacementRequest")
 
 
-def _furnish(
-    engine: Engine, model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
-) -> None:
-    """Give the engine units and slots; the model is the engine's from here on."""
-    take_magnitudes_of_packed(model, engine.groups)
-    _make_units(engine, model, parts, groups, borrowed)
-    put_units_on_cards(engine)
-    choose_rows(engine)
-    choose_vocab_chunks(engine)
-    make_slots(engine)
-    choose_recompute(engine)
-    _put_on(engine, model, parts)
-
-
 def _load_groups(
     engine: Engine, groups: dict[str, Group], kept: KeptWeights | None, *, drops: bool
 ) -> None:
@@ -317,14 +305,11 @@ def _load_groups(
             owner = Owner(engine, group, member)
             engine.owners[group][member.index] = owner
             if member.parameter.requires_grad:
-                _catch_stray_gradients(member.parameter, owner)
+                hook = member.parameter.register_post_accumulate_grad_hook(_stray_gradient)
+                owner.hook_key = hook.id
             adopt_parameter(member.parameter, owner)
         trim_heap()  # the copies that its weights were may be pieces of the heap
     gc.collect()
-
-
-def _catch_stray_gradients(parameter: nn.Parameter, owner: Owner) -> None:
-    owner.hook_key = parameter.register_post_accumulate_grad_hook(_stray_gradient).id
 
 
 def _stray_gradient(parameter: Tensor) -> None:
