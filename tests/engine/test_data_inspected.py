@@ -12,9 +12,7 @@ import pytest
 
 from fluxtrain.commands import inspection
 from fluxtrain.config.schema import load_config
-from fluxtrain.data.prepare import corpora
 from fluxtrain.data.reading import sampling
-from fluxtrain.data.reading.request import read_request
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import InspectionAnswer
 from fluxtrain.events.answers.asking import decoded
@@ -150,8 +148,3 @@ def test_a_run_says_what_it_reads_and_what_it_leaves_out(
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     [choice] = [one for one in plan["choices"] if one["name"] == "data.format"]
     assert choice["value"] == "text" and "its first row has `text`" in choice["because"]
-
-
-def test_the_demo_is_a_corpus_like_any_other() -> None:
-    corpus, apart = corpora(read_request({}))
-    assert apart is None and corpus.parts[0].shape == "text"

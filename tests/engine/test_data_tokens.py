@@ -179,9 +179,7 @@ def test_the_demo_is_made_once_as_ordinary_files(
     assert [path.name for path in small_demo.iterdir()] == [files.tokenizer.name]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "corpus.jsonl"])
-@pytest.mark.parametrize("kept_bytes", [0, 150])
-@pytest.mark.thinned(2)
+@pytest.mark.parametrize(("name", "kept_bytes"), [("tokenizer.json", 150), ("corpus.jsonl", 0)])
 def test_a_demo_that_was_cut_short_is_made_again(
     small_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kept_bytes: int
 ) -> None:

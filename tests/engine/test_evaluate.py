@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fluxtrain.commands.pages import evaluation_page
 from fluxtrain.data.batches import in_order
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.events import events as ev
@@ -121,17 +120,6 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(
     assert evaluated(tmp_path / "run", data, sequence_length=32, rows=1).loss == pytest.approx(
         expected, rel=1e-6
     )
-
-
-def test_a_finished_run_of_all_weights_is_evaluated_on_other_data(
-    run_config: Callable[..., Path], tmp_path: Path, talks: Path
-) -> None:
-    run(run_config(train__steps=2, data__held_out=0.2), tmp_path / "run")
-    folder = tmp_path / "run" / "model"
-    found = evaluated(tmp_path / "run", talks, rows=1, sequence_length=64)
-    assert found.loss == plainly(plain(folder), folder, talks, 64, 1)
-    assert found.loss == evaluated(folder, talks, rows=1, sequence_length=64).loss
-    assert f"of {found.model} in float32" in evaluation_page(found) and found.model == "run"
 
 
 def test_less_data_than_a_row_is_evaluated(model_folder: Folder, tmp_path: Path) -> None:

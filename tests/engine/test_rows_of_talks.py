@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fluxtrain.commands import inspection
-from fluxtrain.commands.preview import preview, table
+from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.packing import choose_row_length
 from fluxtrain.data.rendering.chat_template import ChatTemplate
@@ -88,27 +88,6 @@ def test_what_a_template_leaves_out_is_counted_and_named_with_the_first_row() ->
     assert "leaves out a system message of 1 row (first: talk.jsonl line 3)" in str(
         notes.sentences()
     )
-
-
-def test_inspect_plan_and_train_say_what_is_cut_and_left_out(
-    run_config: MakeConfig, tmp_path: Path,
-    fluxtrain: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:  # fmt: skip
-    long = "the quick brown fox jumps over the lazy dog " * 9
-    records = [talk("what is two and two?")] * 30
-    records += [talk(long), talk("two?", answer=long)]
-    data = rows(tmp_path / "long.jsonl", records)
-    config = run_config(data__path=data, data__sequence_length=64, data__held_out=0.0)
-    found = inspected(config)
-    assert (found.cut_samples, found.left_out_samples) == (1, 1)
-    assert found.fitting_share == pytest.approx(30 / 32)
-    told = [f"1 sample of 32 {rest}" for rest in ("longer than a row of 64", "is left out")]
-    planned = preview(load_config(config))
-    ran = fluxtrain("train", config, "--run-dir", tmp_path / "run")
-    assert ran.returncode == 0, ran.stderr
-    for said in (str(found.notes), table(planned), ran.stdout + ran.stderr):
-        assert all(part in said for part in told), said
-    assert "line 31" in ran.stdout + ran.stderr
 
 
 def test_the_end_that_is_trained_is_in_the_exported_generation_settings(

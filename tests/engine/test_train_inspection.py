@@ -15,7 +15,6 @@ from fluxtrain.commands import inspection
 from fluxtrain.config.schema import load_config
 from fluxtrain.data.packing import IGNORED
 from fluxtrain.data.reading import sampling
-from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import InspectedSample, InspectionAnswer
 from fluxtrain.events.answers.asking import decoded
 from fluxtrain.train.inputs import load_inputs
@@ -110,21 +109,6 @@ def test_stretches_put_together_are_the_whole_text(tokenizer_folder: Path) -> No
     pieces = inspection.stretches(ids, marks, tokenizer)
     assert [piece.trained for piece in pieces[:4]] == [False, True, False, True]
     assert "the fox" in "".join(piece.text for piece in pieces)
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused_as_in_the_run(
-    run_config: MakeConfig, talks: Path, tmp_path: Path
-) -> None:
-    config = run_config(data__path=str(talks))
-    for template in (tmp_path / "llama-float32").glob("chat_template*"):
-        template.unlink()
-    with pytest.raises(BadInput, match="has no chat template"):
-        inspected(config)
-
-
-def test_rows_beyond_the_models_positions_are_refused(run_config: MakeConfig) -> None:
-    with pytest.raises(BadInput, match="positions"):
-        inspected(run_config(data__sequence_length=100_000))
 
 
 def test_the_command_prints_json_for_programs_and_words_for_people(

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fluxtrain.data.demo import unigram_entropy
 from fluxtrain.data.encoding.encode import check_vocabulary
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.splitting import Spans, split
@@ -197,13 +196,6 @@ def test_the_fingerprint_tells_other_tokens_and_other_places() -> None:
     assert PackedRows(tokens, _whole(tokens), 9).fingerprint() != same
     tokens.ids[3] += 1
     assert PackedRows(tokens, _whole(tokens), 8).fingerprint() != same
-
-
-def test_the_unigram_entropy_of_equal_shares_is_the_logarithm_of_their_number() -> None:
-    ids = np.tile(np.arange(8, dtype=np.uint32), 16)
-    tokens = Tokens(np.concatenate([ids[:1], ids]), np.array([0, 129]))
-    rows = PackedRows(tokens, _whole(tokens), 129)
-    assert unigram_entropy(rows, 10) == pytest.approx(np.log(8))
 
 
 @example(lengths=[1, 1], share=0.75, row_tokens=2, seed=0)  # rounds up to all of it

@@ -99,11 +99,6 @@ def test_texts_and_conversations_come_in_file_order_with_their_lines(tmp_path: P
     assert list(chat.messages) == CHAT
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
-    (document,) = read(_file(tmp_path, "a.txt", b"\xef\xbb\xbfHello\n"))
-    assert document.text == "Hello\n"
-
-
 def test_separator_lines_end_documents(tmp_path: Path) -> None:
     path = _file(tmp_path, "a.txt", "one\nmore\n<|endoftext|>\n\n<|endoftext|>\ntwo")
     found = list(read(path))
@@ -156,10 +151,6 @@ def test_an_empty_file_is_refused_in_every_format(
     tmp_path: Path, content: bytes, format: str | None
 ) -> None:
     assert "is empty" in _refusal(_file(tmp_path, "a.txt", content), format)
-
-
-def test_texts_that_are_all_blank_are_refused(tmp_path: Path) -> None:
-    assert "is empty" in _refusal(_lines(tmp_path, {"text": ""}, {"text": "  "}))
 
 
 def test_a_binary_file_is_refused_with_the_offset_of_the_nul(tmp_path: Path) -> None:

@@ -21,9 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from fluxtrain.data.packing import PackedRows
 from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.files.cache import cache_root
 from fluxtrain.files.folders import finish, unfinished_folder
@@ -145,17 +142,6 @@ def train_tokenizer(texts: list[str], folder: Path, vocabulary: int = VOCABULARY
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-
-
-def unigram_entropy(rows: PackedRows, vocabulary: int) -> float:
-    """Return the entropy in nats of the tokens that `rows` predict.
-
-    A model that ignores context cannot have a lower loss on these rows, even if it knows all
-    frequencies; a lower loss shows that context is used.
-    """
-    counts = rows.token_counts(vocabulary)
-    shares = counts[counts > 0] / max(1, counts.sum())
-    return float(-(shares * np.log(shares)).sum())
 
 
 def _whole(folder: Path) -> bool:

@@ -207,14 +207,6 @@ class PackedRows:
         digest.update(f"{self.sequence_length} {self.packed}".encode())
         return digest.hexdigest()
 
-    def token_counts(self, vocabulary: int) -> Ints:
-        """Return how often each token is predicted: shape (vocabulary,)."""
-        counts = np.zeros(vocabulary, dtype=np.int64)
-        for index in range(len(self)):
-            labels = self[index].labels
-            counts += np.bincount(labels[labels != IGNORED], minlength=vocabulary)
-        return counts
-
     def _fill(self, rows: Rows, place: int, index: int) -> None:
         packing, row_tokens = self._packing, rows.input_ids.shape[1]
         at = 0
