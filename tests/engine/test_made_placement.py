@@ -67,7 +67,7 @@ def test_a_placement_of_another_model_or_for_what_is_not_there_yet_is_refused(ti
     plan = placed(model)
     on_disk = replace(plan.groups[1], weights="disk")
     assert isinstance(on_disk, GroupPlacement)
-    with pytest.raises(BadInput, match="cannot live on disk yet"):
+    with pytest.raises(BadInput, match="cannot live on disk here"):
         rows = (plan.groups[0], on_disk, *plan.groups[2:])
         fluxtrain.wrap(model, device="cpu", placement=replace(plan, groups=rows))
     fluxtrain.wrap(model, device="cpu", placement=plan)  # nothing is left behind

@@ -109,7 +109,7 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (GroupPlacement.on("disk", name="a"), "weights cannot live on disk yet"),
+        (GroupPlacement(name="a", weights="disk"), "weights cannot live on disk here"),
         (GroupPlacement(name="a", state="disk"), "state cannot live on disk yet"),
         (GroupPlacement(name="a", weights="device"), "cannot be apart yet"),
         (GroupPlacement.on("moon", name="a"), "a: weights is 'moon': use one of device, host"),  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
 def test_what_the_engine_cannot_do_yet_is_refused(row: GroupPlacement, reason: str) -> None:
     usual = [GroupPlacement.on("host"), GroupPlacement.on("device")]
     check_rows(usual)
-    refuse_tiers(usual)
+    refuse_tiers([*usual, GroupPlacement(name="a", weights="disk")], on_disk=["a"])
 
     def check() -> None:
         check_rows([row])

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxtrain.core.device.arena import host_copy
+from fluxtrain.core.device.arena import Wait, host_copy
 from fluxtrain.core.device.device import Device, Transfer, all_arrived
+from fluxtrain.core.device.disk import FilePart
 from fluxtrain.core.device.heap import Heap
 from fluxtrain.core.device.recorder import HostClock, Instant, Recorder, Stalls
 from fluxtrain.core.device.worker import Worker
@@ -87,6 +88,20 @@ class CpuDevice(Device):
         future = self._up.submit(job) if all_arrived(follows) else self._behind.submit(behind)
         return CpuTransfer(future, self.stalls)
 
+    def upload_files(
+        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer]
+    ) -> Transfer:
+        disk = self.disk
+
+        def job() -> tuple[float, float]:
+            started_s = time.perf_counter()
+            disk.copy(to, parts, _copy_now)
+            for earlier in follows:
+                earlier.wait_host()
+            return started_s, time.perf_counter()
+
+        return CpuTransfer(disk.worker.submit(job), self.stalls)
+
     def download(self, to: Tensor, source: Tensor) -> Transfer:
         return CpuTransfer(self._down.submit(partial(self._make, "d2h", to, source)), self.stalls)
 
@@ -100,5 +115,12 @@ class CpuDevice(Device):
         self._heap.tidy()
 
     def close(self) -> None:
+        super().close()  # reads of files may wait for the others
         for worker in (self._behind, self._up, self._down):  # the first hands on to the second
             worker.close()
+
+
+def _copy_now(to: Tensor, source: Tensor) -> Wait:
+    """Copy at once: nothing is left to wait for."""
+    host_copy(to, source)
+    return lambda: None

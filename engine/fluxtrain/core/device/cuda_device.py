@@ -19,6 +19,7 @@ from fluxtrain.core.device.arena import Staging, Wait
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.device.current_gpu import CurrentStream
 from fluxtrain.core.device.device import Device, Transfer, all_arrived
+from fluxtrain.core.device.disk import FilePart
 from fluxtrain.core.device.multi_gpu_streams import LANES, Joins, MultiGpuStreams
 from fluxtrain.core.device.recorder import CudaClock, Instant, Recorder, Stalls
 from fluxtrain.core.device.worker import Worker
@@ -29,8 +30,9 @@ _HERE: AbstractContextManager[None] = nullcontext()
 class CudaTransfer:
     """A `Transfer` that is queued on a CUDA stream, now or later; events tell when it ran."""
 
-    def __init__(self, stalls: Stalls, current: CurrentStream) -> None:
-        self._stalls, self._current = stalls, current
+    def __init__(self, stalls: Stalls, current: CurrentStream, late: str = "update") -> None:
+        """`late` is what the computation waits for while the copy is not on its stream."""
+        self._stalls, self._current, self._late = stalls, current, late
         self._issued = threading.Event()
         self._arrived = False  # once seen: asking the driver again would release the GIL
         self._start = torch.cuda.Event(enable_timing=True)
@@ -89,7 +91,7 @@ class CudaTransfer:
         if not self._issued.is_set():
             started_s = time.perf_counter()
             self._wait_issued()
-            self._stalls.add("update", time.perf_counter() - started_s)
+            self._stalls.add(self._late, time.perf_counter() - started_s)
         self._wait_issued()
         if self._has_arrived():
             return
@@ -161,6 +163,20 @@ class CudaDevice(Device):
             issue(after)
         else:
             after.add_done_callback(issue)
+        return transfer
+
+    def upload_files(
+        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer]
+    ) -> Transfer:
+        transfer = CudaTransfer(self.stalls, self._current, late="disk")
+        disk = self.disk
+
+        def copy() -> None:
+            disk.copy(to, parts, partial(_queue_on, self._up))
+            for earlier in follows:
+                earlier.wait_host()
+
+        disk.worker.submit(partial(transfer.issue, self._up, copy, _points(free)))
         return transfer
 
     def download(self, to: Tensor, source: Tensor) -> Transfer:
@@ -263,6 +279,7 @@ class CudaDevice(Device):
             self._several.keep_pace(self.mark())
 
     def close(self) -> None:
+        super().close()
         for worker in (self._behind_thread, self._up_thread, self._down_thread):
             worker.close()
         for stream in (self._up, self._behind, self._down):

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fluxtrain.core.device.disk import DiskReads, FilePart
 from fluxtrain.core.device.multi_gpu_streams import Joins
 from fluxtrain.core.device.recorder import Instant, Recorder, Stalls
 
@@ -58,6 +59,19 @@ class Device:
     recorder: Recorder
     pins = False  # host memory should be page-locked
     lanes = 1  # that blocks may compute on beside each other; see `computing`
+    _disk: DiskReads | None = None  # made when files are first read
+
+    @property
+    def disk(self) -> DiskReads:
+        """What reads weights from files."""
+        if self._disk is None:
+            self._disk = DiskReads(pin=self.pins)
+        return self._disk
+
+    @property
+    def disk_read_bytes(self) -> int:
+        """Bytes of weights that were read from files."""
+        return 0 if self._disk is None else self._disk.read_bytes
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
@@ -70,6 +84,13 @@ class Device:
         other uploads that follow transfers. urgent: do not queue behind uploads that wait for their
         `after`.
         """
+        raise NotImplementedError
+
+    def upload_files(
+        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer]
+    ) -> Transfer:
+        """Copy files to their places in device `to` once the point `free` has passed; the transfer
+        arrives when `follows` have, too. It delays no other upload."""
         raise NotImplementedError
 
     def download(self, to: Tensor, source: Tensor) -> Transfer:
@@ -126,3 +147,5 @@ class Device:
 
     def close(self) -> None:
         """Finish the copies under way and end the threads."""
+        if self._disk is not None:
+            self._disk.close()

@@ -62,9 +62,10 @@ def check_writes(group: Group) -> None:
 def _take_over(group: Group, member: Member, host: Tensor) -> None:
     """Undo `parameter.data = tensor`: copy the values to the host, and set `.data` to these."""
     parameter = member.parameter
-    if member.segment.packed is not None:
+    if not member.segment.has_values:
+        how = f"packed as {member.segment.storage}" if member.segment.packed else "on disk"
         raise MisusedModel(
-            f"{member.name} in {group.name} is packed as {member.segment.storage} and was given "
+            f"{member.name} in {group.name} is {how} and was given "
             "other values: change weights before fluxtrain.wrap(model), or fluxtrain.unwrap(model) "
             "first"
         )

@@ -5,6 +5,8 @@ the device as they are, split into segments:
 
     [ trained bf16 | trained fp16 | trained fp32 | frozen, any dtype | frozen, packed ]
 
+(the packed ones, or without such all frozen ones, are what can live in files on disk)
+
 and each segment into its matrices and, behind them, its vectors (norms, biases).
 
 A trained bf16 segment is the `hi` half of fp32 masters: `lo`, `m` and `v` complete it to 12 bytes a
@@ -94,6 +96,16 @@ class GroupLayout:
         return [s for s in self.segments if s.packed is not None]
 
     @property
+    def file_segments(self) -> list[Segment]:
+        """Segments that lie in files where the group's weights are on disk; they come last."""
+        return self.packed_segments or [s for s in self.segments if not s.trained]
+
+    @property
+    def beside_files_bytes(self) -> int:
+        """Bytes of the weights that are on the host even so; they lie before those in files."""
+        return min((s.offset_bytes for s in self.file_segments), default=self.weight_bytes)
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes of the packed weights while they are unpacked."""
         return sum(aligned(s.dense_bytes) for s in self.packed_segments)
@@ -162,6 +174,7 @@ class GroupLayout:
         self.segments.sort(
             key=lambda s: (
                 not s.trained,
+                s.storage != "plain",
                 s.storage,
                 order.get(s.dtype, len(order)),
                 str(s.dtype),

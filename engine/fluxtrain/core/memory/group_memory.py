@@ -3,19 +3,20 @@ allocations there, and its move to another tier. This is where another tier plug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import copy
 
 import torch
 from torch import Tensor, nn
 
 from fluxtrain.core.device.arena import HostArena, aligned, device_flat, own_storage_view
+from fluxtrain.core.device.disk import FilePart
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.mapped import drop
-from fluxtrain.core.memory.packed import KeptWeights, pack_segment, placeholder
+from fluxtrain.core.memory.packed import KeptWeights, pack_segment, placeholder, put_in_file
 from fluxtrain.core.memory.segment import MASTERS, SCALES, Member, Segment
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind
+from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
 from fluxtrain.units import bytes_text
 
 _LEAST_DROPPED_BYTES = 1 << 20  # a smaller weight is not worth a look at the memory map
@@ -28,13 +29,23 @@ _TENSORS: dict[Kind, tuple[str, ...]] = {  # of a segment, beside its weights
 Span = tuple[torch.dtype, int, int]  # of a flat tensor: dtype, elements, offset in bytes
 
 
-def refuse_tiers(rows: Iterable[GroupPlacement]) -> None:
-    """Raise BadInput for rows that ask for tiers that no code moves bytes to and from yet."""
+def refuse_tiers(rows: Iterable[GroupPlacement], *, on_disk: Collection[str] = ()) -> None:
+    """Raise BadInput for rows that ask for tiers that no code moves bytes to and from yet. Weights
+    on disk are the frozen ones of a block: those that it trains, and all else, are on the host.
+
+    on_disk: names of the groups whose weights files can hold.
+    """
     for row in rows:
-        for kind in KINDS:
+        for kind in KINDS[1:]:
             if row.is_on("disk", kind):
                 raise BadInput(f"{row.name}: {kind} cannot live on disk yet: use device or host")
-        if len({row.tier_of(kind) for kind in KINDS}) > 1:
+        if row.is_on("disk") and row.name not in on_disk:
+            raise BadInput(
+                f"{row.name}: weights cannot live on disk here: that needs a block with frozen "
+                "weights, and the cache of a run with model.packed_cache=true: use device or host"
+            )
+        tiers = {"host" if row.is_on("disk", kind) else row.tier_of(kind) for kind in KINDS}
+        if len(tiers) > 1:
             raise BadInput(
                 f"{row.name}: weights on {row.weights}, state on {row.state} and gradients on "
                 f"{row.gradients} cannot be apart yet: use one tier for all three"
@@ -42,7 +53,8 @@ def refuse_tiers(rows: Iterable[GroupPlacement]) -> None:
 
 
 class GroupMemory:
-    """A group's memory by kind, on the tiers of `placement`.
+    """A group's memory by kind, on the tiers of `placement`. Of weights on disk the frozen ones
+    have none: they come from files whenever a slot is filled.
 
     pin: lock the host's weights and gradients in memory, for a GPU that copies from and to them.
     """
@@ -60,6 +72,8 @@ class GroupMemory:
         self.views: list[Tensor] = []  # of the weights there, by member index
         self._name, self._members, self._segments = layout.name, layout.members, layout.segments
         self._weight_bytes = layout.weight_bytes
+        self._beside_files_bytes = layout.beside_files_bytes
+        self._in_files = layout.file_segments
         self._device = device
         self._arenas: dict[Kind, list[HostArena]] = {kind: [] for kind in KINDS}
 
@@ -98,13 +112,16 @@ class GroupMemory:
         earlier start. `drops`: give back the pages of files that the weights came from, of a model
         that nothing else reads."""
         self.flat_weights, weights = self._allocate_weights()
-        for segment, flat in zip(self._segments, weights, strict=True):
+        for segment in self._in_files if self.placement.is_on("disk") else ():
+            assert kept is not None, "refuse_tiers lets no weights on disk without a cache"
+            put_in_file(segment, self._name, kept, drops=drops)
+        for segment, flat in weights:
             segment.weights = flat
             if segment.packed is not None:
                 pack_segment(segment, self._name, kept, drops=drops)
         for member in self._members:
             view = self._view_of(member)
-            if member.segment.packed is None:
+            if member.segment.has_values:
                 with torch.no_grad():
                     view.copy_(member.parameter.detach())
                 if drops and member.parameter.nbytes >= _LEAST_DROPPED_BYTES:
@@ -113,14 +130,33 @@ class GroupMemory:
             member.parameter.data = view
             member.write_version = member.parameter._version
 
-    def _allocate_weights(self) -> tuple[Tensor, list[Tensor]]:
-        spans = [(*s.stored, s.offset_bytes) for s in self._segments]
-        return self.allocate("weights", self._weight_bytes, spans)
+    def _allocate_weights(self) -> tuple[Tensor, list[tuple[Segment, Tensor]]]:
+        """Take memory for the weights; return it, and each segment that lies there with its
+        part."""
+        there, size = self._segments, self._weight_bytes
+        if self.placement.is_on("disk"):
+            there = [s for s in there if s not in self._in_files]
+            size = self._beside_files_bytes
+        flat, flats = self.allocate("weights", size, [(*s.stored, s.offset_bytes) for s in there])
+        return flat, list(zip(there, flats, strict=True))
+
+    @property
+    def files(self) -> list[FilePart]:
+        """The files of weights on disk, with the offsets of their bytes in the group."""
+        return [(s.offset_bytes, s.file) for s in self._in_files if s.file is not None]
+
+    @property
+    def weight_bytes(self) -> dict[Tier, int]:
+        """Bytes of the weights on each tier."""
+        if not self.placement.is_on("disk"):
+            return {self.placement.weights: self._weight_bytes}
+        beside = self._beside_files_bytes
+        return {"host": beside, "disk": self._weight_bytes - beside}
 
     def _view_of(self, member: Member) -> Tensor:
         """Return the member's weights where they live, in its shape, with a storage of its own; a
-        placeholder without values for packed ones."""
-        if member.segment.packed is not None:
+        placeholder without values for packed ones, and those on disk."""
+        if not member.segment.has_values:
             return placeholder(member)
         assert self.flat_weights is not None
         dtype = member.segment.dtype
@@ -212,8 +248,10 @@ class GroupMemory:
         there = copy(self)
         there.placement, there.pin = placement, pin
         moving = [k for k in KINDS if placement.tier_of(k) != self.placement.tier_of(k)]
+        if placement.is_on("disk") and any(s.file is None for s in self._in_files):
+            raise DoesNotFit(f"{self._name} has no file on disk: it can be on device or host")
         there._arenas = {kind: [] if kind in moving else self._arenas[kind] for kind in KINDS}
-        weights: list[Tensor] = []
+        weights: list[tuple[Segment, Tensor]] = []
         try:
             if "weights" in moving:
                 there.flat_weights, weights = there._allocate_weights()
@@ -233,20 +271,22 @@ class GroupMemory:
                     to.copy_(getattr(segment, name))
                     setattr(segment, name, to)
             if "weights" in moving:
-                there._move_weights(self, weights)
+                there._move_weights(weights)
             self.flat_weights, self.views, self._arenas = None, [], {}  # freed before other moves
             return there
 
         return move
 
-    def _move_weights(self, before: GroupMemory, weights: list[Tensor]) -> None:
+    def _move_weights(self, weights: list[tuple[Segment, Tensor]]) -> None:
         """Copy the weights here from where they were, and make them the parameters' own data;
-        `weights` are the segments' parts of this memory."""
-        n = self._weight_bytes
-        assert before.flat_weights is not None and self.flat_weights is not None
+        `weights` are the segments' parts of this memory. Files stay the home of frozen ones that
+        came from there, so that these can go back."""
         with torch.no_grad():
-            self.flat_weights[:n].copy_(before.flat_weights[:n])
-        for segment, flat in zip(self._segments, weights, strict=True):
+            for segment, flat in weights:
+                flat.copy_(segment.stored_weights())
+        for segment in self._in_files:
+            segment.weights = None
+        for segment, flat in weights:
             segment.weights = flat
         self.views = [self._view_of(member) for member in self._members]
         for member, view in zip(self._members, self.views, strict=True):

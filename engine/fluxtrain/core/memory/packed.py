@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.core.device.arena import aligned
+from fluxtrain.core.device.arena import HostArena, aligned
+from fluxtrain.core.device.disk import WeightsFile, sums_of
 from fluxtrain.core.memory.mapped import drop
 from fluxtrain.core.memory.segment import Member, Segment
 from fluxtrain.core.quantization.layout import PackedLayout
@@ -48,6 +50,10 @@ class KeptWeights(Protocol):
     def add(self, name: str, packed: Tensor) -> None:
         """Keep packed (bytes,) uint8 under a name; it must not change before the end of packing."""
 
+    def home_of(self, name: str, stored: Tensor | None) -> Path:
+        """Return the file that begins with what is kept under a name, for weights that live there.
+        `stored` (bytes,) uint8 is written to it first. Raises NoSpace where it cannot be."""
+
 
 def pack_segment(
     segment: Segment, group: str, kept: KeptWeights | None = None, *, drops: bool = False
@@ -68,6 +74,24 @@ def pack_segment(
             kept.add(name, packed)
     if packed is not weights:
         weights.copy_(packed)
+
+
+def put_in_file(segment: Segment, group: str, kept: KeptWeights, *, drops: bool) -> None:
+    """Make a file of `kept` the home of a frozen segment's weights: one that is there and whole, or
+    a new one. The host holds them meanwhile, and not afterwards.
+
+    Raises BadInput where a weight holds NaN or infinity and is packed, NoSpace, ReadFailed.
+    """
+    size, name = segment.size_bytes, kept_name(segment, group)
+    stored = HostArena(size, pin=False).tensor(torch.uint8, size, 0)
+    found = kept.read_into(name, stored)
+    if not found and segment.packed is not None:
+        _pack_members(segment, segment.packed, stored, group, drops=drops)
+    elif not found:
+        for member in segment.members:
+            with torch.no_grad():
+                member.slice(stored.view(segment.dtype)).copy_(member.parameter.detach())
+    segment.file = WeightsFile(kept.home_of(name, None if found else stored), size, sums_of(stored))
 
 
 def kept_name(segment: Segment, group: str) -> str:
@@ -104,9 +128,9 @@ def all_dense_weights(segments: Iterable[Segment]) -> dict[int, Tensor]:
     for segment in segments:
         if segment.packed is None:
             continue
-        assert segment.weights is not None
-        part = torch.empty(segment.elements, dtype=segment.dtype, device=segment.weights.device)
-        unpack(segment.packed, segment.weights, part)
+        weights = segment.stored_weights()
+        part = torch.empty(segment.elements, dtype=segment.dtype, device=weights.device)
+        unpack(segment.packed, weights, part)
         found |= {member.index: member.slice(part) for member in segment.members}
     return found
 
@@ -121,7 +145,8 @@ def dense_parts(segments: Iterable[Segment], dense: Tensor) -> Iterator[tuple[Se
 
 
 def placeholder(member: Member) -> Tensor:
-    """Make what a packed parameter holds at rest: NaN in its shape, of one element's memory."""
+    """Make what a packed parameter, or one on disk, holds at rest: NaN in its shape, of one
+    element's memory."""
     weights = member.segment.weights
     device = torch.device("cpu") if weights is None else weights.device
     return without_values(member.shape, member.segment.dtype, device)

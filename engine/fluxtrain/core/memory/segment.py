@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.core.device.arena import aligned
+from fluxtrain.core.device.disk import WeightsFile
 from fluxtrain.core.quantization.layout import PackedLayout, padded
 from fluxtrain.plan.states import STATE_BLOCK, StateFormat, StorageFormat
 
@@ -77,6 +78,7 @@ class Segment:
     by_offset: list[Member] = field(default_factory=list)  # in memory order: set by `lay_out`
     weights: Tensor | None = None  # (elements,) in the group's tier: `hi`, or the fp32 master;
     # of a packed segment (size_bytes,) uint8
+    file: WeightsFile | None = None  # with the weights, which are on disk where `weights` is None
     lo: Tensor | None = None  # (elements,) int16
     master: Tensor | None = None  # (elements,) fp32, of fp16 weights
     m: Tensor | None = None  # (elements,) fp32, bf16, or 8-bit codes
@@ -111,6 +113,19 @@ class Segment:
         if self.storage == "plain":
             return None
         return PackedLayout.of(self.storage, [member.shape for member in self.members])
+
+    @property
+    def has_values(self) -> bool:
+        """Whether its parameters have their values outside of a block's computation: not where they
+        are packed, or on disk."""
+        return self.packed is None and self.weights is not None
+
+    def stored_weights(self) -> Tensor:
+        """Return the weights as they are stored, read from their file where they are on disk."""
+        if self.weights is not None:
+            return self.weights
+        assert self.file is not None, "the weights have no home yet"
+        return self.file.read_all().view(self.stored[0])
 
     @property
     def split(self) -> bool:

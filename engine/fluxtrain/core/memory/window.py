@@ -202,7 +202,7 @@ class Window:
                 raise RuntimeError(f"no device slot is free for {group.name}")
             self._fill(slot, group, "demand")
         assert slot.transfer is not None
-        slot.transfer.wait_compute("weights")
+        slot.transfer.wait_compute("disk" if group.is_on("disk") else "weights")
         self.scratch.fill(group, slot.flat)  # may run out of memory: the slot is not in use yet
         views = slot.views_of(group, self.scratch)
         slot.users += 1
@@ -271,7 +271,9 @@ class Window:
             and not slot.transfer.failed()
             and group.trained_bytes > 0
         )
+        from_files = group.is_on("disk") and not has_frozen
         stop = group.trained_bytes if has_frozen else group.weight_bytes
+        stop = group.beside_files_bytes if from_files else stop
         if slot.group is not None and self._where.get(slot.group) is slot:
             del self._where[slot.group]
         slot.group, slot.version = group, group.version
@@ -283,6 +285,11 @@ class Window:
         slot.transfer = self.device.upload(
             slot.flat[:stop], group.memory.flat_weights[:stop], group.jobs.pending, slot.free
         )
+        if from_files:
+            slot.transfer = self.device.upload_files(
+                slot.flat, group.memory.files, slot.free, [slot.transfer]
+            )
+            stop = group.weight_bytes
         self._report(group, cause, slot.transfer, stop)
 
     def _let_pass(self, before: Transfer | None) -> None:

@@ -50,7 +50,7 @@ def hold_for_saving(context: Context, name: str) -> Held | None:
     """Let the next update of a group wait until `Held.copied` has a result; None for a shard that
     must be copied at once, as it is no group's or in parts on the host and on a device."""
     group = next((g for g in context.groups if g.name == name), None)
-    if group is None or group.placement.tier_of("state") != group.placement.tier_of("weights"):
+    if group is None or group.is_on("device", "state") != group.is_on("device"):
         return None
     device = context.cards[group.placement.card].device
     group.jobs.saving = Future()

@@ -6,11 +6,13 @@
                 ...                           # pack the group's weights into `packed`
                 cache.add(name, packed)
 
-A model has a folder, and each group a file there: its checksum, then its bytes as they are in
-memory. A file is written under another name and renamed once it is complete, so a run that follows
-a killed one reads the groups that are there and packs the rest. Nothing is synced: what a power cut
-damages has another checksum and is packed again. No trouble with the cache stops a run or changes
-its weights: `say` tells what happened, and the run packs.
+A model has a folder, and each group a file there: its bytes as they are in memory, then its
+checksum. So direct reads, which begin at pages, can take a group to the device: a file is the home
+of a group that the host does not hold (`home_of`). A file is written under another name and renamed
+once it is complete, so a run that follows a killed one reads the groups that are there and packs
+the rest. What a power cut damages has another checksum and is packed again. No trouble with the
+cache stops a run or changes its weights, but where weights live in it: `say` tells what happened,
+and the run packs.
 
 A checksum is the sha256 of the sha256 of a group's pieces, so that several threads share the work.
 A thread hashes 1.4 GB/s (an EPYC core; blake2b 0.5, CRC-32 2.0), a fast disk reads 3.
@@ -18,6 +20,7 @@ A thread hashes 1.4 GB/s (an EPYC core; blake2b 0.5, CRC-32 2.0), a fast disk re
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -30,12 +33,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.files.atomic import free_bytes
 from fluxtrain.files.cache import cache_root
-from fluxtrain.plan.states import PackedFormat
-from fluxtrain.units import GIB
+from fluxtrain.plan.states import StorageFormat
+from fluxtrain.units import GIB, bytes_text
 
-RECIPE = 1  # raise it when packing would write other bytes
+RECIPE = 2  # raise it when packing would write other bytes
 PIECE_BYTES = 8 << 20
 _HASH_BYTES = 32
 _LENGTH_BYTES = 8  # of the header of a safetensors file, at its beginning
@@ -72,6 +76,7 @@ class PackedCache:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="packed-cache-writer")
         self._writes: list[Future[None]] = []
         self._written: list[Path] = []
+        self._homes: list[Path] = []  # that this start has written
         try:
             self._writable = self._has_room()
         except OSError:  # writing will tell
@@ -85,7 +90,8 @@ class PackedCache:
         assert out.nbytes == self._sizes[name], (name, out.nbytes)
         try:
             with self._paths[name].open("rb", buffering=0) as file:
-                if self._read(file.fileno(), out) == file.read(_HASH_BYTES):
+                found = self._read(file.fileno(), out)
+                if found == os.pread(file.fileno(), _HASH_BYTES, out.nbytes):
                     return True
             trouble = "its bytes are not those that were written"
         except (FileNotFoundError, NotADirectoryError):
@@ -102,6 +108,33 @@ class PackedCache:
         """
         assert packed.nbytes == self._sizes[name], (name, packed.nbytes)
         self._writes.append(self._writer.submit(self._write, self._paths[name], packed))
+
+    def home_of(self, name: str, stored: Tensor | None) -> Path:
+        """Return a group's file, as the home of weights that the host does not hold; `stored`
+        (bytes,) uint8 on the host is written to it first, and none of it stays in memory.
+
+        Raises NoSpace where the disk is full, BadInput where the folder cannot be written to.
+        """
+        path = self._paths[name]
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            if stored is not None:
+                self._write_to(temporary, path, stored)
+                self._homes.append(path)
+            with path.open("rb") as file:
+                os.fdatasync(file.fileno())  # else its pages cannot be given up
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            self._remove(temporary, *self._homes)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            free = free_bytes(self._folder.parent)
+            raise (NoSpace if full else BadInput)(
+                f"{name} must live on disk, as the host does not hold it, and {self._folder} does "
+                f"not take its {bytes_text(self._sizes[name])} ({error.strerror or error}; "
+                f"{bytes_text(free)} free there): free some of it, set XDG_CACHE_HOME to a folder "
+                "on another disk, or close other programs so that the host holds more"
+            ) from error
+        return path
 
     def __enter__(self) -> PackedCache:
         return self
@@ -135,7 +168,7 @@ class PackedCache:
         def one(start: int, piece: memoryview) -> bytes:
             done = 0
             while done < len(piece):
-                count = os.preadv(fd, [piece[done:]], _HASH_BYTES + start + done)
+                count = os.preadv(fd, [piece[done:]], start + done)
                 if count == 0:
                     break  # the file was cut: so is its checksum another one
                 done += count
@@ -149,16 +182,20 @@ class PackedCache:
             return
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            if not self._written:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._remove_abandoned()
-            with temporary.open("wb") as file:
-                file.write(self._checksum(lambda _, piece: hashlib.sha256(piece).digest(), packed))
-                file.write(packed.numpy().data)
-            temporary.replace(path)
+            self._write_to(temporary, path, packed)
             self._written.append(path)
         except OSError as error:
             self._give_up(temporary, error)
+
+    def _write_to(self, temporary: Path, path: Path, packed: Tensor) -> None:
+        if not self._folder.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if not (self._written or self._homes):
+            self._remove_abandoned()
+        with temporary.open("wb") as file:
+            file.write(packed.numpy().data)
+            file.write(self._checksum(lambda _, piece: hashlib.sha256(piece).digest(), packed))
+        temporary.replace(path)
 
     def _checksum(self, one: Callable[[int, memoryview], bytes], memory: Tensor) -> bytes:
         whole = memory.numpy().data
@@ -169,14 +206,17 @@ class PackedCache:
     def _give_up(self, temporary: Path, error: OSError) -> None:
         """Go on without the cache, and free what this start took of a full disk."""
         self._writable = False
-        with suppress(OSError):
-            for path in (temporary, *self._written):
-                path.unlink(missing_ok=True)
-            self._folder.rmdir()  # refused where an earlier start left groups
+        self._remove(temporary, *self._written)
         self._say(
             f"no packed model is kept in {self._folder} ({error.strerror or error}): "
             "the next start packs again"
         )
+
+    def _remove(self, *paths: Path) -> None:
+        with suppress(OSError):
+            for path in paths:
+                path.unlink(missing_ok=True)
+            self._folder.rmdir()  # refused where an earlier start left groups
 
     def _remove_abandoned(self) -> None:
         """Remove files that a killed start was writing."""
@@ -187,14 +227,14 @@ class PackedCache:
 
 
 def cache_key(
-    format: PackedFormat,
+    format: StorageFormat,
     shards: Sequence[Path],
     parameters: Sequence[Parameter],
     more: Sequence[str] = (),
 ) -> str:
-    """Return 32 hexadecimal digits for weights packed in `format`.
+    """Return 32 hexadecimal digits for weights packed in `format`, or kept as they are.
 
-    shards: the model's files. parameters: name, shape and dtype, as loaded, of each packed weight,
+    shards: the model's files. parameters: name, shape and dtype, as loaded, of each kept weight,
     in order. more: what else changes weights before they are packed. Raises OSError for a shard
     that cannot be read.
     """

@@ -329,9 +329,9 @@ class PackedValues(Tensor):
 
 
 def is_packed(value: Any) -> bool:
-    """Is `value` a wrapped parameter whose weights are packed?"""
+    """Is `value` a wrapped parameter whose weights are packed, or on disk?"""
     owner = getattr(value, "__dict__", {}).get("_fluxtrain")
-    return owner is not None and owner.member.segment.packed is not None
+    return owner is not None and not owner.member.segment.has_values
 
 
 def without_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,8 +341,9 @@ def without_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     asks = getattr(func, "__name__", "") in _ASKED
     if not (metadata or asks or func in _WITHOUT_VALUES):
         raise MisusedModel(
-            f"{name} is packed in 4 or 8 bits outside of its block's computation, so its values "
-            "cannot be read or written here: use fluxtrain.unwrap(model) first, which unpacks it, "
+            f"{name} is packed in 4 or 8 bits, or on disk, outside of its block's computation, so "
+            "its values cannot be read or written here: use fluxtrain.unwrap(model) first, which "
+            "brings them back, "
             "or `fluxtrain export` for a merged model"
         )
     with torch._C.DisableTorchFunctionSubclass():

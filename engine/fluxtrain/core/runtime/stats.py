@@ -165,7 +165,7 @@ def _weights_letter(context: Context, group: Group) -> str:
         return "G"
     slot = context.cards[group.placement.card].window.holds(group)
     if slot is None or slot.transfer is None:
-        return "C"
+        return "N" if group.is_on("disk") else "C"
     return "G" if slot.transfer.done() else ">"
 
 
@@ -191,7 +191,7 @@ def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
     """Add up weights, gradients and optimizer states that live in a tier, in bytes."""
     there = list(groups)
     return (
-        sum(group.weight_bytes for group in there if group.is_on(tier)),
+        sum(group.memory.weight_bytes.get(tier, 0) for group in there),
         sum(group.gradient_bytes for group in there if group.is_on(tier, "gradients")),
         sum(group.state_bytes for group in there if group.is_on(tier, "state")),
     )

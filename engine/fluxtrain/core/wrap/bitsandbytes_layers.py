@@ -80,8 +80,8 @@ def give_back_quantised(group: Group) -> bool:
     its packed weights were theirs."""
     every = True
     for segment in group.packed_segments:
-        layout, weights = segment.packed, segment.weights
-        assert layout is not None and weights is not None
+        layout, weights = segment.packed, segment.stored_weights()
+        assert layout is not None
         for index, member in enumerate(segment.members):
             layer: _Layer | None = member.parameter.__dict__.get(_LAYER)
             if layer is not None:

@@ -167,7 +167,9 @@ def _put_engine(
         placement, told = asked, list[str]()
         check_groups(placement.groups, [group for group in groups.values() if group.members])
         check_rows(placement.groups, cards=len(devices))
-        refuse_tiers(placement.groups)
+        blocks = [group for group in groups.values() if group.kind == "block"]
+        with_files = {b.name for b in blocks if keeping is not None and b.file_segments}
+        refuse_tiers(placement.groups, on_disk=with_files)
     else:
         facts = model_facts(model, parts, groups, borrowed)
         placement, devices = placed(facts, model, devices, asked, all_of_them=not chooses)
@@ -239,13 +241,24 @@ def unwrap(model: nn.Module) -> nn.Module:
                 release_parameter(member.parameter)
                 hooks.pop(key, None)
     for group in engine.groups:
-        if not give_back_quantised(group):
-            for index, weights in all_dense_weights(group.segments).items():
-                group.members[index].parameter.data = weights.cpu().clone()
+        _give_back_values(group)
     for module in model.modules():
         release_module(module)
     del model.__dict__["_fluxtrain_engine"]
     return model
+
+
+def _give_back_values(group: Group) -> None:
+    """Give the parameters of a group that was wrapped values on the host: packed ones what they
+    unpack to, or their layer's own packed form, and plain ones on disk what is in the file."""
+    if not give_back_quantised(group):
+        for index, weights in all_dense_weights(group.segments).items():
+            group.members[index].parameter.data = weights.cpu().clone()
+    for segment in group.segments:
+        if segment.packed is None and not segment.has_values:
+            stored = segment.stored_weights()
+            for member in segment.members:
+                member.parameter.data = member.slice(stored).clone()
 
 
 def sync(model: nn.Module, *, written: bool = False) -> None:

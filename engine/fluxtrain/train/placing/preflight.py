@@ -120,8 +120,10 @@ def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[Ch
         return ()
     wanted = refused = 0
     for group in engine.groups:
-        if group.is_on("host"):
-            size = group.weight_bytes + sum(segment.size_bytes for segment in group.trained)
+        if not group.is_on("device"):
+            size = group.memory.weight_bytes.get("host", 0) + sum(
+                segment.size_bytes for segment in group.trained
+            )
             wanted += size
             refused += 0 if group.memory.pinned_bytes else size
     return (page_lock_choice(wanted, refused, per_s),)

@@ -46,7 +46,9 @@ def snapshot_of(
     checkpoint after the last step needs no copies: nothing is trained beside it."""
     if config.train.checkpoint_every == "end" and config.train.final_model != "best":
         return _waiting("no step follows the only one that is saved")
-    at_once = {row.name for row in placement.groups if row.state != row.weights}
+    at_once = {
+        row.name for row in placement.groups if row.is_on("device", "state") != row.is_on("device")
+    }
     sizes = {group.name: group.rounded_bytes + group.state_bytes for group in facts.groups}
     need = placement.need.host_bytes + placement.saving_bytes
     return choose_snapshot(
