@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fluxtrain.errors import BadInput
 from fluxtrain.events.run_folder.launch import TrainerProcess, start_trainer
+from fluxtrain.events.run_folder.removal import CONFIG_MARK, CONFIG_NAME
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.events.typed import typed_line
 from fluxtrain.files.atomic import storage_error, write_bytes
@@ -21,7 +22,6 @@ from fluxtui.answers.configuring import (
     yaml_text,
 )
 from fluxtui.home import expanded
-from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME
 from fluxtui.sources.trust import TRUST, trusts_code
 
 

@@ -15,6 +15,7 @@ from textual.binding import BindingType
 from textual.widgets import Input
 
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.events.run_folder.removal import check_removable, contents, remove_run
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.files.atomic import read_json
 from fluxtrain.units import bytes_text
@@ -30,7 +31,6 @@ from fluxtui.screens.run_actions import (
 )
 from fluxtui.screens.run_rows import columns, run_detail, run_row
 from fluxtui.screens.run_screen import RunScreen
-from fluxtui.sources.removal import check_removable, contents, remove_run
 from fluxtui.sources.run_list import Column, RunOrder
 from fluxtui.sources.trust import TRUST, trusts_code
 from fluxtui.state.status import Link

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.events.answers.generation import Answered, Ready, Refused, Text, encoded
+from fluxtrain.events.answers.generation import Answered, Mounted, Ready, Refused, Text, encoded
 from fluxtrain.events.emitter import Emitter
 from fluxtrain.events.events import CommandAnswered, Done, Failed, Hello, StepFinished
 from fluxtrain.events.run_folder.control import ControlServer
@@ -44,6 +44,17 @@ def plan(path: str) -> None:
         "checkpoint_bytes": 1, "estimated_rows": 1, "steps": STEPS, "machine": "",
         "predicted": None, "predicted_because": "", "plans": [], "settings": [], "config": {},
         "choices": [{"name": "train.learning_rate", "value": "0.002", "because": ""}],
+    }  # fmt: skip
+    print(json.dumps(answer))
+
+
+def evaluate(folder: str) -> None:
+    """The loss of a model is what its trainer was told to write as such."""
+    answer = {
+        "model": folder, "base": None, "data": "", "perplexity": None, "tokens": 1, "rows": 1,
+        "sequence_length": 1, "batch_rows": 1, "dtype": "", "device": "", "placed": "",
+        "seconds": 0.1, "notes": [],
+        "loss": json.loads(Path(folder, "config.json").read_text())["loss"],
     }  # fmt: skip
     print(json.dumps(answer))
 
@@ -84,8 +95,9 @@ def train(path: str, run_dir: str) -> None:
             if name.startswith("exit-") and int(number) == step:
                 _fail(run, emitter, int(name.removeprefix("exit-")))
     if code == 0:
+        loss = next((float(word[5:]) for word in words if word.startswith("loss-")), 1.0)
         run.model.mkdir(exist_ok=True)
-        (run.model / "config.json").write_text(json.dumps({"run": run.run_id}))
+        (run.model / "config.json").write_text(json.dumps({"run": run.run_id, "loss": loss}))
     emitter.emit(
         Done(exit_code=code, step=STEPS, seconds=1.0, loss=1.0, evaluation_loss=None,
              model_path=None)
@@ -105,6 +117,14 @@ def generate(model: str) -> None:
     _say(ready)
     for line in sys.stdin:
         asked = json.loads(line)
+        if asked["kind"] == "mount":
+            name = asked["name"]
+            bad = Path(asked["path"], "unfit").exists()
+            _say(
+                Refused(id=name, message="it does not fit")
+                if bad
+                else Mounted(name=name, mounted=(name,), seconds=0.0)
+            )
         if asked["kind"] != "ask":
             continue
         text = asked.get("prompt") or asked["messages"][-1]["content"]
@@ -157,6 +177,8 @@ if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     if command == "plan":
         plan(rest[1])
+    elif command == "evaluate":
+        evaluate(rest[1])
     elif command == "generate":
         generate(rest[-1])
     else:

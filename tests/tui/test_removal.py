@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.events.run_folder import own_files
+from fluxtrain.events.run_folder import own_files, removal
 from fluxtrain.events.run_folder.own_files import model_files, note_model, of_model, others_in
+from fluxtrain.events.run_folder.removal import contents, remove_run
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtui.sources import removal
-from fluxtui.sources.removal import contents, remove_run
 
 OWN = {
     "checkpoints/step-00000020/manifest.json", "checkpoints/step-00000020/trainer.json",

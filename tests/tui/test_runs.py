@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
+from fluxtrain.events.run_folder.removal import check_removable, contents, remove_run
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.launching import prepare
@@ -20,7 +21,6 @@ from fluxtui.screens.dialogs import DeleteDialog, ResumeDialog
 from fluxtui.screens.run_actions import cannot_resume
 from fluxtui.screens.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.screens.runs import RunsScreen
-from fluxtui.sources.removal import check_removable, contents, remove_run
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import width_of
 
@@ -100,7 +100,9 @@ def test_a_run_that_is_in_use_is_never_deleted(runs: Path) -> None:
 
 
 def test_a_trainer_that_starts_meanwhile_wins(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fluxtui.sources.removal.check_removable", lambda run_dir, root: None)
+    monkeypatch.setattr(
+        "fluxtrain.events.run_folder.removal.check_removable", lambda run_dir, root: None
+    )
     with RunDir(runs / "ours").lock(), pytest.raises(BadInput, match="in use by process"):
         remove_run(runs / "ours", runs)
     assert (runs / "ours" / "events.ndjson").exists()

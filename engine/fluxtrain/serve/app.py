@@ -18,12 +18,13 @@ from starlette.exceptions import HTTPException
 
 from fluxtrain.errors import EXIT_NO_SPACE, FluxTrainError
 from fluxtrain.events.answers.generation import Answered
-from fluxtrain.serve import job_events, uploads
+from fluxtrain.serve import job_events, registry, uploads
 from fluxtrain.serve.chat import ChatRequest, CompletionRequest, Written
 from fluxtrain.serve.jobs import JobRequest, find_job, job_object, run_of, want
 from fluxtrain.serve.keys import Caller, Scope, caller_of
 from fluxtrain.serve.listing import page
-from fluxtrain.serve.refusal import Refusal
+from fluxtrain.serve.refusal import Refusal, not_found
+from fluxtrain.serve.registry import Promotion
 from fluxtrain.serve.service import Service
 from fluxtrain.serve.store import files, jobs, new_id
 
@@ -284,10 +285,43 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
+    store = service.store
+
     @app.get("/v1/models")
     def list_models(caller: Reads) -> dict[str, Any]:
         """List the models that can be trained or asked."""
         return page(service.models(caller.project), 1000)
+
+    @app.post("/v1/fluxtrain/aliases/{name}")
+    async def promote(name: str, asked: Promotion, caller: Trains) -> dict[str, Any]:
+        """Move an alias to a version, if it passes the gate."""
+        return await service.promote(caller.project, name, asked)
+
+    @app.get("/v1/fluxtrain/aliases/{name}")
+    def alias_history(name: str, caller: Reads) -> dict[str, Any]:
+        """List where an alias has led to, newest first."""
+        return page(registry.history(store, caller.project, name), 1000, registry.alias_object)
+
+    @app.get("/v1/fluxtrain/aliases")
+    def list_aliases(caller: Reads) -> dict[str, Any]:
+        """List the project's aliases."""
+        moves = registry.history(store, caller.project)
+        newest = {row["name"]: row for row in reversed(moves)}
+        rows = [row for row in newest.values() if row["version"] is not None]
+        return page(rows, 1000, registry.alias_object)
+
+    @app.delete("/v1/fluxtrain/aliases/{name}")
+    def delete_alias(name: str, caller: Trains) -> dict[str, Any]:
+        """Let an alias lead nowhere; its history stays."""
+        if registry.current(store, caller.project, name) is None:
+            raise not_found("alias", name)
+        return registry.move(store, caller.project, name, None, {"deleted": True})
+
+    @app.delete("/v1/models/{model_id:path}")
+    def delete_model(model_id: str, caller: Trains) -> dict[str, Any]:
+        """Delete a version of a model."""
+        registry.delete_version(store, caller.project, model_id)
+        return {"id": model_id, "object": "model", "deleted": True}
 
     @app.get("/v1/models/{model_id:path}")
     def get_model(model_id: str, caller: Reads) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from fluxtrain.events.answers.generation import Answered, Ask, Text
-from fluxtrain.serve.jobs import Body
-from fluxtrain.serve.refusal import Refusal
+from fluxtrain.serve.refusal import Body, Refusal
 from fluxtrain.serve.store import new_id
 from fluxtrain.serve.worker import Said
 
@@ -32,6 +32,7 @@ class Sampled(Body):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: str | list[str] | None = None
     n: Literal[1] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -39,11 +40,13 @@ class Sampled(Body):
 
     def ask(self) -> Ask:
         """Return the question to the worker. Raises Refusal."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return Ask(
             max_new_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,
+            stop=None if stop is None else tuple(stop),
         )
 
 
@@ -57,12 +60,10 @@ class ChatRequest(Sampled):
 
     def ask(self) -> Ask:
         """Return the question to the worker. Raises Refusal."""
-        return Ask(
+        return msgspec.structs.replace(
+            super().ask(),
             messages=tuple(_plain(message) for message in self.messages),
             max_new_tokens=self.max_completion_tokens or self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
         )
 
 
@@ -73,13 +74,7 @@ class CompletionRequest(Sampled):
 
     def ask(self) -> Ask:
         """Return the question to the worker."""
-        return Ask(
-            prompt=self.prompt,
-            max_new_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-        )
+        return msgspec.structs.replace(super().ask(), prompt=self.prompt)
 
 
 class Written:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import sqlalchemy as sa
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.journal import read_end
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, runs_root
-from fluxtrain.serve.refusal import Refusal, not_found
+from fluxtrain.serve.refusal import Body, Refusal, not_found
 from fluxtrain.serve.settings import ServedModel, ServeSettings
 from fluxtrain.serve.store import Store, jobs, new_id
 from fluxtrain.serve.uploads import content_of, find_file
@@ -37,12 +37,6 @@ _CLOSED = (
     "placement.device",
 )
 _TEMPLATE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?<!\.jinja)")
-
-
-class Body(BaseModel):
-    """The base of request bodies; what is not known is refused by its name."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class Hyperparameters(Body):
@@ -80,7 +74,7 @@ class JobRequest(Body):
     method: Method | None = None
     integrations: list[Any] | None = None
     metadata: dict[str, str] | None = None
-    fluxtrain: dict[str, Any] = {}
+    fluxtrain: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def asked(self) -> Hyperparameters:
@@ -140,6 +134,13 @@ def config_of(
         train["batch_rows"] = wished.batch_size
     if asked.seed is not None:
         train["seed"] = data["seed"] = asked.seed
+    rank = raw["method"].get("rank", 0)
+    if served.method != "full" and isinstance(rank, int) and rank > settings.slot_rank:
+        raise Refusal(
+            f"method.rank is {rank}, and this server answers with adapters of rank "
+            f"{settings.slot_rank} at most: use that or less",
+            param="method.rank",
+        )
     config = _validated(raw).model_dump(mode="json", exclude_defaults=True)
     return config, {kind: row["blob"] for kind, row in blobs.items()}
 

@@ -1,8 +1,16 @@
-"""What a request can be refused for, with its HTTP status."""
+"""Requests: the base of their bodies, and what they are refused with."""
 
 from __future__ import annotations
 
+from pydantic import BaseModel, ConfigDict
+
 from fluxtrain.errors import FluxTrainError
+
+
+class Body(BaseModel):
+    """The base of request bodies; what is not known is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class Refusal(FluxTrainError):

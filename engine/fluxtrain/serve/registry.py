@@ -5,16 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import sqlalchemy as sa
+from pydantic import Field
 
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.atomic import read_json, replace_folder, storage_error
-from fluxtrain.serve.store import Store
+from fluxtrain.serve.refusal import Body, Refusal, not_found
+from fluxtrain.serve.store import Store, aliases, versions
 
+ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 CHECKPOINT = ":ckpt-step-"  # in the name of a checkpoint's model, before its step
 
 
@@ -46,6 +52,131 @@ def version_of(store: Store, row: Mapping[str, Any], run: RunDir) -> dict[str, A
             "measured": ending.get("plan"),
         },
         "created_s": time.time(),
+    }
+
+
+class Gate(Body):
+    """What a version has to show before an alias moves to it."""
+
+    file: str  # held-out rows, for both versions
+    metric: Literal["loss"] = "loss"
+    min_gain: float = Field(default=0.0, description="by which its loss must be lower")
+
+
+class Promotion(Body):
+    """The body of `POST /v1/fluxtrain/aliases/{name}`."""
+
+    version: str
+    gate: Gate | None = None
+
+
+def refuse_below_gate(asked: Promotion, now: str | None, why: Mapping[str, Any]) -> None:
+    """Raise Refusal where a version's loss is not as much lower as the gate asks for."""
+    before, gate = why["loss_before"], asked.gate
+    if gate is not None and before is not None and before - why["loss"] < gate.min_gain:
+        raise Refusal(
+            f"the alias stays at {now}: on {gate.file} its loss is {before:.6g} and that of "
+            f"{asked.version} {why['loss']:.6g}, a gain of {before - why['loss']:.3g} where "
+            f"{gate.min_gain:g} is asked for",
+            code="gate_not_passed",
+        )
+
+
+def find_version(store: Store, project: str, name: str) -> Mapping[str, Any]:
+    """Return the row of a project's version, by its name or an alias. Raises Refusal (404)."""
+    wanted = current(store, project, name) or name
+    mine = (versions.c.id == wanted, versions.c.project == project)
+    found = store.one(sa.select(versions).where(*mine))
+    if found is None:
+        raise not_found("model", name)
+    return found
+
+
+def current(store: Store, project: str, alias: str) -> str | None:
+    """Return the version that an alias leads to; None where there is no such alias."""
+    rows = history(store, project, alias)
+    return rows[0]["version"] if rows else None
+
+
+def history(store: Store, project: str, alias: str | None = None) -> list[Mapping[str, Any]]:
+    """Return where a project's aliases, or one of them, have led to, newest first."""
+    query = sa.select(aliases).where(aliases.c.project == project)
+    if alias is not None:
+        query = query.where(aliases.c.name == alias)
+    return store.rows(query.order_by(aliases.c.number.desc()))
+
+
+def move(
+    store: Store, project: str, alias: str, version: str | None, why: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Let an alias lead to a version, or nowhere; what it led to stays in its history."""
+    if not ALIAS.fullmatch(alias):
+        raise Refusal(f"{alias!r} is no name for an alias: use a-z, 0-9, dot, dash, underscore")
+    row = {
+        "project": project,
+        "name": alias,
+        "version": version,
+        "moved_s": time.time(),
+        "why": dict(why),
+    }
+    with store.write() as connection:
+        connection.execute(sa.insert(aliases), row)
+    return alias_object(row)
+
+
+def delete_version(store: Store, project: str, name: str) -> None:
+    """Delete a version and its files. Raises Refusal while an alias leads to it."""
+    row = find_version(store, project, name)
+    leading = {one["name"] for one in history(store, project)}
+    used = [alias for alias in leading if current(store, project, alias) == row["id"]]
+    if used:
+        raise Refusal(f"the alias {used[0]} leads to {row['id']}: move or delete it first")
+    with store.write() as connection:
+        connection.execute(sa.delete(versions).where(versions.c.id == row["id"]))
+        same = sa.select(versions.c.id).where(versions.c.artifact == row["artifact"])
+        if connection.execute(same).first() is None:
+            shutil.rmtree(store.models / row["artifact"], ignore_errors=True)
+
+
+def checked(store: Store, folder: Path | None) -> Path:
+    """Return the folder of an artifact. Raises Refusal where its files were changed or are gone."""
+    assert folder is not None and folder.parent == store.models
+    if not folder.is_dir() or digest_of(folder) != folder.name:
+        raise Refusal(
+            f"the files of this model were changed or removed since they were registered "
+            f"({folder.name[:12]}): train it again, or put them back",
+            status=409,
+            code="artifact_changed",
+        )
+    return folder
+
+
+def version_object(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a version as the API shows it."""
+    facts = {name: row["facts"].get(name) for name in ("metrics", "data", "run")}
+    return {
+        "id": row["id"],
+        "object": "model",
+        "created": int(row["created_s"]),
+        "owned_by": row["project"],
+        "fluxtrain": {
+            "base": row["base"],
+            "method": row["method"],
+            "job": row["job"],
+            "sha256": row["artifact"],
+            **facts,
+        },
+    }
+
+
+def alias_object(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a move of an alias as the API shows it."""
+    return {
+        "id": row["name"],
+        "object": "fluxtrain.alias",
+        "version": row["version"],
+        "moved_at": int(row["moved_s"]),
+        "why": row["why"],
     }
 
 

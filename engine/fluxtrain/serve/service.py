@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import msgspec
 import sqlalchemy as sa
 from fastapi.concurrency import run_in_threadpool
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
+from fluxtrain.events.answers.answers import EvaluationAnswer
 from fluxtrain.events.answers.asking import FLUXTRAIN, EngineRefused, ask_engine
 from fluxtrain.events.answers.generation import Answered, Ask
 from fluxtrain.events.answers.plan import PlanAnswer
@@ -24,9 +27,20 @@ from fluxtrain.serve import jobs as job_rows
 from fluxtrain.serve.jobs import JobRequest
 from fluxtrain.serve.queue import TICK_S, Queue
 from fluxtrain.serve.refusal import Refusal, not_found
-from fluxtrain.serve.registry import CHECKPOINT, model_name
+from fluxtrain.serve.registry import (
+    CHECKPOINT,
+    Promotion,
+    checked,
+    current,
+    find_version,
+    model_name,
+    move,
+    refuse_below_gate,
+    version_object,
+)
 from fluxtrain.serve.settings import ServeSettings
 from fluxtrain.serve.store import Store, versions
+from fluxtrain.serve.uploads import content_of, find_file
 from fluxtrain.serve.worker import Opened, Said, Worker
 
 PLANS_AT_ONCE = 2
@@ -141,25 +155,61 @@ class Service:
 
     def models(self, project: str) -> list[dict[str, Any]]:
         """Return the models that can be asked: those of the operator and the project's own."""
-        own = self.store.rows(
-            sa.select(versions)
-            .where(versions.c.project == project)
-            .order_by(versions.c.created_s.desc())
-        )
-        return [*map(_version_object, own), *map(_base_object, self.settings.models)]
+        own = self.newest(versions, project, None, None)
+        return [*map(version_object, own), *map(_base_object, self.settings.models)]
 
     def model(self, project: str, name: str) -> dict[str, Any]:
         """Return what is known of a model. Raises Refusal (404)."""
         if name in self.settings.models:
             return _base_object(name)
-        return _version_object(self._version(project, name))
+        return version_object(find_version(self.store, project, name))
 
-    def _version(self, project: str, name: str) -> Mapping[str, Any]:
-        mine = (versions.c.id == name, versions.c.project == project)
-        found = self.store.one(sa.select(versions).where(*mine))
-        if found is None:
-            raise not_found("model", name)
-        return found
+    async def promote(self, project: str, alias: str, asked: Promotion) -> dict[str, Any]:
+        """Move an alias to a version, if the version passes the gate.
+
+        Raises Refusal, with both losses, where it does not.
+        """
+        if alias in self.settings.models:
+            raise Refusal(f"{alias} is a model of the operator: choose another name")
+        version = await run_in_threadpool(find_version, self.store, project, asked.version)
+        now = await run_in_threadpool(current, self.store, project, alias)
+        why: dict[str, Any] = {"gate": None}
+        if asked.gate is not None:
+            row = await run_in_threadpool(find_file, self.store, project, asked.gate.file)
+            data = content_of(self.store, row)
+            why = {
+                "gate": asked.gate.model_dump(),
+                "loss": await self._loss(version, data),
+                "loss_before": None,
+            }
+            if now is not None and now != version["id"]:
+                before = await run_in_threadpool(find_version, self.store, project, now)
+                why["loss_before"] = await self._loss(before, data)
+            refuse_below_gate(asked, now, why)
+        return await run_in_threadpool(move, self.store, project, alias, version["id"], why)
+
+    async def _loss(self, version: Mapping[str, Any], data: Path) -> float:
+        """Evaluate a version on a file. Raises Refusal while a job has the memory."""
+        if not self._may_answer():
+            raise Refusal(
+                "a job trains, which needs the memory: promote when it has ended",
+                status=503,
+                retry_after_s=60.0,
+            )
+        await self.worker.leave()
+        folder = await run_in_threadpool(
+            checked, self.store, self.store.models / version["artifact"]
+        )
+        served = self.settings.models.get(version["base"])
+        options = _trusted(served is not None and served.trust_remote_code)
+        try:
+            async with self._planning:
+                found = await ask_engine(
+                    EvaluationAnswer, str(folder), str(data), *options, program=self._program
+                )
+        except EngineRefused as error:
+            raise Refusal(f"{version['id']} cannot be evaluated: {error}") from error
+        return found.loss
 
     # -- answers
 
@@ -167,8 +217,22 @@ class Service:
         """Return the pieces of a model's answer. Raises Refusal."""
         if self.settings.inference == "off":
             raise Refusal("this server answers no questions (inference: off)", status=404)
-        opened = await run_in_threadpool(self._opened, project, name)
-        return self.worker.answer(opened, asked)
+        self._refuse_over_quota(project)
+        opened, folder = await run_in_threadpool(self._opened, project, name)
+        if folder is not None:
+            asked = msgspec.structs.replace(asked, adapter=folder.name)
+        return self.worker.answer(opened, asked, lambda: checked(self.store, folder))
+
+    def _refuse_over_quota(self, project: str) -> None:
+        most = self.settings.quotas.tokens_per_minute
+        kinds = ("prompt_tokens", "answer_tokens")
+        if self.store.used(project, kinds, time.time() - 60) >= most:
+            raise Refusal(
+                f"the project has used its {most:,} tokens of this minute: ask again in the next",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after_s=30.0,
+            )
 
     async def count(self, project: str, model: str, answer: Answered) -> None:
         """Add an answer to a project's usage."""
@@ -180,19 +244,32 @@ class Service:
             answer_tokens=answer.tokens,
         )
 
-    def _opened(self, project: str, name: str) -> Opened:
-        base = self.settings.models.get(name)
-        if base is not None:
-            return Opened(model=base.path, options=_trusted(base.trust_remote_code))
+    def _opened(self, project: str, name: str) -> tuple[Opened, Path | None]:
+        """Return what a worker opens for a model, and the folder of the adapter in it."""
+        if name in self.settings.models:
+            return self._base(name), None
         of_run, _, step = name.partition(CHECKPOINT)
         if step:
-            return self._checkpoint(project, name, of_run, step)
-        version = self._version(project, name)
+            return self._checkpoint(project, name, of_run, step), None
+        version = find_version(self.store, project, name)
         folder: Path = self.store.models / version["artifact"]
         served = self.settings.models.get(version["base"])
-        return Opened(
-            model=str(folder), options=_trusted(served is not None and served.trust_remote_code)
-        )
+        if version["method"] != "full" and served is not None:
+            return self._base(version["base"]), folder
+        checked(self.store, folder)
+        trust = served is not None and served.trust_remote_code
+        return Opened(model=str(folder), options=_trusted(trust)), None
+
+    def _base(self, name: str) -> Opened:
+        """Return how a base is opened, with slots where its jobs make adapters."""
+        served = self.settings.models[name]
+        options = _trusted(served.trust_remote_code)
+        if served.method != "full":
+            slots, rank = self.settings.slots, self.settings.slot_rank
+            options += ("--slots", str(slots), "--slot-rank", str(rank))
+        if served.method == "qlora":
+            options += ("--packed", served.packing)
+        return Opened(model=served.path, options=options)
 
     def _checkpoint(self, project: str, name: str, of_run: str, step: str) -> Opened:
         """Return a checkpoint of a job's run. Raises Refusal (404)."""
@@ -234,13 +311,3 @@ def _facts(plan: PlanAnswer | None) -> dict[str, Any]:
 
 def _base_object(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "operator"}
-
-
-def _version_object(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "id": row["id"],
-        "object": "model",
-        "created": int(row["created_s"]),
-        "owned_by": row["project"],
-        "fluxtrain": {"base": row["base"], "method": row["method"], "job": row["job"]},
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from fluxtrain.config.errors import explain
 from fluxtrain.config.schema import MethodSettings
@@ -31,6 +31,15 @@ class ServedModel(Section):
     settings: dict[str, Any] = Field(
         default={}, description="settings of a run's configuration that its jobs start from"
     )
+
+    @model_validator(mode="after")
+    def _the_demo_is_trained_whole(self) -> ServedModel:
+        if self.path == "demo" and self.method != "full":
+            raise ValueError(
+                "the demo's weights are random and made anew for each seed, so that an adapter "
+                "has no base: use method: full"
+            )
+        return self
 
 
 class Quotas(Section):
@@ -62,6 +71,8 @@ class ServeSettings(Section):
     inference: Literal["yield", "beside", "off"] = Field(
         default="yield", description="yield: the worker leaves while a job trains"
     )
+    slots: int = Field(default=8, ge=1, le=256, description="adapters that answer at once")
+    slot_rank: int = Field(default=64, ge=1, description="the largest rank of these")
     retention_days: float | None = Field(
         default=None, gt=0, description="after which files, ended runs and usage are deleted"
     )

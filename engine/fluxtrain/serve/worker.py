@@ -1,4 +1,4 @@
-"""The process that answers: one model, opened by `fluxtrain generate --json`, many asks."""
+"""The process that answers: one base, opened by `fluxtrain generate --json`, with its adapters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
+from fastapi.concurrency import run_in_threadpool
 
 from fluxtrain.events.answers.asking import FLUXTRAIN, EngineRefused, Talk
-from fluxtrain.events.answers.generation import Answered, Ask, Progress, Ready, Refused, Text
+from fluxtrain.events.answers.generation import (
+    Answered,
+    Ask,
+    Mounted,
+    Progress,
+    Ready,
+    Refused,
+    Text,
+)
 from fluxtrain.serve.refusal import Refusal
 from fluxtrain.serve.store import new_id
 
@@ -33,6 +43,8 @@ class _Worker:
     talk: Talk
     ready: asyncio.Future[Ready]
     waiting: dict[str, asyncio.Queue[Said | None]] = field(default_factory=dict)
+    mounted: frozenset[str] = frozenset()
+    refused: dict[str, str] = field(default_factory=dict)  # adapters, and why
     reader: asyncio.Task[None] | None = None
     why: str = ""  # it ended
 
@@ -46,6 +58,10 @@ class _Worker:
                     asked = self.waiting.get(event.id)
                     if asked is not None:
                         asked.put_nowait(event)
+                    elif isinstance(event, Refused):
+                        self.refused[event.id] = event.message
+                elif isinstance(event, Mounted):
+                    self.mounted = frozenset(event.mounted)
                 else:
                     assert isinstance(event, Progress)
             self.why = "the worker ended"
@@ -73,8 +89,12 @@ class Worker:
         self._worker: _Worker | None = None
         self._changing = asyncio.Lock()
 
-    async def answer(self, opened: Opened, asked: Ask) -> AsyncIterator[Said]:
+    async def answer(
+        self, opened: Opened, asked: Ask, check: Callable[[], Path]
+    ) -> AsyncIterator[Said]:
         """Yield the pieces of an answer, and in the end the whole.
+
+        `check` returns the folder of the ask's adapter; it is called before the adapter is mounted.
 
         Raises Refusal: 503 where the worker is busy with another model, died or has to wait for a
         job, 400 for what the model cannot answer.
@@ -85,6 +105,10 @@ class Worker:
         worker.waiting[named.id] = heard
         ended = False
         try:
+            if asked.adapter is not None:
+                known = asked.adapter in worker.mounted
+                folder = str("" if known else await run_in_threadpool(check))
+                await worker.talk.mount(asked.adapter, folder)
             await worker.talk.ask(named)
             while not ended:
                 event = await heard.get() if not worker.why or heard.qsize() else None
@@ -93,13 +117,13 @@ class Worker:
                     raise _try_again(f"the worker ended in mid-answer ({worker.why})")
                 if isinstance(event, Refused):
                     ended = True
-                    raise Refusal(event.message)
+                    raise Refusal(worker.refused.pop(asked.adapter or "", event.message))
                 ended = isinstance(event, Answered)
                 yield event
         finally:
             del worker.waiting[named.id]
             if not ended:
-                await worker.talk.stop()
+                await worker.talk.stop(named.id)
 
     async def ready(self, opened: Opened) -> Ready | None:
         """Return what is known of a model that is open; None for another one."""

@@ -16,7 +16,15 @@ import msgspec
 
 from fluxtrain.errors import EXIT_BUG, FluxTrainError, native_end
 from fluxtrain.events.answers.answers import Answer
-from fluxtrain.events.answers.generation import COMMAND, Ask, Event, Stop, encoded, read_event
+from fluxtrain.events.answers.generation import (
+    COMMAND,
+    Ask,
+    Event,
+    Mount,
+    Stop,
+    encoded,
+    read_event,
+)
 from fluxtrain.files.parent import environment_of_child
 
 T = TypeVar("T", bound=Answer)
@@ -188,9 +196,13 @@ class Talk:
         """Ask for an answer; further ones wait for it."""
         await self._send(encoded(asked))
 
-    async def stop(self) -> None:
-        """Stop the answer that is being written; it ends with what is there."""
-        await self._send(encoded(Stop()))
+    async def mount(self, name: str, path: str) -> None:
+        """Put the adapter of a folder into a slot, before the next ask that names it."""
+        await self._send(encoded(Mount(name=name, path=path)))
+
+    async def stop(self, name: str = "") -> None:
+        """Stop the answer to an ask, or all ("") that are written; they end with what is there."""
+        await self._send(encoded(Stop(id=name)))
 
     async def close(self) -> None:
         """End the process, whatever it does."""

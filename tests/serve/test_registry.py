@@ -1,0 +1,113 @@
+"""Versions, aliases with history, promotion by a gate, artifacts that are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.conftest import Served, create, ended, upload, wait_for
+
+
+def call(served: Served, method: str, path: str, **body: Any) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {served.keys['admin']}"}
+    answer = httpx.request(
+        method, f"{served.url}/fluxtrain/{path}", headers=headers, json=body or None, timeout=60
+    )
+    return answer.status_code, answer.json()
+
+
+def trained(client: openai.OpenAI, *words: str) -> str:
+    name = ended(client, create(client, *words).id).fine_tuned_model
+    assert name
+    return str(name)
+
+
+def asked(client: openai.OpenAI, model: str) -> str:
+    message: Any = {"role": "user", "content": "one two"}
+    answer = client.chat.completions.create(model=model, messages=[message])
+    return str(answer.choices[0].message.content)
+
+
+def test_a_gate_moves_an_alias_and_says_why_not(served: Served) -> None:
+    client = served.client()
+    first, worse = trained(client, "loss-0.8"), trained(client, "loss-0.79")
+    better, file = trained(client, "loss-0.5"), upload(client)
+    gate = {"file": file, "min_gain": 0.1}
+    assert call(served, "POST", "aliases/best", version=first, gate=gate)[0] == 200
+    assert asked(client, "best") == "one two "
+    status, refused = call(served, "POST", "aliases/best", version=worse, gate=gate)
+    assert status == 400 and "0.8" in refused["error"]["message"]
+    assert "0.79" in refused["error"]["message"]
+    assert call(served, "POST", "aliases/best", version=better, gate=gate)[0] == 200
+    moves = call(served, "GET", "aliases/best")[1]["data"]
+    assert [one["version"] for one in moves] == [better, first]
+    assert (moves[0]["why"]["loss_before"], moves[0]["why"]["loss"]) == (0.8, 0.5)
+    assert client.models.retrieve("best").id == better
+    with pytest.raises(openai.BadRequestError, match="alias best"):
+        client.models.delete(better)
+    client.models.delete(worse)
+    with pytest.raises(openai.NotFoundError):
+        asked(client, worse)
+    assert call(served, "DELETE", "aliases/best")[0] == 200
+    with pytest.raises(openai.NotFoundError):
+        asked(client, "best")
+    assert call(served, "GET", "aliases")[1]["data"] == []
+
+
+def test_a_model_whose_files_were_changed_is_not_used(served: Served) -> None:
+    client = served.client()
+    name = trained(client, "loss-1")
+    (artifact,) = served.service.store.models.iterdir()
+    (artifact / "config.json").write_text("{}")
+    with pytest.raises(openai.ConflictError, match="changed"):
+        asked(client, name)
+
+
+def test_a_worker_that_dies_is_told_and_the_next_ask_is_answered(served: Served) -> None:
+    client = served.client()
+    message: Any = {"role": "user", "content": "die"}
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.chat.completions.create(model="demo", messages=[message])
+    assert refused.value.status_code == 503
+    assert asked(client, "demo") == "one two "
+    pieces = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "a b c"}], stream=True
+    )
+    assert [one.choices[0].delta.content for one in pieces][1:-1] == ["a ", "b ", "c "]
+
+
+def test_what_this_server_does_not_do_is_refused_by_its_name(served: Served) -> None:
+    client = served.client()
+    message: Any = {"role": "user", "content": "x"}
+    for more in ({"tools": []}, {"n": 2}, {"presence_penalty": 1.0}, {"logit_bias": {}}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(more))):
+            client.chat.completions.create(model="demo", messages=[message], **more)  # type: ignore[call-overload]
+    for key, extra in (
+        ("model.path", {"model": {"path": "/etc"}}),
+        ("parallel", {"parallel": {}}),
+        ("data.token_cache", {"data": {"token_cache": "/tmp/x"}}),
+        ("data.chat_template", {"data": {"chat_template": "../x.jinja"}}),
+        ("samples.prompts", {"samples": {"prompts": "/etc/passwd"}}),
+        ("train.stepz", {"train": {"stepz": 1}}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=key):
+            client.fine_tuning.jobs.create(
+                model="demo", training_file=upload(client), extra_body={"fluxtrain": extra}
+            )
+    with pytest.raises(openai.BadRequestError, match="shorten the sequence"):
+        create(client, "too-large")
+
+
+def test_an_ask_waits_while_a_job_trains(served: Served) -> None:
+    client = served.client()
+    job = create(client, "waits")
+    wait_for(lambda: served.service.queue.busy)
+    with pytest.raises(openai.InternalServerError) as refused:
+        asked(client, "demo")
+    assert refused.value.response.headers["retry-after"] == "5"
+    client.fine_tuning.jobs.cancel(job.id)
+    wait_for(lambda: not served.service.queue.busy)
+    assert asked(client, "demo") == "one two "
