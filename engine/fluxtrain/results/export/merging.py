@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from fluxtrain.models.spelling import model_in_both
 from fluxtrain.results.adapter.attached import Attached
 from fluxtrain.results.export.agreement import RoundedWeight, rounded_weight
 from fluxtrain.results.export.base_files import BaseFiles, TrainedBase
-from fluxtrain.train.checkpoint.shard_file import DTYPE_NAMES
+from fluxtrain.train.checkpoint.shard_file import PlannedTensor, headed
 
 SHARD_BYTES = 4_000_000_000
 _OF_TRAINING = (TEMPLATE, "generation_config.json")  # better than the base's
@@ -212,20 +211,6 @@ def _write_config(folder: Path, config: Mapping[str, Any], dtype: str, is_untied
 _PIECE_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor that will be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Count its bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
 def planned_shards(tensors: Iterable[PlannedTensor], most_bytes: int) -> list[list[PlannedTensor]]:
     """Cut the tensors, in their order, into shards of at most `most_bytes`; a larger tensor has a
     shard of its own."""
@@ -261,20 +246,9 @@ def write_model(
 def _write(
     path: Path, tensors: list[PlannedTensor], make: Callable[[PlannedTensor], Tensor]
 ) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # stable: the format aligns data so
-    for tensor in ordered:
-        header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.size_bytes],
-        }
-        offset += tensor.size_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    ordered, header = headed(tensors, format="pt")
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for tensor in ordered:
             made = make(tensor).detach()
             assert made.dtype == tensor.dtype and tuple(made.shape) == tensor.shape, tensor.name

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -46,6 +47,38 @@ class WrittenFile:
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Count its bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def headed(tensors: Iterable[PlannedTensor], **metadata: str) -> tuple[list[PlannedTensor], bytes]:
+    """Return the order of a file's tensors, wide dtypes first as the format wants aligned data, and
+    the bytes in front of them."""
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # stable
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for tensor in ordered:
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.size_bytes],
+        }
+        offset += tensor.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return ordered, len(text).to_bytes(8, "little") + text
 
 
 class HashingFile:
@@ -82,26 +115,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     Raises:
         OSError: the disk refused; the partial file is left for the caller to remove.
     """
-    header: dict[str, Any] = {}
-    offset = 0
-    # the format needs aligned data: wide dtypes first
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    for name in names:
-        tensor = tensors[name]
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    planned = [PlannedTensor(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in sorted(tensors)]
+    ordered, header = headed(planned)
     out = HashingFile(path)
     try:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            _write_tensor(out, tensors[name])
+        out.write(header)
+        for tensor in ordered:
+            _write_tensor(out, tensors[tensor.name])
         return out.finish()
     except BaseException:
         out.abandon()
