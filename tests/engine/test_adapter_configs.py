@@ -44,17 +44,13 @@ def refusals(adapter: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"r": 4_000_000_000}, r"size mismatch for \S*lora_A.*\[4, 32\].*\[4000000000, 32\]"),
         ({"r": 8}, r"size mismatch for \S*lora_A.*\[4, 32\].*\[8, 32\]"),
         ({"rank_pattern": {"q_proj": 4_000_000_000}}, r"size mismatch for \S*q_proj.lora_A"),
         ({"r": 10**30}, "--base"),
         ({"r": "4"}, "TypeError"),
-        ({"r": None}, "TypeError"),
         ({"lora_alpha": NAN}, "lora_alpha is not finite"),
         ({"alpha_pattern": {"q_proj": INFINITY}}, "alpha_pattern is not finite"),
         ({"lora_alpha": 10**400}, "OverflowError"),
-        ({"lora_alpha": "x"}, "TypeError"),
-        ({"rank_pattern": [1]}, "--base"),
         ({"target_modules": 3}, "--base|by peft"),
         ({"target_modules": "("}, "--base"),
         ({"target_modules": ["nowhere"]}, "'nowhere'} not found in the base model"),

@@ -190,18 +190,15 @@ def test_a_folder_that_is_missing_beside_others_is_not_taken_for_a_hub_model(
         evaluated(folder, talks)
 
 
-def test_a_run_that_still_trains_is_waited_for(tmp_path: Path, talks: Path) -> None:
+def test_a_run_without_a_result_says_whether_to_wait_or_to_go_on(
+    tmp_path: Path, talks: Path
+) -> None:
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
+    run.run.write_text('{"config": {}}')
+    with pytest.raises(BadInput, match="no model and no checkpoint .*`fluxtrain train --resume"):
+        evaluated(run.path, talks)
     with run.lock():
         run.journal.write_text("")
-        run.run.write_text('{"config": {}}')
         with pytest.raises(BadInput, match=r"\(it is running\).* wait for its first$"):
             evaluated(run.path, talks)
-
-
-def test_a_run_without_a_result_says_how_to_go_on(tmp_path: Path, talks: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text('{"config": {}}')
-    with pytest.raises(BadInput, match="no model and no checkpoint .*`fluxtrain train --resume"):
-        evaluated(tmp_path / "run", talks)
