@@ -24,7 +24,7 @@ from fluxtrain.plan.machine_file import PlannedMachine, read_machine_file
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.train.placing.forecast import Forecast
 from fluxtrain.units import GIB
-from tests.unit.test_plan_ranked import model
+from tests.unit.test_plan_timed import model
 
 RATES = {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "h2d_pinned": 2.5e10, "d2h_pinned": 2.5e10}
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.choose import LANDING_BUFFERS, place
-from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.rates import CardsRates
 from fluxtrain.plan.request import ParallelRequest, RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.units import GIB
+from tests.unit.plan_models import group
 
 HIDDEN, VOCABULARY = 1536, 32_000
 ROW = RowFacts(
@@ -33,11 +34,6 @@ FIXED = ParallelRequest(order="fixed")
 
 def model(layers: int = 8, block: int = 46_797_824, **frozen: Any) -> ModelFacts:
     """Blocks between an embedding and a head of their own."""
-
-    def group(name: str, size: int, **rest: Any) -> GroupFacts:
-        kind = "block" if name.startswith("layers") else "edge"
-        rest = {"trained_bf16": size} | rest
-        return GroupFacts(**{"name": name, "kind": kind, "weight_bytes": 2 * size} | rest)
 
     edge = VOCABULARY * HIDDEN
     return ModelFacts(

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from fluxtrain.plan.calibration import Calibration, HostTimes, Line
 from fluxtrain.plan.dealing import Assignment, cards_of_chunks, spread_evenly
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.facts import ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.rates import CardsRates, Rates, times_as_long
 from fluxtrain.plan.simulation import StepTime, simulated
 from fluxtrain.plan.work import step_work
+from tests.unit.plan_models import group
 
 FEW_PERCENT = 0.06
 REACHED = 0.615  # of a matmul rate in a block, as the time model has it
@@ -27,19 +28,10 @@ def model(
 ) -> ModelFacts:
     """Blocks between an embedding and a head of their own, rows of 1024 tokens in bf16."""
 
-    def group(name: str, size: int, table_rows: int = 0) -> GroupFacts:
-        return GroupFacts(
-            name=name,
-            kind="block" if name.startswith("layers") else "edge",
-            weight_bytes=2 * size,
-            trained_bf16=size,
-            table_rows=table_rows,
-        )
-
     edge = vocabulary * hidden
     return ModelFacts(
         groups=(
-            group("embed_tokens", edge, vocabulary),
+            group("embed_tokens", edge, table_rows=vocabulary),
             *(group(f"layers.{i}", block) for i in range(layers)),
             group("norm", hidden),
             group("lm_head", edge),

@@ -15,6 +15,7 @@ from fluxtrain.plan.footprint import (
 )
 from fluxtrain.plan.spread import parted
 from fluxtrain.units import MIB
+from tests.unit.plan_models import group
 
 VOCABULARY, LENGTH, ROWS, CHUNK = 151_936, 1024, 8, 4
 
@@ -24,16 +25,6 @@ SMALL_EDGE = VOCABULARY * 1536
 # Qwen2.5-7B: hidden 3584, 512 for k and v, intermediate 18944.
 LARGE_BLOCK = 2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944 + (3584 + 2 * 512) + 2 * 3584
 LARGE_EDGE = 152_064 * 3584
-
-
-def bf16(name: str, parameters: int, users: int = 1) -> GroupFacts:
-    return GroupFacts(
-        name=name,
-        kind="block" if name.startswith("layers") else "edge",
-        weight_bytes=2 * parameters,
-        trained_bf16=parameters,
-        users=users,
-    )
 
 
 def row(hidden: int, intermediate: int, vocabulary: int) -> RowFacts:
@@ -48,9 +39,9 @@ def row(hidden: int, intermediate: int, vocabulary: int) -> RowFacts:
 
 def small() -> ModelFacts:
     """Qwen2.5-1.5B: 28 blocks, one tied embedding of 233 M parameters."""
-    blocks = tuple(bf16(f"layers.{i}", SMALL_BLOCK) for i in range(28))
+    blocks = tuple(group(f"layers.{i}", SMALL_BLOCK) for i in range(28))
     return ModelFacts(
-        groups=(bf16("embed_tokens", SMALL_EDGE, users=2), *blocks, bf16("norm", 1536)),
+        groups=(group("embed_tokens", SMALL_EDGE, users=2), *blocks, group("norm", 1536)),
         head_parameters=SMALL_EDGE,
         row=row(1536, 8960, VOCABULARY),
     )
@@ -58,13 +49,13 @@ def small() -> ModelFacts:
 
 def large() -> ModelFacts:
     """Qwen2.5-7B: 28 blocks, embedding and head apart."""
-    blocks = tuple(bf16(f"layers.{i}", LARGE_BLOCK) for i in range(28))
+    blocks = tuple(group(f"layers.{i}", LARGE_BLOCK) for i in range(28))
     return ModelFacts(
         groups=(
-            bf16("embed_tokens", LARGE_EDGE),
+            group("embed_tokens", LARGE_EDGE),
             *blocks,
-            bf16("norm", 3584),
-            bf16("lm_head", LARGE_EDGE),
+            group("norm", 3584),
+            group("lm_head", LARGE_EDGE),
         ),
         head_parameters=LARGE_EDGE,
         row=row(3584, 18944, 152_064),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.choose import place
-from fluxtrain.plan.facts import Capacity, GroupFacts, HeadFacts, ModelFacts, RowFacts
+from fluxtrain.plan.facts import HeadFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.heads import CHUNKS_GAIN, VOCAB_CHUNK_BYTES, vocab_chunk_rows
 from fluxtrain.plan.rates import Rates
@@ -19,6 +19,7 @@ from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE
 from fluxtrain.plan.simulation import step_time
 from fluxtrain.units import GIB, MIB, bytes_text
+from tests.unit.plan_models import group, room
 from tests.unit.test_plan_properties import models
 from tests.unit.test_plan_simulation import cores, gpus, layouts, with_table
 
@@ -39,16 +40,6 @@ CHUNKED = replace(LAYOUT, head="chunks")
 
 
 def model(*, tied: bool = False, trained: bool = True) -> ModelFacts:
-    def group(name: str, size: int, *, learns: bool = True, **more: int) -> GroupFacts:
-        kind = "block" if name.startswith("layers") else "edge"
-        return GroupFacts(
-            name=name,
-            kind=kind,  # type: ignore[arg-type]
-            weight_bytes=2 * size,
-            trained_bf16=size if learns else 0,
-            **more,  # type: ignore[arg-type]
-        )
-
     head = HeadFacts(
         group="embed_tokens" if tied else "lm_head",
         vocabulary=VOCABULARY,
@@ -57,7 +48,7 @@ def model(*, tied: bool = False, trained: bool = True) -> ModelFacts:
         trained=trained,
         tied=tied,
     )
-    own = () if tied else (group("lm_head", EDGE, learns=trained),)
+    own = () if tied else (group("lm_head", EDGE, trained_bf16=EDGE * trained),)
     return ModelFacts(
         groups=(
             group("embed_tokens", EDGE, table_rows=VOCABULARY, users=2 if tied else 1),
@@ -77,14 +68,9 @@ def model(*, tied: bool = False, trained: bool = True) -> ModelFacts:
     )
 
 
-def room(device: float | None = 80) -> Capacity:
-    free = None if device is None else int(device * GIB)
-    return Capacity(device_free_bytes=free, host_available_bytes=400 * GIB)
-
-
 def chosen(facts: ModelFacts, request: RunRequest, device: float | None = 80) -> tuple[str, str]:
     """The plan's word for the head and its reason; empty where it says none."""
-    plan = place(facts, room(device), request)
+    plan = place(facts, room(device, 400), request)
     told = [c for c in plan.choices if c.name == "placement.head"]
     return (told[0].value, told[0].because) if told else (plan.layout.head, "")
 
@@ -206,15 +192,6 @@ def test_few_tokens_wait_for_the_vocab_chunks() -> None:
     assert found.step_s - whole.step_s == pytest.approx(expected_s, rel=0.2)
 
 
-def test_a_timed_plan_says_how_the_head_is_copied() -> None:
-    request = replace(HOME, device_groups="auto", head="chunks")
-    timed = place(model(), room(), request, rates=RATES)
-    told = next(choice for choice in timed.choices if choice.name == "placement.head")
-    home = timed.layout.device_groups < len(model().groups)
-    assert timed.layout.head == "chunks" and home
-    assert told.value in ("chunks", "whole")
-
-
 def least_gib(head: str) -> float:
     """Of a device on which one row is planned with such a head."""
     fewest = Layout(offload="max", batch_rows=1, chunk_rows=1, head=head)  # type: ignore[arg-type]
@@ -225,7 +202,7 @@ def test_by_itself_the_head_comes_in_vocab_chunks_where_nothing_fits_otherwise()
     between = (least_gib("whole") + least_gib("chunks")) / 2
     request = RunRequest(embedding="whole")
     with pytest.raises(DoesNotFit):
-        place(model(), room(between), replace(request, head="whole"))
+        place(model(), room(between, 400), replace(request, head="whole"))
     word, because = chosen(model(), request, between)
     assert word == "chunks" and "nothing fits" in because
     assert chosen(model(), request, least_gib("whole") + 0.2)[0] == "whole"
@@ -235,7 +212,7 @@ def test_a_tied_head_comes_in_vocab_chunks_where_nothing_fits_otherwise() -> Non
     small = least_gib("whole") / 2
     asked = RunRequest(embedding="rows", batch_rows=1, chunk_rows=1)
     with pytest.raises(DoesNotFit):
-        place(model(tied=True), room(small), replace(asked, head="whole"))
+        place(model(tied=True), room(small, 400), replace(asked, head="whole"))
     word, because = chosen(model(tied=True), asked, small)
     assert word == "chunks" and "nothing fits" in because
     word, because = chosen(model(tied=True), replace(HOME, embedding="rows"))
@@ -256,7 +233,11 @@ def test_of_a_head_no_larger_than_two_vocab_chunks_no_less_is_said_to_be_on_the_
 
 def test_what_does_not_fit_is_told_with_the_head_in_vocab_chunks() -> None:
     with pytest.raises(DoesNotFit) as refused:
-        place(model(), room(least_gib("chunks") - 0.5), RunRequest(embedding="whole", batch_rows=1))
+        place(
+            model(),
+            room(least_gib("chunks") - 0.5, 400),
+            RunRequest(embedding="whole", batch_rows=1),
+        )
     need = footprint(
         model(), Layout(offload="max", batch_rows=1, chunk_rows=1, head="chunks"), has_gpu=True
     )
@@ -270,7 +251,7 @@ def test_a_timed_plan_takes_vocab_chunks_only_where_they_are_predicted_faster_by
     request, timing = RunRequest(batch_rows=batch), RATES
     steps = {
         word: step_time(
-            model(), place(model(), room(device), one, rates=timing).layout, RATES
+            model(), place(model(), room(device, 400), one, rates=timing).layout, RATES
         ).step_s
         for word, one in (
             ("auto", request),
@@ -278,7 +259,7 @@ def test_a_timed_plan_takes_vocab_chunks_only_where_they_are_predicted_faster_by
             ("chunks", replace(request, head="chunks")),
         )
     }
-    plan = place(model(), room(device), request, rates=timing)
+    plan = place(model(), room(device, 400), request, rates=timing)
     better = steps["chunks"] * CHUNKS_GAIN < steps["whole"]
     assert plan.layout.head == ("chunks" if better else "whole")
     assert steps["auto"] == pytest.approx(steps[plan.layout.head])
@@ -291,7 +272,7 @@ def test_a_timed_plan_takes_vocab_chunks_only_where_they_are_predicted_faster_by
 def test_no_other_choice_is_said_to_be_faster_for_a_head_in_vocab_chunks_that_was_not_worth_it(
     device: float, batch: int
 ) -> None:
-    plan = place(model(), room(device), RunRequest(batch_rows=batch), rates=RATES)
+    plan = place(model(), room(device, 400), RunRequest(batch_rows=batch), rates=RATES)
     told = {choice.name: choice.because for choice in plan.choices}
     compared = 0
     for name in ("device_groups", "device_first", "resident_blocks", "activations", "chunk_rows"):
@@ -308,7 +289,7 @@ def test_no_other_choice_is_said_to_be_faster_for_a_head_in_vocab_chunks_that_wa
 
 def test_both_ways_are_chosen_somewhere() -> None:
     found = {
-        place(model(), room(16), RunRequest(batch_rows=rows), rates=RATES).layout.head
+        place(model(), room(16, 400), RunRequest(batch_rows=rows), rates=RATES).layout.head
         for rows in (4, 32)
     }
     assert found == {"whole", "chunks"}

@@ -140,11 +140,6 @@ def test_what_the_forward_hides_anyway_is_not_deferred() -> None:
     assert "deferred, which moves more bytes" in because
 
 
-def test_moments_that_nothing_hides_are_not_deferred() -> None:
-    plan = planned(rates(backward=Line(base=0.0, slope=0.001), adamw_per_s=0.2e9))
-    assert choice(plan)[0] == "with_weights"
-
-
 def test_steps_in_backward_defer_nothing() -> None:
     request = RunRequest(
         offload="weights", batch_rows=8, device_groups=0, optimizer_in_backward=True

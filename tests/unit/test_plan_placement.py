@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.plan.choose import place
-from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.plan.spread import parted
 from fluxtrain.units import GIB
+from tests.unit.plan_models import group, room
+
+gpu = partial(room, host_gib=256.0)
 
 # The shape of Qwen2.5-1.5B: 28 blocks, hidden 1536, vocabulary 151,936, tied embedding.
 BLOCK_PARAMETERS = 46_797_824
 EDGE_PARAMETERS = 151_936 * 1536
-
-
-def group(name: str, parameters: int, users: int = 1) -> GroupFacts:
-    return GroupFacts(
-        name=name,
-        kind="block" if name.startswith("layers") else "edge",
-        weight_bytes=2 * parameters,
-        trained_bf16=parameters,
-        users=users,
-    )
 
 
 def qwen(sequence_length: int = 1024, layers: int = 28) -> ModelFacts:
@@ -46,11 +40,6 @@ def qwen(sequence_length: int = 1024, layers: int = 28) -> ModelFacts:
             activation_bytes=activation_estimate(1536, 8960, sequence_length, 2),
         ),
     )
-
-
-def gpu(device_gib: float, host_gib: float | None = 256.0) -> Capacity:
-    host = None if host_gib is None else int(host_gib * GIB)
-    return Capacity(device_free_bytes=int(device_gib * GIB), host_available_bytes=host)
 
 
 def because(placement: Placement) -> dict[str, str]:
@@ -131,7 +120,7 @@ def test_reasons_carry_the_numbers_that_decided() -> None:
 
 
 def test_max_is_explained_by_what_the_fewest_rows_would_take_otherwise() -> None:
-    placement = place(qwen(), gpu(4.4, host_gib=None), RunRequest(batch_rows=16))
+    placement = place(qwen(), room(4.4, host_gib=None), RunRequest(batch_rows=16))
     assert placement.offload == "max"
     assert (
         "offload=weights, 16 rows in chunks of 1 would need"

@@ -25,16 +25,7 @@ from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import Auto, RunRequest, count_or
 from fluxtrain.plan.search import AUTO_SHARE, BATCH_LIMIT_ROWS, FIXED_SHARE, HOST_SHARE
 from fluxtrain.units import GIB, MIB
-
-
-def group(name: str, parameters: int, users: int = 1) -> GroupFacts:
-    return GroupFacts(
-        name=name,
-        kind="block" if name.startswith("layers") else "edge",
-        weight_bytes=2 * parameters,
-        trained_bf16=parameters,
-        users=users,
-    )
+from tests.unit.plan_models import group
 
 
 @st.composite

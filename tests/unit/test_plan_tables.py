@@ -8,12 +8,13 @@ import pytest
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.choose import place
-from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
+from fluxtrain.plan.facts import ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.simulation import step_time
 from fluxtrain.units import GIB
+from tests.unit.plan_models import group, room
 
 RATES = Rates(
     has_gpu=True,
@@ -28,16 +29,6 @@ FIRST_BLOCK_S = BLOCK * (1 / 1e11 + 2 / 50e9)  # until it is updated and copied,
 
 
 def model(vocabulary: int = 152_064, hidden: int = 3584, table: bool = True) -> ModelFacts:
-    def group(name: str, size: int, **more: int) -> GroupFacts:
-        kind = "block" if name.startswith("layers") else "edge"
-        return GroupFacts(
-            name=name,
-            kind=kind,  # type: ignore[arg-type]
-            weight_bytes=2 * size,
-            trained_bf16=size,
-            **more,  # type: ignore[arg-type]
-        )
-
     edge = vocabulary * hidden
     return ModelFacts(
         groups=(
@@ -57,17 +48,12 @@ def model(vocabulary: int = 152_064, hidden: int = 3584, table: bool = True) -> 
     )
 
 
-def room(device: float | None = 80) -> Capacity:
-    free = None if device is None else int(device * GIB)
-    return Capacity(device_free_bytes=free, host_available_bytes=400 * GIB)
-
-
 HOME = RunRequest(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
 
 
 def chosen(facts: ModelFacts, request: RunRequest, device: float | None = 80) -> tuple[str, str]:
     """The plan's word for the embedding and its reason; empty where it says none."""
-    plan = place(facts, room(device), request)
+    plan = place(facts, room(device, 400), request)
     told = [c for c in plan.choices if c.name == "placement.embedding"]
     return (plan.layout.embedding, told[0].because) if told else (plan.layout.embedding, "")
 
@@ -129,7 +115,7 @@ def test_a_tied_table_is_there_for_the_head_too_and_the_forward_begins_with_rows
 
 
 def test_a_table_that_lives_on_the_device_is_whole() -> None:
-    plan = place(model(), room(), RunRequest(offload="none", batch_rows=1, chunk_rows=1))
+    plan = place(model(), room(80, 400), RunRequest(offload="none", batch_rows=1, chunk_rows=1))
     told = next(c for c in plan.choices if c.name == "placement.embedding")
     assert told.value == "whole"
     assert told.because == "embed_tokens lives on the device with all its rows"
@@ -137,8 +123,10 @@ def test_a_table_that_lives_on_the_device_is_whole() -> None:
 
 def test_rows_that_nobody_knows_count_as_none() -> None:
     facts = replace(model(), row=None)
-    plan = place(facts, room(), RunRequest(offload="weights", device_groups=0))
-    whole = place(facts, room(), RunRequest(offload="weights", device_groups=0, embedding="whole"))
+    plan = place(facts, room(80, 400), RunRequest(offload="weights", device_groups=0))
+    whole = place(
+        facts, room(80, 400), RunRequest(offload="weights", device_groups=0, embedding="whole")
+    )
     assert (plan.layout.embedding, whole.layout.embedding) == ("rows", "whole")
     assert plan.device_bytes < whole.device_bytes
 
@@ -146,7 +134,7 @@ def test_rows_that_nobody_knows_count_as_none() -> None:
 def test_rows_fit_where_the_whole_does_not() -> None:
     small = replace(HOME, batch_rows=1, chunk_rows=1)
     need = {
-        word: place(model(), room(), replace(small, embedding=word)).device_bytes  # type: ignore[arg-type]
+        word: place(model(), room(80, 400), replace(small, embedding=word)).device_bytes  # type: ignore[arg-type]
         for word in ("whole", "rows")
     }
     assert need["whole"] - need["rows"] > 2 * GIB  # a copy, and a sum that is larger than a block's
@@ -178,6 +166,6 @@ def test_fewer_bytes_cross_and_no_step_is_slower() -> None:
     assert rows.parts_s["upload_forward"] < whole.parts_s["upload_forward"]
     assert rows.parts_s["download"] < whole.parts_s["download"]
     assert rows.step_s <= whole.step_s
-    timed = place(model(), room(20), HOME, rates=RATES)
+    timed = place(model(), room(20, 400), HOME, rates=RATES)
     assert timed.layout.embedding == "rows"
     assert timed.need == footprint(model(), timed.layout, has_gpu=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +17,10 @@ from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
+from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE, STOPS, Search, TimedSearch
 from fluxtrain.plan.simulation import step_time
 from fluxtrain.units import GIB
+from tests.unit.plan_models import group, room
 
 BLOCK, EDGE = 46_797_824, 233_373_696  # Qwen2.5-1.5B's
 TRIED = Calibration(
@@ -49,12 +51,6 @@ RATES_KEEPING = replace(RATES, calibration=KEEPING)
 def model(layers: int = 8, length: int = 1024) -> ModelFacts:
     """Blocks of that model, fewer of them so that the search is short."""
 
-    def group(name: str, size: int, users: int = 1) -> GroupFacts:
-        kind = "block" if name.startswith("layers") else "edge"
-        return GroupFacts(
-            name=name, kind=kind, weight_bytes=2 * size, trained_bf16=size, users=users
-        )
-
     return ModelFacts(
         groups=(
             group("embed_tokens", EDGE, users=2),
@@ -72,11 +68,6 @@ def model(layers: int = 8, length: int = 1024) -> ModelFacts:
     )
 
 
-def gpu(device_gib: float, host_gib: float | None = 64.0) -> Capacity:
-    host = None if host_gib is None else int(host_gib * GIB)
-    return Capacity(device_free_bytes=int(device_gib * GIB), host_available_bytes=host)
-
-
 def measured(facts: ModelFacts) -> ModelFacts:
     assert facts.row is not None
     return replace(facts, row=replace(facts.row, saved_bytes=KEPT_BYTES))
@@ -84,9 +75,9 @@ def measured(facts: ModelFacts) -> ModelFacts:
 
 def test_what_is_left_of_the_device_keeps_activations() -> None:
     facts, request = measured(model()), RunRequest(batch_rows=8)
-    again = place(facts, gpu(14), request, rates=RATES)
-    some = place(facts, gpu(14), request, rates=RATES_KEEPING)
-    every = place(facts, gpu(40), request, rates=RATES_KEEPING)
+    again = place(facts, room(14), request, rates=RATES)
+    some = place(facts, room(14), request, rates=RATES_KEEPING)
+    every = place(facts, room(40), request, rates=RATES_KEEPING)
     assert again.layout.blocks_without_recompute == 0
     assert 0 < some.layout.blocks_without_recompute < 8
     assert every.layout.blocks_without_recompute == 8
@@ -102,7 +93,7 @@ def test_what_is_left_of_the_device_keeps_activations() -> None:
 
 def test_asking_for_no_kept_blocks_keeps_none() -> None:
     facts, request = measured(model()), RunRequest(batch_rows=8, blocks_without_recompute=0)
-    plan = place(facts, gpu(40), request, rates=RATES_KEEPING)
+    plan = place(facts, room(40), request, rates=RATES_KEEPING)
     assert plan.layout.blocks_without_recompute == 0
     assert {c.name: c.because for c in plan.choices}[
         "placement.blocks_without_recompute"
@@ -113,7 +104,7 @@ def test_a_timed_plan_keeps_as_many_blocks_as_can_keep_and_says_so() -> None:
     request = RunRequest(
         batch_rows=8, offload="max", device_groups=0, blocks_without_recompute=5, resident_blocks=0
     )
-    plan = place(measured(model()), gpu(40), request, rates=RATES_KEEPING)
+    plan = place(measured(model()), room(40), request, rates=RATES_KEEPING)
     told = {choice.name: (choice.value, choice.because) for choice in plan.choices}
     assert told["placement.blocks_without_recompute"] == (
         "0",
@@ -143,11 +134,11 @@ def test_more_memory_is_never_slower_and_the_budget_is_kept(
     )
     rates = RATES_KEEPING if keeping else RATES
     try:
-        small = place(facts, gpu(device_gib, host_gib), request, rates=rates)
+        small = place(facts, room(device_gib, host_gib), request, rates=rates)
     except DoesNotFit:
         return
-    large = place(facts, gpu(device_gib + more_gib, host_gib), request, rates=rates)
-    roomy = place(facts, gpu(device_gib, host_gib + more_gib), request, rates=rates)
+    large = place(facts, room(device_gib + more_gib, host_gib), request, rates=rates)
+    roomy = place(facts, room(device_gib, host_gib + more_gib), request, rates=rates)
     assert step_s(large, facts, rates) <= step_s(small, facts, rates) * (1 + 1e-9)
     assert step_s(roomy, facts, rates) <= step_s(small, facts, rates) * (1 + 1e-9)
     assert small.device_bytes <= device_gib * GIB * AUTO_SHARE
@@ -157,40 +148,21 @@ def test_more_memory_is_never_slower_and_the_budget_is_kept(
     )
 
 
-@settings(max_examples=4)
-@given(st.floats(3, 20), st.floats(0, 1), st.floats(0, 1))
-def test_turning_the_dial_up_is_never_slower_and_takes_its_limit_at_most(
-    device_gib: float, one: float, other: float
-) -> None:
-    facts, request = model(), RunRequest(batch_rows=8)
-    low, high = sorted((one, other))
-    try:
-        plans = [
-            place(facts, gpu(device_gib), request, rates=RATES, share=share)
-            for share in (0.0, low, high, 1.0)
-        ]
-    except DoesNotFit:
-        return
-    seconds = [step_s(plan, facts) for plan in plans]
-    assert seconds == sorted(seconds, reverse=True)
-    assert plans[0].device_bytes <= min(plan.device_bytes for plan in plans)
-
-
 def test_it_is_never_slower_than_the_rule_that_knows_no_time() -> None:
     facts = model(16)
     for size in (4, 6, 8, 12, 16, 24):
         request = RunRequest(batch_rows=8)
-        assert step_s(place(facts, gpu(size), request, rates=RATES), facts) <= step_s(
-            place(facts, gpu(size), request), facts
+        assert step_s(place(facts, room(size), request, rates=RATES), facts) <= step_s(
+            place(facts, room(size), request), facts
         ) * (1 + 1e-9)
 
 
 def test_the_batch_is_the_smallest_that_hides_the_copies() -> None:
     facts = model()
-    plan = place(facts, gpu(5), RunRequest(), rates=RATES)
+    plan = place(facts, room(5), RunRequest(), rates=RATES)
 
     def tokens_per_s(rows: int) -> float:
-        one = place(facts, gpu(5), RunRequest(batch_rows=rows), rates=RATES)
+        one = place(facts, room(5), RunRequest(batch_rows=rows), rates=RATES)
         return rows / step_s(one, facts)
 
     best = max(tokens_per_s(rows) for rows in (1, 2, 4, 8, 16, 32))
@@ -218,10 +190,10 @@ def test_adapters_get_the_smallest_batch_that_hides_the_copies_twice(
 ) -> None:
     facts = with_adapters(model(layers=16))
     rates = replace(RATES, h2d_bytes_per_s=bus_bytes_per_s, d2h_bytes_per_s=bus_bytes_per_s)
-    plan = place(facts, gpu(5), RunRequest(), rates=rates)
+    plan = place(facts, room(5), RunRequest(), rates=rates)
     found = {}
     for rows in (1, 2, 4, 8, 16, 32):
-        one = place(facts, gpu(5), RunRequest(batch_rows=rows), rates=rates)
+        one = place(facts, room(5), RunRequest(batch_rows=rows), rates=rates)
         spent = step_time(facts, layout(one), rates)
         copies_s = spent.parts_s["upload_forward"] + spent.parts_s["upload_backward"]
         computing_s = spent.parts_s["forward"] + spent.parts_s["head"] + spent.parts_s["backward"]
@@ -243,23 +215,78 @@ def test_wishes_are_kept() -> None:
     request = RunRequest(
         batch_rows=8, chunk_rows=2, device_groups=3, resident_blocks=1, activations="device"
     )
-    plan = place(facts, gpu(16), request, rates=RATES)
+    plan = place(facts, room(16), request, rates=RATES)
     assert (plan.layout.device_groups, plan.layout.resident_blocks, plan.chunk_rows) == (3, 1, 2)
     assert plan.layout.activations == "device"
     assert {c.name: c.because for c in plan.choices}["placement.device_groups"] == "as set"
-    streamed = place(facts, gpu(16), RunRequest(batch_rows=8, offload="weights"), rates=RATES)
+    streamed = place(facts, room(16), RunRequest(batch_rows=8, offload="weights"), rates=RATES)
     assert streamed.offload == "weights"
 
 
 def test_without_time_or_without_a_gpu_the_rule_decides() -> None:
     facts, request = model(), RunRequest(batch_rows=8)
-    assert place(facts, gpu(8), request) == place(facts, gpu(8), request)
+    assert place(facts, room(8), request) == place(facts, room(8), request)
     cpu = Capacity(device_free_bytes=None, host_available_bytes=64 * GIB)
     assert place(facts, cpu, request, rates=RATES) == place(facts, cpu, request)
     least = RunRequest(batch_rows=8, offload="max")
-    assert place(facts, gpu(8), least, rates=RATES) == place(facts, gpu(8), least)
+    assert place(facts, room(8), least, rates=RATES) == place(facts, room(8), least)
 
 
 def test_what_does_not_fit_is_refused_as_by_the_rule() -> None:
     with pytest.raises(DoesNotFit, match="of device memory"):
-        place(model(), gpu(1), RunRequest(batch_rows=8), rates=RATES)
+        place(model(), room(1), RunRequest(batch_rows=8), rates=RATES)
+
+
+def dial(
+    device_gib: float, host_gib: float = 64, rates: Rates = RATES, **asked: Any
+) -> TimedSearch:
+    request = RunRequest(**{"batch_rows": 8, **asked})
+    return TimedSearch(Search(model(), room(device_gib, host_gib), request), rates)
+
+
+def test_the_stops_run_from_the_fastest_to_the_smallest() -> None:
+    plans = dial(8).stops()
+    assert [plan.name for plan in plans] == list(STOPS) == ["fast", "balanced", "fit"]
+    times = [plan.chosen.time.step_s for plan in plans]
+    sizes = [plan.chosen.need.device_bytes for plan in plans]
+    assert times == sorted(times)
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+
+
+def test_with_ample_room_the_fastest_is_an_ordinary_trainer() -> None:
+    slow_host = replace(RATES, calibration=None, adamw_per_s=1.5e9)
+    fast = dial(80, rates=slow_host).stops()[0].chosen
+    assert (fast.layout.offload, fast.need.host_bytes) == ("none", 0)
+    assert fast.time.binds == "the GPU"
+
+
+def test_the_dial_keeps_an_offload_and_has_no_stop_where_nothing_fits() -> None:
+    for offload in ("weights", "optimizer", "max"):
+        assert {p.chosen.layout.offload for p in dial(40, offload=offload).stops()} == {offload}
+    assert dial(0.5).stops() == dial(8, host_gib=1).stops() == ()
+
+
+@settings(max_examples=6)
+@given(st.floats(2, 40), st.floats(4, 64), st.floats(0, 1), st.floats(0, 1))
+def test_turning_the_dial_up_is_never_slower_and_takes_its_limit_at_most(
+    device_gib: float, host_gib: float, one: float, other: float
+) -> None:
+    found = dial(device_gib, host_gib)
+    slower, faster = (found.at(share) for share in sorted((one, other)))
+    if slower is None or faster is None:
+        return
+    assert faster.time.step_s <= slower.time.step_s
+    limit_bytes = found.limit_bytes(max(one, other))
+    assert faster.need.device_bytes <= limit_bytes <= device_gib * GIB * AUTO_SHARE
+    assert faster.need.host_bytes <= host_gib * GIB * HOST_SHARE
+
+
+@settings(max_examples=6)
+@given(st.floats(2, 40), st.floats(1, 10), st.sampled_from(["h2d_bytes_per_s", "d2h_bytes_per_s"]))
+def test_a_faster_bus_never_makes_the_fastest_plan_slower(
+    device_gib: float, factor: float, name: str
+) -> None:
+    rates = replace(RATES, **{name: factor * getattr(RATES, name)})
+    before, after = dial(device_gib).at(1.0), dial(device_gib, rates=rates).at(1.0)
+    if before is not None and after is not None:
+        assert after.time.step_s <= before.time.step_s * (1 + 1e-12)
