@@ -11,7 +11,7 @@ TYPE_CHECKING = False  # as `typing` would say, which takes longer than all else
 if TYPE_CHECKING:
     from typing import Any
 
-    from fluxtrain.core.optimizer.grad_scaler import GradScaler
+    from fluxtrain.core.optimizer.hook import GradScaler
     from fluxtrain.core.optimizer.plain_state import plain_optimizer_state
     from fluxtrain.core.wrap.wrap import auto_wrap, sync, unwrap, wrap
     from fluxtrain.plan.request import PlacementRequest
@@ -29,7 +29,7 @@ __all__ = [
 
 _LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.core.wrap.wrap")
 _LAZY["PlacementRequest"] = "fluxtrain.plan.request"
-_LAZY["GradScaler"] = "fluxtrain.core.optimizer.grad_scaler"
+_LAZY["GradScaler"] = "fluxtrain.core.optimizer.hook"
 _LAZY["plain_optimizer_state"] = "fluxtrain.core.optimizer.plain_state"
 
 

@@ -59,7 +59,7 @@ def test_a_copy_keeps_them_and_a_pickle_has_those_of_the_class(tiny: Any, batch:
     torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)  # one in chunks, the other whole
     norm = pickle.loads(pickle.dumps(wrapped.model.norm))
     assert torch.equal(norm.weight, wrapped.model.norm.weight)
-    assert engine_of(wrapped).blocks
+    assert engine_of(wrapped).groups
 
 
 def test_other_replacements_are_refused(tiny: Any) -> None:

@@ -1,6 +1,6 @@
 """`TrainingEngine`: what a trainer needs of the engine that holds a model.
 
-`fluxtrain.wrap` makes the one there is (wrapping/engine.py), which streams blocks. A model that is
+`fluxtrain.wrap` makes the one there is (core/wrap/engine.py), which streams blocks. A model that is
 sharded over several processes would be another.
 """
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from fluxtrain.core.device.device import Device
 from fluxtrain.core.optimizer.state_shards import Held
 from fluxtrain.core.runtime.counters import Traffic
-from fluxtrain.core.runtime.stats import BlockFacts
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.events.events import MemorySampled, Move, ResidencySampled
@@ -78,8 +77,8 @@ class TrainingEngine(Protocol):
     # -- what it holds and has done ----------------------------------------------------------------
 
     @property
-    def blocks(self) -> list[BlockFacts]:
-        """The model's blocks and their sizes."""
+    def parameter_counts(self) -> tuple[int, int]:
+        """How many parameters there are, and how many of them are trained."""
 
     def residency(self) -> ResidencySampled:
         """Return where the weights, gradients and states of each block are."""

@@ -106,14 +106,15 @@ def full_hello(
     first_step: int,
 ) -> Hello:
     """Make the Hello event once the model is placed."""
+    parameters, trained = engine.parameter_counts
     return msgspec.structs.replace(
         hello,
         model=model,
         dtype=dtype,
         device=device_name(engine),
         blocks=len(engine.residency().weights),  # one letter a block
-        parameters=sum(block.parameters for block in engine.blocks),
-        trained_parameters=sum(block.trained_parameters for block in engine.blocks),
+        parameters=parameters,
+        trained_parameters=trained,
         total_steps=total_steps,
         first_step=first_step,
     )

@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.core.block.call import Call
 from fluxtrain.core.block.capture import Capture, active_collector
-from fluxtrain.core.block.chunking import chunks, spans, writes
-from fluxtrain.core.block.merging import Merging
+from fluxtrain.core.block.chunking import Merging, chunks, spans, writes
 from fluxtrain.core.block.rng import RandomState
 from fluxtrain.core.block.room import give_back, halve_chunk
 from fluxtrain.core.cards.on_card import backward_on_card, forward_on_card

@@ -12,8 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from fluxtrain.core.block.call_arguments import WRITES_TO_A_LEAF, CallArguments
 from fluxtrain.core.block.capture import Capture
-from fluxtrain.core.block.chunking import chunks, chunks_agree, draws, spans
-from fluxtrain.core.block.merging import Merging
+from fluxtrain.core.block.chunking import Merging, chunks, chunks_agree, draws, spans
 from fluxtrain.core.block.recompute import (
     CannotRefill,
     Saved,

@@ -342,3 +342,21 @@ def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
             f"{type(optimizer).__name__} runs on the host, on the weights as they are (no fp32 "
             "masters): torch.optim.AdamW is updated by FluxTrain's own kernels"
         )
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` that also takes gradients in fp16; used in the same way.
+
+    torch's own refuses to unscale fp16 gradients, because small ones would vanish. Gradients of a
+    wrapped model keep their size: the factor is recorded and the update of the fp32 masters applies
+    it. (torch.distributed.fsdp's ShardedGradScaler allows them in the same place.)
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)

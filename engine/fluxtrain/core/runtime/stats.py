@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
@@ -19,24 +18,6 @@ from fluxtrain.events.events import BlockRun, CardMemory, MemorySampled, Residen
 from fluxtrain.plan.group_placement import Tier
 
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
-
-
-@dataclass(frozen=True)
-class BlockFacts:
-    """One group as a screen shows it."""
-
-    name: str
-    kind: str  # block, edge
-    weight_bytes: int
-    parameters: int
-    trained_parameters: int
-
-
-def blocks_of(context: Context) -> list[BlockFacts]:
-    """Describe every group, in the model's order."""
-    return [
-        BlockFacts(g.name, g.kind, g.weight_bytes, g.count, g.trained_count) for g in context.groups
-    ]
 
 
 def residency(context: Context) -> ResidencySampled:

@@ -23,8 +23,6 @@ from fluxtrain.core.optimizer.state_shards import (
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.core.runtime.counters import Traffic
 from fluxtrain.core.runtime.stats import (
-    BlockFacts,
-    blocks_of,
     memory_use,
     residency,
 )
@@ -133,8 +131,10 @@ class Engine(Context):
         return self.updates.held_s
 
     @property
-    def blocks(self) -> list[BlockFacts]:
-        return blocks_of(self)
+    def parameter_counts(self) -> tuple[int, int]:
+        """How many parameters there are, and how many of them are trained."""
+        counts = [(group.count, group.trained_count) for group in self.groups]
+        return sum(every for every, _ in counts), sum(trained for _, trained in counts)
 
     def residency(self) -> ResidencySampled:
         """Return where the weights, gradients and states of each block are."""
