@@ -1,4 +1,4 @@
-"""AdamW's states in 8 bits and bf16, updated by whatever is tested, and odd numbers for them."""
+"""AdamW's states of every format, updated by whatever is tested, and odd numbers for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
+from fluxtrain._native import Pass
 from fluxtrain.core.adamw import fp32, reference
 from fluxtrain.core.adamw.dynamic_map import BLOCK
 from fluxtrain.core.adamw.flat import Flat
@@ -16,7 +17,7 @@ from fluxtrain.core.adamw.reference import Rounding, States8, decode, encode, ro
 
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
 SIGNS = pytest.mark.parametrize("signed", [True, False])
-KINDS = pytest.mark.parametrize("kind", ["8bit", "bf16"])
+KINDS = pytest.mark.parametrize("kind", ["8bit", "bf16", "fp32"])
 LAYOUTS = pytest.mark.parametrize(
     "layout", [("split", torch.bfloat16), ("split", torch.float32), ("fp32", torch.float32)]
 )
@@ -40,7 +41,7 @@ def same_bits(got: Tensor, expected: Tensor) -> bool:
 
 
 class Held:
-    """Weights and low-bit states of `n` elements, updated in place by whatever is under test."""
+    """Weights and states of `n` elements, updated in place by whatever is under test."""
 
     def __init__(self, kind: str, layout: str, n: int, seed: int, wild: bool = False) -> None:
         self.kind, self.n = kind, n
@@ -50,6 +51,9 @@ class Held:
         dtype = torch.uint8 if kind == "8bit" else torch.bfloat16
         scales = (torch.zeros(blocks), torch.zeros(blocks)) if kind == "8bit" else ()
         self.states = (torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype), *scales)
+        if kind == "fp32":
+            m, v = (any_floats(n, seed + more, wild) for more in (1, 2))
+            self.states = (m, v.square())
 
     def copy(self) -> Held:
         other = object.__new__(Held)
@@ -68,6 +72,7 @@ class Held:
         *,
         cut: slice | None = None,
         by_torch: bool = False,
+        part: Pass = Pass.UPDATE,
         threads: int | None = 1,
         slice_elements: int = 512,
     ) -> None:
@@ -79,7 +84,7 @@ class Held:
         if by_torch:
             step_by_torch_(flat, update, slice_elements=slice_elements)
         else:
-            step_(flat, update, threads=threads)
+            step_(flat, update, part=part, threads=threads)
 
     def flat(self, grad: Tensor, key: Rounding) -> Flat:
         """These weights and states beside a gradient."""
@@ -95,8 +100,11 @@ class Held:
         master = self.weights if self.lo is None else decode(self.weights, self.lo)
         if self.kind == "8bit":
             master, self.states = reference.adamw8(master, States8(*self.states), grad, c)
-        else:
+        elif self.kind == "bf16":
             master, *states = reference.adamw16(master, *self.states, grad, c, rounding(7, step, 0))
+            self.states = tuple(states)
+        else:
+            master, *states = reference.adamw(master, *self.states, grad, c)
             self.states = tuple(states)
         self.weights, self.lo = (master, None) if self.lo is None else encode(master)
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fluxtrain.core.quantization import packed_cache
-from fluxtrain.core.quantization.packed_cache import PackedCache, cache_folder, cache_key
+from fluxtrain.core.quantization.packed_cache import PackedCache, cache_key
 
 SIZES = {"blocks.0": 70_001, "blocks.1": 3, "blocks.2": 4096, "head": 200_000}
 KEY = "0123456789abcdef"
@@ -184,20 +184,6 @@ def test_what_a_killed_start_was_writing_is_removed_after_an_hour(tmp_path: Path
         os.utime(path, (time.time() - age_s,) * 2)
     start(tmp_path)
     assert [path.name for path in (tmp_path / KEY).glob(".*")] == [".new.1.tmp"]
-
-
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    said: list[str] = []
-    assert start(tmp_path / "file" / "packed", said) == list(SIZES)
-    assert len(said) == 1 and "no packed model is kept" in said[0]
-
-
-def test_the_users_cache_is_below_xdg_cache_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "fluxtrain" / "packed"
 
 
 PARAMETERS = [("a", (4, 4), torch.bfloat16), ("b", (2, 8), torch.bfloat16)]

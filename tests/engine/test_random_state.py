@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.core.device import multi_gpu_streams
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.measure.probe.bandwidth import matmul_rate
 from tests.on_cards import batch, llama
 
 PACKAGE = Path(fluxtrain.__file__).parent
@@ -42,18 +40,6 @@ def test_wrapping_and_a_step_draw_nothing(cards: int) -> None:
         engine_of(model).flush()
 
     assert undisturbed(step)
-
-
-def test_the_check_of_copies_between_gpus_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    here = torch.device("cpu", 0)
-    assert undisturbed(lambda: multi_gpu_streams._copies_arrive(here, here))
-    assert multi_gpu_streams._copies_arrive(here, here)
-
-
-def test_the_probe_of_products_draws_nothing() -> None:
-    assert undisturbed(lambda: matmul_rate("cpu", threads=1))
 
 
 def drawing_calls() -> Iterator[tuple[str, ast.Call]]:

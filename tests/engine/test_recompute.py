@@ -93,36 +93,6 @@ def test_gradients_of_an_early_end_are_those_of_the_plain_model(chunk_rows: int)
     same(early, gradients(plain))
 
 
-class ReadsTwice(torch.autograd.Function):
-    """Multiplies, and unpacks its saved tensors two times."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        y = ctx.saved_tensors[1]
-        x = ctx.saved_tensors[0]
-        return gradient * y, gradient * x
-
-
-class Twice(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + ReadsTwice.apply(x, self.norm(x))  # type: ignore[no-any-return]
-
-
-def test_a_function_may_read_its_saved_tensors_twice() -> None:
-    plain = Stack(Twice)
-    model = fluxtrain.wrap(copy.deepcopy(plain), chunk_rows=2)
-    wanted = gradients(plain)
-    same(gradients(model), wanted)
-    past_the_checks(model)
-    same(gradients(model, passes=2), wanted)
-    assert all(unit.records_again for unit in engine_of(model).units)
-
-
 class Fickle(Block):
     less = False
 

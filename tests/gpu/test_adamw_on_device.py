@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.core.adamw.flat import Flat
 from fluxtrain.core.adamw.fp32 import quiet
 from fluxtrain.core.adamw.hyper import AdamWUpdate, Hyper
 from fluxtrain.core.adamw.kernels import backend_for, step_
 from fluxtrain.core.adamw.reference import decode, encode, rounding
-from fluxtrain.core.wrap.engine import engine_of
-from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 HYPER = Hyper(lr=1e-2, weight_decay=0.1)
@@ -99,39 +96,3 @@ def test_a_norm_that_is_not_finite_changes_nothing(kind: str) -> None:
     clip = torch.tensor(math.nan, device="cuda")
     step_(flat, AdamWUpdate(hyper=HYPER, step=1, clip=clip))
     assert_same_bits(before, tensors(flat))
-
-
-@pytest.mark.parametrize("states", ["8bit", "bf16"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_placement_trains_to_the_same_bits(states: Any, dtype: torch.dtype) -> None:
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    results = []
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        for options in (
-            {"offload": "none"},
-            {"offload": "weights", "device_groups": 0},
-            {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
-        ):
-            torch.manual_seed(0)
-            model = LlamaForCausalLM(config).to(dtype)
-            wrap_with(model, device="cuda", chunk_rows=2, states=states, **options)  # type: ignore[arg-type]
-            formats = {s.format for g in engine_of(model).groups for s in g.trained}
-            assert formats == {states, "fp32"}
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            for step in range(5):
-                torch.manual_seed(step)
-                ids = torch.randint(0, 512, (4, 32))
-                model(input_ids=ids, labels=ids).loss.backward()
-                engine_of(model).clip_grad_norm(0.3)
-                optimizer.step()
-                optimizer.zero_grad()
-            engine_of(model).flush()
-            results.append([p.detach().cpu().clone() for p in model.parameters()])
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -100,10 +100,6 @@ def test_segments_that_grow_stay_within_what_is_left(
     assert left_bytes - 2 * 40 * MIB < taken_in_pages(limit_bytes, blocks) <= left_bytes
 
 
-def test_a_limit_without_room_for_a_page_is_passed() -> None:
-    assert taken_in_pages(1438 * MIB, [16 * MIB] * 400) == 1440 * MIB
-
-
 def test_segments_of_fixed_sizes_keep_to_the_limit_itself() -> None:
     assert limit_within(GIB, grow=False) == GIB
     assert limit_within(MIB, grow=True) == 0
