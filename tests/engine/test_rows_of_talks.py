@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,18 +87,6 @@ def test_what_a_template_leaves_out_is_counted_and_named_with_the_first_row() ->
     assert "leaves out a system message of 1 row (first: talk.jsonl line 3)" in str(
         notes.sentences()
     )
-
-
-def test_the_end_that_is_trained_is_in_the_exported_generation_settings(
-    run_config: MakeConfig, tmp_path: Path,
-    fluxtrain: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:  # fmt: skip
-    data = rows(tmp_path / "talks.jsonl", [talk(f"two and {i}?") for i in range(40)])
-    ran = fluxtrain("train", run_config(data__path=data), "--run-dir", tmp_path / "run")
-    assert ran.returncode == 0, ran.stderr
-    settings = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
-    assert settings["eos_token_id"] == [2, 0]
-    assert "answers end with <|im_end|> (token 2)" in ran.stdout + ran.stderr
 
 
 def test_nothing_to_learn_in_any_row_stops_the_run_and_names_the_first(
