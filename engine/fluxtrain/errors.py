@@ -56,6 +56,20 @@ class BadInput(FluxTrainError, ValueError):
     exit_code = EXIT_BAD_INPUT
 
 
+class TooNew(BadInput):
+    """A file is in a format of a later FluxTrain (docs/formats.md)."""
+
+    def __init__(self, what: str, found: str, reads: str, written_by: str) -> None:
+        """what: names the file, and `found` its format; `reads`: the newest that is read;
+        written_by: the version of FluxTrain that wrote it, empty where it does not say."""
+        by = f"FluxTrain {written_by}" if written_by else "a later FluxTrain"
+        cure = f"'fluxtrain>={written_by}'" if written_by else "-U fluxtrain"
+        super().__init__(
+            f"{what} was written by {by} in format {found}, and this one reads {reads} at most: "
+            f"update it with `pip install {cure}`"
+        )
+
+
 class UnsupportedModel(BadInput):
     """`wrap` cannot train this model correctly, and says why."""
 

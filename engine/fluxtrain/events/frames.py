@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import TooNew
 from fluxtrain.events.events import (
     FRAME_LIMIT_BYTES,
-    SCHEMA,
     SCHEMA_MAJOR,
     AnyEvent,
     Event,
@@ -34,7 +33,7 @@ _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _lenient_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent, strict=False)
 
 
-class SchemaTooNew(BadInput):
+class SchemaTooNew(TooNew):
     """A run was written in a major version of the event schema that this program cannot read."""
 
 
@@ -46,10 +45,11 @@ class Skipped(enum.Enum):
 
 
 class _Envelope(msgspec.Struct, frozen=True):
-    """The two fields that every version of the schema has in the same place."""
+    """The fields that every version of the schema has in the same place."""
 
     event: str = ""
     schema: str = ""
+    version: str = ""  # of the FluxTrain that wrote it
 
 
 _KNOWN_TAGS = frozenset(kind.__struct_config__.tag for kind in AnyEvent.__args__)
@@ -86,17 +86,14 @@ def classify_line(line: bytes) -> AnyEvent | Skipped:
     if len(line) > _ENDLESS_DIGITS and _ENDLESS.search(line):
         return Skipped.GARBAGE
     if isinstance(event, Hello):
-        check_schema(event.schema)
+        check_schema(event.schema, event.version)
     return event
 
 
-def check_schema(schema: str) -> None:
+def check_schema(schema: str, written_by: str) -> None:
     """Raise `SchemaTooNew` for another major version than ours; minors only add."""
     if schema.partition(".")[0] != str(SCHEMA_MAJOR):
-        raise SchemaTooNew(
-            f"this run was written with event schema {schema} and this program reads {SCHEMA}: "
-            "open it with the FluxTrain that wrote it, or update this one: pip install -U fluxtrain"
-        )
+        raise SchemaTooNew("this run's journal", schema, f"{SCHEMA_MAJOR}.*", written_by)
 
 
 def _classify_odd_line(line: bytes) -> AnyEvent | Skipped:
@@ -105,7 +102,9 @@ def _classify_odd_line(line: bytes) -> AnyEvent | Skipped:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Skipped.GARBAGE
     if envelope.event == "hello":
-        check_schema(envelope.schema)  # before its fields: another major may have changed them
+        check_schema(
+            envelope.schema, envelope.version
+        )  # before its fields: another major may have changed them
     if envelope.event not in _KNOWN_TAGS:
         return Skipped.UNKNOWN if envelope.event else Skipped.GARBAGE
     try:

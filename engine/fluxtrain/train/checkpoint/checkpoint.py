@@ -26,6 +26,8 @@ import msgspec
 from safetensors import SafetensorError
 from torch import Tensor
 
+import fluxtrain
+from fluxtrain.errors import TooNew
 from fluxtrain.events.run_folder.own_files import of_checkpoint, open_folder, visit
 from fluxtrain.files.atomic import storage_error, sync
 from fluxtrain.files.cache import Damaged
@@ -271,7 +273,7 @@ def _write_files(
     files[TRAINER] = write_json(folder / TRAINER, trainer_state)
     manifest = {"format": FORMAT, "step": step, "shards": names}
     listed = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in files.items()}
-    content = {**manifest, "files": listed}
+    content = {**manifest, "files": listed, "written_by": fluxtrain.__version__}
     write_json(folder / MANIFEST, {**content, _SEAL: _seal(content)})
     return {**manifest, "files": files}
 
@@ -293,11 +295,14 @@ def _manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(read_plain(path / MANIFEST))
     except (OSError, ValueError, RecursionError):
         raise Damaged(f"{path.name}: {MANIFEST} is missing, cut off or no regular file") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise Damaged(f"{path.name}: checkpoint format {found}, this version reads {FORMAT}")
-    if manifest.pop(_SEAL, None) != _seal(manifest):
+    if not isinstance(manifest, dict) or manifest.pop(_SEAL, None) != _seal(manifest):
         raise Damaged(f"{path.name}: {MANIFEST} is not what was written (sha256 differs)")
+    found = manifest.get("format")
+    if type(found) is int and found > FORMAT:
+        by = manifest.get("written_by")
+        raise TooNew(f"{path}", str(found), str(FORMAT), by if isinstance(by, str) else "")
+    if found != FORMAT:
+        raise Damaged(f"{path.name}: checkpoint format {found}, this version reads {FORMAT}")
     try:
         msgspec.convert(manifest, _Manifest)  # a stranger's, too: no name leads out of the folder
     except msgspec.ValidationError as error:

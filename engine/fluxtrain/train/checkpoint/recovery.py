@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fluxtrain
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
 from fluxtrain.events.run_folder.own_files import refuse_odd_places
@@ -136,15 +137,28 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
     from fluxtrain.config.text import apply_overrides
 
     refuse_odd_places(run_dir)
+    told: Any = None
+    content: Any = None
     try:
-        content = json.loads(read_plain(run_dir.run))["config"]
+        told = json.loads(read_plain(run_dir.run))
+        content = told["config"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        content = None
+        pass
     if not isinstance(content, dict):
         raise BadInput(
             f"{run_dir.path} has no readable run.json: name its configuration file as well"
         )
-    return validate(apply_overrides(content, overrides or []), str(run_dir.run))
+    try:
+        return validate(apply_overrides(content, overrides or []), str(run_dir.run))
+    except BadInput as error:
+        versions = told.get("versions")
+        by = versions.get("fluxtrain") if isinstance(versions, dict) else None
+        if not isinstance(by, str) or by == fluxtrain.__version__:
+            raise
+        raise BadInput(
+            f"{error}; FluxTrain {by} wrote it and this is {fluxtrain.__version__}, which may know "
+            f"other settings: `pip install 'fluxtrain>={by}'` reads it"
+        ) from error
 
 
 def resumed_config(run_dir: RunDir, overrides: list[str]) -> RunConfig:
