@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 export PYTHON
 
-.PHONY: help run dev native check lint test test-native test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve screenshots wheel clean
+.PHONY: help run dev native check lint test test-native test-formats test-torch test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve screenshots wheel test-wheel clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -57,6 +57,12 @@ test-gpu: dev ## the tests that need an NVIDIA GPU
 test-transformers4: dev $(STAMPS)/transformers4 ## saved models in transformers 4, in an environment of its own
 	FLUXTRAIN_TRANSFORMERS4=$(CURDIR)/$(VENV)/transformers4/bin/python $(PYTEST) tests/transformers4
 
+test-formats: dev ## the runs that released versions made, opened and resumed by this one
+	$(PYTEST) tests/formats
+
+test-torch: dev ## the tests with another torch: make test-torch TORCH=2.11.0 (or newest, nightly)
+	@.ci/test_torch $(TORCH) $(TESTS)
+
 soak: dev $(STAMPS)/llama-cpp ## the long tests: many kills and resumes, random models, new examples of properties
 	FLUXTRAIN_LLAMA_CPP=$(CURDIR)/$(VENV)/llama-cpp/bin/python $(PYTEST) -m "slow and not gpu" --timeout 3600 $(TESTS)
 	FLUXTRAIN_EXPLORE=1 $(PYTEST) -n 2 -m "not gpu and not slow" $(shell grep -rlE "hypothesis" tests --include=test_*.py)
@@ -76,8 +82,11 @@ bench-tui: $(STAMPS)/native ## what the app costs
 screenshots: dev ## draw screenshots/ from a recorded run
 	$(BIN)/python bench/screenshots.py
 
-wheel: dev ## build dist/fluxtrain-*.whl
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+wheel: $(STAMPS)/wheel ## build dist/: wheel, sdist and fluxtrain-tui, checked for the package index
+	@.ci/wheels build
+
+test-wheel: wheel ## install dist/ without a compiler, then the sdist with one; train the demo from both
+	@.ci/wheels test
 
 clean: ## remove what was built, keep .venv and runs
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
@@ -104,3 +113,6 @@ $(STAMPS)/transformers4: $(STAMPS)/runtime
 
 $(STAMPS)/llama-cpp: $(STAMPS)/python
 	@.ci/setup llama-cpp && touch $@
+
+$(STAMPS)/wheel: $(STAMPS)/python
+	@.ci/setup wheel && touch $@

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -41,12 +43,24 @@ def test_the_wheel_has_every_module_theme_and_the_library(wheel: Path) -> None:
     assert (modules | themes | library) - packed == set()
 
 
-def test_the_wheel_describes_the_project_with_its_readme(wheel: Path) -> None:
+def test_the_wheel_describes_the_project_with_a_readme_whose_links_lead_somewhere(
+    wheel: Path,
+) -> None:
     packed = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
     text = packed.read(metadata).decode("utf-8")
     assert "Description-Content-Type: text/markdown" in text
-    assert text.endswith((ROOT / "README.md").read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ .*", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert headings and all(heading in text for heading in headings)
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", text) == []
+
+
+def test_links_of_the_index_page_lead_to_the_repository_at_the_version() -> None:
+    page = runpy.run_path(str(ROOT / "release" / "index_page.py"))["page"]
+    text = "![a](s/a.svg) [b](docs/b.md#c) [d](https://d.org) [e](#f)"
+    led = "![a](https://r.org/x/raw/v1.2/s/a.svg) [b](https://r.org/x/blob/v1.2/docs/b.md#c)"
+    assert page(text, "https://r.org/x/", "1.2") == f"{led} [d](https://d.org) [e](#f)"
+    assert page(text, "", "1.2") == " b [d](https://d.org) [e](#f)"
 
 
 def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
