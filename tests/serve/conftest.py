@@ -93,14 +93,14 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr("fluxtrain.serve.queue.TICK_S", 0.05)
     started: list[Served] = []
 
-    def start(**settings: Any) -> Served:
+    def start(port: int = 0, **settings: Any) -> Served:
         chosen = ServeSettings(folder=tmp_path / "service", **settings)
         store = Store(chosen.folder)
         service = Service(store, chosen, trainer=(*FAKE, "train"), program=FAKE)
         keys = {
             scope: add_key(store, scope, scope) for scope in ("read", "infer", "train", "admin")
         }
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", port))
         app = make_app(service)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)

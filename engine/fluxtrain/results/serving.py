@@ -213,7 +213,7 @@ class _Answering:
         return Row.of(
             asked.id,
             session.opened,
-            session.prompting.tokens(_prompt(asked)),
+            session.prompting.tokens(_prompt(asked), plain=asked.plain),
             _sampling(asked, self._session.sampling),
             lambda text: self._send(Text(id=asked.id, text=text)),
             asked.adapter,

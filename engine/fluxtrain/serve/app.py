@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,16 +18,18 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from fluxtrain.errors import EXIT_NO_SPACE, FluxTrainError
-from fluxtrain.events.answers.generation import Answered
+from fluxtrain.events.answers.generation import Answered, Ask
+from fluxtrain.events.run_folder.control import send_command
 from fluxtrain.serve import job_events, registry, uploads
-from fluxtrain.serve.chat import ChatRequest, CompletionRequest, Written
-from fluxtrain.serve.jobs import JobRequest, find_job, job_object, run_of, want
+from fluxtrain.serve.chat import ChatRequest, CompletionRequest, GenerateRequest, Written
+from fluxtrain.serve.jobs import JobRequest, TuningRequest, find_job, job_object, run_of, want
 from fluxtrain.serve.keys import Caller, Scope, caller_of
 from fluxtrain.serve.listing import page
 from fluxtrain.serve.refusal import Refusal, not_found
 from fluxtrain.serve.registry import Promotion
 from fluxtrain.serve.service import Service
 from fluxtrain.serve.store import files, jobs, new_id
+from fluxtrain.serve.worker import Said
 
 JSON_BYTES = 16 << 20
 FORM_BYTES = 1 << 16  # of an upload's form besides the file
@@ -79,10 +82,7 @@ def make_app(service: Service) -> FastAPI:
     _add_models(app, service)
     _add_answers(app, service)
 
-    @app.get("/health", include_in_schema=False)
-    def health() -> dict[str, str]:
-        return {"status": "ok"}
-
+    _add_more(app, service)
     return app
 
 
@@ -330,39 +330,109 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    async def answer(asked: ChatRequest | CompletionRequest, caller: Caller) -> Any:
-        said = await service.ask(caller.project, asked.model, asked.ask())
-        written = Written(asked)
-        if not asked.stream:
-            whole, answered = await written.whole(said)
-            await service.count(caller.project, asked.model, answered)
-            return whole
-        first = await anext(pieces := written.pieces(said))
-
-        async def lines() -> AsyncIterator[str]:
-            yield _line(first)
-            try:
-                async for piece in pieces:
-                    if isinstance(piece, Answered):
-                        await service.count(caller.project, asked.model, piece)
-                    else:
-                        yield _line(piece)
-            except Refusal as error:  # the status is sent already
-                yield _line({"error": {"message": str(error), "type": "server_error"}})
-                return
-            yield "data: [DONE]\n\n"
-
-        return _sse(lines())
-
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, caller: Infers) -> Any:
         """Answer a conversation."""
-        return await answer(asked, caller)
+        return await _answer(service, asked, caller)
 
     @app.post("/v1/completions")
     async def complete(asked: CompletionRequest, caller: Infers) -> Any:
         """Continue a text."""
-        return await answer(asked, caller)
+        return await _answer(service, asked, caller)
+
+    @app.post("/generate")
+    async def generate(asked: GenerateRequest, adapter: str, caller: Infers) -> dict[str, Any]:
+        """Answer one user's words with an adapter."""
+        question = Ask(
+            prompt=asked.prompt, max_new_tokens=asked.max_new_tokens, temperature=asked.temperature
+        )
+        said = await service.ask(caller.project, adapter, question)
+        shown = CompletionRequest(model=adapter, prompt=asked.prompt)
+        whole, answered = await Written(shown).whole(said)
+        await service.count(caller.project, adapter, answered)
+        return whole
+
+
+async def _answer(
+    service: Service, asked: ChatRequest | CompletionRequest, caller: Caller
+) -> dict[str, Any] | StreamingResponse:
+    """Answer whole, or as a stream whose first piece says that it can be answered."""
+    said = await service.ask(caller.project, asked.model, asked.ask())
+    written = Written(asked)
+    if not asked.stream:
+        whole, answered = await written.whole(said)
+        await service.count(caller.project, asked.model, answered)
+        return whole
+    begun = await anext(said)
+    pieces = written.pieces(_behind(begun, said))
+
+    async def lines() -> AsyncIterator[str]:
+        try:
+            async for piece in pieces:
+                if isinstance(piece, Answered):
+                    await service.count(caller.project, asked.model, piece)
+                else:
+                    yield _line(piece)
+        except Refusal as error:  # the status is sent already
+            yield _line({"error": {"message": str(error), "type": "server_error"}})
+            return
+        yield "data: [DONE]\n\n"
+
+    return _sse(lines())
+
+
+async def _behind(first: Said, rest: AsyncIterator[Said]) -> AsyncIterator[Said]:
+    yield first
+    async for one in rest:
+        yield one
+
+
+# -- what the SDK does not know -------------------------------------------------------------------
+
+
+def _add_more(app: FastAPI, service: Service) -> None:
+    store = service.store
+
+    @app.post("/v1/tunings.create")
+    async def create_tuning(asked: TuningRequest, caller: Trains) -> dict[str, Any]:
+        """Plan and queue a job, in fewer words."""
+        body = asked.job(service.settings)
+        return job_object(await service.create_job(caller.project, body, None, False))
+
+    @app.get("/v1/tunings.get")
+    def get_tuning(id: str, caller: Reads) -> dict[str, Any]:
+        """Tell how a job stands."""
+        return job_object(find_job(store, caller.project, id))
+
+    @app.post("/v1/fluxtrain/jobs/{job_id}/{command}")
+    def change_run(
+        job_id: str,
+        command: Literal["apply", "undo", "checkpoint"],
+        caller: Trains,
+        arguments: dict[str, int | str] | None = None,
+    ) -> dict[str, Any]:
+        """Change the running training of a job as `fluxtrain apply` and `undo` do."""
+        find_job(store, caller.project, job_id)
+        answer = send_command(run_of(job_id).socket, command, dict(arguments or {}))
+        if not answer.ok:
+            raise Refusal(answer.message)
+        return {"id": job_id, "message": answer.message}
+
+    @app.get("/v1/fluxtrain/usage")
+    def usage(caller: Reads, days: Annotated[float, Query(gt=0, le=3660)] = 30.0) -> dict[str, Any]:
+        """Sum tokens and seconds of cards by model; an admin's key sees all projects."""
+        project = None if caller.may("admin") else caller.project
+        rows = store.usage(project, time.time() - days * 86400)
+        return {"object": "list", "data": rows}
+
+    @app.get("/health", include_in_schema=False)
+    def health() -> dict[str, Any]:
+        return {"status": "ok", "training": service.queue.busy}
+
+    @app.get("/ready", include_in_schema=False)
+    def ready() -> JSONResponse:
+        is_ready = service.queue.is_alive
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 
 def _sse(lines: AsyncIterator[str]) -> StreamingResponse:

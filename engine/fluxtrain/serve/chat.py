@@ -74,7 +74,15 @@ class CompletionRequest(Sampled):
 
     def ask(self) -> Ask:
         """Return the question to the worker."""
-        return msgspec.structs.replace(super().ask(), prompt=self.prompt)
+        return msgspec.structs.replace(super().ask(), prompt=self.prompt, plain=True)
+
+
+class GenerateRequest(Body):
+    """The body of `POST /generate`: one user's words."""
+
+    prompt: str = Field(min_length=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
 
 
 class Written:

@@ -95,6 +95,27 @@ class JobRequest(Body):
             raise Refusal("integrations are the operator's: leave them out", param="integrations")
 
 
+class TuningRequest(Body):
+    """The body of `POST /v1/tunings.create`."""
+
+    model: str
+    file: str
+    method: str | None = None
+    rank: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
+
+    def job(self, settings: ServeSettings) -> JobRequest:
+        """Return the same as OpenAI's request. Raises Refusal for another method than is served."""
+        served = settings.models.get(self.model)
+        if served is not None and self.method not in (None, served.method):
+            raise Refusal(f"{self.model} is trained with {served.method} here", param="method")
+        chosen = {"method": {"rank": self.rank}, "train": {"steps": self.steps}}
+        given = {
+            section: values for section, values in chosen.items() if None not in values.values()
+        }
+        return JobRequest(model=self.model, training_file=self.file, fluxtrain=given)
+
+
 def config_of(
     store: Store, settings: ServeSettings, project: str, asked: JobRequest
 ) -> tuple[dict[str, Any], dict[str, str]]:

@@ -43,6 +43,7 @@ from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary
 from fluxtrain.files.atomic import free_bytes, replace_file, storage_error
 from fluxtrain.serve.jobs import config_path, run_of, summary_of, trained_tokens
 from fluxtrain.serve.registry import version_of
+from fluxtrain.serve.retention import delete_old
 from fluxtrain.serve.settings import ServeSettings
 from fluxtrain.serve.store import Store, jobs, versions
 from fluxtrain.serve.uploads import remove_unused
@@ -51,6 +52,7 @@ from fluxtrain.units import bytes_text
 TICK_S = 0.5
 STOP_AGAIN_S = 5.0  # between two requests to a trainer that has not stopped yet
 SILENT_S = 30.0
+RETAIN_PERIOD_S = 3600.0
 MONTH_S = 30 * 86400.0
 # How often an end is tried again while no new step was made, and the first pause, which doubles.
 TRIES = {
@@ -151,11 +153,17 @@ class Queue:
         self._bad_cards: set[int] = set()
         self._wake, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
+        self._retained_s = -RETAIN_PERIOD_S
         self.busy = False  # a trainer runs
 
     def start(self) -> None:
         """Begin; trainers that an earlier server started are adopted."""
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether jobs are looked after."""
+        return self._thread.is_alive()
 
     def wake(self) -> None:
         """Look now, as something else is wanted."""
@@ -183,6 +191,9 @@ class Queue:
         running = [row for row in rows if self._is_running(row)]
         for row in running:
             self._steer(row)
+        if time.monotonic() - self._retained_s > RETAIN_PERIOD_S:
+            self._retained_s = time.monotonic()
+            delete_old(self._store, self._settings.retention_days)
         self.busy = bool(running)
         for row in rows:
             if row in running:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy import JSON, Column, Float, Integer, MetaData, String, Table
 
@@ -50,7 +51,7 @@ jobs = Table(
     tables,
     Column("id", String, primary_key=True),
     Column("number", Integer, nullable=False, unique=True),  # order of creation
-    Column("project", String, nullable=False, index=True),
+    Column("project", String, nullable=False),
     Column("created_s", Float, nullable=False),
     Column("request", JSON, nullable=False),  # as it came, without `fluxtrain`
     Column("config", JSON, nullable=False),  # of the run
@@ -65,6 +66,7 @@ jobs = Table(
     Column("notes", JSON, nullable=False),  # of the queue: (time, level, text)
     Column("outcome", JSON(none_as_null=True)),  # how it ended; None: it has not
     sa.UniqueConstraint("project", "repeat_key", name="one_job_a_key"),
+    sa.Index("job_order", "project", "number"),
 )
 versions = Table(
     "version",
@@ -162,6 +164,15 @@ class Store:
         found = self.one(sa.select(total.label("total")).where(*where))
         return float(found["total"]) if found else 0.0
 
+    def usage(self, project: str | None, since_s: float) -> list[dict[str, Any]]:
+        """Return sums of usage since a time by project, model and kind; None: of all projects."""
+        by = (usage.c.project, usage.c.model, usage.c.kind)
+        query = sa.select(*by, sa.func.sum(usage.c.amount).label("amount")).group_by(*by)
+        query = query.where(usage.c.at_s >= since_s)
+        if project is not None:
+            query = query.where(usage.c.project == project)
+        return [dict(row) for row in self.rows(query)]
+
     def note_usage(self, project: str, model: str, **amounts: float) -> None:
         """Add to a project's usage."""
         at_s = time.time()
@@ -185,7 +196,12 @@ def new_id(kind: str) -> str:
 
 def _engine(path: Path) -> sa.Engine:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"timeout": 30})
+    engine = sa.create_engine(
+        f"sqlite:///{path}",
+        connect_args={"timeout": 30},
+        json_serializer=lambda value: msgspec.json.encode(value).decode(),
+        json_deserializer=msgspec.json.decode,
+    )
 
     @sa.event.listens_for(engine, "connect")
     def _(connection: sqlite3.Connection, _: Any) -> None:

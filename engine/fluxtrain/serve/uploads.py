@@ -26,6 +26,7 @@ PURPOSE = "fine-tune"
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 INCOMING = ".incoming-"
 NAME_LIMIT = 255
+LEFT_S = 3600.0  # an upload that grows is younger
 PIECE_BYTES = 1 << 20
 
 
@@ -84,6 +85,13 @@ def remove_unused(store: Store, blob: str) -> None:
         open_jobs = connection.execute(sa.select(jobs.c.blobs).where(jobs.c.outcome.is_(None)))
         if holder is None and not any(blob in one.values() for (one,) in open_jobs):
             (store.files / blob).unlink(missing_ok=True)
+
+
+def remove_left(store: Store) -> None:
+    """Remove what uploads of a server that was killed have left."""
+    for path in store.files.glob(f"{INCOMING}*"):
+        if time.time() - path.stat().st_mtime > LEFT_S:
+            path.unlink(missing_ok=True)
 
 
 def find_file(store: Store, project: str, file_id: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Ask(
     id: str = ""
     messages: tuple[dict[str, Any], ...] | None = None  # a conversation, with role and content
     prompt: str | None = None  # one user's words; without a chat template, text to continue
+    plain: bool = False  # the prompt is text to continue, also with a chat template
     max_new_tokens: int | None = None
     temperature: float | None = None  # 0: always the most likely token
     top_p: float | None = None

@@ -69,10 +69,13 @@ class Prompting:
         """Are prompts turns of a conversation?"""
         return self._template is not None
 
-    def tokens(self, prompt: UserPrompt) -> list[int]:
-        """Return the tokens of a prompt. Raises BadInput where it cannot be written."""
+    def tokens(self, prompt: UserPrompt, *, plain: bool = False) -> list[int]:
+        """Return the tokens of a prompt; `plain`: of text to continue, without the chat template.
+
+        Raises BadInput where it cannot be written.
+        """
         prompt.check()
-        if prompt.messages is None and self._template is None:
+        if prompt.messages is None and (plain or self._template is None):
             return self._encoded(prompt.text or "", prompt.where, begins=True)
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
         if self._template is None:

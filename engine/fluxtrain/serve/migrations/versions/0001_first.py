@@ -56,7 +56,7 @@ def upgrade() -> None:
         sa.UniqueConstraint("project", "repeat_key", name="one_job_a_key"),
     )
     op.create_index(op.f("ix_job_digest"), "job", ["digest"], unique=False)
-    op.create_index(op.f("ix_job_project"), "job", ["project"], unique=False)
+    op.create_index("job_order", "job", ["project", "number"], unique=False)
     op.create_table(
         "key",
         sa.Column("id", sa.String(), nullable=False),
