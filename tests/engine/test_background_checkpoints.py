@@ -7,7 +7,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,34 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Diverged
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
-from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train.checkpoint import background, shard_file
 from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.placing import snapshot as choosing
 from fluxtrain.train.placing.snapshot import choose_snapshot
-from fluxtrain.train.run import train
 from fluxtrain.train.run_plan import RunPlan
 from tests.engine import forked
+from tests.engine.runs import MakeConfig, run, told
 from tests.engine.test_resume import assert_same_run, finished, steps_done, wait_for
 from tests.refused_threads import refuse_thread
 
-MakeConfig = Callable[..., Path]
 MIB = 1 << 20
-
-
-def run(config: Path, run_dir: Path, *, resumes: bool = False, disk_wait_s: float = 0.0) -> None:
-    target = Target(run_dir=RunDir(run_dir), resumes=resumes)
-    train(load_config(config), target, disk_wait_s=disk_wait_s)
-
-
-def told(run_dir: Path, kind: type[Any]) -> list[Any]:
-    return [event for event in read_events(run_dir / "events.ndjson") if isinstance(event, kind)]
 
 
 def held_to(monkeypatch: pytest.MonkeyPatch, budget_bytes: int) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput, Interrupted
@@ -18,31 +16,15 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.train.checkpoint import checkpoint as checkpoint_module
 from fluxtrain.train.checkpoint.checkpoint import Checkpoint
-from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.checkpoint.shard_file import read_tensors
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
-from fluxtrain.train.run import train
+from tests.engine.runs import MakeConfig, of, run, weights
 
-MakeConfig = Callable[..., Path]
 STEEP = {  # evaluations of this run fall, then rise: its steps are much too large
     "train__learning_rate": 0.1, "train__schedule": "constant", "train__warmup_steps": 0,
     "train__evaluate_every": 1, "train__checkpoint_every": "end", "train__steps": 6,
 }  # fmt: skip
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    """Train in this process; the journal's events."""
-    train(settings := load_config(config, list(overrides)), locate(resume, run_dir, settings))
-    return list(read_events(run_dir / "events.ndjson"))
-
-
-def of(kind: type[Any], events: list[Any]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
-
-
-def model(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "model" / "model.safetensors")
 
 
 def checkpoints(run_dir: Path) -> list[int]:
@@ -68,8 +50,8 @@ def test_the_best_weights_are_saved_where_they_are_wanted(
     # the same run that ends there: its last weights are the best of the longer one
     run(config, tmp_path / "short", f"train.steps={best.step}")
     run(config, tmp_path / "last")
-    assert equal(model(tmp_path / "best"), model(tmp_path / "short"))
-    assert not equal(model(tmp_path / "best"), model(tmp_path / "last"))
+    assert equal(weights(tmp_path / "best"), weights(tmp_path / "short"))
+    assert not equal(weights(tmp_path / "best"), weights(tmp_path / "last"))
     assert checkpoints(tmp_path / "best") == [best.step, 6]
     assert checkpoints(tmp_path / "last") == [6]
     result = json.loads((tmp_path / "best" / "result.json").read_text())
@@ -104,11 +86,11 @@ def test_training_ends_when_evaluations_stop_to_improve_and_a_resume_agrees(
     assert [e.stale for e in of(ev.EvaluationFinished, events)][-3:] == [0, 1, 2]
     assert checkpoints(tmp_path / "run")[-1] == stopped.step
     assert events[-1].exit_code == 0
-    before = model(tmp_path / "run")
+    before = weights(tmp_path / "run")
     again = run(config, tmp_path / "run", resume="auto")  # makes no further step
     assert len(of(ev.StepFinished, again)) == stopped.step
     assert len(of(ev.StoppedEarly, again)) == 2
-    assert equal(before, model(tmp_path / "run"))
+    assert equal(before, weights(tmp_path / "run"))
     longer = run(config, tmp_path / "run", "train.early_stopping_patience=3", resume="auto")
     assert len(of(ev.StepFinished, longer)) > stopped.step
 
@@ -135,7 +117,7 @@ def test_a_run_that_was_stopped_keeps_best_and_patience(
         }
         assert told == expected
         assert (events[-1].step, events[-1].model_step) == (ended.step, best.step)
-        assert equal(model(run_dir), model(tmp_path / "whole"))
+        assert equal(weights(run_dir), weights(tmp_path / "whole"))
 
 
 def steps(run_dir: Path) -> int:
@@ -157,7 +139,7 @@ def test_a_best_checkpoint_that_is_gone_or_damaged_is_said_and_the_last_weights_
     assert len(told) == 1 and "the weights of step 6, the last" in told[0]
     assert events[-1].model_step == 6
     run(config, tmp_path / "last")
-    assert equal(model(run_dir), model(tmp_path / "last"))
+    assert equal(weights(run_dir), weights(tmp_path / "last"))
 
 
 def test_a_best_checkpoint_that_cannot_be_read_leaves_the_last_weights_whole(
@@ -183,7 +165,7 @@ def test_a_best_checkpoint_that_cannot_be_read_leaves_the_last_weights_whole(
     events = run(config, tmp_path / "run", "train.final_model=best")
     assert any("Input/output error" in log.text for log in of(ev.LogWritten, events))
     assert events[-1].model_step == 6 and reads > 3
-    assert equal(model(tmp_path / "run"), model(tmp_path / "last"))
+    assert equal(weights(tmp_path / "run"), weights(tmp_path / "last"))
 
 
 def test_evaluations_of_other_data_are_not_compared_with_those_before(
@@ -240,9 +222,3 @@ def test_small_improvements_add_up_and_a_loss_that_is_not_finite_is_none() -> No
     # 2.89 is 0.11 below 3.0; 2.88 is the best so far, but no improvement
     assert seen == [(1, 0), (2, 1), (3, 0), (3, 1), (3, 2), (6, 3), (7, 0)]
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
-
-
-def test_the_state_of_an_older_checkpoint_has_no_best_yet() -> None:
-    old = {"step": 3, "total_tokens": 9, "first_loss": 1.0, "losses": [1.0],
-           "evaluation_loss": 2.0, "evaluated_step": 3, "trained_s": 1.0}  # fmt: skip
-    assert RunState.from_json(old).best_step is None

@@ -20,7 +20,8 @@ from fluxtrain.plan.facts import RowFacts
 from fluxtrain.train.live.apply_placement import apply_placement
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.out_of_memory import FallbackStep, fallback_steps, gpu_of
-from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
+from tests.engine.runs import MakeConfig, losses, run
+from tests.engine.test_train_cards import SIZES
 from tests.on_cards import assert_same, batch, llama, wrapped
 
 ON_ONE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.00 GiB"

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.errors import NoSpace
 from fluxtrain.files.cache import Damaged
 from fluxtrain.train.checkpoint import shard_file
 from fluxtrain.train.checkpoint.checkpoint import (
@@ -26,7 +26,6 @@ from fluxtrain.train.checkpoint.checkpoint import (
     remove_unfinished,
     write_checkpoint,
 )
-from fluxtrain.train.checkpoint.newest import newest_resumable
 from fluxtrain.train.checkpoint.randomness import (
     random_state,
     restore_random_state,
@@ -146,26 +145,6 @@ def test_a_manifest_never_leads_out_of_its_folder_whoever_sealed_it(
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(Damaged, match=r"manifest\.json"):
         read_checkpoint(path)
-
-
-def test_a_damaged_checkpoint_is_skipped_for_the_last_good_one(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        write_checkpoint(tmp_path, step, shards(step), {})
-    (tmp_path / "step-00000030" / "shard-00000.safetensors").write_bytes(b"short")
-    warnings: list[str] = []
-    found = newest_resumable(tmp_path, warnings.append)
-    assert found is not None
-    assert found.step == 20
-    assert len(warnings) == 1
-    assert "step-00000030" in warnings[0]
-
-
-def test_when_all_are_damaged_nothing_is_started_over_in_silence(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, 10, shards(), {}).path
-    (path / "manifest.json").unlink()
-    with pytest.raises(BadInput, match="damaged"):
-        newest_resumable(tmp_path, lambda _: None)
-    assert newest_resumable(tmp_path / "none", lambda _: None) is None
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:

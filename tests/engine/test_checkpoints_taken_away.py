@@ -18,7 +18,8 @@ from fluxtrain.train.checkpoint import shard_file
 from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.train.checkpoint.writer import CannotSave
 from fluxtrain.train.loop import TrainingLoop
-from tests.engine.test_background_checkpoints import MIB, MakeConfig, held_to, run, told
+from tests.engine.runs import MakeConfig, run, told
+from tests.engine.test_background_checkpoints import MIB, held_to
 from tests.engine.test_checkpoint_writer import FakeData, FakeEngine, state_at, writer
 from tests.engine.test_resume import assert_same_run
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Interrupted
@@ -17,8 +15,7 @@ from fluxtrain.events.journal import read_events
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
-
-MakeConfig = Callable[..., Path]
+from tests.engine.runs import MakeConfig, weights
 
 
 def run(config: Path, run_dir: Path, moments: str, resume: str | None = None) -> list[Any]:
@@ -31,10 +28,6 @@ def told(run_dir: Path) -> list[Any]:
     events = read_events(run_dir / "events.ndjson")
     steps = [event for event in events if isinstance(event, ev.StepFinished)]
     return [(step.step, step.loss, step.grad_norm) for step in steps]
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "model" / "model.safetensors")
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

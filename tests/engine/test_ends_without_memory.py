@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fluxtrain.config.schema import load_config
 from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Diverged, DoesNotFit
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
 from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.models import export
 from fluxtrain.train.checkpoint import background
-from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.run import train
+from tests.engine.runs import MakeConfig, run
 
-MakeConfig = Callable[..., Path]
 RAN_OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    made = load_config(config, list(overrides))
-    train(made, locate(resume, None if resume else run_dir, made))
-    return list(read_events(run_dir / "events.ndjson"))
 
 
 def losses(events: list[Any]) -> dict[int, float]:

@@ -21,7 +21,8 @@ from fluxtrain.plan import states
 from fluxtrain.results import evaluate_model as evaluation
 from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
 from fluxtrain.results.model_request import ModelRequest
-from tests.engine.test_lora_run import run, settings
+from tests.engine.runs import run
+from tests.engine.test_lora_run import settings
 from tests.engine.used_models import plain, plain_with_adapter
 
 Folder = Callable[..., Path]

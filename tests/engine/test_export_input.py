@@ -76,7 +76,8 @@ def test_a_base_with_the_same_shapes_and_other_weights(
     run_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The key of the weight files, which a run keeps with its adapter, tells them apart."""
-    from tests.engine.test_lora_run import run, settings
+    from tests.engine.runs import run
+    from tests.engine.test_lora_run import settings
 
     config = run_config(train__steps=2)
     run(config, tmp_path / "run", *settings({"name": "lora"}))

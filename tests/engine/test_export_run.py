@@ -24,7 +24,8 @@ from fluxtrain.plan import states
 from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
 from fluxtrain.results.model_request import ModelRequest
 from tests.engine.adapter_folders import exported
-from tests.engine.test_lora_run import run, settings
+from tests.engine.runs import run
+from tests.engine.test_lora_run import settings
 
 MakeConfig = Callable[..., Path]
 FAST = {"train__steps": 5, "train__learning_rate": 0.02}
@@ -224,7 +225,7 @@ def test_a_checkpoint_is_used_with_no_other_base_than_its_own(
     exported(tmp_path / "run", merge=False, step=1, base=str(tmp_path / "moved"))
 
 
-def test_a_run_that_has_saved_nothing_is_told_to_go_on(
+def test_a_run_that_has_saved_nothing_is_told_to_run(
     run_config: MakeConfig, tmp_path: Path
 ) -> None:
     run(run_config(train__steps=1), tmp_path / "run", *settings({"name": "lora"}))

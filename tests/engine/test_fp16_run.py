@@ -20,12 +20,9 @@ from fluxtrain.errors import Diverged, Interrupted
 from fluxtrain.events import events as ev
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.console import line
-from fluxtrain.events.journal import read_events
-from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.run import train
+from tests.engine.runs import MakeConfig, run
 
-MakeConfig = Callable[..., Path]
 OVERFLOWS = 2.0**32  # for the tiny model; a few halvings below it all is well
 
 
@@ -38,12 +35,6 @@ def first_scale(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         monkeypatch.setattr(loss_scale, "LossScale", made)
 
     return set_to
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    settings = load_config(config, list(overrides))
-    train(settings, locate(resume, run_dir, settings))
-    return list(read_events(run_dir / "events.ndjson"))
 
 
 def steps_of(events: list[Any]) -> list[ev.StepFinished]:

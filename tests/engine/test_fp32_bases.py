@@ -11,7 +11,7 @@ import pytest
 from fluxtrain.core.guards import wrap_checks
 from fluxtrain.events import events as ev
 from tests.engine.adapter_folders import exported, make_adapter
-from tests.engine.test_lora_run import run
+from tests.engine.runs import run
 from tests.engine.used_models import opened
 
 MakeConfig = Callable[..., Path]

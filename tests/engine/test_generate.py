@@ -18,7 +18,8 @@ from fluxtrain.models.generate.writing import write
 from fluxtrain.plan import states
 from fluxtrain.results.generation_session import Batches, GenerationSession, measure
 from fluxtrain.results.opened import OpenedModel
-from tests.engine.test_lora_run import run, settings
+from tests.engine.runs import run
+from tests.engine.test_lora_run import settings
 from tests.engine.used_models import greedy, opened, plain, plain_with_adapter, trained_adapter
 
 Folder = Callable[..., Path]

@@ -10,7 +10,8 @@ import pytest
 
 from fluxtrain.events import events as ev
 from fluxtrain.plan import heads
-from tests.engine.test_rows_run import numbers, run
+from tests.engine.runs import run
+from tests.engine.test_rows_run import numbers
 
 
 @pytest.mark.parametrize("limit", ["0.5", "null"])

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.config.schema import load_config
-from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.run import train
-
-
-def run(config: Path, run_dir: Path, resume: str | None = None) -> None:
-    made = load_config(config, [])
-    train(made, locate(resume, None if resume else run_dir, made))
+from tests.engine.runs import run
 
 
 class Killed(BaseException):

@@ -11,28 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.config.schema import load_config
 from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Interrupted
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.control import CommandAnswer, send_command
-from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.run import train
 from tests.engine import forked
+from tests.engine.runs import MakeConfig, run, told
 
-MakeConfig = Callable[..., Path]
 Say = Callable[[Path], CommandAnswer]
 STEPS = 40
-
-
-def run(config: Path, run_dir: Path, resume: str | None = None) -> None:
-    settings = load_config(config, [])
-    train(settings, locate(resume, run_dir, settings))
-
-
-def events(run_dir: Path, kind: type[Any]) -> list[Any]:
-    return [event for event in read_events(run_dir / "events.ndjson") if isinstance(event, kind)]
 
 
 def say(command: str, **arguments: Any) -> Say:
@@ -72,7 +59,7 @@ def config(run_config: MakeConfig) -> Path:
 
 
 def losses(run_dir: Path) -> list[tuple[float, float | None]]:
-    return [(step.loss, step.grad_norm) for step in events(run_dir, ev.StepFinished)]
+    return [(step.loss, step.grad_norm) for step in told(run_dir, ev.StepFinished)]
 
 
 def test_residency_changes_and_is_undone_through_the_socket_and_the_losses_keep_their_bits(
@@ -93,27 +80,27 @@ def test_residency_changes_and_is_undone_through_the_socket_and_the_losses_keep_
     assert losses(run_dir) == losses(tmp_path / "plain")
     assert [answer.ok for answer in script.answers] == [True, False, True]
     assert "2 blocks are on the host, use 0 to 2" in script.answers[1].message
-    made, undone = events(run_dir, ev.ChangeApplied)
+    made, undone = told(run_dir, ev.ChangeApplied)
     assert (made.step, made.before, made.after, made.why) == (6, 0, 2, "asked")
     assert (undone.step, undone.before, undone.after, undone.why) == (32, 2, 0, "undo")
-    (measured,) = events(run_dir, ev.ChangeMeasured)
+    (measured,) = told(run_dir, ev.ChangeMeasured)
     assert measured.steps_before == 4  # of six the first two are warm-up
     assert measured.steps_after == 20
     assert measured.measured_gain == pytest.approx(1 - measured.after_s / measured.before_s)
-    (checked,) = events(run_dir, ev.PlanChecked)
+    (checked,) = told(run_dir, ev.PlanChecked)
     found = {row.quantity: row for row in checked.rows}
     assert found["step_s"].predicted == undone.step_s != made.step_s
-    steps_s = sorted(step.step_s for step in events(run_dir, ev.StepFinished) if step.step > 35)
+    steps_s = sorted(step.step_s for step in told(run_dir, ev.StepFinished) if step.step > 35)
     assert found["step_s"].measured == pytest.approx(steps_s[len(steps_s) // 2])
-    (planned,) = events(run_dir, ev.Planned)
+    (planned,) = told(run_dir, ev.Planned)
     assert made.device_bytes == undone.device_bytes >= planned.device_bytes
     assert (undone.step_s, undone.binds) == (planned.step_s, planned.binds)
-    answered = events(run_dir, ev.CommandAnswered)
+    answered = told(run_dir, ev.CommandAnswered)
     assert answered[0].arguments == {"resident_blocks": 2}
     assert answered[1].arguments == {}
     between = [
         sampled.weights
-        for sampled in events(run_dir, ev.ResidencySampled)
+        for sampled in told(run_dir, ev.ResidencySampled)
         if made.seq < sampled.seq < undone.seq
     ]
     assert all(set(weights) <= {"G", ">", "C"} for weights in between)
@@ -142,10 +129,10 @@ def test_a_chunk_applied_from_the_command_line_survives_a_resume_and_the_window_
     assert [answer.ok for answer in script.answers] == [True, True, True]
     assert "chunk_rows goes from 4 to 2" in script.answers[0].message
     run(config, run_dir, resume="auto")
-    first, second = events(run_dir, ev.Planned)
+    first, second = told(run_dir, ev.Planned)
     assert (first.chunk_rows, second.chunk_rows) == (4, 2)
     assert (first.resident_blocks, second.resident_blocks) == (0, 0)
-    assert [step.step for step in events(run_dir, ev.StepFinished)] == list(range(1, STEPS + 1))
+    assert [step.step for step in told(run_dir, ev.StepFinished)] == list(range(1, STEPS + 1))
 
 
 def test_a_paused_run_is_changed_while_it_waits(config: Path, tmp_path: Path) -> None:
@@ -157,7 +144,7 @@ def test_a_paused_run_is_changed_while_it_waits(config: Path, tmp_path: Path) ->
         while time.monotonic() < deadline_s:
             if (run_dir / "events.ndjson").exists() and any(
                 all(getattr(event, name) == value for name, value in wanted.items())
-                for event in events(run_dir, kind)
+                for event in told(run_dir, kind)
             ):
                 return
             time.sleep(0.01)
@@ -177,8 +164,8 @@ def test_a_paused_run_is_changed_while_it_waits(config: Path, tmp_path: Path) ->
     run(config, run_dir)
     thread.join()
     assert [answer.ok for answer in answers] == [False, True, True, True]
-    (applied,) = [e for e in events(run_dir, ev.ChangeApplied) if e.name == "resident_blocks"]
-    steps = [step.seq for step in events(run_dir, ev.StepFinished) if step.step <= applied.step]
+    (applied,) = [e for e in told(run_dir, ev.ChangeApplied) if e.name == "resident_blocks"]
+    steps = [step.seq for step in told(run_dir, ev.StepFinished) if step.step <= applied.step]
     assert not steps or max(steps) < applied.seq
 
 
@@ -204,9 +191,9 @@ def test_a_step_without_room_for_one_row_gives_up_resident_blocks_and_keeps_its_
     monkeypatch.setattr(Engine, "clip_grad_norm", scarce)
     run(config, run_dir)
     assert losses(run_dir) == losses(tmp_path / "plain")
-    made = [(e.before, e.after, e.why) for e in events(run_dir, ev.ChangeApplied)]
+    made = [(e.before, e.after, e.why) for e in told(run_dir, ev.ChangeApplied)]
     assert made == [(0, 2, "asked"), (2, 1, "memory"), (1, 0, "memory")]
-    warnings = [log.text for log in events(run_dir, ev.LogWritten) if log.level == "warning"]
+    warnings = [log.text for log in told(run_dir, ev.LogWritten) if log.level == "warning"]
     assert any("resident_blocks 1 instead of 2" in text for text in warnings)
 
 
@@ -224,6 +211,6 @@ def test_parts_move_to_the_device_and_back_in_steps_in_backward_too(
     run(config, run_dir)
     assert [answer.ok for answer in asked.answers] == [True, True, True]
     assert losses(run_dir) == losses(tmp_path / "plain")
-    made = [(e.before, e.after) for e in events(run_dir, ev.ChangeApplied)]
+    made = [(e.before, e.after) for e in told(run_dir, ev.ChangeApplied)]
     assert made == [(0, 2), (2, 4), (4, 2)]
-    assert events(run_dir, ev.ResidencySampled)[-1].optimizer == "GC"
+    assert told(run_dir, ev.ResidencySampled)[-1].optimizer == "GC"

@@ -16,7 +16,8 @@ from fluxtrain.core.wrap import wrap as wrapping
 from fluxtrain.events import events as ev
 from fluxtrain.train import run as runs
 from fluxtrain.train.placing.placing import RanOutLoading
-from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
+from tests.engine.runs import MakeConfig, losses, run
+from tests.engine.test_train_cards import SIZES
 
 MESSAGE = "CUDA out of memory. Tried to allocate 1.00 GiB.\nAnd more."
 

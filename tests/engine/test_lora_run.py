@@ -19,13 +19,10 @@ from fluxtrain.config.schema import load_config
 from fluxtrain.core.quantization.packing import pack
 from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
 from fluxtrain.plan import states
-from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.run import train
+from tests.engine.runs import MakeConfig, losses, run
 
-MakeConfig = Callable[..., Path]
 METHODS: list[dict[str, Any]] = [
     {"name": "lora"},
     {"name": "lora", "variant": "rslora", "dropout": 0.1},
@@ -43,17 +40,6 @@ def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(given: dict[str, Any]) -> list[str]:
     return [f"method.{name}={json.dumps(value)}" for name, value in {"rank": 4, **given}.items()]
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    made = load_config(config, list(overrides))
-    target = locate(resume, None if resume else run_dir, made)
-    train(made, target)
-    return list(read_events(run_dir / "events.ndjson"))
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.loss for event in events if isinstance(event, ev.StepFinished)]
 
 
 def interrupted_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

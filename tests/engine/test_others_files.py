@@ -16,8 +16,7 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.models.export import save_folder
 from fluxtrain.train.session import Session
-from tests.engine.test_background_checkpoints import MakeConfig, run, told
-from tests.engine.test_killed_while_saving import run as go_on
+from tests.engine.runs import MakeConfig, run, told
 from tests.engine.test_run_renamed import after_step
 
 SETTINGS: dict[str, Any] = {"train__steps": 3, "train__evaluate_every": "end"}
@@ -67,9 +66,9 @@ def test_the_own_model_and_records_of_a_run_are_replaced(
     run_config: MakeConfig, tmp_path: Path
 ) -> None:
     config, run_dir = run_config(**SETTINGS), tmp_path / "run"
-    go_on(config, run_dir)
+    run(config, run_dir)
     before = {path.name for path in run_dir.iterdir()}
-    go_on(config, run_dir, resume=str(run_dir))
+    run(config, run_dir, resume=str(run_dir))
     assert {path.name for path in run_dir.iterdir()} == before
     assert not [event for event in told(run_dir, ev.LogWritten) if "not of the run" in event.text]
 

@@ -11,30 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.config.schema import load_config
 from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Diverged
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
-from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
-from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.run import train
 from fluxtrain.train.step_outcome import MOST_IN_A_ROW
+from tests.engine.runs import MakeConfig, of, run
 
-MakeConfig = Callable[..., Path]
 CLIPS = {"train__max_grad_norm": 1.0, "train__evaluate_every": "end"}
-
-
-def run(config: Path, run_dir: Path, *, resumes: bool = False) -> list[Any]:
-    train(load_config(config), Target(run_dir=RunDir(run_dir), resumes=resumes))
-    return list(read_events(run_dir / "events.ndjson"))
-
-
-def of(kind: type[Any], events: list[Any]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
 
 
 def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:

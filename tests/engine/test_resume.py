@@ -28,11 +28,11 @@ from fluxtrain.events.events import (
     LogWritten,
     StepFinished,
 )
-from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train.checkpoint.checkpoint import read_checkpoint
 from fluxtrain.train.evaluate import evaluate
 from tests.engine import forked
+from tests.engine.runs import told, weights
 
 
 def running(*arguments: object) -> AbstractContextManager[ForkServerProcess]:
@@ -52,26 +52,18 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
         time.sleep(0.005)
 
 
-def events(run_dir: Path, kind: type[Any]) -> list[Any]:
-    return [event for event in read_events(run_dir / "events.ndjson") if isinstance(event, kind)]
-
-
 def steps_done(run_dir: Path) -> int:
     if not (run_dir / "events.ndjson").exists():
         return 0
-    return len(events(run_dir, StepFinished))
+    return len(told(run_dir, StepFinished))
 
 
 def curve(run_dir: Path) -> dict[int, set[tuple[float, float, float | None]]]:
     """What every process of the run said about each step: loss, learning rate, norm."""
     said: dict[int, set[tuple[float, float, float | None]]] = {}
-    for step in events(run_dir, StepFinished):
+    for step in told(run_dir, StepFinished):
         said.setdefault(step.step, set()).add((step.loss, step.learning_rate, step.grad_norm))
     return said
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "model" / "model.safetensors")
 
 
 def files_of(run_dir: Path) -> dict[Path, bytes]:
@@ -83,7 +75,7 @@ def files_of(run_dir: Path) -> dict[Path, bytes]:
 
 def refusal(run_dir: Path) -> str:
     """Why the newest process ended, by the journal."""
-    return str(events(run_dir, Failed)[-1].message)
+    return str(told(run_dir, Failed)[-1].message)
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -111,13 +103,13 @@ def kill_and_resume(config: Path, run_dir: Path, *, kills: int, seed: int, typic
                 time.sleep(dice.uniform(0.2, 1.0) * typical_s)
             process.kill()
     assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
-    return len({hello.pid for hello in events(run_dir, Hello)})
+    return len({hello.pid for hello in told(run_dir, Hello)})
 
 
 def greeted(run_dir: Path, pid: int | None) -> bool:
     """Whether the process `pid` has begun to train here."""
     journal = run_dir / "events.ndjson"
-    return journal.exists() and any(hello.pid == pid for hello in events(run_dir, Hello))
+    return journal.exists() and any(hello.pid == pid for hello in told(run_dir, Hello))
 
 
 RunConfig = Callable[..., Path]
@@ -157,10 +149,10 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
         os.kill(process.pid or 0, number)
         process.join(200)
         assert process.exitcode == code
-    done = events(stopped, Done)[-1]
+    done = told(stopped, Done)[-1]
     assert done.exit_code == code
     assert done.resume_with == f"fluxtrain train --resume {stopped}"
-    assert events(stopped, CheckpointWritten)[-1].step == done.step == steps_done(stopped) < 60
+    assert told(stopped, CheckpointWritten)[-1].step == done.step == steps_done(stopped) < 60
     assert json.loads((stopped / "result.json").read_text())["exit_code"] == code
     assert finished("train", "--resume", stopped) == 0
     assert_same_run(tmp_path / "whole", stopped)
@@ -175,7 +167,7 @@ def test_a_signal_of_a_scheduler_writes_a_checkpoint_and_the_run_goes_on(
         os.kill(process.pid or 0, signal.SIGUSR1)
         process.join(200)
         assert process.exitcode == 0
-    first, last = events(tmp_path / "run", CheckpointWritten)
+    first, last = told(tmp_path / "run", CheckpointWritten)
     assert 3 <= first.step < last.step == 60
 
 
@@ -225,9 +217,9 @@ def test_a_truncated_checkpoint_is_skipped_with_a_warning(
     shard = next(newest.glob("shard-*"))
     shard.write_bytes(shard.read_bytes()[:-7])
     assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
-    warnings = [log.text for log in events(run_dir, LogWritten) if log.level == "warning"]
+    warnings = [log.text for log in told(run_dir, LogWritten) if log.level == "warning"]
     assert any("step-00000006" in text and "damaged" in text for text in warnings)
-    assert events(run_dir, Hello)[-1].first_step == 4
+    assert told(run_dir, Hello)[-1].first_step == 4
     assert_same_run(tmp_path / "whole", run_dir)
 
 
@@ -253,7 +245,7 @@ def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
     assert ended.value.code == 143
     assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
     losses = [
-        {e.step: e.loss for e in events(path, EvaluationFinished)}
+        {e.step: e.loss for e in told(path, EvaluationFinished)}
         for path in (tmp_path / "whole", run_dir)
     ]
     assert losses[0] == losses[1]
@@ -284,7 +276,7 @@ def test_a_run_goes_on_from_a_named_checkpoint(run_config: RunConfig, tmp_path: 
     reference(config, run_dir)
     before = weights(run_dir)
     assert finished("train", "--resume", run_dir / "checkpoints" / "step-00000002") == 0
-    assert events(run_dir, Hello)[-1].first_step == 2
+    assert told(run_dir, Hello)[-1].first_step == 2
     assert all(len(said) == 1 for said in curve(run_dir).values())
     assert all(torch.equal(before[name], value) for name, value in weights(run_dir).items())
 
@@ -304,12 +296,12 @@ def test_a_diverged_runs_advice_goes_on_from_its_checkpoint(
     command = shlex.split(refusal(run_dir).rpartition("go on with a lower rate: ")[2])
     assert command == ["fluxtrain", "train", "--resume", str(run_dir), *command[4:]]
     assert finished(*command[1:]) == 0
-    assert events(run_dir, Hello)[-1].first_step == 2
-    told = "from step 3 on learning rate was 0.001 and is 0.0001"
-    warnings = [log.text for log in events(run_dir, LogWritten) if log.level == "warning"]
-    assert any(text.startswith(told) for text in warnings)
+    assert told(run_dir, Hello)[-1].first_step == 2
+    words = "from step 3 on learning rate was 0.001 and is 0.0001"
+    warnings = [log.text for log in told(run_dir, LogWritten) if log.level == "warning"]
+    assert any(text.startswith(words) for text in warnings)
     newest = read_checkpoint(run_dir / "checkpoints" / "step-00000012").trainer_state()
-    assert newest["run"]["changed"] == [told]
+    assert newest["run"]["changed"] == [words]
     assert finished("train", "--run-dir", run_dir, "--resume", "auto") == 0  # with the lower rate
 
 

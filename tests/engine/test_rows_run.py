@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.config.schema import load_config
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
-from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.run import train
-
-
-def run(config: Path, run_dir: Path, *overrides: str) -> list[Any]:
-    """Train in this process; the journal's events."""
-    settings = load_config(config, list(overrides))
-    train(settings, locate(None, run_dir, settings))
-    return list(read_events(run_dir / "events.ndjson"))
+from tests.engine.runs import run
 
 
 def numbers(events: list[Any]) -> list[tuple[float, float | None]]:

@@ -17,7 +17,8 @@ from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.train import final_model
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import Run
-from tests.engine.test_background_checkpoints import MIB, MakeConfig, held_to, run, slowly, told
+from tests.engine.runs import MakeConfig, run, told
+from tests.engine.test_background_checkpoints import MIB, held_to, slowly
 from tests.engine.test_resume import assert_same_run
 
 Happens = Callable[[], None]

@@ -9,39 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
 from fluxtrain.models.generate import writing
-from fluxtrain.train.checkpoint.recovery import locate
-from fluxtrain.train.run import train
+from tests.engine.runs import MakeConfig, of, run, weights
 
-MakeConfig = Callable[..., Path]
 PROMPTS = ["the quick brown", "a model is trained block by block, and", "what"]
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    """Train in this process; the journal's events."""
-    train(settings := load_config(config, list(overrides)), locate(resume, run_dir, settings))
-    return list(read_events(run_dir / "events.ndjson"))
-
-
-def of(kind: type[Any], events: list[Any]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
 
 
 def sampled(events: list[Any]) -> list[ev.SampleGenerated]:
     """Those of the prompts; the one at the end of each run has no seconds."""
     return [event for event in of(ev.SampleGenerated, events) if event.seconds is not None]
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    (path,) = (run_dir / "model").glob("*model.safetensors")
-    return load_file(path)
 
 
 @pytest.mark.thinned(2)

@@ -23,7 +23,8 @@ from fluxtrain.events.journal import read_events
 from fluxtrain.methods.method import METHODS
 from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 from tests.engine.adapter_folders import exported, make_adapter
-from tests.engine.test_lora_run import run, settings
+from tests.engine.runs import run
+from tests.engine.test_lora_run import settings
 
 Folder = Callable[..., Path]
 DOUBTFUL = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [4, 0]}

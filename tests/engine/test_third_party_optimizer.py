@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 import fluxtrain
 from fluxtrain.cli import main
-from fluxtrain.config.schema import load_config, validate
+from fluxtrain.config.schema import validate
 from fluxtrain.core.optimizer import third_party
 from fluxtrain.core.optimizer.third_party import (
     THIRD_PARTY,
@@ -29,13 +28,10 @@ from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput, Interrupted, MisusedModel
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS
-from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.run import train
+from tests.engine.runs import MakeConfig, run
 
-MakeConfig = Callable[..., Path]
 NAME = "bnb-adamw-8bit"
 HERE = [
     name
@@ -59,12 +55,6 @@ def made(model: nn.Module, **options: Any) -> ThirdPartyOptimizer:
     return ThirdPartyOptimizer(
         engine_of(model), groups, lambda plain: torch.optim.AdamW(plain, lr=2e-3, **options)
     )
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    settings = load_config(config, list(overrides))
-    train(settings, locate(resume, run_dir, settings))
-    return list(read_events(run_dir / "events.ndjson"))
 
 
 def steps_of(events: list[Any]) -> list[ev.StepFinished]:

@@ -16,7 +16,6 @@ import pytest
 from fluxtrain.config.schema import RunConfig, load_config, validate
 from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
-from fluxtrain.events.journal import read_events
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.observe import tracking as opening
 from fluxtrain.train.observe.tracking import (
@@ -27,18 +26,7 @@ from fluxtrain.train.observe.tracking import (
 )
 from fluxtrain.train.run import train
 from tests.engine import tracker_fakes as fakes
-
-MakeConfig = Callable[..., Path]
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    """Train in this process; the journal's events."""
-    train(settings := load_config(config, list(overrides)), locate(resume, run_dir, settings))
-    return list(read_events(run_dir / "events.ndjson"))
-
-
-def of(kind: type[Any], events: list[Any]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
+from tests.engine.runs import MakeConfig, of, run
 
 
 def step(number: int) -> ev.StepFinished:

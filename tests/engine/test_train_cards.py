@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,34 +17,21 @@ from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
 from fluxtrain.events.answers.machine import Card, Rate
-from fluxtrain.events.journal import read_events
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.rates import Rates
-from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.live.setup import live_changes
 from fluxtrain.train.placing import cards as planning
 from fluxtrain.train.placing import placing
 from fluxtrain.train.placing.placing import undealt_choice
-from fluxtrain.train.run import train
 from fluxtrain.units import GIB
+from tests.engine.runs import MakeConfig, losses, run
 from tests.on_cards import llama
 
-MakeConfig = Callable[..., Path]
 SIZES = {
     "train__steps": 6, "train__batch_rows": 4, "placement__chunk_rows": 1,
     "train__checkpoint_every": "end", "train__schedule": "constant",
 }  # fmt: skip
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    """Train in this process; the journal's events."""
-    train(settings := load_config(config, list(overrides)), locate(resume, run_dir, settings))
-    return list(read_events(run_dir / "events.ndjson"))
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.loss for event in events if isinstance(event, ev.StepFinished)]
 
 
 def test_a_run_on_two_cards_is_that_on_one_and_goes_on_with_three(

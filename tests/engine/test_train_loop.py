@@ -19,30 +19,16 @@ from fluxtrain.config import choices
 from fluxtrain.config.schema import RunConfig, load_config
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.data.batches import BatchSource, in_order
-from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
+from fluxtrain.errors import Interrupted
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.control import send_command
 from fluxtrain.methods.optimizer import parameter_groups
 from fluxtrain.methods.text_task import CausalLM
-from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.inputs import load_inputs
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.run import train
-
-
-def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
-    """Train in this process; the journal's events."""
-    train(settings := load_config(config, list(overrides)), locate(resume, run_dir, settings))
-    return list(read_events(run_dir / "events.ndjson"))
-
-
-def of(kind: type[Any], events: list[Any]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
-
-
-MakeConfig = Callable[..., Path]
+from tests.engine.runs import MakeConfig, of, run
 
 
 def serial_losses(config: RunConfig, steps: int) -> list[tuple[float, float]]:
@@ -168,48 +154,6 @@ def test_no_training_row_is_evaluated_and_evaluating_changes_nothing(
     assert without[-1].evaluation_loss is None
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("limit", ["1.0", "null"])
-@pytest.mark.parametrize("what", ["loss", "norm"])
-@pytest.mark.parametrize("depth", [1, 3])  # 1: the pass waits for updates under it
-def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    what: str, limit: str, late: bool, depth: int,
-) -> None:  # fmt: skip
-    if limit == "null" and what == "norm":
-        return  # known to be too late: the next test
-    steps, real = 0, Engine.clip_grad_norm
-    if late:
-        monkeypatch.setattr(TrainingLoop, "_reads_at_once", lambda _: False)
-
-    def clip(self: Engine, max_norm: float | None, losses: Any = ()) -> Any:
-        nonlocal steps
-        steps += 1
-        if what == "norm" and steps >= 4:
-            self.groups[1].members[0].parameter.grad.fill_(math.inf)  # type: ignore[union-attr]
-        return real(self, max_norm, losses)
-
-    monkeypatch.setattr(Engine, "clip_grad_norm", clip)
-    monkeypatch.setattr("fluxtrain.core.gradients.host_gradients.ring_depth", lambda _: depth)
-    rates = ["train.learning_rate=1e15", "train.warmup_steps=0"] if what == "loss" else []
-    rates.append(f"train.max_grad_norm={limit}")
-    with pytest.raises(Diverged) as caught:
-        run(run_config(train__steps=8, train__checkpoint_every=1), tmp_path / "run", *rates)
-    assert caught.value.exit_code == 4
-    events = list(read_events(tmp_path / "run" / "events.ndjson"))
-    last = of(ev.CheckpointWritten, events)[-1]
-    assert last.path in str(caught.value)
-    assert "was not applied" in str(caught.value)
-    made = [step for step in of(ev.StepFinished, events) if not step.left_out]
-    assert last.step == made[-1].step, "none is written of weights that lead nowhere"
-    if what == "norm":
-        assert "it began in the gradient of model.layers.0 at step 4" in str(caught.value)
-    assert isinstance(events[-1], ev.Failed)
-    assert events[-1].exit_code == 4
-    assert json.loads((tmp_path / "run" / "error.json").read_text())["kind"] == "Diverged"
-
-
 def test_numbers_that_are_read_a_step_late_are_the_same(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,17 +196,6 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_chunks(
     warnings = [log.text for log in of(ev.LogWritten, events) if log.level == "warning"]
     assert any("chunks of 2 rows instead of 4" in text for text in warnings)
     assert of(ev.AdviceGiven, events)[0].how == "placement.chunk_rows=2"
-
-
-def test_out_of_memory_with_one_row_at_a_time_does_not_fit(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def clip(self: Engine, max_norm: float | None, losses: Any = ()) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(Engine, "clip_grad_norm", clip)
-    with pytest.raises(DoesNotFit, match=r"chunks of 1 rows.*2\.00 GiB"):
-        run(run_config(), tmp_path / "run")
 
 
 Condition = Callable[[list[Any]], bool]

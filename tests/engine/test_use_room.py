@@ -19,9 +19,10 @@ from fluxtrain.results.generation_session import Batches, GenerationSession, mea
 from fluxtrain.train.observe.host_room import HostRoom
 from fluxtrain.train.session import Session as RunSession
 from fluxtrain.units import GIB, MIB
+from tests.engine.runs import MakeConfig, losses, run
 from tests.engine.test_evaluate import evaluated
 from tests.engine.test_generate import GREEDY
-from tests.engine.test_train_cards import SIZES, MakeConfig, losses, run
+from tests.engine.test_train_cards import SIZES
 from tests.engine.used_models import opened
 
 Folder = Callable[..., Path]

@@ -104,9 +104,6 @@ class TrainingEngine(Protocol):
     def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield the whole training state, a shard for each group."""
 
-    def shard_names(self) -> list[str]:
-        """Return the names of all shards."""
-
     def shard_bytes(self) -> int:
         """Return the most bytes that all shards take now."""
 

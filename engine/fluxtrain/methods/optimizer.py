@@ -74,10 +74,6 @@ class Optimizer(Protocol):
     def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield the state that the engine does not keep, by name, for a checkpoint."""
 
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """Return the names of `state_shards`, which a checkpoint must hold."""
-
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:
         """Load one of `state_shards`; False where `name` is the engine's."""
 
@@ -89,7 +85,6 @@ class EngineAdamW:
     """
 
     updates_in_backward = True
-    shard_names = ()
 
     def __init__(self, engine: TrainingEngine, parameters: Iterable[Any], **options: Any) -> None:
         self._engine = engine

@@ -26,7 +26,6 @@ from fluxtrain.models.loading import LoadedModel, ModelSource, load_empty, load_
 from fluxtrain.train.checkpoint.checkpoint import (
     Checkpoint,
     list_checkpoints,
-    load_shard_tensors,
     read_checkpoint,
     step_folder,
 )
@@ -100,7 +99,7 @@ class RunCheckpoint:
     def _weights(self) -> dict[str, Tensor]:
         """Return the trained weights by the names of their parameters, mapped from their files."""
         found: dict[str, Tensor] = {}
-        for shard, tensors in load_shard_tensors(self.files):
+        for shard, tensors in self.files.load_shards():
             found |= weights_of_shard(shard, tensors)
         return found
 

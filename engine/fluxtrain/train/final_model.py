@@ -93,7 +93,7 @@ def choose_final_weights(
         return state.step
     why = "its checkpoint is not there"
     try:
-        found = checkpoints.best(state, engine)
+        found = checkpoints.best(state)
     except Damaged as damage:
         found, why = None, str(damage)
     try:

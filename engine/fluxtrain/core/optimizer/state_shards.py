@@ -75,12 +75,6 @@ def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield _LOOSE, {str(i): p.detach().cpu() for i, p in enumerate(context.loose)}
 
 
-def shard_names(context: Context) -> list[str]:
-    """Return the names of all shards, which a checkpoint must hold."""
-    names = [group.name for group in context.groups if group.trained]
-    return [*names, _LOOSE] if context.loose else names
-
-
 def weights_of_shard(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a shard by the names of their parameters in the model; loose ones as
     `loose.0`, `loose.1` in their order. An optimizer's own shard has none."""

@@ -107,11 +107,6 @@ class ThirdPartyOptimizer:
         torch.save(self.inner.state_dict(), file)
         yield SHARD, {"state_dict": torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
 
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """Return the name of the one shard."""
-        return (SHARD,)
-
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:
         """Load the shards of `state_shards`. Raises BadInput for the state of another optimizer."""
         if name != SHARD:

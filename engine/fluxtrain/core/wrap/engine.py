@@ -17,7 +17,6 @@ from fluxtrain.core.optimizer.state_shards import (
     hold_for_saving,
     load_state_shard,
     shard_bytes,
-    shard_names,
     state_shards,
 )
 from fluxtrain.core.runtime.context import Context
@@ -175,10 +174,6 @@ class Engine(Context):
         """Let the next update of a group wait until it is copied; None for a shard that must be
         copied before it."""
         return hold_for_saving(self, name)
-
-    def shard_names(self) -> list[str]:
-        """Return the names of all shards."""
-        return shard_names(self)
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Restore one shard exactly. Raises BadInput when it belongs to another model."""

@@ -66,9 +66,13 @@ class Checkpoint:
         return state
 
     def load_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield one shard at a time, mapped from its file."""
+        """Yield one shard at a time, mapped from its file. Raises Damaged."""
         for name, file_name in self.shards:
-            yield name, read_tensors(self.path / file_name)
+            try:
+                tensors = read_tensors(self.path / file_name)
+            except (SafetensorError, OSError) as error:
+                raise Damaged(f"{self.path.name}: {error}") from error
+            yield name, tensors
 
 
 _FileName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # no other folder
@@ -243,14 +247,6 @@ def remove_unfinished(root: Path) -> None:
             path.unlink()
         else:
             _remove_own(path)
-
-
-def load_shard_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the tensors of `Checkpoint.load_shards`; raise Damaged if a file is damaged."""
-    try:
-        yield from checkpoint.load_shards()
-    except (SafetensorError, OSError) as error:
-        raise Damaged(f"{checkpoint.path.name}: {error}") from error
 
 
 def _write_files(

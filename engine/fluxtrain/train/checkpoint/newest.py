@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,6 @@ from fluxtrain.train.checkpoint.checkpoint import (
 )
 from fluxtrain.units import count_text
 
-_BEFORE = {
-    "train.states": "fp32",
-    "train.optimizer": "adamw",
-}  # values in checkpoints that are older than the setting
 _RATE, _WARMUP = "learning rate", "train.warmup_steps"
 
 
@@ -123,13 +119,11 @@ def changed_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> li
 
     Raises BadInput, with what differs, for a checkpoint of another model, data or settings.
     """
-    old, new = {**_BEFORE, **old}, {**_BEFORE, **new}
-    old.setdefault(_RATE, new.get(_RATE))  # not in checkpoints that are older than the check
     different = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     allowed = set()
-    if _RATE in new and new[_RATE] <= old[_RATE]:
+    if new[_RATE] <= old[_RATE]:
         allowed |= {_RATE, "train.learning_rate"}
-    was, now = old.get(_WARMUP), new.get(_WARMUP)
+    was, now = old[_WARMUP], new[_WARMUP]
     if isinstance(now, int) and (was == "auto" or (isinstance(was, int) and now >= was)):
         allowed.add(_WARMUP)
     words = {
@@ -156,16 +150,6 @@ def chunk_rows_of(content: dict[str, Any], asked: int | None, warn: Callable[[st
         "last digits from those of a run that never stopped, and with dropout by what is drawn"
     )
     return asked
-
-
-def refuse_lacking(checkpoint: Checkpoint, needed: Sequence[str]) -> None:
-    """Raise Damaged for a checkpoint without a shard of one of these names."""
-    held = {name for name, _ in checkpoint.shards}
-    if lacking := [name for name in needed if name not in held]:
-        raise Damaged(
-            f"{checkpoint.path.name}: its manifest lacks {len(lacking)} of the {len(needed)} "
-            f"groups of the model, first {lacking[0]!r}"
-        )
 
 
 def fingerprint(

@@ -28,7 +28,6 @@ from fluxtrain.train.checkpoint.checkpoint import (
     MANIFEST,
     Checkpoint,
     list_checkpoints,
-    load_shard_tensors,
     prune,
     read_checkpoint,
     remove,
@@ -41,7 +40,6 @@ from fluxtrain.train.checkpoint.newest import (
     damage_in_words_of,
     older_resumable,
     refuse_beyond_end,
-    refuse_lacking,
     trainer_content,
     with_cure,
 )
@@ -357,11 +355,10 @@ class CheckpointWriter:
 
         Raises:
             BadInput: it belongs to another model, data or configuration; says what differs.
-            Damaged: it lacks a part of the model, or a file of it cannot be read any more.
+            Damaged: a file of it cannot be read any more.
         """
         content = trainer_content(checkpoint)
         changed = changed_settings(checkpoint.path, content["fingerprint"], self._fingerprint)
-        self.refuse_incomplete(checkpoint, engine)
         refuse_beyond_end(checkpoint, self._cadence.total_steps)
         state = RunState.from_json(content["run"])
         data.load_state_dict(content["data"])
@@ -379,12 +376,7 @@ class CheckpointWriter:
         self._cadence.done(checkpoint.step, 0.0)
         return state
 
-    def refuse_incomplete(self, checkpoint: Checkpoint, engine: Engine) -> None:
-        """Raise Damaged for a checkpoint without a shard of every group: what is missing would keep
-        the weights that the run began with."""
-        refuse_lacking(checkpoint, (*engine.shard_names(), *self._optimizer.shard_names))
-
-    def best(self, state: RunState, engine: Engine) -> Checkpoint | None:
+    def best(self, state: RunState) -> Checkpoint | None:
         """Return the checkpoint of the best evaluation; None where there is none.
 
         Raises Damaged.
@@ -396,13 +388,11 @@ class CheckpointWriter:
         folder = step_folder(self._root, state.best_step)
         if not folder.is_dir():
             return None
-        found = read_checkpoint(folder)
-        self.refuse_incomplete(found, engine)
-        return found
+        return read_checkpoint(folder)
 
     def load_weights(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Load weights and states alone, as nothing is trained afterwards. Raises Damaged."""
-        for name, tensors in load_shard_tensors(checkpoint):
+        for name, tensors in checkpoint.load_shards():
             if self._optimizer.load_state_shard(name, tensors):
                 continue
             with damage_in_words_of(checkpoint):
