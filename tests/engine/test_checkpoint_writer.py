@@ -17,7 +17,6 @@ from fluxtrain.core.device.recorder import HostClock, Recorder
 from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.events import events as ev
 from fluxtrain.events.emitter import Announcer
-from fluxtrain.files.cache import Damaged
 from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.train.checkpoint import writer as checkpoint_writer
 from fluxtrain.train.checkpoint.checkpoint import (
@@ -161,16 +160,6 @@ def test_a_resume_may_lower_the_rate_and_lengthen_the_warm_up_alone(
         other.restore(checkpoint, FakeEngine(2), FakeData())
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    made, _ = writer(tmp_path)
-    assert made.last_text() == "no checkpoint was written yet"
-    for step in (5, 10, 15):
-        assert made.is_due(step)
-        assert not made.is_due(step + 1)
-        made.write(state_at(step), FakeEngine(step), FakeData())
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000015", "step-00000010"]
-
-
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -193,14 +182,6 @@ def test_another_run_is_refused_before_anything_changes(
     assert words in str(caught.value)
     assert data.position == 0
     assert all(torch.equal(engine.shards[name]["w"], w) for name, w in before.items())
-
-
-def test_damage_after_the_check_is_still_reported_as_damage(tmp_path: Path) -> None:
-    made, _ = writer(tmp_path)
-    checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
-    (checkpoint.path / "shard-00001.safetensors").write_bytes(b"cut")
-    with pytest.raises(Damaged, match="step-00000005"):
-        made.restore(checkpoint, FakeEngine(2), FakeData())
 
 
 # --- room on the disk -----------------------------------------------------------------------------

@@ -16,15 +16,8 @@ from transformers import LlamaConfig
 from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import RunConfig, demo_config
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
-from fluxtrain.measure.measured_constants import Constants
-from fluxtrain.plan.choose import place
-from fluxtrain.plan.facts import Capacity
-from fluxtrain.plan.guard import EVERY_CHECKPOINT, disk_need
 from fluxtrain.plan.machine_file import PlannedMachine, read_machine_file
-from fluxtrain.plan.request import RunRequest
-from fluxtrain.train.placing.forecast import Forecast
 from fluxtrain.units import GIB
-from tests.unit.test_plan_timed import model
 
 RATES = {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "h2d_pinned": 2.5e10, "d2h_pinned": 2.5e10}
 
@@ -231,38 +224,3 @@ def test_with_the_settings_of_a_plan_train_takes_just_that_plan(
         assert again.device_bytes == one.device_bytes
         seconds = again.predicted.step_s
         assert seconds == pytest.approx(one.predicted.step_s)
-
-
-def test_a_configuration_of_ten_million_layers_is_refused_and_not_planned(
-    large: RunConfig, tmp_path: Path
-) -> None:
-    config = Path(large.model.path) / "config.json"
-    told = json.loads(config.read_text()) | {"num_hidden_layers": 10_000_000}
-    config.write_text(json.dumps(told))
-    with pytest.raises(BadInput, match="num_hidden_layers = 10,000,000"):
-        preview(large, machine(tmp_path, 24, 160))
-
-
-def test_the_disk_that_is_told_is_the_one_that_a_run_is_judged_by() -> None:
-    facts = replace(model(), loose_bytes=500)
-    room = Capacity(device_free_bytes=None, host_available_bytes=None)
-    forecast = Forecast(
-        facts=facts, capacity=room, request=RunRequest(),
-        placement=place(facts, room, RunRequest()), passes=1,
-        clips=True, keep_checkpoints=2, saved_bytes=facts.weight_bytes,
-        constants=Constants(per_s={}, source=""),
-    )  # fmt: skip
-    judged = disk_need(
-        facts, model_bytes=facts.weight_bytes, kept=2, written=EVERY_CHECKPOINT, steps=0
-    )
-    assert forecast.checkpoint_bytes == judged.checkpoint_bytes
-    assert forecast.disk_bytes == judged.total_bytes - judged.journal_bytes
-
-
-def test_an_unclipped_run_is_predicted_to_overlap_more(large: RunConfig, tmp_path: Path) -> None:
-    elsewhere = machine(tmp_path, 24, 160)
-    settings = large.model_dump()
-    settings["train"]["max_grad_norm"] = None
-    in_backward = preview(RunConfig.model_validate(settings), elsewhere).predicted
-    exact = preview(large, elsewhere).predicted
-    assert in_backward.step_s < exact.step_s

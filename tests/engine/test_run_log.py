@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -82,15 +81,6 @@ def test_a_log_that_is_a_link_is_refused_and_what_it_points_to_stays(tmp_path: P
     with pytest.raises(BadInput, match="--run-dir"):
         start_trainer(["--demo"], tmp_path, ["false"])
     assert (tmp_path / "others").read_text() == "kept"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_log_that_a_full_disk_cut_short_hides_no_other_error(tmp_path: Path) -> None:
-    log: Any = RunLog(tmp_path / "engine.log")
-    log._file.close()
-    log._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115 - the log closes it
-    log.printed("a line that finds no room")
-    log.close()
 
 
 def test_a_session_that_cannot_be_had_gives_back_what_it_took(tmp_path: Path) -> None:

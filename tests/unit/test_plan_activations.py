@@ -19,7 +19,6 @@ from fluxtrain.plan.footprint import (
     left_on_device,
     offloading_blocks,
 )
-from fluxtrain.plan.reasons import staying_words
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search, TimedSearch
 from fluxtrain.plan.simulation import step_time
@@ -209,9 +208,3 @@ def test_they_stay_where_that_frees_nothing_and_without_a_gpu() -> None:
     few = ground(batch_rows=8, blocks_without_recompute=BLOCKS - 1, resident_blocks=BLOCKS)
     assert fallbacks(few)[0][0] == "blocks_without_recompute"
     assert fallbacks(ground(budget_bytes=None))[0][0] == "chunk_rows"
-
-
-def test_nothing_is_said_of_none() -> None:
-    assert staying_words(model(8), OFFLOADED) == ""
-    on_device = replace(OFFLOADED, activations="device", activations_on_device=2)
-    assert staying_words(model(8), on_device) == ""

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.plan.calibration import Calibration, Line
-from fluxtrain.plan.spread import spread_out
 from fluxtrain.train.live.advice import (
     LEAST_GAIN,
     MOST_ADVICE,
@@ -22,7 +21,7 @@ from fluxtrain.train.live.advice import (
 from fluxtrain.train.live.edit import MemoryInUse, settings_after
 from fluxtrain.train.live.settings import Change
 from fluxtrain.units import GIB, MIB
-from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, group, steps
+from tests.unit.live_ground import BLOCKS, RATES, facts, ground, steps
 
 
 def by_id(given_facts: RunFacts) -> dict[str, Advice]:
@@ -46,11 +45,6 @@ def test_room_on_the_device_and_waiting_for_weights_gives_more_resident_blocks()
     assert frozen["resident"].gain == pytest.approx(0.3)
 
 
-def test_with_a_measured_bus_the_gain_is_the_time_of_the_copies_that_fall_away() -> None:
-    found = by_id(facts(steps=waiting(weights=0.3)))["resident"]
-    assert found.gain == pytest.approx(BLOCKS * BLOCK_BYTES / 10e9)
-
-
 def test_as_many_blocks_are_advised_as_the_room_holds() -> None:
     on = ground(budget_bytes=2 * GIB)
     use = MemoryInUse(device_peak_bytes=(int(2 * GIB * 0.9) - 250 * MIB,))
@@ -66,20 +60,6 @@ def test_copies_that_fit_beside_the_computing_are_started_sooner() -> None:
     assert found.gain == pytest.approx(0.1)
     bound = replace(RATES, h2d_bytes_per_s=1e9)  # a slow bus: copies take longer than computing
     assert "prefetch" not in by_id(facts(steps=waiting(weights=0.2), rates=bound))
-
-
-def test_the_copies_are_those_of_the_blocks_that_stream() -> None:
-    """Of blocks of unequal sizes: resident ones stand here and there."""
-    resident, streamed = spread_out(range(BLOCKS), 3)
-    said = []
-    for heavy in range(BLOCKS):
-        on = ground(resident_blocks=3)
-        groups = list(on.facts.groups)
-        groups[1 + heavy] = group(f"layer{heavy}", 2 * BLOCK_BYTES)
-        on = replace(on, facts=replace(on.facts, groups=tuple(groups)))
-        said.append(by_id(facts(on, steps=waiting(weights=0.2)))["prefetch"].because)
-    assert len({said[i] for i in resident}) == len({said[i] for i in streamed}) == 1
-    assert said[resident[0]] != said[streamed[0]]
 
 
 def test_a_larger_chunk_is_advised_where_it_fits_and_never_one_that_ran_out() -> None:

@@ -13,7 +13,7 @@ from fluxtrain.train.live.edit import MemoryInUse, settings_after
 from fluxtrain.train.live.settings import LIVE_SETTINGS, Change, parse_change
 from fluxtrain.units import GIB, MIB
 from tests.live_settings import settings_with
-from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
+from tests.unit.live_ground import BLOCKS, ground
 
 
 def test_the_settings_of_a_plan_are_those_that_it_set() -> None:
@@ -29,28 +29,6 @@ def test_the_settings_of_a_plan_are_those_that_it_set() -> None:
     assert ground(resident_blocks=BLOCKS - 1).planned.value("resident_blocks") == BLOCKS - 1
     run = ground(resident_blocks=3)
     assert run.placement_with(run.planned) == run.placement
-
-
-def test_each_resident_block_takes_a_block_and_each_slot_too() -> None:
-    on = ground()
-    now = on.planned
-    more = settings_after(on, now, Change(name="resident_blocks", value=3), MemoryInUse())
-    assert on.device_bytes(more, 0) - on.device_bytes(now, 0) == 3 * BLOCK_BYTES
-    ahead = settings_after(on, now, Change(name="prefetch", value=4), MemoryInUse())
-    assert on.device_bytes(ahead, 0) - on.device_bytes(now, 0) == 2 * BLOCK_BYTES
-    assert on.placement_with(ahead).slots == 5
-
-
-def test_a_group_on_the_device_takes_its_states_and_gradients_there_and_frees_the_host() -> None:
-    on = ground(budget_bytes=16 * GIB)
-    now = on.planned
-    new = settings_after(on, now, Change(name="device_groups", value=3), MemoryInUse())
-    parts = on.facts.groups[:3]
-    there = parts[0].weight_bytes  # the embedding's weights were on the device before
-    staging = 2 * parts[0].rounded_bytes  # and its gradients left through buffers of their own
-    grown = sum(part.host_bytes() for part in parts) - there - staging
-    assert on.device_bytes(new, 0) - on.device_bytes(now, 0) == grown
-    assert on.host_bytes(now) - on.host_bytes(new) == sum(part.host_bytes() for part in parts)
 
 
 def test_what_other_settings_count_stays_as_far_as_it_can() -> None:

@@ -141,18 +141,6 @@ def test_what_is_impossible_is_refused_at_once_and_changes_nothing(
     assert not run.told(ev.ChangeApplied)
 
 
-def test_what_has_no_room_is_refused_with_the_measured_peak_once_a_step_was_seen() -> None:
-    run = Run()
-    run.use = MemoryInUse(device_peak_bytes=(4 * GIB - 150 * MIB,))
-    run.steps(1)
-    ok, message = run.ask(resident_blocks=2)
-    assert not ok
-    assert "measured peak" in message
-    assert run.ask(resident_blocks=1)[0]
-    run.steps(1)
-    assert run.live.settings.value("resident_blocks") == 1
-
-
 def test_running_out_while_applying_is_told_and_leaves_the_settings() -> None:
     run = Run()
     assert run.ask(resident_blocks=3)[0]
@@ -307,15 +295,6 @@ def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing(
     ]
     assert {change.why for change in run.told(ev.ChangeApplied)} == {"memory"}
     assert run.live.settings == replace(ground(activations="host").planned, chunk_rows=1)
-
-
-def test_an_evaluation_gives_up_nothing_that_only_a_backward_pass_has() -> None:
-    kept = {"blocks_without_recompute": 2, "activations": "host"}
-    run = Run(run=ground(chunk_rows=2, resident_blocks=3, **kept))
-    run.chunk_rows = 2
-    assert run.live.make_room(3, lost_s=1.0, backward=False) == "chunks of 1 rows instead of 2"
-    assert run.live.make_room(3, lost_s=1.0, backward=False) == "resident_blocks 1 instead of 3"
-    assert str(run.live.make_room(3, lost_s=1.0)).startswith("blocks_without_recompute")
 
 
 def test_the_times_of_a_change_follow_the_last_run_as_those_of_the_plan_do() -> None:
