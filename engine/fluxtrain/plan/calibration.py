@@ -15,15 +15,15 @@ class Line:
     slope: float
 
     def at(self, count: int) -> float:
-        """For `count` rows or chunks; nothing for none."""
+        """Return the value for `count` rows or chunks; 0 for none."""
         return self.base + self.slope * count if count else 0.0
 
     def times(self, factor: float) -> Line:
-        """As many times as long."""
+        """Return the line multiplied by `factor`."""
         return Line(base=factor * self.base, slope=factor * self.slope)
 
     def plus(self, each: float) -> Line:
-        """Longer by `each`, however many there are."""
+        """Return the line with `each` added to its base."""
         return Line(base=self.base + each, slope=self.slope)
 
 
@@ -60,7 +60,8 @@ class Streamed:
     groups: int
 
     def beside_bytes_s(self, update_bytes_per_s: float, copy_bytes_per_s: float) -> float:
-        """Seconds of one group beside its bytes: threads that start and wait, and bookkeeping."""
+        """Return the seconds of one group that its bytes do not explain: threads and
+        bookkeeping."""
         known_s = self.updated_bytes / update_bytes_per_s + self.copied_bytes / copy_bytes_per_s
         return max(0.0, self.longer_s - known_s) / self.groups
 
@@ -139,7 +140,7 @@ class Calibration:
 
 
 def chunked(line: Line, batch_rows: int, chunk_rows: int) -> float:
-    """`line` over a batch in chunks, of which the last may be smaller."""
+    """Return the value of `line` over a batch in chunks, of which the last may be smaller."""
     whole, left = divmod(batch_rows, max(1, min(chunk_rows, batch_rows)))
     return whole * line.at(min(chunk_rows, batch_rows)) + line.at(left)
 
@@ -154,5 +155,5 @@ def timed_rows(sequence_length: int, batch_rows: int | None, chunk_tokens: int) 
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one; of an even number the lower, which other programs disturbed less."""
+    """Return the median; of an even number the lower one, which other programs disturbed less."""
     return sorted(values)[(len(values) - 1) // 2]

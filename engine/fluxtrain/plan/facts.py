@@ -54,17 +54,18 @@ class GroupFacts:
 
     @cached_property
     def unnamed(self) -> GroupFacts:
-        """What it has in common with other blocks: one object of all that are alike."""
+        """Return the group without its name; groups that are equal but for names share one
+        object."""
         return _one_of_all(replace(self, name=""))
 
     @cached_property
     def trained(self) -> int:
-        """Trained elements of all dtypes."""
+        """Count the trained elements of all dtypes."""
         return self.trained_bf16 + self.trained_fp16 + self.trained_fp32
 
     @cached_property
     def moment_bytes(self) -> int:
-        """Both moments of AdamW."""
+        """Count the bytes of both AdamW moments."""
         wide = self.trained - self.narrow
         return moment_bytes(self.states, self.narrow) + moment_bytes("fp32", wide)
 
@@ -95,30 +96,31 @@ class GroupFacts:
 
     @cached_property
     def rounded_bytes(self) -> int:
-        """Gradients in the weights' dtypes."""
+        """Count the bytes of gradients in the weights' dtypes."""
         halves = self.trained_bf16 + self.trained_fp16
         return HALF_BYTES * halves + FP32_BYTES * self.trained_fp32
 
     @cached_property
     def frozen_bytes(self) -> int:
-        """Weights that are neither trained nor packed; with the padding."""
+        """Count the bytes of weights that are neither trained nor packed, with the padding."""
         if not self.frozen:
             return 0
         return max(0, self.weight_bytes - self.rounded_bytes - self.packed_bytes)
 
     @cached_property
     def segment_bytes(self) -> tuple[int, int, int]:
-        """Of the gradients of each dtype, as they are downloaded."""
+        """Return the bytes of gradients in bf16, fp16 and fp32, as they are downloaded."""
         halves = HALF_BYTES * self.trained_bf16, HALF_BYTES * self.trained_fp16
         return *halves, FP32_BYTES * self.trained_fp32
 
     @cached_property
     def sum_bytes(self) -> int:
-        """The fp32 sum that gradients are collected in on the device."""
+        """Count the bytes of the fp32 sum in which gradients are collected on the device."""
         return FP32_BYTES * self.trained
 
     def gradient_bytes(self, *, accumulates: bool) -> int:
-        """Gradients on the host; several backward passes a step add them up in fp32."""
+        """Count the bytes of gradients on the host; several backward passes a step add up in
+        fp32."""
         wide = FP32_BYTES * (self.trained_bf16 + self.trained_fp16) if accumulates else 0
         return self.rounded_bytes + wide
 
@@ -130,7 +132,7 @@ class GroupFacts:
 
 @lru_cache(maxsize=4096)
 def _one_of_all(unnamed: GroupFacts) -> GroupFacts:
-    """Of equal ones always the same, which is counted by its identity."""
+    """Return the same object for equal groups, so that they can be compared by identity."""
     return unnamed
 
 
@@ -149,7 +151,7 @@ class Groups:
         return len(self._groups)
 
     def __contains__(self, group: object) -> bool:
-        """Is this very group one of them?"""
+        """Return whether this very object is one of the groups."""
         return id(group) in self._ids
 
     @cached_property
@@ -157,7 +159,7 @@ class Groups:
         return frozenset(id(group) for group in self._groups)
 
     def named(self, name: str) -> GroupFacts | None:
-        """The group of this name."""
+        """Return the group of this name, or None."""
         return self._by_name.get(name)
 
     @cached_property
@@ -166,11 +168,11 @@ class Groups:
 
     @cached_property
     def blocks(self) -> Groups:
-        """Those that are blocks."""
+        """Return the groups that are blocks."""
         return Groups(group for group in self._groups if group.kind == "block")
 
     def streamed(self, resident: int) -> Groups:
-        """Its blocks without the `resident` ones whose weights stay on the device."""
+        """Return the blocks that stream if the weights of `resident` blocks stay on the device."""
         count = min(resident, len(self.blocks))
         if count not in self._streamed:
             self._streamed[count] = Groups(spread_out(tuple(self.blocks), count)[1])
@@ -178,7 +180,7 @@ class Groups:
 
     @cached_property
     def alike(self) -> tuple[tuple[GroupFacts, int], ...]:
-        """How many there are of each that differ in more than their names."""
+        """Count equal groups: each kind of group with how many there are."""
         kinds = {id(group.unnamed): group.unnamed for group in self._groups}
         found: Counter[GroupFacts] = Counter()
         for kind, count in Counter(id(group.unnamed) for group in self._groups).items():
@@ -187,50 +189,50 @@ class Groups:
 
     @cached_property
     def trained(self) -> int:
-        """Trained elements."""
+        """Count the trained elements."""
         return sum(group.trained for group in self._groups)
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Trained and frozen."""
+        """Count the bytes of trained and frozen weights."""
         return sum(group.weight_bytes for group in self._groups)
 
     @cached_property
     def largest_weight_bytes(self) -> int:
-        """Of the group with the most."""
+        """Return the bytes of the largest group."""
         return max((group.weight_bytes for group in self._groups), default=0)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Optimizer states."""
+        """Count the bytes of optimizer states."""
         return sum(group.state_bytes for group in self._groups)
 
     @cached_property
     def rounded_bytes(self) -> int:
-        """Gradients in the weights' dtypes."""
+        """Count the bytes of gradients in the weights' dtypes."""
         return sum(group.rounded_bytes for group in self._groups)
 
     @cached_property
     def largest_rounded_bytes(self) -> int:
-        """Of the group with the most."""
+        """Return the bytes of the largest group."""
         return max((group.rounded_bytes for group in self._groups), default=0)
 
     def gradient_bytes(self, *, accumulates: bool) -> int:
-        """Gradients on the host, as of each group."""
+        """Count the bytes of gradients on the host."""
         return sum(n * g.gradient_bytes(accumulates=accumulates) for g, n in self.alike)
 
 
 def activation_estimate(
     hidden: int, intermediate: int, sequence_length: int, dtype_bytes: int
 ) -> int:
-    """`RowFacts.activation_bytes` of a decoder block that nobody has measured yet."""
+    """Estimate `RowFacts.activation_bytes` of a decoder block that was not measured yet."""
     elements = HIDDEN_TENSORS * hidden + INTERMEDIATE_TENSORS * intermediate
     return elements * sequence_length * dtype_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFacts:
-    """One row (sequence) of a language model's data, and what it makes the model hold."""
+    """One row (sequence) of a language model's data, and the memory that it takes in the model."""
 
     hidden: int
     vocabulary: int
@@ -242,11 +244,11 @@ class RowFacts:
 
     @property
     def block_input_bytes(self) -> int:
-        """What passes from one block to the next: (sequence_length, hidden)."""
+        """Count the bytes of a block's input: (sequence_length, hidden)."""
         return self.sequence_length * self.hidden * self.dtype_bytes
 
     def of_length(self, sequence_length: int) -> RowFacts:
-        """A row with as many tokens."""
+        """Return the facts of a row with `sequence_length` tokens."""
         activation_bytes = self.activation_bytes * sequence_length // self.sequence_length
         saved = self.saved_bytes
         return replace(
@@ -259,7 +261,8 @@ class RowFacts:
 
     @property
     def kept_bytes(self) -> int:
-        """What a block holds that keeps its activations: as measured, else no more than this."""
+        """Count the bytes of activations that a block keeps without recompute: as measured, else
+        at most."""
         return self.activation_bytes if self.saved_bytes is None else self.saved_bytes
 
 
@@ -290,32 +293,32 @@ class ModelFacts:
 
     @cached_property
     def blocks(self) -> Groups:
-        """Groups that are blocks."""
+        """Return the groups that are blocks."""
         return Groups(group for group in self.groups if group.kind == "block")
 
     @cached_property
     def edges(self) -> Groups:
-        """Those that are not."""
+        """Return the groups outside the blocks."""
         return Groups(group for group in self.groups if group.kind == "edge")
 
     @cached_property
     def shared(self) -> Groups:
-        """Those that several parts compute with."""
+        """Return the groups that several modules compute with."""
         return Groups(group for group in self.groups if group.users > 1)
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Count the bytes of all weights."""
         return sum(group.weight_bytes for group in self.groups) + self.loose_bytes
 
     @cached_property
     def trained_bytes(self) -> int:
-        """Bytes of all trained weights, in their dtypes; with those that are in no group."""
+        """Count the bytes of all trained weights in their dtypes, with those in no group."""
         return sum(group.rounded_bytes for group in self.groups) + self.loose_bytes
 
     @cached_property
     def packed_bytes(self) -> int:
-        """Bytes of all packed weights."""
+        """Count the bytes of all packed weights."""
         return sum(group.packed_bytes for group in self.groups)
 
     @cached_property
@@ -325,12 +328,12 @@ class ModelFacts:
 
     @cached_property
     def frozen_bytes(self) -> int:
-        """Bytes of all frozen weights that are not packed."""
+        """Count the bytes of all frozen weights that are not packed."""
         return sum(group.frozen_bytes for group in self.groups)
 
     @cached_property
     def layers(self) -> int:
-        """Number of blocks."""
+        """Count the blocks."""
         return len(self.blocks)
 
     def by_tier(self, count: int, first: DeviceFirst) -> Mapping[str, Groups]:
@@ -348,33 +351,34 @@ class ModelFacts:
 
     @cached_property
     def table(self) -> GroupFacts | None:
-        """The largest embedding that can be looked up by rows."""
+        """Return the largest embedding that can be looked up by rows, or None."""
         tables = (group for group in self.groups if group.table_rows)
         return max(tables, key=lambda group: group.weight_bytes, default=None)
 
     @cached_property
     def has_masters(self) -> bool:
-        """Are there fp32 masters, as of FluxTrain's own optimizer? Others update on a GPU alone."""
+        """Return whether there are fp32 masters; optimizers of other packages have none, and
+        need a GPU."""
         return all(group.masters for group in self.groups)
 
     @cached_property
     def scales_its_loss(self) -> bool:
-        """Are there fp16 gradients? A step may overflow then, which only its end tells."""
+        """Return whether gradients are fp16: a step may then overflow, which only its end tells."""
         return any(group.trained_fp16 for group in self.groups)
 
     def with_states(self, states: StateFormat) -> ModelFacts:
-        """The same model with FluxTrain's own optimizer and its states kept so."""
+        """Return the model with FluxTrain's own optimizer and states in this format."""
         changed = (replace(g, states=states, masters=True) for g in self.groups)
         return replace(self, groups=tuple(changed))
 
     def without_masters(self, states: MomentFormat) -> ModelFacts:
-        """The same model with another package's optimizer."""
+        """Return the model with another package's optimizer."""
         changed = (replace(g, states=states, masters=False) for g in self.groups)
         return replace(self, groups=tuple(changed))
 
     @cached_property
     def host_bytes(self) -> int:
-        """Weights, states and gradients of the whole model."""
+        """Count the host bytes of weights, states and gradients of the whole model."""
         return sum(group.host_bytes() for group in self.groups)
 
 

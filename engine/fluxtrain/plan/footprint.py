@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def accumulates(self) -> bool:
-        """Are gradients of several backward passes added up?"""
+        """Return whether gradients of several backward passes are added up."""
         return self.passes > 1
 
     @property
@@ -94,7 +94,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Predicted peaks; the device's by what takes them."""
+    """Predicted memory peaks in bytes; that of the device is split by purpose."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -107,7 +107,7 @@ class Footprint:
 
     @property
     def device_bytes(self) -> int:
-        """All of the device's."""
+        """Count all bytes on the device."""
         return (
             self.weights_bytes
             + self.gradients_bytes
@@ -125,7 +125,8 @@ class Footprint:
 
 
 def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
-    """Peaks of `layout`. Without a GPU the host's include the device's."""
+    """Predict the memory peaks of `layout`. Without a GPU those of the host include the
+    device's."""
     tiers = by_tier(facts, layout)
     on_device, on_host = tiers["device"], tiers["host"]
     by_rows, chunked = rows_of_table(facts, layout, on_host), chunked_head(facts, layout, on_host)
@@ -176,47 +177,47 @@ def by_tier(facts: ModelFacts, layout: Layout) -> Mapping[str, Groups]:
 
 
 def saving_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Host memory of weights that live on a GPU while the model is saved: those of one file."""
+    """Count the host bytes of weights on a GPU while the model is saved: those of one file."""
     sizes = [group.weight_bytes for group in by_tier(facts, layout)["device"]]
     return min(sum(sizes) + facts.loose_bytes, max([SAVED_FILE_BYTES, *sizes]))
 
 
 def keepable_count(facts: ModelFacts, layout: Layout) -> int:
-    """Blocks whose weights stay on the device, so that they can keep their activations."""
+    """Count the blocks whose weights stay on the device, which can run without recompute."""
     return facts.layers - streamed_count(facts, layout)
 
 
 def kept_count(facts: ModelFacts, layout: Layout) -> int:
-    """Blocks that keep their activations."""
+    """Count the blocks that run without recompute."""
     asked = layout.blocks_without_recompute
     return min(asked, keepable_count(facts, layout)) if asked else 0
 
 
 def kept_block_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Of the activations that one block keeps, beside its input."""
+    """Count the bytes of activations that one block keeps besides its input."""
     return 0 if facts.row is None else layout.batch_rows * facts.row.kept_bytes
 
 
 def slot_count(facts: ModelFacts, layout: Layout) -> int:
-    """Device slots that the blocks which are not resident share."""
+    """Count the device slots that streamed blocks share."""
     streamed = streamed_count(facts, layout)
     wanted = SLOTS[layout.offload] if layout.slots is None else layout.slots
     return min(max(wanted, facts.groups_at_once + 1), streamed)
 
 
 def streamed_count(facts: ModelFacts, layout: Layout) -> int:
-    """Blocks whose weights come through slots."""
+    """Count the blocks whose weights stream through slots."""
     return len(streamed(layout, by_tier(facts, layout)["host"]))
 
 
 def streamed(layout: Layout, on_host: Groups) -> Groups:
-    """Blocks on the host whose weights come through slots."""
+    """Return the blocks on the host whose weights stream through slots."""
     every = layout.offload == "optimizer"
     return on_host.streamed(len(on_host) if every else layout.resident_blocks)
 
 
 def rows_of_table(facts: ModelFacts, layout: Layout, on_host: Groups) -> TableRows | None:
-    """What the embedding's rows take where only those are copied."""
+    """Return the memory of the embedding's rows if only rows are copied, else None."""
     table = facts.table
     if layout.embedding != "rows" or table is None or table not in on_host:
         return None
@@ -225,7 +226,7 @@ def rows_of_table(facts: ModelFacts, layout: Layout, on_host: Groups) -> TableRo
 
 
 def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
-    """What of the embedding is copied to the device; one that lives there is whole."""
+    """Return what of the embedding is copied to the device; "whole" if it lives there."""
     by_rows = rows_of_table(facts, layout, by_tier(facts, layout)["host"])
     return "whole" if by_rows is None else "rows"
 
@@ -237,14 +238,15 @@ def chunked_head(facts: ModelFacts, layout: Layout, on_host: Groups) -> HeadChun
 
 
 def head_copied(facts: ModelFacts, layout: Layout) -> Head:
-    """How the head is copied to the device; one that lives there is whole."""
+    """Return how the head is copied to the device; "whole" if it lives there."""
     return (
         "whole" if chunked_head(facts, layout, by_tier(facts, layout)["host"]) is None else "chunks"
     )
 
 
 def _scratch(facts: ModelFacts, by_rows: TableRows | None, chunked: HeadChunks | None) -> int:
-    """The largest sum of gradients of a group that no other part computes with."""
+    """Return the bytes of the largest gradient sum of a group that only one module computes
+    with."""
     alone = (g for g, _ in facts.blocks.alike if g.users == 1)
     edges = (g for g in _summed_edges(facts, by_rows, chunked) if g.users == 1)
     one_chunk = 0 if chunked is None else chunked.sum_bytes
@@ -274,7 +276,7 @@ def _weights_from_host(
     by_rows: TableRows | None,
     chunked: HeadChunks | None,
 ) -> int:
-    """Device copies of weights that live on the host."""
+    """Count the bytes of device copies of weights that live on the host."""
     passing = streamed(layout, on_host)
     kept = on_host.weight_bytes - passing.weight_bytes
     if by_rows is not None:
@@ -400,7 +402,8 @@ def _hidden_tensors(layout: Layout, block_input: int, *, has_gpu: bool) -> tuple
 
 
 def _becomes_the_sum(facts: ModelFacts) -> bool:
-    """Is the head's weight all of a shared group? Its gradient then becomes the sum itself."""
+    """Return whether the head's weight is all of a shared group: its gradient then becomes the
+    sum."""
     shared = (g.trained for g in facts.shared)
     return facts.head_parameters > 0 and facts.head_parameters in shared
 

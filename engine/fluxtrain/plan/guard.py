@@ -41,12 +41,12 @@ class DiskNeed:
 
     @property
     def copies(self) -> int:
-        """Checkpoints on the disk at once."""
+        """Count the checkpoints on the disk at once."""
         return max(1, min(self.kept + 1, self.written))
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Count the bytes of all files."""
         return self.copies * self.checkpoint_bytes + self.model_bytes + self.journal_bytes
 
 
@@ -75,7 +75,7 @@ class HostNeed:
 
     @property
     def total_bytes(self) -> int:
-        """Of the fuller one."""
+        """Return the bytes of the fuller phase."""
         return max(self.loading_bytes, self.lasting_bytes + self.saving_bytes)
 
 
@@ -111,7 +111,7 @@ def disk_need(
 
 
 def parameters_of(facts: ModelFacts) -> int:
-    """Trained parameters in groups: what sizes are proportional to."""
+    """Count the trained parameters, to which sizes of files are proportional."""
     return sum(group.trained for group in facts.groups)
 
 
@@ -183,7 +183,7 @@ def _disk_cures(need: DiskNeed, may_take_bytes: int) -> Iterator[str]:
 
 
 def _kept_that_fit(need: DiskNeed, may_take_bytes: int) -> int:
-    """The largest `kept` with which what did not fit does; 0 where none would."""
+    """Return the largest number of kept checkpoints that fits; 0 if none does."""
     left = may_take_bytes - need.model_bytes - need.journal_bytes
     return max(0, left // max(1, need.checkpoint_bytes) - 1)  # one more is being written
 

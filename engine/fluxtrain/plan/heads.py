@@ -46,39 +46,40 @@ def vocab_chunk_rows(row_bytes: int, rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadChunks:
-    """What a head takes whose weight is uploaded in vocabulary chunks."""
+    """The memory and time of a head whose weight is uploaded in vocabulary chunks."""
 
     head: HeadFacts
     group: GroupFacts
 
     @property
     def rows(self) -> int:
-        """Rows of the weight in one chunk."""
+        """Count the rows of the weight in one chunk."""
         return vocab_chunk_rows(self.head.row_bytes, self.head.vocabulary)
 
     @property
     def chunk_bytes(self) -> int:
-        """Weights of one chunk."""
+        """Count the bytes of one chunk's weights."""
         return self.rows * self.head.row_bytes
 
     @property
     def on_device_bytes(self) -> int:
-        """Weights that are on the device at a time."""
+        """Count the bytes of weights on the device at a time."""
         return min(_ON_DEVICE * self.chunk_bytes, self.head.vocabulary * self.head.row_bytes)
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradient of one chunk, in the weights' dtype."""
+        """Count the bytes of one chunk's gradient in the weights' dtype."""
         return self.chunk_bytes if self.head.trained else 0
 
     @property
     def sum_bytes(self) -> int:
-        """The sum of one chunk's gradient, in fp32."""
+        """Count the bytes of one chunk's gradient sum in fp32."""
         return self.gradient_bytes // self.head.dtype_bytes * FP32_BYTES
 
     @property
     def copied_bytes(self) -> int:
-        """Weights uploaded for one batch: in both passes, but for chunks that are still there."""
+        """Count the bytes uploaded for one batch: in both passes, without chunks that are still
+        there."""
         return 2 * self.head.vocabulary * self.head.row_bytes - self.on_device_bytes
 
     @property
@@ -101,7 +102,7 @@ def head_chunks(
 
 
 def heads_for(facts: ModelFacts, request: RunRequest) -> tuple[Head, ...]:
-    """How the head may be copied, what is preferred first."""
+    """Return the ways in which the head may be copied, the preferred one first."""
     if not comes_apart(facts):
         return ("whole",)
     if request.head != "auto":
@@ -110,7 +111,7 @@ def heads_for(facts: ModelFacts, request: RunRequest) -> tuple[Head, ...]:
 
 
 def comes_apart(facts: ModelFacts) -> bool:
-    """Is there a head that can be uploaded in vocabulary chunks?"""
+    """Return whether there is a head that can be uploaded in vocabulary chunks."""
     head, table = facts.head, facts.table
     if head is None or not head.tied:
         return head is not None
@@ -120,7 +121,7 @@ def comes_apart(facts: ModelFacts) -> bool:
 def reason(
     facts: ModelFacts, request: RunRequest, chosen: Head, *, on_host: bool, by_rows: bool
 ) -> str:
-    """Why, with numbers, where no time is known."""
+    """Say with numbers why the head is copied so if no times are known."""
     head = facts.head
     if head is None:
         return "no head is known whose vocabulary comes in chunks"

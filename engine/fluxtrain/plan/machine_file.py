@@ -37,7 +37,7 @@ BF16_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """What a plan needs to know of a machine."""
+    """The facts of another machine that a plan needs."""
 
     line: str  # for people
     capacity: Capacity
@@ -122,7 +122,7 @@ def _part(found: Any, name: str, path: Path) -> Mapping[str, Any]:
 
 
 def _disk(part: Any, path: Path) -> DiskCapacity:
-    """Its disk, as far as the file tells."""
+    """Return the machine's disk, as far as the file tells."""
     free = part.get("free_bytes") if isinstance(part, dict) else None
     if free is None:
         return UNKNOWN_DISK
@@ -136,7 +136,7 @@ def _disk(part: Any, path: Path) -> DiskCapacity:
 
 
 def _name(told: Any) -> str:
-    """Of a card, as a line of a terminal can show it."""
+    """Return a card's name in printable characters."""
     shown = "".join(letter for letter in str(told or "") if letter.isprintable())
     return shown[:LONGEST_NAME] or "GPU"
 
@@ -151,7 +151,7 @@ def _capability(told: Any, path: Path) -> tuple[int, int]:
 
 
 def _bytes(part: Any, names: tuple[str, ...], path: Path) -> int:
-    """The first of `names` that is there."""
+    """Return the bytes of the first of `names` that is there."""
     known = part if isinstance(part, dict) else {}
     name = next((name for name in names if known.get(name) is not None), None)
     if name is None:
@@ -165,7 +165,7 @@ def _bytes(part: Any, names: tuple[str, ...], path: Path) -> int:
 
 
 def _number(value: Any, least: float) -> float | None:
-    """`value` if it is a number that can be reckoned with: neither nan nor endless."""
+    """Return `value` if it is a finite number."""
     told = isinstance(value, int | float) and not isinstance(value, bool)
     return value if told and least <= value < MOST else None
 

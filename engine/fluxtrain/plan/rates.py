@@ -21,7 +21,7 @@ NOTHING = Line(base=0.0, slope=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What a class of machines reaches beside the rates that are measured on each."""
+    """Constants of a class of machines, for what is not measured on each machine."""
 
     matmul_fraction: float  # of the measured matmul rate, within a block
     block_chunk_s: float  # beside the products, for each block and chunk: launches, norms
@@ -54,22 +54,24 @@ class Rates:
 
     @property
     def up(self) -> float:
-        """Bytes a second to the device; without a GPU of a copy within host memory."""
+        """Return the bytes a second to the device; without a GPU those of a copy within host
+        memory."""
         return self.h2d_bytes_per_s or self.copy_bytes_per_s
 
     @property
     def down(self) -> float:
-        """Bytes a second from the device; without a GPU of a copy within host memory."""
+        """Return the bytes a second from the device; without a GPU those of a copy within host
+        memory."""
         return self.d2h_bytes_per_s or self.copy_bytes_per_s
 
     @property
     def up_both(self) -> float:
-        """Bytes a second to the device while it sends."""
+        """Return the bytes a second to the device while it sends."""
         return self.h2d_both_bytes_per_s or self.up
 
     @property
     def down_both(self) -> float:
-        """Bytes a second from the device while it receives."""
+        """Return the bytes a second from the device while it receives."""
         return self.d2h_both_bytes_per_s or self.down
 
     def beside_backward(self) -> Rates:
@@ -92,7 +94,7 @@ class Rates:
 
     @property
     def efficiency(self) -> Efficiency:
-        """What this class of machines reaches."""
+        """Return the constants of this class of machines."""
         return GPU if self.has_gpu else CPU
 
 

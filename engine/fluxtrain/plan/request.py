@@ -112,7 +112,7 @@ class PlacementRequest:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Device memory that may be used."""
+        """Return the bytes of device memory that may be used; None: no limit."""
         return None if self.budget_gib is None else max(1, int(self.budget_gib * GIB))
 
     @property
@@ -139,7 +139,7 @@ class RunRequest(PlacementRequest):
 
 
 def count_or(value: int | Auto, otherwise: int) -> int:
-    """The number that was asked for, or another one where it is left to the planner."""
+    """Return the number that was asked for, or `otherwise` if it is left to the planner."""
     return otherwise if value == "auto" else value
 
 

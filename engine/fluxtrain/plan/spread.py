@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class Placed(Protocol):
-    """What can live on the device: a block, or a part outside the blocks (an edge)."""
+    """A group that can live on the device: a block, or an edge (a module outside the blocks)."""
 
     @property
     def kind(self) -> str: ...

@@ -31,7 +31,7 @@ THIRD_PARTY_FORMATS: dict[str, MomentFormat] = {
 
 
 def moment_bytes(states: MomentFormat, elements: int) -> int:
-    """Both moments of so many elements."""
+    """Count the bytes of both moments of `elements` elements."""
     if states == "4bit":
         return elements + 2 * _SCALE_BYTES * -(-elements // _BLOCK_4BIT)
     if states == "8bit":

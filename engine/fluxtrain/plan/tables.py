@@ -21,7 +21,7 @@ _INDEX_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TableRows:
-    """What the rows of one embedding take."""
+    """The memory of the rows of one embedding that a batch looks up."""
 
     table: GroupFacts
     rows: int  # that a batch touches at most; 0 where the batch is not known
@@ -32,35 +32,38 @@ class TableRows:
     def of(
         table: GroupFacts, row: RowFacts | None, batch_rows: int, *, in_vocab_chunks: bool = False
     ) -> TableRows:
-        """For a batch of so many rows of data."""
+        """Return the facts for a batch of `batch_rows` rows of data."""
         tokens = 0 if row is None else batch_rows * row.sequence_length
         rows = min(table.table_rows, tokens)
         return TableRows(table=table, rows=rows, tokens=tokens, in_vocab_chunks=in_vocab_chunks)
 
     @property
     def tied(self) -> bool:
-        """Does the head need all of it too? Then rows only let the forward begin early."""
+        """Return whether the head needs the whole table too: rows then only let the forward
+        begin early."""
         return self.table.users > 1
 
     @property
     def weight_bytes(self) -> int:
-        """Of the rows."""
+        """Count the bytes of the rows."""
         return self.rows * (self.table.weight_bytes // self.table.table_rows)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of their gradients in the weights' dtype, where they are downloaded by themselves."""
+        """Count the bytes of their gradients in the weights' dtype, if these are downloaded
+        alone."""
         alone = self.in_vocab_chunks or not self.tied
         return self.weight_bytes if self.table.trained and alone else 0
 
     @property
     def kept_bytes(self) -> int:
-        """Of what a head in chunks gives to the rows, in fp32 until their own gradient is there."""
+        """Count the bytes of the head's gradient of the rows, in fp32 until that of the lookup
+        is there."""
         return FP32_BYTES * self.rows * (self.table.trained // self.table.table_rows)
 
     @property
     def device_bytes(self) -> int:
-        """The rows, which they are, and which of them each token has."""
+        """Count the device bytes of the rows, their indices, and the index of each token."""
         return self.weight_bytes + _INDEX_BYTES * (self.rows + self.tokens)
 
     def sum_bytes(self, passes: int, *, at_least: int = 2) -> int:
@@ -78,7 +81,7 @@ class TableRows:
 
 
 def embedding_for(facts: ModelFacts, request: RunRequest, batch_rows: int) -> Embedding:
-    """Rows or the whole of the embedding, for a batch."""
+    """Choose whether rows or the whole of the embedding are copied for a batch."""
     table = facts.table
     if table is None:
         return "whole"
@@ -91,7 +94,7 @@ def embedding_for(facts: ModelFacts, request: RunRequest, batch_rows: int) -> Em
 
 
 def reason(facts: ModelFacts, request: RunRequest, batch_rows: int, *, on_host: bool) -> str:
-    """Why, with numbers."""
+    """Say with numbers why rows or the whole are copied."""
     table = facts.table
     if table is None:
         return "no embedding that can be looked up by rows: its options need all of it"
