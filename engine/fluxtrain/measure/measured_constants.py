@@ -166,7 +166,7 @@ def known_constants(
     return Constants(
         per_s=_either(found.per_s, probed),
         calibration=found.calibration,
-        source=_source(found.calibration) + _corrected(found.run_times),
+        source=_source(found.calibration, is_new=False) + _corrected(found.run_times),
         run_times=found.run_times,
         place=place,
     )
@@ -227,7 +227,7 @@ def measure_constants(
     return Constants(
         per_s=_either(copies, known.per_s),
         calibration=timed,
-        source=_source(timed) + _corrected(run_times),
+        source=_source(timed, is_new=is_new) + _corrected(run_times),
         is_new=is_new,
         run_times=run_times,
         place=place,
@@ -253,12 +253,14 @@ def _should_time_again(timed: Calibration) -> bool:
     return (missed is not None and not missed.lasts) or is_calm_after(timed.others_share)
 
 
-def _source(timed: Calibration) -> str:
+def _source(timed: Calibration, *, is_new: bool) -> str:
+    """Say what was timed, and whether this run or an earlier one did it."""
+    who = "" if is_new else " by an earlier run"
     missed = "" if timed.steps_not_timed is None else f"; {timed.steps_not_timed.text}"
     few, many = timed.rows
     beside = beside_text(timed.others_share, command="fluxtrain train")
     return (
-        f"one block, timed on this machine with {few} and {many} rows in "
+        f"one block, timed on this machine{who} with {few} and {many} rows in "
         f"{duration_text(timed.measuring_s)}{beside}{missed}"
     )
 
