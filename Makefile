@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 export PYTHON
 
-.PHONY: help run dev native check lint test test-native test-formats test-torch test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve screenshots wheel test-wheel clean
+.PHONY: help run dev native check lint test test-native test-formats test-torch test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve screenshots wheel test-wheel docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -88,6 +88,9 @@ wheel: $(STAMPS)/wheel ## build dist/: wheel, sdist and fluxtrain-tui, checked f
 test-wheel: wheel ## install dist/ without a compiler, then the sdist with one; train the demo from both
 	@.ci/wheels test
 
+docs: $(STAMPS)/docs ## the site, into build/site; a link that leads nowhere fails
+	@.ci/site
+
 clean: ## remove what was built, keep .venv and runs
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
@@ -116,3 +119,6 @@ $(STAMPS)/llama-cpp: $(STAMPS)/python
 
 $(STAMPS)/wheel: $(STAMPS)/python
 	@.ci/setup wheel && touch $@
+
+$(STAMPS)/docs: $(STAMPS)/python
+	@.ci/setup docs && touch $@

@@ -95,6 +95,30 @@ def test_the_page_and_the_completed_keys_of_the_configuration_are_current() -> N
     assert KEYS.read_text(encoding="utf-8") == writer().keys()
 
 
+def commands_of(page: Path) -> list[str]:
+    """What a page's blocks of code say, without comments."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = (
+        re.split(r"(?:^|\s)#", line)[0].rstrip() for block in blocks for line in block.split("\n")
+    )
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("language", ["zh-CN", "zh-TW"])
+def test_a_translated_readme_has_the_commands_links_and_numbers_of_the_english_one(
+    language: str,
+) -> None:
+    english, translated = ROOT / "README.md", ROOT / f"README.{language}.md"
+    assert commands_of(translated) == commands_of(english)
+    texts = [page.read_text(encoding="utf-8") for page in (english, translated)]
+    links = [set(re.findall(r"\]\(([^)]+)\)", text)) for text in texts]
+    others = {"README.md", "README.zh-CN.md", "README.zh-TW.md"}
+    assert links[1] - others <= links[0]
+    rows = [re.findall(r"^\| [\d.]+ B.*$", text, re.M) for text in texts]
+    numbers = [[re.findall(r"[\d.]+", row) for row in one] for one in rows]
+    assert numbers[0] == numbers[1] and numbers[0]
+
+
 def test_every_make_target_that_a_document_names_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES:
