@@ -63,6 +63,7 @@ class ChatScreen(Ground, ActionScreen[None]):
         self._due = False  # a drawing is on its way
         self._following = True  # the newest line stays in view
         self._leaves = False  # the next press leaves
+        self._asks_first = False  # Enter was pressed while the model was loading
 
     def compose(self) -> ComposeResult:
         yield Lines(id="top", classes="chrome")
@@ -99,6 +100,9 @@ class ChatScreen(Ground, ActionScreen[None]):
         try:
             async for event in talk.events():
                 self._take(self.state.after(event))
+                if self._asks_first and self.state.ready is not None:
+                    self._asks_first = False
+                    await self.action_send()
             self._take(self.state.failed("the model's process has ended: leave and come again"))
         except EngineRefused as error:
             self._take(self.state.failed(str(error)))
@@ -165,8 +169,13 @@ class ChatScreen(Ground, ActionScreen[None]):
         question, talk = box.value.strip(), self._talk
         if not question:
             return
-        if talk is None or self.state.ready is None or self.state.answering or self.state.problem:
-            self.app.bell()
+        if talk is None or self.state.ready is None:
+            self._asks_first = True
+            self.flux.notify("asked as soon as the model is loaded", timeout=4)
+            return
+        if self.state.answering or self.state.problem:
+            why = self.state.problem or "one answer at a time: wait, or stop this one"
+            self.flux.notify(why, title="Not asked", severity="warning", timeout=4)
             return
         self.state, ask = self.state.asked(question)
         box.value, self._following = "", True

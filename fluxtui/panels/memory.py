@@ -28,7 +28,7 @@ def device_name(view: View) -> str:
     if hello is None:
         return "device"
     if hello.device == "cpu":
-        return "device (cpu: a host buffer)" if view.cards == 1 else f"{view.devices}: host buffers"
+        return "in host memory" if view.cards == 1 else f"{view.devices}, in host memory"
     return view.devices
 
 
@@ -124,5 +124,6 @@ def host_line(view: View, sample: MemorySampled, width: int) -> Line:
 
 
 PANEL = Panel(
-    "memory", "Device memory", body, heading, about="device memory by category against the plan"
-)
+    "memory", "Device memory", body, heading, about="device memory by category against the plan",
+    title_off_gpu="Buffers",
+)  # fmt: skip

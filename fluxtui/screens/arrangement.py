@@ -8,12 +8,14 @@ from typing import Literal, NamedTuple
 
 Frame = Literal["box", "rule", "bare"]  # a border; a titled line above; nothing
 
-SMALLEST = (60, 20)  # below this one status line says it all
+SMALLEST = (60, 16)  # below this one status line says it all
+WHOLE_ROWS = 18  # of an area; a lower one leaves out what is least asked for
 BOXED = (100, 34)  # from here on there is room for borders
 THREE_COLUMNS = (170, 46)
 SMALL_CHARTS_FROM_ROWS = 30
 READOUT_ROWS = 4
 STEPS_FROM_ROWS = 32
+LEAST_RATES_ROWS = 5
 LANES_ROWS = 12  # with its frame: six lanes, times, letters, waits, bound
 TALL_LANES_FROM_ROWS = 50
 TALL_LANES_ROWS = 17  # each lane two rows high
@@ -48,17 +50,22 @@ def too_small(width: int, height: int) -> bool:
     return width < SMALLEST[0] or height < SMALLEST[1]
 
 
-def dashboard(width: int, height: int, *, cards: int = 1) -> Arrangement:
+def dashboard(
+    width: int, height: int, *, cards: int = 1, on_gpu: bool = True, samples: bool = False
+) -> Arrangement:
     """Arrange the dashboard in an area of the screen's width, without header and footer.
 
-    Of several `cards` each has a line (or a column) in a panel of theirs, in the memory's place.
+    Of several `cards` each has a line (or a column) in a panel of theirs, in the memory's place. A
+    run on the processor alone copies nothing over a bus: it has `samples` in the place of moves,
+    else a wider log.
     """
     screen_height = height + 2
+    second = "moves" if on_gpu else "samples" if samples else ""
     if width >= THREE_COLUMNS[0] and screen_height >= THREE_COLUMNS[1]:
-        return _three_columns(width, height, cards)
+        return _three_columns(width, height, cards, second)
     if width >= BOXED[0] and screen_height >= BOXED[1]:
-        return _two_columns(width, height, cards)
-    return _compact(width, height, cards)
+        return _two_columns(width, height, cards, second)
+    return _compact(width, height, cards, second)
 
 
 def _memory_rows(cards: int, most: int) -> tuple[str, int]:
@@ -71,30 +78,34 @@ def _low_rows(cards: int) -> int:
     return 2 if cards <= FEW_CARDS else 3
 
 
-def _compact(width: int, height: int, cards: int) -> Arrangement:
-    """Ruled rows; the loss and the moves share what is left."""
+def _compact(width: int, height: int, cards: int, second: str) -> Arrangement:
+    """Ruled rows; the loss and the `second` panel share what is left."""
     left = width * 52 // 100
     memory, lines = _memory_rows(cards, _low_rows(cards))
     blocks = 4 + (cards > 1)
-    fixed = 2 + 1 + lines + blocks + 3 + 2 + 1
-    middle = height - fixed
+    is_whole = height >= WHOLE_ROWS
+    copies, machine, foot = 2 * (second == "moves"), int(is_whole), 2 * is_whole
+    middle = height - (2 + 1 + lines + blocks + copies + machine + foot + bool(second))
     y = 0
     places: dict[str, Place] = {}
     for name, rows, frame in (
         ("progress", 2, "bare"), (memory, 1 + lines, "rule"), ("residency", blocks, "rule"),
-        ("bus", 2, "rule"), ("machine", 1, "bare"),
+        ("bus", copies, "rule"), ("machine", machine, "bare"),
     ):  # fmt: skip
-        places[name] = Place(Rect(0, y, width, rows), frame)  # type: ignore[arg-type]
+        if rows:
+            places[name] = Place(Rect(0, y, width, rows), frame)  # type: ignore[arg-type]
         y += rows
     places["loss"] = Place(Rect(0, y, left, middle), "rule")
-    places["moves"] = Place(Rect(left + 1, y, width - left - 1, middle), "rule")
+    places[second or "log"] = Place(Rect(left + 1, y, width - left - 1, middle), "rule")
     y += middle
-    places["step"] = Place(Rect(0, y, width, 2), "rule")
-    places["log"] = Place(Rect(0, y + 2, width, 1), "bare")
+    if foot:
+        places["step"] = Place(Rect(0, y, width, foot), "rule")
+    if second:
+        places["log"] = Place(Rect(0, y + foot, width, 1), "bare")
     return places
 
 
-def _two_columns(width: int, height: int, cards: int) -> Arrangement:
+def _two_columns(width: int, height: int, cards: int, second: str) -> Arrangement:
     """Place boxes: full-width facts on top, charts and lists in two columns, the step below."""
     left = width * 61 // 100
     right = width - left
@@ -107,16 +118,18 @@ def _two_columns(width: int, height: int, cards: int) -> Arrangement:
     low = max(6, rest * 7 // 20)
     high = rest - low
     bus = min(high - 6, 8) if high >= 14 else max(4 if cards > 1 else 0, high - 6)
+    bus = bus if second == "moves" else 0
     machine = high - bus
+    log = left if second else 0
     return {
         "progress": Place(Rect(0, 0, width, 4), "box"),
         memory: Place(Rect(0, 4, width, first), "box"),
         "residency": Place(Rect(0, 4 + first, width, blocks), "box"),
         "loss": Place(Rect(0, y, left, high), "box"),
-        "bus": Place(Rect(left, y, right, bus), "box"),
+        **({"bus": Place(Rect(left, y, right, bus), "box")} if bus else {}),
         "machine": Place(Rect(left, y + bus, right, machine), "box"),
-        "moves": Place(Rect(0, y + high, left, low), "box"),
-        "log": Place(Rect(left, y + high, right, low), "box"),
+        **({second: Place(Rect(0, y + high, left, low), "box")} if second else {}),
+        "log": Place(Rect(log, y + high, width - log, low), "box"),
         foot: Place(Rect(0, height - rows, width, rows), "box"),
     }
 
@@ -126,7 +139,7 @@ def _foot(height: int) -> tuple[str, int]:
     return ("lanes", 7) if height >= LANES_ON_DASHBOARD_FROM_ROWS else ("step", 4)
 
 
-def _three_columns(width: int, height: int, cards: int) -> Arrangement:
+def _three_columns(width: int, height: int, cards: int, second: str) -> Arrangement:
     """Place as in two columns, with advice beside the blocks and the log in its own column."""
     left = width * 60 // 100
     right = width - left
@@ -138,16 +151,17 @@ def _three_columns(width: int, height: int, cards: int) -> Arrangement:
     rest = height - (y + rows)
     low = rest * 2 // 5
     high = rest - low
-    third = left * 55 // 100
+    third = left * 55 // 100 if second else 0
+    bus = high // 2 if second == "moves" else 0
     return {
         "progress": Place(Rect(0, 0, width, 4), "box"),
         memory: Place(Rect(0, 4, width, first), "box"),
         "residency": Place(Rect(0, 4 + first, left, blocks), "box"),
         "machine": Place(Rect(left, 4 + first, right, blocks), "box"),
         "loss": Place(Rect(0, y, left, high), "box"),
-        "bus": Place(Rect(left, y, right, high // 2), "box"),
-        "advice": Place(Rect(left, y + high // 2, right, high - high // 2), "box"),
-        "moves": Place(Rect(0, y + high, third, low), "box"),
+        **({"bus": Place(Rect(left, y, right, bus), "box")} if bus else {}),
+        "advice": Place(Rect(left, y + bus, right, high - bus), "box"),
+        **({second: Place(Rect(0, y + high, third, low), "box")} if second else {}),
         "log": Place(Rect(third, y + high, width - third, low), "box"),
         foot: Place(Rect(0, height - rows, width, rows), "box"),
     }
@@ -180,6 +194,7 @@ def transfer(width: int, height: int, *, cards: int = 1) -> Arrangement:
     """Rates beside stalls, the lanes of a step, and where there is room the steps and moves."""
     left = width * 62 // 100
     middle = LANES_ROWS if height < TALL_LANES_FROM_ROWS else TALL_LANES_ROWS
+    middle = min(middle, height - LEAST_RATES_ROWS)
     if cards > 1:  # three lanes a card, two of the host, four lines below them, the frame
         middle = max(LANES_ROWS, min(3 * cards + 8, height * 3 // 5))
     low = (height - middle) // 2 if height >= STEPS_FROM_ROWS else 0

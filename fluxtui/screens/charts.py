@@ -14,7 +14,6 @@ from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.screens.run_actions import apply_advice, send
 from fluxtui.state.changes import ranked
 from fluxtui.state.view import View
-from fluxtui.themes import Palette
 from fluxtui.widgets.spans import Line
 
 if TYPE_CHECKING:
@@ -45,11 +44,13 @@ class Dashboard(CurveScreen):
     MAIN = "loss"
     SHOWN = (
         "progress", "memory", "cards", "residency", "loss", "bus", "machine", "moves", "log",
-        "advice", "step", "lanes",
+        "advice", "step", "lanes", "samples",
     )  # fmt: skip
 
     def places(self, width: int, height: int) -> Arrangement:
-        return arrangement.dashboard(width, height, cards=self.cards)
+        return arrangement.dashboard(
+            width, height, cards=self.cards, on_gpu=self.on_gpu, samples=self.samples
+        )
 
     def notices(self, view: View, width: int) -> list[Line]:
         line = headline(view, width)
@@ -108,17 +109,8 @@ class LossScreen(CurveScreen):
     MAIN = "loss"
     SHOWN = ("loss", "samples", "readout", "grad_norm", "learning_rate")
 
-    _samples = False  # whether the run has answered prompts so far
-
     def places(self, width: int, height: int) -> Arrangement:
-        return arrangement.loss(width, height, samples=self._samples)
-
-    def draw_body(self, view: View, palette: Palette) -> None:
-        """Make room for samples once there are some."""
-        if bool(view.state.samples) != self._samples:
-            self._samples = not self._samples
-            self.place_anew()
-        super().draw_body(view, palette)
+        return arrangement.loss(width, height, samples=self.samples)
 
     def action_crosshair(self, by: int) -> None:
         """Move the crosshair by hundredths of the shown curve; 0 hides it."""

@@ -137,7 +137,7 @@ def notice_lines(view: View, width: int) -> list[Line]:
         told = f"{key_of(view, 'pause')} resumes"
     if status.kind == "finished":
         told = left_behind(view)
-    if not told or status.kind in ("running", "waiting"):
+    if not told or (status.kind == "running" and view.state.step is not None):
         return []
     mark, role = STATUS_MARKS[status.kind]
     rows = COMMAND_ROWS if status.kind == "stopped" else NOTICE_ROWS

@@ -43,7 +43,7 @@ class RunScreen(Ground, ActionScreen[None]):
     RunScreen > .chrome { height: 1; width: 1fr; }
     RunScreen > #notice { height: 0; width: 1fr; }
     RunScreen > #body { height: 1fr; width: 1fr; }
-    RunScreen.-tiny > #body, RunScreen.-tiny > #keys { display: none; }
+    RunScreen.-tiny > #body { display: none; }
     """
 
     def __init__(self) -> None:
@@ -91,12 +91,11 @@ class RunScreen(Ground, ActionScreen[None]):
             notice.styles.height = len(sentences)
             self.call_after_refresh(self.draw)  # the body has another size now
         notice.show(sentences, palette)
-        if tiny:
-            return
         paused = view.status.kind == "paused"
         commands = not why_not(view)
         self.query_one(Footer).show_keys(paused, self.flux.actions, palette, commands)
-        self.draw_body(view, palette)
+        if not tiny:
+            self.draw_body(view, palette)
 
     def notices(self, view: View, width: int) -> list[Line]:
         """Return the lines below the header; nothing when all is well."""

@@ -358,11 +358,9 @@ def _after_failed(state: RunState, event: ev.Failed) -> RunState:
 
 
 def _after_done(state: RunState, event: ev.Done) -> RunState:
-    text = (
-        f"{state_of_exit(event.exit_code)} after step {event.step} "
-        f"in {duration_text(event.seconds)}, exit code {event.exit_code}"
-    )
-    level: Level = "info" if event.exit_code == 0 else "warning"
+    ended = state_of_exit(event.exit_code)
+    text = f"{ended} after step {event.step} in {duration_text(event.seconds)}"
+    level: Level = "info" if ended in ("finished", "stopped") else "warning"
     return _logged(replace(state, done=event), event, level, "done", text)
 
 

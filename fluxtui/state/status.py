@@ -57,7 +57,7 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
     if state.hello is None:
         if link.process == "dead":
             return _in_state("dead", link.last_words or "it ended before its first event")
-        return _in_state("waiting", "for the trainer's first event")
+        return _in_state("waiting", f"the trainer starts Python and torch  {link.quiet_s:.0f} s")
     ended = _ended(state, link) or _gone(state, link)
     if ended is not None:
         return ended

@@ -185,7 +185,9 @@ def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Ch
             error=f"{hub_id} is not on this machine and HF_HUB_OFFLINE is set: unset it, or "
             "choose a folder"
         )
-    return Check(facts=(("place", "not on this machine; it is downloaded before planning"),))
+    return Check(
+        warnings=(f"{hub_id} is not on this machine: the next page downloads it, or says why not",)
+    )
 
 
 def reading_options(check: Check | None) -> tuple[Option, ...]:

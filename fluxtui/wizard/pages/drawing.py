@@ -21,6 +21,7 @@ from fluxtui.wizard.checks.data_facts import Sample
 
 MUTED = "dim"
 CURSOR = "▸ "
+CARD_LEAST, CARD_MOST = 22, 30  # columns of a card with its border
 MORE_FOLLOWS = " \\"
 TITLES: dict[StepName, str] = {
     "start": "Start",
@@ -191,6 +192,36 @@ def in_lines(text: str, width: int) -> list[str]:
     if cell_len(text) == len(text):
         return textwrap.wrap(text, width, break_on_hyphens=False)
     return wrapped(text, width)
+
+
+CardRow = tuple[str, str, str]  # a name, its value and the value's style
+
+
+def cards(drawn: Sequence[tuple[str, Sequence[CardRow], bool]], width: int) -> Content | None:
+    """Draw cards beside each other, each with its title, its rows, and whether it is the chosen
+    one, which has a double border and a mark; None where there is no room."""
+    room = (width - len(drawn) + 1) // max(1, len(drawn))
+    if room < CARD_LEAST:
+        return None
+    lines = [_card(title, rows, chosen, min(room, CARD_MOST)) for title, rows, chosen in drawn]
+    return Content("\n").join(Content(" ").join(parts) for parts in zip(*lines, strict=True))
+
+
+def _card(title: str, rows: Sequence[CardRow], chosen: bool, width: int) -> list[Content]:
+    corners = "╔═╗║╚╝" if chosen else "┌─┐│└┘"
+    style = "bold $accent" if chosen else MUTED
+    head = f"{corners[1]} {'▸ ' if chosen else ''}{title} ".ljust(width - 2, corners[1])
+    side, inner = Content.styled(corners[3], style), width - 4
+    lines = [Content.styled(f"{corners[0]}{head}{corners[2]}", style)]
+    for name, value, looks in rows:
+        told = value
+        if len(name) + 1 + len(told) > inner:  # an interval in fewer cells
+            told = value.replace(" to ", "–")
+        text = shortened(told, inner - len(name) - bool(name))
+        label = name.ljust(inner - cell_len(text)) if name else ""
+        rest = " " * (inner - len(label) - cell_len(text))
+        lines.append(Content.assemble(side, " ", (label, MUTED), (text, looks), f"{rest} ", side))
+    return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
 
 
 def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from textual.content import Content
 
 from fluxtrain.events.answers.answers import DryRunAnswer
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.units import bytes_text, predicted_text
-from fluxtui.answers.configuring import yaml_text
+from fluxtui.answers.configuring import flat_configuration, yaml_text
 from fluxtui.answers.launching import command_text
 from fluxtui.answers.rows import BY_KEY, value_text
 from fluxtui.home import expanded
@@ -76,10 +78,22 @@ def launch_rows(view: WizardView) -> list[tuple[str, str]]:
     plan = view.plan.value
     disk = [("disk", disk_text(plan))] if plan else []
     rows = [*summary_rows(view), place, ("time", time_text(view)), *disk]
-    changed = {key: value for key, value in (plan.changed if plan else {}).items()
-               if key not in ("model.path", "data.path", "method.name")}  # fmt: skip
+    changed = _set_by_the_user(view)
     told = ", ".join(f"{key} {value_text(value)}" for key, value in changed.items())
     return [*rows, ("not default", told)] if told else rows
+
+
+def _set_by_the_user(view: WizardView) -> dict[str, Any]:
+    """Return what differs from the defaults, but what has a line of its own; of the demo its own
+    settings too."""
+    answers, plan = view.answers, view.plan.value
+    if answers.is_demo:
+        found = dict(plan.changed) if plan else {}
+    else:
+        given = (one.partition("=") for one in answers.overrides)
+        found = flat_configuration(answers) | {key: value for key, _, value in given}
+    return {key: value for key, value in found.items()
+            if key not in ("model.path", "data.path", "method.name")}  # fmt: skip
 
 
 def summary_rows(view: WizardView) -> list[tuple[str, str]]:

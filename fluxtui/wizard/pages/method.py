@@ -17,9 +17,7 @@ from fluxtui.wizard.pages.training import value_and_reason
 from fluxtui.wizard.pages.waiting import pending
 from fluxtui.wizard.pages.wizard_view import WizardView
 
-CARD_LEAST = 23  # columns of a card with its border
 _MARKS = {"fits": "✓", "fits with offload": "✓", "does not fit": "✗", "not known": "✗"}
-_BORDERS = {True: "╔═╗║╚╝", False: "┌─┐│└┘"}
 _NAME_CELLS = 9
 
 
@@ -103,37 +101,14 @@ def _limits(view: WizardView, width: int) -> Content:
 
 def _cards(view: WizardView, width: int) -> Content:
     """Draw the cards beside each other, or a line each where there is no room."""
-    gap = int((width - len(METHODS) + 1) // len(METHODS) >= CARD_LEAST)
-    room = (width - gap * (len(METHODS) - 1)) // len(METHODS)
-    if room < CARD_LEAST:
-        return Content("\n").join(_row(view, method, width) for method in METHODS)
-    drawn = [_card(view, method, min(room, 30)) for method in METHODS]
-    return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
 
+    def rows(method: str) -> list[drawing.CardRow]:
+        facts = method_facts(view.plan_of(method).value)
+        return [("", *_verdict(view, method)), *((name, value, "bold") for name, value in facts)]
 
-def _card(view: WizardView, method: str, width: int) -> list[Content]:
-    """Draw a card as lines with a border; the chosen one has a double border and a mark."""
-    chosen = method == view.answers.method
-    corners = _BORDERS[chosen]
-    style = "bold $accent" if chosen else drawing.MUTED
-    title = f"{corners[1]} {'▸ ' if chosen else ''}{METHOD_TITLES[method]} "
-    top = f"{corners[0]}{title.ljust(width - 2, corners[1])}{corners[2]}"
-    side, inner = Content.styled(corners[3], style), width - 4
-    words, look = _verdict(view, method)
-    body: list[tuple[str, str, str]] = [("", words, look)]
-    asked = view.plan_of(method)
-    body += [(name, value, "bold") for name, value in method_facts(asked.value)]
-    lines = [Content.styled(top, style)]
-    for name, value, looks in body:
-        label = name.ljust(inner - len(value)) if name else ""
-        text = drawing.shortened(value, inner)
-        lines.append(
-            Content.assemble(
-                side, " ", (label, drawing.MUTED), (text, looks),
-                " " * max(0, inner - len(label) - len(text)), " ", side,
-            )
-        )  # fmt: skip
-    return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
+    cards = [(METHOD_TITLES[one], rows(one), one == view.answers.method) for one in METHODS]
+    beside = drawing.cards(cards, width)
+    return beside or Content("\n").join(_row(view, method, width) for method in METHODS)
 
 
 def _row(view: WizardView, method: str, width: int) -> Content:

@@ -17,7 +17,6 @@ from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused
 from fluxtui.wizard.pages.wizard_view import WizardView
 
-CARD_LEAST = 22  # columns of a card with its border
 OLDER = "planned before the numbers below were set"
 
 
@@ -98,12 +97,17 @@ def dial_line(view: WizardView, width: int) -> Content:
 
 def cards(view: WizardView, width: int) -> Content:
     """Draw the ranked plans beside each other, or under each other where there is no room."""
-    gap = 1
-    room = (width - gap * (len(view.cards) - 1)) // len(view.cards)
-    if room < CARD_LEAST:
-        return Content("\n").join(_card_row(view, card, width) for card in view.cards)
-    drawn = [_card(view, card, min(room, 30)) for card in view.cards]
-    return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
+    plan = view.plan.value
+    drawn = [
+        (
+            card.name,
+            [(name, value, "bold") for name, value in card_facts(card, plan)],
+            card.name == view.answers.dial,
+        )
+        for card in view.cards
+    ]
+    beside = drawing.cards(drawn, width)
+    return beside or Content("\n").join(_card_row(view, card, width) for card in view.cards)
 
 
 def card_facts(card: PlanOption, plan: PlanAnswer | None) -> list[tuple[str, str]]:
@@ -168,25 +172,6 @@ def _reasons(
             reason = drawing.paragraph(choice.because, width - 4, "" if here else drawing.MUTED)
             lines.append(Content("\n").join(Content("    ") + line for line in reason.split("\n")))
     return lines
-
-
-def _card(view: WizardView, card: PlanOption, width: int) -> list[Content]:
-    """Draw a card as lines with a border; a chosen one has a double border and a mark."""
-    chosen = card.name == view.answers.dial
-    corners = "╔═╗║╚╝" if chosen else "┌─┐│└┘"
-    style = "bold $accent" if chosen else drawing.MUTED
-    inner = width - 4
-    title = f"{corners[1]} {'▸ ' if chosen else ''}{card.name} "
-    lines = [Content.styled(f"{corners[0]}{title.ljust(width - 2, corners[1])}{corners[2]}", style)]
-    side = Content.styled(corners[3], style)
-    for name, value in card_facts(card, view.plan.value):
-        room = inner - 9
-        lines.append(
-            Content.assemble(
-                side, f" {name:<9}", (drawing.shortened(value, room).ljust(room), "bold"), " ", side
-            )
-        )
-    return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
 
 
 def _card_row(view: WizardView, card: PlanOption, width: int) -> Content:
