@@ -15,7 +15,7 @@ from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.panels.card_colours import card_of
 from fluxtui.panels.lanes import shown
 from fluxtui.state.history import Curve, History
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import View
 
 Row = Mapping[str, Any]
@@ -121,11 +121,11 @@ def _log(view: View) -> Iterable[Row]:
         yield {"wall_s": one.wall_s, "level": one.level, "kind": one.kind, "text": one.text}
 
 
-def _choices(state: RunState) -> Iterable[Row]:
+def _choices(state: FoldedRun) -> Iterable[Row]:
     return (asdict(choice) for choice in state.planned.choices) if state.planned else ()
 
 
-_HISTORIES: dict[str, Callable[[RunState], History[Any]]] = {
+_HISTORIES: dict[str, Callable[[FoldedRun], History[Any]]] = {
     "memory": lambda state: state.memories,
     "cards": lambda state: state.memories,
     "card_memory": lambda state: state.memories,

@@ -11,7 +11,7 @@ from fluxtui.answers.rows import METHODS, StepName
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
+class ListOption:
     """One line of a list: the value, its name, and what it means."""
 
     id: str
@@ -41,7 +41,7 @@ class SourceQuestion:
     step: StepName
     text: str
     source: str
-    options: Sequence[Option]
+    options: Sequence[ListOption]
     fields: Mapping[str, SourceField]
 
 
@@ -50,10 +50,10 @@ START = SourceQuestion(
     text="What would you like to do?",
     source="start",
     options=(
-        Option("new", "New", "set up a new run"),
-        Option("resume", "Resume", "go on with a run from its last checkpoint"),
-        Option("attach", "Attach", "watch a run"),
-        Option("file", "File", "open a configuration"),
+        ListOption("new", "New", "set up a new run"),
+        ListOption("resume", "Resume", "go on with a run from its last checkpoint"),
+        ListOption("attach", "Attach", "watch a run"),
+        ListOption("file", "File", "open a configuration"),
     ),
     fields={
         "resume": SourceField("resume_run", "run", "no unfinished run here", "list"),
@@ -66,10 +66,10 @@ MODEL = SourceQuestion(
     text="Choose a model",
     source="model_source",
     options=(
-        Option("demo", "Demo", "a small Llama with random weights; trains on two cores"),
-        Option("recent", "Recent", "a model trained on this machine before"),
-        Option("folder", "Folder", "a Hugging Face model on this machine"),
-        Option("hub", "Hub", "an id on the Hugging Face hub"),
+        ListOption("demo", "Demo", "a small Llama with random weights; trains on two cores"),
+        ListOption("recent", "Recent", "a model trained on this machine before"),
+        ListOption("folder", "Folder", "a Hugging Face model on this machine"),
+        ListOption("hub", "Hub", "an id on the Hugging Face hub"),
     ),
     fields={
         "recent": SourceField("model_recent", "model", "no model was trained here yet", "list"),
@@ -82,13 +82,13 @@ DATA = SourceQuestion(
     text="Choose the data",
     source="data_source",
     options=(
-        Option("demo", "Demo", "the docstrings of Python's standard library"),
-        Option(
+        ListOption("demo", "Demo", "the docstrings of Python's standard library"),
+        ListOption(
             "path",
             "File",
             "a file, a folder, or a pattern such as data/*.json",
         ),
-        Option("hub", "Hub", "a data set on the Hugging Face hub, or a file of it"),
+        ListOption("hub", "Hub", "a data set on the Hugging Face hub, or a file of it"),
     ),
     fields={
         "path": SourceField("data_path", "file", "~/data/conversations.jsonl", "file"),
@@ -110,6 +110,6 @@ GIVES_UP = {
 }
 
 
-def method_options() -> tuple[Option, ...]:
+def method_options() -> tuple[ListOption, ...]:
     """Return the methods as options of a list."""
-    return tuple(Option(name, METHOD_TITLES[name], METHOD_TEXTS[name]) for name in METHODS)
+    return tuple(ListOption(name, METHOD_TITLES[name], METHOD_TEXTS[name]) for name in METHODS)

@@ -18,7 +18,7 @@ from fluxtui.actions.table import ACTIONS, Action
 from fluxtui.app_base import AppBase
 from fluxtui.chat.lines import conversation, model_line, sampling_spans
 from fluxtui.chat.state import ChatState
-from fluxtui.widgets.entry import Entry
+from fluxtui.widgets.entry import PrintableInput
 from fluxtui.widgets.ground import Ground
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
@@ -69,7 +69,7 @@ class ChatScreen(Ground, ActionScreen[None]):
         yield Lines(id="top", classes="chrome")
         yield Lines(id="model", classes="chrome")
         yield ScrollingLines(id="said")
-        yield Entry(placeholder="ask something", id="question")
+        yield PrintableInput(placeholder="ask something", id="question")
         yield Lines(id="keys", classes="chrome")
 
     @property
@@ -165,7 +165,7 @@ class ChatScreen(Ground, ActionScreen[None]):
 
     async def action_send(self) -> None:
         """Ask what was typed, once the model is there and has answered."""
-        box = self.query_one("#question", Entry)
+        box = self.query_one("#question", PrintableInput)
         question, talk = box.value.strip(), self._talk
         if not question:
             return

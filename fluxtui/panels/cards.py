@@ -13,7 +13,7 @@ from fluxtui.panels.bus import label_of
 from fluxtui.panels.card_colours import card_of, role_of
 from fluxtui.panels.memory import category_parts, heading, host_line, legend_line
 from fluxtui.panels.panel import Panel, whole_share
-from fluxtui.plots.bars import Part, gauge, partition
+from fluxtui.plots.bars import BarPart, gauge, partition
 from fluxtui.state.machine_sample import GpuSample
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, fitted, joined, width_of
@@ -127,7 +127,7 @@ def _bar(card: CardMemory | None, width: int, whole: int) -> Line:
         return gauge(card.used_bytes / limit if limit else None, width, "device")
     parts = category_parts(card.by)
     used = sum(part.value for part in parts)
-    return partition([*parts, Part("", "", max(0.0, limit - used), "free")], width)
+    return partition([*parts, BarPart("", "", max(0.0, limit - used), "free")], width)
 
 
 def _numbers(view: View, row: CardRow, *, rates: bool) -> list[Line]:

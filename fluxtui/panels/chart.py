@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fluxtrain.units import count_text
-from fluxtui.plots.braille import Canvas, Series, Window, rounded_ticks
+from fluxtui.plots.braille import Canvas, PlotWindow, Series, rounded_ticks
 from fluxtui.state.history import DRAWABLE, Bucket, drawable
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import ChartSettings
 from fluxtui.widgets.spans import Line, fitted, line, wrapped
 
@@ -32,7 +32,7 @@ class Trace:
     place: Place = float
 
 
-def place_of(state: RunState, by_tokens: bool) -> Place:
+def place_of(state: FoldedRun, by_tokens: bool) -> Place:
     """Return a step's place on the x axis: its number, or the tokens trained by then."""
     buckets = state.tokens.buckets
     if not by_tokens or not buckets:
@@ -149,7 +149,7 @@ def _points(trace: Trace, low: float, high: float, columns: int) -> _Points:
     )
 
 
-def _window(seen: Sequence[_Points], low: float, high: float, log: bool) -> Window:
+def _window(seen: Sequence[_Points], low: float, high: float, log: bool) -> PlotWindow:
     """Return the window: y from the lowest to the highest value, without spikes (upper 1 %)."""
     highs = sorted(value for points in seen for value in points.highs)
     top = highs[min(len(highs) - 1, int(len(highs) * 0.99))]
@@ -160,7 +160,7 @@ def _window(seen: Sequence[_Points], low: float, high: float, log: bool) -> Wind
     log = log and bottom > 1 / DRAWABLE
     room = max((top - bottom) * 0.04 or abs(top) * 0.05 or 1.0, 1 / DRAWABLE)
     bottom = bottom / 1.02 if log else bottom - room
-    return Window(low, high, bottom, top + room, log)
+    return PlotWindow(low, high, bottom, top + room, log)
 
 
 def _draw(canvas: Canvas, trace: Trace, points: _Points) -> None:
@@ -189,7 +189,7 @@ def step_at(trace: Trace, settings: ChartSettings, column: int, width: int) -> i
     return min(trace.buckets, key=lambda bucket: abs(trace.place(bucket.last) - x)).last
 
 
-def row_labels(window: Window, rows: int) -> dict[int, str]:
+def row_labels(window: PlotWindow, rows: int) -> dict[int, str]:
     """Return a label for the rows next to round values (log: values at even heights)."""
     if window.log:
         step = max(1, rows // 4)

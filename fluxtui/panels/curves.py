@@ -11,7 +11,7 @@ from fluxtui.panels.chart import Trace, chart, place_of
 from fluxtui.panels.loss import OTHER
 from fluxtui.panels.panel import Panel, pair
 from fluxtui.state.history import Curve
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
 
@@ -19,11 +19,11 @@ Write = Callable[[float | None], str]
 
 
 def _curve_panel(panel_id: str, title: str, about: str, write: Write) -> Panel:
-    def curve_of(state: RunState) -> Curve:
+    def curve_of(state: FoldedRun) -> Curve:
         curve: Curve = getattr(state, panel_id)
         return curve
 
-    def trace(view: View, state: RunState, role: str) -> Trace:
+    def trace(view: View, state: FoldedRun, role: str) -> Trace:
         place = place_of(state, view.chart.by_tokens)
         return Trace(buckets=curve_of(state).buckets, role=role, place=place)
 

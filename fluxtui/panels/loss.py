@@ -8,7 +8,7 @@ from fluxtrain.units import loss_text
 from fluxtui.panels.chart import Trace, chart, place_of, step_at
 from fluxtui.panels.panel import Panel, pair
 from fluxtui.state.history import Bucket
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line, dropped_to_fit
 
@@ -59,7 +59,7 @@ def traces(view: View) -> list[Trace]:
     return drawn
 
 
-def other_trace(state: RunState, settings: ChartSettings) -> Trace:
+def other_trace(state: FoldedRun, settings: ChartSettings) -> Trace:
     """Return the compared run: with smoothing its moving average alone, and its evaluations."""
     buckets = state.loss.buckets
     if settings.smooth:

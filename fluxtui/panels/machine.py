@@ -8,7 +8,7 @@ from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.gpus import TRAINERS, gpu_lines, of_limit, short
 from fluxtui.panels.panel import Panel, pair, stale_note, whole_share
 from fluxtui.plots.bars import meter
-from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
+from fluxtui.state.machine_sample import GpuSample, GpuUser, MachineSample
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread
 from fluxtui.words import counted
@@ -117,7 +117,7 @@ def _host(sample: MachineSample | None, width: int, may_share: bool) -> list[Lin
     return [(*left, ("   ", "text"), *right)]
 
 
-def _process(one: GpuProcess, where: str, width: int) -> Line:
+def _process(one: GpuUser, where: str, width: int) -> Line:
     """Say which process holds how much of a GPU."""
     who = "trainer" if one.is_trainer else one.name or "name not visible"
     left: Line = ((f"{where} ", "dim"), (who, "text" if one.is_trainer else "warn"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fluxtrain.events.events import MemorySampled
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note
-from fluxtui.plots.bars import Part, partition
+from fluxtui.plots.bars import BarPart, partition
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit
 
@@ -72,7 +72,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
     return lines[:height]
 
 
-def legend_line(parts: Sequence[Part], width: int) -> Line:
+def legend_line(parts: Sequence[BarPart], width: int) -> Line:
     """Return the letters of a bar with the categories and their bytes."""
     legend = [
         (
@@ -85,14 +85,14 @@ def legend_line(parts: Sequence[Part], width: int) -> Line:
     return dropped_to_fit(legend, width, gap="  ")
 
 
-def category_parts(by: Mapping[str, int]) -> list[Part]:
+def category_parts(by: Mapping[str, int]) -> list[BarPart]:
     """Return categories in a fixed order; what is of none comes last."""
     rest = sum(value for name, value in by.items() if name not in CATEGORIES)
-    parts = [Part(name, LETTERS[name], float(by.get(name, 0)), name) for name in CATEGORIES]
-    return [*parts, Part("other", "?", float(rest), "other")] if rest else parts
+    parts = [BarPart(name, LETTERS[name], float(by.get(name, 0)), name) for name in CATEGORIES]
+    return [*parts, BarPart("other", "?", float(rest), "other")] if rest else parts
 
 
-def parts_of(sample: MemorySampled, planned: int | None) -> list[Part]:
+def parts_of(sample: MemorySampled, planned: int | None) -> list[BarPart]:
     """Return categories in a fixed order, then the free part of the budget (or plan, or peak)."""
     parts = category_parts(sample.device_by)
     used = sum(part.value for part in parts)
@@ -100,7 +100,7 @@ def parts_of(sample: MemorySampled, planned: int | None) -> list[Part]:
     whole = limit or planned or sample.device_peak_bytes or 0
     if whole > used:
         label = "free" if limit else "left of the plan" if planned else "below the peak"
-        parts.append(Part(label, "", whole - used, "free"))
+        parts.append(BarPart(label, "", whole - used, "free"))
     return parts
 
 

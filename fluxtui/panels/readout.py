@@ -9,7 +9,7 @@ from fluxtui.panels.chart import place_of
 from fluxtui.panels.loss import OTHER
 from fluxtui.panels.panel import Panel, key_of, pair
 from fluxtui.state.history import Bucket, Curve
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import ComparedRun, View
 from fluxtui.widgets.spans import Line, dropped_to_fit
 
@@ -45,7 +45,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
     return lines[:height]
 
 
-def _values(state: RunState, step: int, width: int, first: Line, role: str = "strong") -> Line:
+def _values(state: FoldedRun, step: int, width: int, first: Line, role: str = "strong") -> Line:
     """Return all known values of one step; "-" for a value that was not measured there."""
     loss = _bucket_at(state.loss, step)
     norm = _bucket_at(state.grad_norm, step)

@@ -9,7 +9,7 @@ from fluxtrain.units import duration_text, loss_text
 from fluxtui.panels.panel import Panel
 from fluxtui.panels.step import LETTERS, parts_of
 from fluxtui.panels.step import ROLES as PHASE_ROLES
-from fluxtui.plots.bars import Part, partition
+from fluxtui.plots.bars import BarPart, partition
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, fitted
 
@@ -43,7 +43,7 @@ def _row(step: StepFinished, slowest_s: float, width: int) -> Line:
     room = max(0, width - TEXT_CELLS)
     known = 0 < step.step_s <= slowest_s
     cells = max(1, round(room * (step.step_s / slowest_s))) if known else 0
-    parts = [Part(part.letter, part.letter, part.value, part.role) for part in parts_of(step)]
+    parts = [BarPart(part.letter, part.letter, part.value, part.role) for part in parts_of(step)]
     text: Line = (
         (f"{step.step:>6}", "dim"),
         (f"{duration_text(step.step_s):>9}", "strong"),

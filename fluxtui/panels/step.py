@@ -8,7 +8,7 @@ from fluxtrain.events.events import StepFinished
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.bus import stall_line
 from fluxtui.panels.panel import Panel, pair, stale_note
-from fluxtui.plots.bars import Part, partition
+from fluxtui.plots.bars import BarPart, partition
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, line
 
@@ -52,22 +52,22 @@ def body(view: View, width: int, height: int) -> list[Line]:
     return lines[:height]
 
 
-def phase_parts(view: View) -> list[Part]:
+def phase_parts(view: View) -> list[BarPart]:
     """Return the phases of the last step; none if that is too old."""
     step = view.fresh(view.state.step)
     return parts_of(step) if step is not None else []
 
 
-def parts_of(step: StepFinished) -> list[Part]:
+def parts_of(step: StepFinished) -> list[BarPart]:
     """Return the phases in the order of time; the rest of the step is "other"."""
     parts = [
-        Part(name, LETTERS.get(name, name[:1].upper()), seconds, ROLES.get(name, "other"))
+        BarPart(name, LETTERS.get(name, name[:1].upper()), seconds, ROLES.get(name, "other"))
         for name, seconds in step.phases_s.items()
         if 0 < seconds < math.inf
     ]
     rest = step.step_s - sum(part.value for part in parts)
     if rest > 0.005 * step.step_s:
-        parts.append(Part("other", LETTERS["other"], rest, "other"))
+        parts.append(BarPart("other", LETTERS["other"], rest, "other"))
     return parts
 
 

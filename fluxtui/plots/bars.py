@@ -15,7 +15,7 @@ NOTE_CELLS = 13
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPart:
     """A share of a whole. The letter stands in for the label where that does not fit."""
 
     label: str
@@ -74,7 +74,7 @@ def cells_of(values: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def partition(parts: Sequence[Part], width: int) -> Line:
+def partition(parts: Sequence[BarPart], width: int) -> Line:
     """Draw a bar cut in proportion, with each part's label (or letter) inside it."""
     spans: list[Span] = []
     for part, cells in zip(parts, cells_of([p.value for p in parts], width), strict=True):

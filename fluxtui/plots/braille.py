@@ -32,7 +32,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PlotWindow:
     """The part of the plane that the chart shows. With `log` the y values are positive."""
 
     x_low: float
@@ -63,7 +63,7 @@ class Window:
 class Canvas:
     """Dots in `width` x `height` cells; later series win a cell's role."""
 
-    def __init__(self, width: int, height: int, window: Window) -> None:
+    def __init__(self, width: int, height: int, window: PlotWindow) -> None:
         self.width, self.height, self.window = width, height, window
         self._dots = bytearray(width * height)  # of each cell, row by row
         self._roles = ["text"] * (width * height)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fluxtui.plots.bars import LEVELS
-from fluxtui.plots.braille import Window
+from fluxtui.plots.braille import PlotWindow
 from fluxtui.plots.timeline import AXIS_CELLS, ages, axis_labels
 from fluxtui.state.history import drawable
 from fluxtui.widgets.spans import Line, Span
@@ -43,7 +43,7 @@ def stacked(
     top = max([sum(column) for column in columns], default=0.0)
     top = max(top, mark or 0.0) * 1.05 or 1.0
     marked = None if mark is None else rows - 1 - min(rows - 1, int(mark / top * rows))
-    labels = axis_labels(Window(min(times), max(times), 0.0, top), rows, write, 1024.0)
+    labels = axis_labels(PlotWindow(min(times), max(times), 0.0, top), rows, write, 1024.0)
     lines: list[Line] = []
     for row in range(rows):
         cells = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fluxtrain.units import duration_text
-from fluxtui.plots.braille import Canvas, Series, Window, rounded_ticks
+from fluxtui.plots.braille import Canvas, PlotWindow, Series, rounded_ticks
 from fluxtui.state.history import drawable
 from fluxtui.widgets.spans import Line, fitted
 
@@ -44,7 +44,7 @@ def timeline(
     known = [value for track in tracks for value in track.values if value is not None]
     mark = mark if drawable(mark) else None
     top = max([*known, mark or 0.0], default=0.0) * 1.05 or 1.0
-    window = Window(times[0], times[-1], 0.0, top)
+    window = PlotWindow(times[0], times[-1], 0.0, top)
     canvas = Canvas(width - AXIS_CELLS - 1, height - 1, window)
     if mark is not None:
         span = times[-1] - times[0]
@@ -82,7 +82,7 @@ def _letters(canvas: Canvas, times: Sequence[float], tracks: Sequence[Track]) ->
 
 
 def axis_labels(
-    window: Window, rows: int, write: Callable[[float | None], str], thousand: float
+    window: PlotWindow, rows: int, write: Callable[[float | None], str], thousand: float
 ) -> dict[int, str]:
     """Round values by the row that they stand at; `thousand` is 1024 for bytes."""
     unit = 1.0

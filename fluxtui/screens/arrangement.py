@@ -35,14 +35,14 @@ class Rect(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PanelPlace:
     """The place of a panel and its frame."""
 
     rect: Rect
     frame: Frame
 
 
-Arrangement = Mapping[str, Place]
+Arrangement = Mapping[str, PanelPlace]
 
 
 def too_small(width: int, height: int) -> bool:
@@ -87,21 +87,21 @@ def _compact(width: int, height: int, cards: int, second: str) -> Arrangement:
     copies, machine, foot = 2 * (second == "moves"), int(is_whole), 2 * is_whole
     middle = height - (2 + 1 + lines + blocks + copies + machine + foot + bool(second))
     y = 0
-    places: dict[str, Place] = {}
+    places: dict[str, PanelPlace] = {}
     for name, rows, frame in (
         ("progress", 2, "bare"), (memory, 1 + lines, "rule"), ("residency", blocks, "rule"),
         ("bus", copies, "rule"), ("machine", machine, "bare"),
     ):  # fmt: skip
         if rows:
-            places[name] = Place(Rect(0, y, width, rows), frame)  # type: ignore[arg-type]
+            places[name] = PanelPlace(Rect(0, y, width, rows), frame)  # type: ignore[arg-type]
         y += rows
-    places["loss"] = Place(Rect(0, y, left, middle), "rule")
-    places[second or "log"] = Place(Rect(left + 1, y, width - left - 1, middle), "rule")
+    places["loss"] = PanelPlace(Rect(0, y, left, middle), "rule")
+    places[second or "log"] = PanelPlace(Rect(left + 1, y, width - left - 1, middle), "rule")
     y += middle
     if foot:
-        places["step"] = Place(Rect(0, y, width, foot), "rule")
+        places["step"] = PanelPlace(Rect(0, y, width, foot), "rule")
     if second:
-        places["log"] = Place(Rect(0, y + foot, width, 1), "bare")
+        places["log"] = PanelPlace(Rect(0, y + foot, width, 1), "bare")
     return places
 
 
@@ -122,15 +122,15 @@ def _two_columns(width: int, height: int, cards: int, second: str) -> Arrangemen
     machine = high - bus
     log = left if second else 0
     return {
-        "progress": Place(Rect(0, 0, width, 4), "box"),
-        memory: Place(Rect(0, 4, width, first), "box"),
-        "residency": Place(Rect(0, 4 + first, width, blocks), "box"),
-        "loss": Place(Rect(0, y, left, high), "box"),
-        **({"bus": Place(Rect(left, y, right, bus), "box")} if bus else {}),
-        "machine": Place(Rect(left, y + bus, right, machine), "box"),
-        **({second: Place(Rect(0, y + high, left, low), "box")} if second else {}),
-        "log": Place(Rect(log, y + high, width - log, low), "box"),
-        foot: Place(Rect(0, height - rows, width, rows), "box"),
+        "progress": PanelPlace(Rect(0, 0, width, 4), "box"),
+        memory: PanelPlace(Rect(0, 4, width, first), "box"),
+        "residency": PanelPlace(Rect(0, 4 + first, width, blocks), "box"),
+        "loss": PanelPlace(Rect(0, y, left, high), "box"),
+        **({"bus": PanelPlace(Rect(left, y, right, bus), "box")} if bus else {}),
+        "machine": PanelPlace(Rect(left, y + bus, right, machine), "box"),
+        **({second: PanelPlace(Rect(0, y + high, left, low), "box")} if second else {}),
+        "log": PanelPlace(Rect(log, y + high, width - log, low), "box"),
+        foot: PanelPlace(Rect(0, height - rows, width, rows), "box"),
     }
 
 
@@ -154,16 +154,16 @@ def _three_columns(width: int, height: int, cards: int, second: str) -> Arrangem
     third = left * 55 // 100 if second else 0
     bus = high // 2 if second == "moves" else 0
     return {
-        "progress": Place(Rect(0, 0, width, 4), "box"),
-        memory: Place(Rect(0, 4, width, first), "box"),
-        "residency": Place(Rect(0, 4 + first, left, blocks), "box"),
-        "machine": Place(Rect(left, 4 + first, right, blocks), "box"),
-        "loss": Place(Rect(0, y, left, high), "box"),
-        **({"bus": Place(Rect(left, y, right, bus), "box")} if bus else {}),
-        "advice": Place(Rect(left, y + bus, right, high - bus), "box"),
-        **({second: Place(Rect(0, y + high, third, low), "box")} if second else {}),
-        "log": Place(Rect(third, y + high, width - third, low), "box"),
-        foot: Place(Rect(0, height - rows, width, rows), "box"),
+        "progress": PanelPlace(Rect(0, 0, width, 4), "box"),
+        memory: PanelPlace(Rect(0, 4, width, first), "box"),
+        "residency": PanelPlace(Rect(0, 4 + first, left, blocks), "box"),
+        "machine": PanelPlace(Rect(left, 4 + first, right, blocks), "box"),
+        "loss": PanelPlace(Rect(0, y, left, high), "box"),
+        **({"bus": PanelPlace(Rect(left, y, right, bus), "box")} if bus else {}),
+        "advice": PanelPlace(Rect(left, y + bus, right, high - bus), "box"),
+        **({second: PanelPlace(Rect(0, y + high, third, low), "box")} if second else {}),
+        "log": PanelPlace(Rect(third, y + high, width - third, low), "box"),
+        foot: PanelPlace(Rect(0, height - rows, width, rows), "box"),
     }
 
 
@@ -180,13 +180,13 @@ def memory(width: int, height: int, *, cards: int = 1) -> Arrangement:
     middle = height - first - last
     table = CATEGORY_ROWS if middle >= CATEGORY_ROWS + BLOCK_ROWS else 0
     places = {
-        "memory" if cards == 1 else "card_memory": Place(Rect(0, 0, width, first), "box"),
-        "memory_history": Place(Rect(0, first, left, middle), "box"),
-        "block": Place(Rect(left, first + table, right, middle - table), "box"),
-        "residency": Place(Rect(0, first + middle, width, last), "box"),
+        "memory" if cards == 1 else "card_memory": PanelPlace(Rect(0, 0, width, first), "box"),
+        "memory_history": PanelPlace(Rect(0, first, left, middle), "box"),
+        "block": PanelPlace(Rect(left, first + table, right, middle - table), "box"),
+        "residency": PanelPlace(Rect(0, first + middle, width, last), "box"),
     }
     if table:
-        places["categories"] = Place(Rect(left, first, right, table), "box")
+        places["categories"] = PanelPlace(Rect(left, first, right, table), "box")
     return places
 
 
@@ -200,13 +200,13 @@ def transfer(width: int, height: int, *, cards: int = 1) -> Arrangement:
     low = (height - middle) // 2 if height >= STEPS_FROM_ROWS else 0
     high = height - middle - low
     places = {
-        "rates": Place(Rect(0, 0, left, high), "box"),
-        "stalls": Place(Rect(left, 0, width - left, high), "box"),
-        "lanes": Place(Rect(0, high, width, middle), "box"),
+        "rates": PanelPlace(Rect(0, 0, left, high), "box"),
+        "stalls": PanelPlace(Rect(left, 0, width - left, high), "box"),
+        "lanes": PanelPlace(Rect(0, high, width, middle), "box"),
     }
     if low:
-        places["recent_steps"] = Place(Rect(0, high + middle, left, low), "box")
-        places["moves"] = Place(Rect(left, high + middle, width - left, low), "box")
+        places["recent_steps"] = PanelPlace(Rect(0, high + middle, left, low), "box")
+        places["moves"] = PanelPlace(Rect(left, high + middle, width - left, low), "box")
     return places
 
 
@@ -218,19 +218,19 @@ def loss(width: int, height: int, *, samples: bool = False) -> Arrangement:
     low = 9 if height >= SMALL_CHARTS_FROM_ROWS else 0
     chart = height - READOUT_ROWS - low
     places = {
-        "loss": Place(Rect(0, 0, width, chart), "box"),
-        "readout": Place(Rect(0, chart, width, READOUT_ROWS), "box"),
+        "loss": PanelPlace(Rect(0, 0, width, chart), "box"),
+        "readout": PanelPlace(Rect(0, chart, width, READOUT_ROWS), "box"),
     }
     if samples and width >= BOXED[0]:
         left = width * 58 // 100
-        places["loss"] = Place(Rect(0, 0, left, chart), "box")
-        places["samples"] = Place(Rect(left, 0, width - left, chart), "box")
+        places["loss"] = PanelPlace(Rect(0, 0, left, chart), "box")
+        places["samples"] = PanelPlace(Rect(left, 0, width - left, chart), "box")
     elif samples:
         rows = max(4, chart * 2 // 5)
-        places["loss"] = Place(Rect(0, 0, width, chart - rows), "box")
-        places["samples"] = Place(Rect(0, chart - rows, width, rows), "box")
+        places["loss"] = PanelPlace(Rect(0, 0, width, chart - rows), "box")
+        places["samples"] = PanelPlace(Rect(0, chart - rows, width, rows), "box")
     if low:
         half = width // 2
-        places["grad_norm"] = Place(Rect(0, height - low, half, low), "box")
-        places["learning_rate"] = Place(Rect(half, height - low, width - half, low), "box")
+        places["grad_norm"] = PanelPlace(Rect(0, height - low, half, low), "box")
+        places["learning_rate"] = PanelPlace(Rect(half, height - low, width - half, low), "box")
     return places

@@ -19,7 +19,7 @@ from fluxtui.state.log_lines import HeldLog, LogFilter
 from fluxtui.state.run import LogLine
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
-from fluxtui.widgets.entry import Entry
+from fluxtui.widgets.entry import PrintableInput
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit
@@ -47,7 +47,9 @@ class LogScreen(RunScreen):
     def compose_body(self) -> ComposeResult:
         yield Lines(id="summary", classes="chrome")
         yield ScrollingLines(id="body")
-        yield Entry(placeholder="words, a level (warning) or a kind (checkpoint)", id="wanted")
+        yield PrintableInput(
+            placeholder="words, a level (warning) or a kind (checkpoint)", id="wanted"
+        )
 
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)

@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import Panel
-from fluxtui.screens.arrangement import Arrangement, Frame, Place, Rect
+from fluxtui.screens.arrangement import Arrangement, Frame, PanelPlace, Rect
 from fluxtui.screens.run_actions import run_name, save
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.view import View
@@ -117,7 +117,7 @@ class PanelGrid(Ground):
     def places(self, size: Size) -> Arrangement:
         """Return the places of the panels at this size."""
         if self.maximised is not None:
-            return {self.maximised: Place(Rect(0, 0, size.width, size.height), "box")}
+            return {self.maximised: PanelPlace(Rect(0, 0, size.width, size.height), "box")}
         return self._arrange(size.width, size.height)
 
     @property
@@ -147,7 +147,7 @@ class PanelScreen(RunScreen):
     cards, on_gpu, samples = 1, True, False  # of the run: others make other places
 
     def place_anew(self) -> None:
-        """Place the panels anew, and draw them there."""
+        """PanelPlace the panels anew, and draw them there."""
         self.query_one(PanelGrid).children[0].refresh(layout=True)  # a child's: the grid follows
         self.call_after_refresh(self.draw)
 

@@ -19,7 +19,7 @@ from fluxtui.panels.trials import asked_line, no_advice, trial_line, why_not
 from fluxtui.screens.run_actions import apply_advice, send
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.changes import ranked
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.scrolling import ScrollingLines
@@ -136,7 +136,7 @@ def _name(text: str) -> Line:
     return ((f"  {text:<{NAME_CELLS}}", "text"),)
 
 
-def _facts(state: RunState, planned: Planned) -> list[Line]:
+def _facts(state: FoldedRun, planned: Planned) -> list[Line]:
     now = state.changes.now
     ahead = max(0, planned.slots - 1)
     pairs = (
@@ -193,7 +193,7 @@ def _value(planned: str, changed: int | None) -> Line:
     return ((str(changed), "strong"), (f"  planned {planned}", "dim"))
 
 
-def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
+def _comparison(state: FoldedRun, planned: Planned, width: int) -> list[Line]:
     """Peaks and the median step against the plan; final once the run has compared them itself."""
     memory = state.memory
     found = {
@@ -231,7 +231,7 @@ def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
     return lines + _indented("; ".join(note for note in notes if note), width)
 
 
-def _steady_step_s(state: RunState) -> float | None:
+def _steady_step_s(state: FoldedRun) -> float | None:
     """Return the median of this process's last steps, leaving out those after a start or change."""
     began = state.hello.first_step if state.hello else 0
     warming = max(began, state.changes.last_step) + WARMING_STEPS

@@ -19,16 +19,18 @@ from fluxtrain.events.answers.answers import Answer, EvaluationAnswer, ExportAns
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine
 from fluxtrain.events.printable import printable
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, loss_text, number_text
-from fluxtui.answers.questions import Option
+from fluxtui.answers.questions import ListOption
 from fluxtui.screens.dialogs import DIALOG_CSS
 from fluxtui.wizard.steps.path_entry import PathEntry
 from fluxtui.wizard.steps.widgets import ChoiceList
 
 Row = tuple[str, str]
-WHOLE = (Option("model", "Model", "the weights of its newest checkpoint, in Hugging Face format"),)
+WHOLE = (
+    ListOption("model", "Model", "the weights of its newest checkpoint, in Hugging Face format"),
+)
 ADAPTERS = (
-    Option("merged", "Merge", "the base with the adapter in its weights: a complete model"),
-    Option("adapter", "Adapter", "the adapter alone, in peft's format"),
+    ListOption("merged", "Merge", "the base with the adapter in its weights: a complete model"),
+    ListOption("adapter", "Adapter", "the adapter alone, in peft's format"),
 )
 
 

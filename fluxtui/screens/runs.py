@@ -36,7 +36,7 @@ from fluxtui.sources.trust import TRUST, trusts_code
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
-from fluxtui.widgets.entry import Entry
+from fluxtui.widgets.entry import PrintableInput
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
@@ -84,7 +84,9 @@ class RunsScreen(RunScreen):
         yield ScrollingLines(id="body", cursor=True)
         yield Lines(id="detail")
         yield Lines(id="machine", classes="chrome")
-        yield Entry(placeholder="words of the state, name, model or path; !word: not", id="wanted")
+        yield PrintableInput(
+            placeholder="words of the state, name, model or path; !word: not", id="wanted"
+        )
 
     def on_mount(self) -> None:
         self.look_again()
@@ -194,7 +196,7 @@ class RunsScreen(RunScreen):
 
     def action_filter_runs(self) -> None:
         """Let the user type words; Enter keeps them, Escape shows all runs."""
-        field = self.query_one("#wanted", Entry)
+        field = self.query_one("#wanted", PrintableInput)
         field.add_class("-open")
         field.focus()
 
@@ -216,12 +218,12 @@ class RunsScreen(RunScreen):
 
     def key_escape(self) -> None:
         """Show all runs."""
-        self.query_one("#wanted", Entry).value = ""
+        self.query_one("#wanted", PrintableInput).value = ""
         self._close_filter()
 
     def _close_filter(self) -> None:
         if not self.order.words:
-            self.query_one("#wanted", Entry).remove_class("-open")
+            self.query_one("#wanted", PrintableInput).remove_class("-open")
         self.query_one("#body").focus()
         self.call_after_refresh(self.draw)
 

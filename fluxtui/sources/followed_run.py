@@ -14,7 +14,7 @@ from textual.message import Message
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.events.trace.ring import RingReader
 from fluxtui.sources.source import RunSource
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.timeline import Timeline
 
@@ -24,7 +24,7 @@ class News:
     """The present state of a run; newer news replace older ones."""
 
     source: RunSource
-    state: RunState
+    state: FoldedRun
     link: Link
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -39,13 +39,13 @@ def follow(
 
     Runs in a thread of its own; the fold is pure, so the state may be read while the next is made.
     """
-    state = RunState()
+    state = FoldedRun()
     timeline = Timeline()
     ring = RingReader(RunDir(source.run_dir).timeline) if source.run_dir is not None else None
     said_s, heard_s = float("-inf"), time.monotonic()
     while not stop.is_set():
         batch = source.poll()
-        state = (RunState() if batch.restarted else state).after_all(batch.events)
+        state = (FoldedRun() if batch.restarted else state).after_all(batch.events)
         now_s = time.monotonic()
         heard_s = now_s if batch.events else heard_s
         if now_s - said_s >= period_s():

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from fluxtrain.events.printable import printable
-from fluxtui.state.machine_sample import GpuProcess, GpuSample
+from fluxtui.state.machine_sample import GpuSample, GpuUser
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h). Idle (0x1), clocks that the user set
 # (0x2, 0x100) and sync boost (0x10) are no throttling.
@@ -87,7 +87,7 @@ class _Card:
             bits = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if bits is None else throttling(int(bits))
 
-    def _processes(self, trainer_pid: int | None) -> tuple[GpuProcess, ...] | None:
+    def _processes(self, trainer_pid: int | None) -> tuple[GpuUser, ...] | None:
         computing = self._asked("nvmlDeviceGetComputeRunningProcesses")
         drawing = self._asked("nvmlDeviceGetGraphicsRunningProcesses")
         if computing is None and drawing is None:
@@ -118,7 +118,7 @@ def throttling(bits: int) -> tuple[str, ...]:
 
 def processes_of(
     found: Iterable[Any], trainer_pid: int | None, name: Callable[[int], str]
-) -> tuple[GpuProcess, ...]:
+) -> tuple[GpuUser, ...]:
     """NVML's entries, one a process, the largest first."""
     by_pid: dict[int, int | None] = {}
     for one in found:
@@ -126,9 +126,7 @@ def processes_of(
         by_pid[one.pid] = max(by_pid.get(one.pid) or 0, used) if used is not None else None
     ordered = sorted(by_pid.items(), key=lambda item: -(item[1] or 0))
     return tuple(
-        GpuProcess(
-            pid=pid, name=name(pid), memory_bytes=used or None, is_trainer=pid == trainer_pid
-        )
+        GpuUser(pid=pid, name=name(pid), memory_bytes=used or None, is_trainer=pid == trainer_pid)
         for pid, used in ordered
     )
 

@@ -14,7 +14,7 @@ from fluxtrain.events.printable import printable
 from fluxtrain.events.reader import JournalFollower, PipeReader, SchemaTooNew
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.files.atomic import read_json
-from fluxtui.sources.source import Batch
+from fluxtui.sources.source import EventBatch
 from fluxtui.state.status import Link, Process
 
 LIVENESS_PERIOD_S = 1.0
@@ -48,7 +48,7 @@ class JournalSource:
     def controllable(self) -> bool:
         return True
 
-    def poll(self) -> Batch:
+    def poll(self) -> EventBatch:
         """Return new events; an unreadable journal raises nothing, the link has the reason."""
         problem: str | None = None
         events: list[AnyEvent] = []
@@ -73,7 +73,7 @@ class JournalSource:
             events = [event for event in events if not isinstance(event, Gauge)]
             events += [event for event in self._pipe.poll() if isinstance(event, Gauge)]
         self._look_after_the_process()
-        return Batch(events, self._link(problem), restarted, many)
+        return EventBatch(events, self._link(problem), restarted, many)
 
     def close(self) -> None:
         """Stop reading the pipe; the trainer continues."""

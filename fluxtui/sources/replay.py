@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from fluxtrain.events.events import AnyEvent
 from fluxtrain.events.printable import printable
 from fluxtrain.events.reader import JournalFollower, SchemaTooNew
-from fluxtui.sources.source import Batch
+from fluxtui.sources.source import EventBatch
 from fluxtui.state.status import Link
 from fluxtui.state.steady import SteadyClock
 
@@ -57,7 +57,7 @@ class ReplaySource:
     def controllable(self) -> bool:
         return False
 
-    def poll(self) -> Batch:
+    def poll(self) -> EventBatch:
         """Return the events that are due."""
         if self._started_s is None:
             self._read()
@@ -68,7 +68,7 @@ class ReplaySource:
             self._next += 1
         whole = self.over and self._until_share is None
         link = Link(run_dir=self._path.parent, replay=True, over=whole, problem=self._problem)
-        return Batch(self._events[start : self._next], link, more=self._next == limit > start)
+        return EventBatch(self._events[start : self._next], link, more=self._next == limit > start)
 
     def close(self) -> None:
         """Do nothing, as nothing is open."""

@@ -12,7 +12,7 @@ from fluxtui.state.status import Link
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """The events since the last call, in order."""
 
     events: Sequence[AnyEvent]
@@ -32,7 +32,7 @@ class RunSource(Protocol):
     def controllable(self) -> bool:
         """Return whether commands can be sent to it."""
 
-    def poll(self) -> Batch:
+    def poll(self) -> EventBatch:
         """Return the news since the last call."""
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuProcess:
+class GpuUser:
     """A process that holds memory of the GPU."""
 
     pid: int
@@ -31,7 +31,7 @@ class GpuSample:
     clock_limit_mhz: int | None = None
     memory_clock_mhz: int | None = None
     throttled_by: tuple[str, ...] | None = None  # () is at full speed
-    processes: tuple[GpuProcess, ...] | None = None
+    processes: tuple[GpuUser, ...] | None = None
 
     @property
     def has_trainer(self) -> bool:
@@ -39,7 +39,7 @@ class GpuSample:
         return any(one.is_trainer for one in self.processes or ())
 
     @property
-    def others(self) -> tuple[GpuProcess, ...]:
+    def others(self) -> tuple[GpuUser, ...]:
         """Return the processes other than the trainer."""
         return tuple(one for one in self.processes or () if not one.is_trainer)
 

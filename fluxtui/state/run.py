@@ -1,4 +1,4 @@
-"""`RunState`: everything known about a run, folded from its events one by one."""
+"""`FoldedRun`: everything known about a run, folded from its events one by one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _curve() -> Curve:
     return Curve()
 
 
-class RunState(msgspec.Struct, frozen=True, kw_only=True):
+class FoldedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The run as its events tell it. `after` gives the next state and changes nothing."""
 
     hello: ev.Hello | None = None
@@ -94,7 +94,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     clock: SteadyClock = SteadyClock()  # of the newest process: all times are by it
     set_by_s: float = 0.0  # how much the wall clock was set since that process began
 
-    def after(self, event: ev.AnyEvent) -> RunState:
+    def after(self, event: ev.AnyEvent) -> FoldedRun:
         """Return the state after `event`."""
         if not abs(event.wall_s) < LATEST_WALL_S:
             event = replace(event, wall_s=self.last_wall_s or 0.0)
@@ -112,7 +112,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             last_wall_s=max(self.last_wall_s or 0.0, event.wall_s),
         )  # fmt: skip
 
-    def after_all(self, batch: Iterable[ev.AnyEvent]) -> RunState:
+    def after_all(self, batch: Iterable[ev.AnyEvent]) -> FoldedRun:
         """Return the state after each event of `batch` in turn."""
         state = self
         for event in batch:
@@ -145,12 +145,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return (last.value - first.value) / spent * 60.0 if spent > 0 else None
 
 
-def _logged(state: RunState, event: ev.Event, level: Level, kind: str, text: str) -> RunState:
+def _logged(state: FoldedRun, event: ev.Event, level: Level, kind: str, text: str) -> FoldedRun:
     wall_s = event.wall_s + state.set_by_s  # as the clock on the wall told it
     return replace(state, log=state.log.appended(LogLine(wall_s, level, kind, text)))
 
 
-def _rewound(state: RunState, step: int) -> RunState:
+def _rewound(state: FoldedRun, step: int) -> FoldedRun:
     """Drop what came after `step`: a resumed process does those steps again."""
     evaluations: History[tuple[int, float]] = History(state.evaluations.limit)
     for pair in state.evaluations:
@@ -173,7 +173,7 @@ def _rewound(state: RunState, step: int) -> RunState:
     )
 
 
-def _after_hello(state: RunState, event: ev.Hello) -> RunState:
+def _after_hello(state: FoldedRun, event: ev.Hello) -> FoldedRun:
     """Begin new samples for a new process. A process says hello again once it has read model and
     checkpoint."""
     known = state.hello
@@ -210,7 +210,7 @@ def _after_hello(state: RunState, event: ev.Hello) -> RunState:
     return _logged(state, event, "info", "phase", f"{how}: {text}")
 
 
-def _after_planned(state: RunState, event: ev.Planned) -> RunState:
+def _after_planned(state: FoldedRun, event: ev.Planned) -> FoldedRun:
     text = (
         f"planned: offload {event.offload}, batch of {counted(event.batch_rows, 'row')} "
         f"in chunks of {event.chunk_rows}"
@@ -220,12 +220,12 @@ def _after_planned(state: RunState, event: ev.Planned) -> RunState:
     return _logged(replace(state, planned=planned), event, "info", "phase", text)
 
 
-def _after_phase(state: RunState, event: ev.PhaseChanged) -> RunState:
+def _after_phase(state: FoldedRun, event: ev.PhaseChanged) -> FoldedRun:
     text = f"{event.phase}: {event.detail}" if event.detail else event.phase
     return _logged(replace(state, phase=event), event, "info", "phase", text)
 
 
-def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
+def _after_step(state: FoldedRun, event: ev.StepFinished) -> FoldedRun:
     newest = state.steps.newest
     if newest is not None and newest.step >= event.step:
         state = _rewound(state, event.step - 1)
@@ -243,15 +243,15 @@ def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
     )
 
 
-def _after_memory(state: RunState, event: ev.MemorySampled) -> RunState:
+def _after_memory(state: FoldedRun, event: ev.MemorySampled) -> FoldedRun:
     return replace(state, memory=event, memories=spaced(state.memories, event))
 
 
-def _after_traffic(state: RunState, event: ev.TrafficSampled) -> RunState:
+def _after_traffic(state: FoldedRun, event: ev.TrafficSampled) -> FoldedRun:
     return replace(state, traffic=event, traffics=spaced(state.traffics, event))
 
 
-def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
+def _after_moves(state: FoldedRun, event: ev.MovesMade) -> FoldedRun:
     moves = state.moves
     for move in event.moves:
         moves = moves.appended(move)
@@ -260,7 +260,7 @@ def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
     return replace(state, made=event, moves=moves, move_counts=counts, moves_told=told)
 
 
-def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState:
+def _after_evaluation(state: FoldedRun, event: ev.EvaluationFinished) -> FoldedRun:
     points = state.evaluations.appended((event.step, event.loss))
     best = ", the best so far" if event.best_step == event.step else ""
     took = duration_text(event.seconds)
@@ -269,14 +269,14 @@ def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState
     return _logged(state, event, "info", "evaluation", text)
 
 
-def _after_early_stop(state: RunState, event: ev.StoppedEarly) -> RunState:
+def _after_early_stop(state: FoldedRun, event: ev.StoppedEarly) -> FoldedRun:
     text = f"stopped early after step {event.step}: {event.stale} evaluations did not improve"
     if event.best_loss is not None:
         text += f"; the best was {loss_text(event.best_loss)} at step {event.best_step}"
     return _logged(state, event, "info", "evaluation", text)
 
 
-def _after_checkpoint(state: RunState, event: ev.CheckpointWritten) -> RunState:
+def _after_checkpoint(state: FoldedRun, event: ev.CheckpointWritten) -> FoldedRun:
     text = (
         f"step {event.step}: checkpoint of {bytes_text(event.bytes)} "
         f"in {duration_text(event.seconds)}"
@@ -286,18 +286,18 @@ def _after_checkpoint(state: RunState, event: ev.CheckpointWritten) -> RunState:
     return _logged(replace(state, checkpoint=event), event, "info", "checkpoint", text)
 
 
-def _after_sample(state: RunState, event: ev.SampleGenerated) -> RunState:
+def _after_sample(state: FoldedRun, event: ev.SampleGenerated) -> FoldedRun:
     text = f"step {event.step}: {event.prompt}{event.text}".replace("\n", " ")
     state = replace(state, sample=event, samples=with_sample(state.samples, event))
     return _logged(state, event, "info", "sample", text)
 
 
-def _after_advice(state: RunState, event: ev.AdviceGiven) -> RunState:
+def _after_advice(state: FoldedRun, event: ev.AdviceGiven) -> FoldedRun:
     state = replace(state, advice=with_advice(state.advice, event), advised=True)
     return _logged(state, event, "info", "advice", event.text)
 
 
-def _after_withdrawn(state: RunState, event: ev.AdviceWithdrawn) -> RunState:
+def _after_withdrawn(state: FoldedRun, event: ev.AdviceWithdrawn) -> FoldedRun:
     return replace(state, advice=without_advice(state.advice, event.id))
 
 
@@ -315,7 +315,7 @@ def _as_changed(planned: ev.Planned | None, change: ev.ChangeApplied) -> ev.Plan
     )
 
 
-def _after_change(state: RunState, event: ev.ChangeApplied) -> RunState:
+def _after_change(state: FoldedRun, event: ev.ChangeApplied) -> FoldedRun:
     reason = {"advice": "as advised", "undo": "undone", "wrong": "undone, it gave too little",
               "memory": "device memory ran out"}.get(event.why, "as asked")  # fmt: skip
     where = "" if event.card is None else f" on card {event.card}"
@@ -326,13 +326,13 @@ def _after_change(state: RunState, event: ev.ChangeApplied) -> RunState:
     return _logged(state, event, "info", "change", text)
 
 
-def _after_refusal(state: RunState, event: ev.ChangeRefused) -> RunState:
+def _after_refusal(state: FoldedRun, event: ev.ChangeRefused) -> FoldedRun:
     text = f"after step {event.step}: {event.name}={event.value} was not made: {event.because}"
     state = replace(state, changes=state.changes.not_made(event))
     return _logged(state, event, "warning", "change", text)
 
 
-def _after_measured(state: RunState, event: ev.ChangeMeasured) -> RunState:
+def _after_measured(state: FoldedRun, event: ev.ChangeMeasured) -> FoldedRun:
     found = event.measured_gain
     gain = "too few steps to tell" if found is None else speed_text(found)
     promised = "" if event.predicted_gain is None else f", {event.predicted_gain:+.1%} predicted"
@@ -341,30 +341,30 @@ def _after_measured(state: RunState, event: ev.ChangeMeasured) -> RunState:
     return _logged(state, event, "warning" if event.verdict == "wrong" else "info", "change", text)
 
 
-def _after_log(state: RunState, event: ev.LogWritten) -> RunState:
+def _after_log(state: FoldedRun, event: ev.LogWritten) -> FoldedRun:
     return _logged(state, event, event.level, "log", event.text)
 
 
-def _after_command(state: RunState, event: ev.CommandAnswered) -> RunState:
+def _after_command(state: FoldedRun, event: ev.CommandAnswered) -> FoldedRun:
     level: Level = "info" if event.ok else "warning"
     text = f"{event.command}: {event.message}"
     state = replace(state, answer=event, changes=state.changes.answered(event))
     return _logged(state, event, level, "command", text)
 
 
-def _after_failed(state: RunState, event: ev.Failed) -> RunState:
+def _after_failed(state: FoldedRun, event: ev.Failed) -> FoldedRun:
     text = f"{event.kind}: {event.message}"
     return _logged(replace(state, failed=event), event, "error", "failed", text)
 
 
-def _after_done(state: RunState, event: ev.Done) -> RunState:
+def _after_done(state: FoldedRun, event: ev.Done) -> FoldedRun:
     ended = state_of_exit(event.exit_code)
     text = f"{ended} after step {event.step} in {duration_text(event.seconds)}"
     level: Level = "info" if ended in ("finished", "stopped") else "warning"
     return _logged(replace(state, done=event), event, level, "done", text)
 
 
-_FOLDS: dict[type[Any], Callable[[RunState, Any], RunState]] = {
+_FOLDS: dict[type[Any], Callable[[FoldedRun, Any], FoldedRun]] = {
     ev.Hello: _after_hello,
     ev.Planned: _after_planned,
     ev.PhaseChanged: _after_phase,

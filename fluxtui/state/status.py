@@ -11,7 +11,7 @@ from fluxtrain.events.run_folder.states import RunState as RunDirState
 from fluxtrain.events.run_folder.states import state_of_exit, state_word
 from fluxtrain.events.typed import typed_line
 from fluxtrain.units import duration_text
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 
 Process = Literal["alive", "dead", "unknown"]
 Kind = Literal[
@@ -50,7 +50,7 @@ class Status:
         return self.kind in ENDED
 
 
-def status_of(state: RunState, link: Link, now_s: float) -> Status:
+def status_of(state: FoldedRun, link: Link, now_s: float) -> Status:
     """Return the status of the run at `now_s` (Unix time)."""
     if link.problem is not None:
         return Status("unreadable", "UNREADABLE", link.problem)
@@ -77,7 +77,7 @@ def _in_state(kind: Kind, detail: str = "") -> Status:
     return Status(kind, kind.upper(), detail)
 
 
-def _gone(state: RunState, link: Link) -> Status | None:
+def _gone(state: FoldedRun, link: Link) -> Status | None:
     """Return the status of a run whose events stopped without an end."""
     step = state.step.step if state.step else 0
     if link.over:
@@ -92,7 +92,7 @@ def _gone(state: RunState, link: Link) -> Status | None:
     return _in_state("dead", told)
 
 
-def _ended(state: RunState, link: Link) -> Status | None:
+def _ended(state: FoldedRun, link: Link) -> Status | None:
     """Return the status by the run's own last event, if it ended."""
     if state.failed is not None:
         word: RunDirState = "refused" if state.failed.refused else "failed"

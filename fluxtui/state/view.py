@@ -10,7 +10,7 @@ from typing import TypeVar
 from fluxtrain.events.events import Event
 from fluxtui.state.freshness import age_s, fresh, limit_s
 from fluxtui.state.machine_sample import MachineSample
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link, Status, status_of
 from fluxtui.state.timeline import Timeline
 
@@ -36,14 +36,14 @@ class ComparedRun:
     """Another run whose curves are drawn beside this one's."""
 
     name: str
-    state: RunState
+    state: FoldedRun
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """One moment of one run, as the screens draw it."""
 
-    state: RunState = field(default_factory=RunState)
+    state: FoldedRun = field(default_factory=FoldedRun)
     link: Link = field(default_factory=Link)
     machine_sample: MachineSample | None = None
     wall_s: float = 0.0  # the clock on the wall

@@ -9,7 +9,7 @@ from textual.widgets import Input
 from fluxtrain.events.printable import printable
 
 
-class Entry(Input):
+class PrintableInput(Input):
     """Textual's field; paths from files, suggestions and pastes are made printable."""
 
     def render_line(self, y: int) -> Strip:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fluxtrain.events.printable import printable_lines
-from fluxtui.answers.questions import Option
+from fluxtui.answers.questions import ListOption
 from fluxtui.wizard.steps.paths import completions
 
 Ask = Callable[[str], str]
@@ -65,7 +65,7 @@ class Dialogue:
             raise Leave
         return text
 
-    def _choose(self, options: Sequence[Option], present: str) -> str:
+    def _choose(self, options: Sequence[ListOption], present: str) -> str:
         """Let the user choose one of a numbered list."""
         ids = [option.id for option in options]
         default = ids.index(present) + 1 if present in ids else 1

@@ -24,7 +24,7 @@ from fluxtui.actions.table import ACTIONS, Action
 from fluxtui.answers import questions
 from fluxtui.answers.answers import Answers, route
 from fluxtui.answers.launching import Outcome
-from fluxtui.answers.questions import Option
+from fluxtui.answers.questions import ListOption
 from fluxtui.answers.rows import ROWS, declared
 from fluxtui.app_base import AppBase
 from fluxtui.state.machine_sample import MachineSample
@@ -46,7 +46,7 @@ from fluxtui.wizard.pages.launch import launch_page
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.method_step import MethodStep
 from fluxtui.wizard.steps.source_step import SourceStep
-from fluxtui.wizard.steps.step import LaunchStep, Step
+from fluxtui.wizard.steps.step import LaunchStep, WizardStep
 from fluxtui.wizard.steps.strategy_step import StrategyStep
 from fluxtui.wizard.steps.training_step import TrainingStep
 from fluxtui.wizard.steps.widgets import Drawn
@@ -69,7 +69,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
     WizardFrame.-short SourceStep Input, WizardFrame.-short AskingStep Input {
         height: 1; border: none; border-left: tall $secondary; margin-bottom: 0;
     }
-    WizardFrame.-short Step Input:focus { border-left: tall $accent; }
+    WizardFrame.-short WizardStep Input:focus { border-left: tall $accent; }
     WizardFrame.-short SourceStep Input.-refused { border-left: tall $error; }
     WizardFrame.-short SourceStep > ChoiceList { margin-bottom: 0; }
     WizardFrame.-short SourceStep > Drawn, WizardFrame.-short AskingStep > Drawn {
@@ -146,9 +146,9 @@ class WizardFrame(ActionScreen[Outcome | None]):
         return (self.current, self, self.app)
 
     @property
-    def current(self) -> Step:
+    def current(self) -> WizardStep:
         """The step on screen."""
-        return self.query_one(f"#{self.answers.step}", Step)
+        return self.query_one(f"#{self.answers.step}", WizardStep)
 
     @property
     def view(self) -> WizardView:
@@ -199,7 +199,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
             start, model = (self.query_one(f"#{name}", SourceStep) for name in ("start", "model"))
             start.offer("resume", [run_option(run) for run in runs_to_resume(runs)])
             start.offer("attach", [run_option(run) for run in runs_to_watch(runs)])
-            model.offer("recent", [Option(path, Path(path).name, path) for path in models])
+            model.offer("recent", [ListOption(path, Path(path).name, path) for path in models])
         self.redraw()
         await asyncio.to_thread(declared, ROWS[0])  # loads the schema for the pages to come
 

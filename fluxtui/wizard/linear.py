@@ -33,7 +33,7 @@ from fluxtui.answers.launching import (
     prepare,
     run_folder_problem,
 )
-from fluxtui.answers.questions import Option, SourceField, SourceQuestion
+from fluxtui.answers.questions import ListOption, SourceField, SourceQuestion
 from fluxtui.answers.rows import METHODS, SettingRow, StepName, default_text, read, rows_of
 from fluxtui.wizard import linear_lines
 from fluxtui.wizard.checks.answer_checks import checked, reading_options, reading_settings
@@ -223,7 +223,7 @@ class LinearWizard(Dialogue):
         if cards:
             self._say("Which strategy, from fast to fit?")
             names = [stop for stop in DIAL if stop == "auto" or stop in {c.name for c in cards}]
-            dial = self._choose([Option(n, n, "") for n in names], self.view.answers.dial)
+            dial = self._choose([ListOption(n, n, "") for n in names], self.view.answers.dial)
             self._answer(dial=dial, dial_settings=dial_settings(cards, dial))
         self._settings("strategy", "Where the bytes live")
         self._plan()
@@ -284,10 +284,10 @@ class LinearWizard(Dialogue):
             return
         self._answer(**{field.name: self._choose(options, present)})
 
-    def _listed(self, name: str) -> list[Option]:
+    def _listed(self, name: str) -> list[ListOption]:
         runs = list(self.view.runs)
         if name == "model_recent":
-            return [Option(path, Path(path).name, path) for path in recent_models(runs)]
+            return [ListOption(path, Path(path).name, path) for path in recent_models(runs)]
         offered = runs_to_resume(runs) if name == "resume_run" else runs_to_watch(runs)
         return [run_option(run) for run in offered]
 

@@ -28,7 +28,7 @@ from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.launch import config_text
 from fluxtui.wizard.steps.asking_step import AskingStep
 from fluxtui.wizard.steps.source_step import SourceStep
-from fluxtui.wizard.steps.step import Answered, Wished
+from fluxtui.wizard.steps.step import AnswersChanged, Wished
 from fluxtui.wizard.steps.widgets import Drawn
 
 
@@ -237,8 +237,8 @@ class WizardScreen(WizardFrame):
 
     # --- answers ------------------------------------------------------------------------------
 
-    @on(Answered)
-    def _answered(self, event: Answered) -> None:
+    @on(AnswersChanged)
+    def _answered(self, event: AnswersChanged) -> None:
         answers = with_changes(self.answers, event.changes)
         if event.page not in (None, self.answers.step):  # a key went on before this was heard
             if answers != self.answers and self.is_current and not self._launching:
@@ -325,7 +325,7 @@ class WizardScreen(WizardFrame):
         super().heard()
         dial, cards = self.answers.dial, self.background.cards
         if dial != "auto" and not self.answers.dial_settings and dial_settings(cards, dial):
-            self.post_message(Answered({"dial_settings": dial_settings(cards, dial)}))
+            self.post_message(AnswersChanged({"dial_settings": dial_settings(cards, dial)}))
         plan = self.background.plan.state
         on_plan = self.answers.step == "strategy"
         if self.goes_on and on_plan and not plan.pending:

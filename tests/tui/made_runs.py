@@ -13,7 +13,7 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.trace.lanes import Interval, StepLanes
 from fluxtrain.events.trace.ring import RingWriter
 from fluxtui.sources.journal import JournalSource
-from fluxtui.sources.source import Batch
+from fluxtui.sources.source import EventBatch
 from fluxtui.state.status import Process
 
 GIB = 1 << 30
@@ -214,10 +214,10 @@ class Alive(JournalSource):
     def _look_after_the_process(self) -> None:
         self._process = self.process
 
-    def poll(self) -> Batch:
+    def poll(self) -> EventBatch:
         batch = super().poll()
         self._last = batch.events[-1] if batch.events else self._last
         if batch.events or self._last is None:
             return batch
         beat = ev.Heartbeat(phase="training", step=0, wall_s=self._last.wall_s)
-        return Batch([beat], batch.link, batch.restarted, batch.more)
+        return EventBatch([beat], batch.link, batch.restarted, batch.more)

@@ -19,16 +19,16 @@ from tests.tui.app_pilot import SIZE, app_on, drawn, text_of, until
 
 
 async def test_a_flood_does_not_keep_keys_waiting(run: Path, made: ModuleType) -> None:
-    from fluxtui.sources.source import Batch
+    from fluxtui.sources.source import EventBatch
     from fluxtui.state.status import Link
 
     class Flood(made.Alive):
         polls = 0
 
-        def poll(self) -> Batch:
+        def poll(self) -> EventBatch:
             self.polls += 1
             time.sleep(0.02)
-            return Batch(made.training(40)[:250], Link(process="alive"))
+            return EventBatch(made.training(40)[:250], Link(process="alive"))
 
     source = Flood(run)
     app = FluxApp(source, sample_machine=False)

@@ -20,8 +20,8 @@ from fluxtui.panels.residency import card_tiles, tiles
 from fluxtui.screens import arrangement
 from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.plan import plan_lines
-from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
-from fluxtui.state.run import RunState
+from fluxtui.state.machine_sample import GpuSample, GpuUser, MachineSample
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.timeline import Timeline
 from fluxtui.state.view import View
 from fluxtui.widgets.lines import Lines
@@ -33,7 +33,7 @@ SOME = [2, 4, 8]
 
 
 def view_of(cards: int, folder: Path | None = None) -> View:
-    state = RunState().after_all(made_cards.training(cards))
+    state = FoldedRun().after_all(made_cards.training(cards))
     timeline = Timeline()
     if folder is not None:
         made_cards.write(folder, cards)
@@ -132,7 +132,7 @@ def test_samples_that_are_too_old_leave_no_number_of_a_card() -> None:
 
 
 def test_use_is_told_only_of_the_gpu_that_the_driver_has_for_a_card() -> None:
-    trainer = (GpuProcess(pid=4242, is_trainer=True),)
+    trainer = (GpuUser(pid=4242, is_trainer=True),)
     gpus = (
         GpuSample(name="a", index=0, utilisation=0.1, processes=()),
         GpuSample(name="b", index=1, utilisation=0.91, processes=trainer),
@@ -170,7 +170,7 @@ def test_the_cards_are_named_together_where_they_are_alike(made: ModuleType) -> 
     assert replace(view, state=state).devices == "NVIDIA RTX 4090, NVIDIA L4"
     on_cpu = with_fields(view.state, hello=made.hello())
     assert replace(view, state=on_cpu).devices == "cpu as 2 cards"
-    assert View(state=RunState().after_all(made.training(2))).devices == "cpu"
+    assert View(state=FoldedRun().after_all(made.training(2))).devices == "cpu"
     assert View().devices == ""
 
 
@@ -221,7 +221,7 @@ def test_the_plan_tells_each_card_and_who_is_left_out() -> None:
 
 
 def test_a_plan_for_one_card_has_no_word_of_cards(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(5))
+    state = FoldedRun().after_all(made.training(5))
     assert "card" not in text_of(plan_lines(View(state=state), 100)).lower()
     assert isinstance(state.planned, Planned) and View(state=state).cards == 1
 

@@ -21,7 +21,7 @@ from fluxtui.panels.trials import headline, trial_line, why_not
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.changes import Changes, TriedChange, ranked
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, width_of
@@ -63,7 +63,7 @@ def view_after(made: ModuleType, *events: ev.AnyEvent, **options: Any) -> View:
     known = made.training(80)
     more = made.stamped(events, known[-1].wall_s + 0.1)
     return View(
-        state=RunState().after_all([*known, *more]),
+        state=FoldedRun().after_all([*known, *more]),
         link=Link(process="alive"),
         wall_s=known[-1].wall_s + 0.5,
         **options,
@@ -76,7 +76,7 @@ def view_after(made: ModuleType, *events: ev.AnyEvent, **options: Any) -> View:
 def test_newer_advice_about_the_same_takes_the_place_of_the_older() -> None:
     from msgspec.structs import replace
 
-    state = RunState().after_all([RESIDENT, IN_BACKWARD, replace(RESIDENT, gain_share=0.2)])
+    state = FoldedRun().after_all([RESIDENT, IN_BACKWARD, replace(RESIDENT, gain_share=0.2)])
     assert [(one.id, one.gain_share) for one in ranked(state.advice)] == [
         ("resident", 0.2), ("backward", 0.12),
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def test_a_change_goes_from_asked_to_measured() -> None:
     asked = ev.CommandAnswered(
         command="apply", ok=True, message="goes", arguments={"advice": "resident"}
     )
-    state = RunState().after(asked)
+    state = FoldedRun().after(asked)
     assert state.changes.asked is asked
     state = state.after(MADE)
     assert (state.changes.asked, state.changes.now) == (None, {"resident_blocks": 8})
@@ -102,7 +102,7 @@ def test_a_change_goes_from_asked_to_measured() -> None:
 @pytest.mark.parametrize("why", ["undo", "wrong"])
 def test_what_is_taken_back_belongs_to_its_change(why: str) -> None:
     other = ev.ChangeApplied(step=60, name="prefetch", before=2, after=4, why="asked")
-    state = RunState().after_all([other, MADE, undone(why)])
+    state = FoldedRun().after_all([other, MADE, undone(why)])
     assert [trial.undone is not None for trial in state.changes.trials] == [False, True]
     assert state.changes.now == {"prefetch": 4, "resident_blocks": 2}
 
@@ -110,21 +110,21 @@ def test_what_is_taken_back_belongs_to_its_change(why: str) -> None:
 def test_what_could_not_be_made_after_all_is_told_until_something_is_made() -> None:
     refused = ev.ChangeRefused(step=80, name="resident_blocks", value=8, because="no room")
     asked = ev.CommandAnswered(command="apply", ok=True, message="goes")
-    state = RunState().after_all([asked, refused])
+    state = FoldedRun().after_all([asked, refused])
     assert (state.changes.asked, state.changes.refused) == (None, refused)
     assert state.after(MADE).changes.refused is None
     denied = ev.CommandAnswered(command="apply", ok=False, message="no")
-    assert RunState().after(denied).changes == Changes()
+    assert FoldedRun().after(denied).changes == Changes()
 
 
 def test_a_new_process_starts_from_its_configuration(made: ModuleType) -> None:
-    state = RunState().after_all([*made.training(80), RESIDENT, MADE])
+    state = FoldedRun().after_all([*made.training(80), RESIDENT, MADE])
     state = state.after_all(made.stamped([made.hello(pid=9, first_step=40)], made.START_S + 900))
     assert (state.advice, state.changes) == ((), Changes())
 
 
 def test_changes_are_in_the_log_with_their_numbers(made: ModuleType) -> None:
-    state = RunState().after_all([MADE, measured(0.01, "wrong"), undone()])
+    state = FoldedRun().after_all([MADE, measured(0.01, "wrong"), undone()])
     told = [(entry.level, entry.text) for entry in state.log if entry.kind == "change"]
     assert told[0] == ("info", "after step 80: resident_blocks 2 -> 8, as advised")
     assert told[1] == ("warning", "resident_blocks 2 -> 8: faster by 1.0%, +8.0% predicted")
@@ -257,7 +257,7 @@ def test_the_plan_screen_says_why_nothing_can_be_applied(
 
 
 def test_a_run_that_ended_says_so(made: ModuleType) -> None:
-    state = RunState().after_all([*made.finished(), RESIDENT])
+    state = FoldedRun().after_all([*made.finished(), RESIDENT])
     assert "the run has ended (finished)" in words(*plan_lines(View(state=state), 100))
     assert headline(View(state=state), 100) == ()
 

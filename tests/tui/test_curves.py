@@ -17,7 +17,7 @@ from fluxtui.panels.chart import Trace, chart, place_of, step_at, x_range
 from fluxtui.panels.loss import pick, traces
 from fluxtui.screens.panel_screen import PanelLines
 from fluxtui.state.history import Curve
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import ChartSettings, ComparedRun, View
 from fluxtui.widgets.spans import Line
 
@@ -31,18 +31,18 @@ def drawn(view: View, panel_id: str, width: int = 100, height: int = 14) -> str:
 
 
 @pytest.fixture
-def state(made: ModuleType) -> RunState:
+def state(made: ModuleType) -> FoldedRun:
     """Eighty steps."""
-    return RunState().after_all(made.training(80))
+    return FoldedRun().after_all(made.training(80))
 
 
-def slower(made: ModuleType, steps: int = 80, tokens: int = 8192) -> RunState:
+def slower(made: ModuleType, steps: int = 80, tokens: int = 8192) -> FoldedRun:
     """A run of twice the tokens a step, whose loss is half a nat higher."""
     events: list[ev.AnyEvent] = [made.hello()]
     for number in range(1, steps + 1):
         one = made.step(number)
         events.append(replace(one, loss=one.loss + 0.5, total_tokens=tokens * number))
-    return RunState().after_all(made.stamped(events))
+    return FoldedRun().after_all(made.stamped(events))
 
 
 def line_of(values: Sequence[float]) -> Trace:
@@ -53,11 +53,11 @@ def line_of(values: Sequence[float]) -> Trace:
 
 
 def test_the_chart_starts_at_the_second_step(made: ModuleType) -> None:
-    one = RunState().after_all(made.stamped([made.hello(), made.step(1)]))
+    one = FoldedRun().after_all(made.stamped([made.hello(), made.step(1)]))
     assert "second step" in drawn(View(state=one), "loss")
 
 
-def test_the_axis_names_the_first_and_the_last_step(state: RunState) -> None:
+def test_the_axis_names_the_first_and_the_last_step(state: FoldedRun) -> None:
     axis = drawn(View(state=state), "loss").splitlines()[-1]
     assert axis.split("└")[1].startswith("1─") and axis.endswith("80")
 
@@ -79,7 +79,7 @@ def test_a_zoom_keeps_the_crosshair_inside(step: int) -> None:
     assert high - low == pytest.approx(9.9)
 
 
-def test_log_scale_and_smoothing_change_the_picture(state: RunState) -> None:
+def test_log_scale_and_smoothing_change_the_picture(state: FoldedRun) -> None:
     pictures = {
         drawn(View(state=state, chart=settings), "loss")
         for settings in (
@@ -89,7 +89,7 @@ def test_log_scale_and_smoothing_change_the_picture(state: RunState) -> None:
     assert len(pictures) == 3
 
 
-def test_evaluations_are_marked(state: RunState) -> None:
+def test_evaluations_are_marked(state: FoldedRun) -> None:
     assert drawn(View(state=state), "loss").count("×") == 2
 
 
@@ -104,7 +104,7 @@ def test_a_higher_value_is_drawn_higher() -> None:
 # --- the crosshair --------------------------------------------------------------------------------
 
 
-def test_the_crosshair_is_an_upright_line_at_its_step(state: RunState) -> None:
+def test_the_crosshair_is_an_upright_line_at_its_step(state: FoldedRun) -> None:
     plain = drawn(View(state=state), "loss")
     crossed = drawn(View(state=state, chart=ChartSettings(crosshair=40)), "loss")
     extra = [
@@ -118,7 +118,7 @@ def test_the_crosshair_is_an_upright_line_at_its_step(state: RunState) -> None:
 
 
 def test_the_readout_tells_what_was_measured_at_that_step(
-    state: RunState, made: ModuleType
+    state: FoldedRun, made: ModuleType
 ) -> None:
     text = drawn(View(state=state, chart=ChartSettings(crosshair=41)), "readout", 160, 2)
     step = made.step(41)
@@ -129,12 +129,12 @@ def test_the_readout_tells_what_was_measured_at_that_step(
         assert part in text, part
 
 
-def test_without_a_crosshair_the_newest_step_is_read(state: RunState) -> None:
+def test_without_a_crosshair_the_newest_step_is_read(state: FoldedRun) -> None:
     assert "step 80" in drawn(View(state=state), "readout", 160, 2)
     assert "no step so far" in drawn(View(), "readout", 160, 2)
 
 
-def test_what_was_not_measured_at_a_step_is_a_dash(state: RunState) -> None:
+def test_what_was_not_measured_at_a_step_is_a_dash(state: FoldedRun) -> None:
     early = drawn(View(state=state, chart=ChartSettings(crosshair=3)), "readout", 160, 2)
     assert "eval -" in early
     outside = drawn(View(state=state, chart=ChartSettings(crosshair=300)), "readout", 160, 2)
@@ -145,12 +145,12 @@ def test_steps_that_share_a_bucket_are_called_a_mean() -> None:
     curve = Curve(limit=64)
     for step in range(1, 1001):
         curve = curve.with_value(step, float(step))
-    text = drawn(View(state=RunState(loss=curve), chart=ChartSettings(crosshair=500)), "readout")
+    text = drawn(View(state=FoldedRun(loss=curve), chart=ChartSettings(crosshair=500)), "readout")
     bucket = next(b for b in curve.buckets if b.first <= 500 <= b.last)
     assert bucket.count > 1 and f"mean of {bucket.first}-{bucket.last}" in text
 
 
-def test_the_crosshair_moves_by_hundredths_and_stops_at_the_ends(state: RunState) -> None:
+def test_the_crosshair_moves_by_hundredths_and_stops_at_the_ends(state: FoldedRun) -> None:
     view = View(state=state)
     assert view.crosshair_moved(-1) == 79
     view = changed(view, chart=ChartSettings(crosshair=40))
@@ -160,7 +160,7 @@ def test_the_crosshair_moves_by_hundredths_and_stops_at_the_ends(state: RunState
 
 
 @pytest.mark.parametrize("step", [1, 20, 55, 80])
-def test_a_click_finds_the_step_that_is_drawn_there(state: RunState, step: int) -> None:
+def test_a_click_finds_the_step_that_is_drawn_there(state: FoldedRun, step: int) -> None:
     view = View(state=state, chart=ChartSettings(crosshair=step))
     column = max(row.rfind("│") for row in drawn(view, "loss").splitlines())
     found = pick(changed(view, chart=ChartSettings()), 100, 14, column, 3)
@@ -174,7 +174,7 @@ def test_a_click_before_there_is_a_curve_does_nothing() -> None:
 # --- another run ----------------------------------------------------------------------------------
 
 
-def test_the_other_run_is_named_and_its_difference_told(state: RunState, made: ModuleType) -> None:
+def test_the_other_run_is_named_and_its_difference_told(state: FoldedRun, made: ModuleType) -> None:
     view = View(state=state, compared=ComparedRun("slower", slower(made)))
     view = changed(view, chart=ChartSettings(crosshair=30))
     heading = whole([PANELS["loss"].heading(view, 120)])
@@ -185,7 +185,7 @@ def test_the_other_run_is_named_and_its_difference_told(state: RunState, made: M
     assert drawn(view, "grad_norm") != ""
 
 
-def test_by_tokens_a_run_is_compared_at_as_many_tokens(state: RunState, made: ModuleType) -> None:
+def test_by_tokens_a_run_is_compared_at_as_many_tokens(state: FoldedRun, made: ModuleType) -> None:
     other = slower(made)  # twice the tokens a step: half the steps to the same place
     view = View(state=state, compared=ComparedRun("slower", other))
     view = changed(view, chart=ChartSettings(crosshair=60, by_tokens=True))
@@ -196,18 +196,18 @@ def test_by_tokens_a_run_is_compared_at_as_many_tokens(state: RunState, made: Mo
     assert axis.endswith("655k") and "4.10k" in axis
 
 
-def test_a_run_that_never_came_so_far_says_so(state: RunState, made: ModuleType) -> None:
+def test_a_run_that_never_came_so_far_says_so(state: FoldedRun, made: ModuleType) -> None:
     view = View(state=state, compared=ComparedRun("short", slower(made, 20)))
     text = drawn(changed(view, chart=ChartSettings(crosshair=70)), "readout", 120, 2)
     assert "short did not reach step 70; its last is 20" in text
 
 
 def test_tokens_between_two_known_steps_are_interpolated() -> None:
-    state = RunState(tokens=Curve().with_value(10, 1000.0).with_value(20, 3000.0))
+    state = FoldedRun(tokens=Curve().with_value(10, 1000.0).with_value(20, 3000.0))
     place = place_of(state, True)
     assert (place(10), place(15), place(20), place(99)) == (1000.0, 2000.0, 3000.0, 3000.0)
     assert place_of(state, False)(15) == 15.0
-    assert place_of(RunState(), True)(15) == 15.0
+    assert place_of(FoldedRun(), True)(15) == 15.0
 
 
 # --- in the app -----------------------------------------------------------------------------------

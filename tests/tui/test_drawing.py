@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtui.plots.bars import LEVELS, Part, cells_of, gauge, partition, sparks
-from fluxtui.plots.braille import DOTS, Canvas, Series, Window, rounded_ticks
+from fluxtui.plots.bars import LEVELS, BarPart, cells_of, gauge, partition, sparks
+from fluxtui.plots.braille import DOTS, Canvas, PlotWindow, Series, rounded_ticks
 from fluxtui.plots.timeline import Track, timeline
 from fluxtui.screens import arrangement
 from fluxtui.screens.arrangement import Arrangement, too_small
@@ -90,12 +90,12 @@ def test_a_small_share_still_gets_a_cell() -> None:
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=6), st.integers(1, 80))
 def test_a_partition_fills_its_width(values: list[float], width: int) -> None:
-    parts = [Part(f"part{i}", "P", value, "weights") for i, value in enumerate(values)]
+    parts = [BarPart(f"part{i}", "P", value, "weights") for i, value in enumerate(values)]
     assert width_of(partition(parts, width)) == width
 
 
 def test_a_part_says_its_name_or_its_letter_by_its_room() -> None:
-    bar = text_of(partition([Part("weights", "W", 80, "a"), Part("cache", "C", 20, "b")], 20))
+    bar = text_of(partition([BarPart("weights", "W", 80, "a"), BarPart("cache", "C", 20, "b")], 20))
     assert bar.startswith(" weights") and bar[16:].strip() == "C"
 
 
@@ -138,20 +138,20 @@ def test_a_column_is_as_high_as_its_value() -> None:
 def test_a_canvas_keeps_its_box_whatever_is_drawn(
     points: list[tuple[float, float]], width: int, height: int, connected: bool
 ) -> None:
-    canvas = Canvas(width, height, Window(-5, 5, -1e5, 1e5))
+    canvas = Canvas(width, height, PlotWindow(-5, 5, -1e5, 1e5))
     canvas.draw(Series([p[0] for p in points], [p[1] for p in points], "train", connected))
     drawn = canvas.lines()
     assert len(drawn) == height and all(width_of(row) == width for row in drawn)
 
 
 def test_the_corners_of_the_window_are_the_corners_of_the_canvas() -> None:
-    canvas = Canvas(2, 1, Window(0, 1, 0, 1))
+    canvas = Canvas(2, 1, PlotWindow(0, 1, 0, 1))
     canvas.draw(Series([0, 1], [0, 1], "train", joined=False))
     assert text_of(canvas.lines()[0]) == chr(0x2800 + 0x40) + chr(0x2800 + 0x08)
 
 
 def test_a_joined_series_has_no_gap() -> None:
-    canvas = Canvas(10, 4, Window(0, 1, 0, 1))
+    canvas = Canvas(10, 4, PlotWindow(0, 1, 0, 1))
     canvas.draw(Series([0, 1], [0, 1], "train"))
     columns = ["".join(text_of(row)[i] for row in canvas.lines()) for i in range(10)]
     assert all(column.strip() for column in columns)
@@ -179,7 +179,7 @@ PLACES = st.lists(st.tuples(st.integers(0, 39), st.integers(0, 31)), min_size=2,
 @given(PLACES)
 def test_a_line_runs_straight_from_dot_to_dot(places: list[tuple[int, int]]) -> None:
     places.sort()
-    canvas = Canvas(20, 8, Window(0, 39, 0, 31))
+    canvas = Canvas(20, 8, PlotWindow(0, 39, 0, 31))
     canvas.draw(Series([x for x, _ in places], [31 - y for _, y in places], "train"))
     wanted = {places[0]}
     for (x, y), (to_x, to_y) in itertools.pairwise(places):
@@ -192,7 +192,7 @@ def test_a_line_runs_straight_from_dot_to_dot(places: list[tuple[int, int]]) -> 
 
 
 def test_a_later_series_wins_the_colour_and_marks_win_over_dots() -> None:
-    canvas = Canvas(3, 1, Window(0, 2, 0, 1))
+    canvas = Canvas(3, 1, PlotWindow(0, 2, 0, 1))
     canvas.draw(Series([0, 1, 2], [0, 0, 0], "train"))
     canvas.draw(Series([0, 1], [0, 0], "smooth"))
     canvas.draw(Series([2], [0], "evaluation", mark="×"))
@@ -202,7 +202,7 @@ def test_a_later_series_wins_the_colour_and_marks_win_over_dots() -> None:
 
 @given(st.floats(0.01, 1e6), st.floats(1.1, 1e4), st.booleans(), st.floats(0, 1))
 def test_heights_and_values_are_inverse(low: float, ratio: float, log: bool, up: float) -> None:
-    window = Window(0, 1, low, low * ratio, log)
+    window = PlotWindow(0, 1, low, low * ratio, log)
     assert window.up(window.value_at(up)) == pytest.approx(up, abs=1e-6)
 
 

@@ -15,7 +15,7 @@ import pytest
 from fluxtrain.events import events as ev
 from fluxtui.app import FluxApp
 from fluxtui.sources.journal import JournalSource
-from fluxtui.sources.source import Batch
+from fluxtui.sources.source import EventBatch
 from fluxtui.state.machine_sample import GpuSample, MachineSample
 from fluxtui.state.run import LOG_LIMIT, MOVES_LIMIT, RATES_LIMIT
 
@@ -31,7 +31,7 @@ async def test_a_source_that_hangs_keeps_no_key_waiting(
     class Hanging(JournalSource):
         polls = 0
 
-        def poll(self) -> Batch:
+        def poll(self) -> EventBatch:
             self.polls += 1
             if self.polls > 2:
                 hang.wait(60)  # a file system that does not answer

@@ -24,7 +24,7 @@ from fluxtui.panels import PANELS
 from fluxtui.screens.chrome import header_line, notice_lines, status_line
 from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.plan import plan_lines
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.themes import DEFAULT_THEME, load_themes
@@ -169,7 +169,7 @@ def test_no_number_in_a_journal_ends_the_app(made: ModuleType, seed: int) -> Non
     for _ in range(6):
         at = chance.randrange(1, len(events))
         events[at] = changed(events[at], chance)
-    state = RunState().after_all(as_read(events))
+    state = FoldedRun().after_all(as_read(events))
     chart = ChartSettings(
         block=chance.choice([None, 99]),
         crosshair=5,
@@ -192,7 +192,7 @@ def test_a_curve_is_drawn_around_a_value_that_has_no_place(made: ModuleType, val
     events = made.training(30)
     wrong = [msgspec.structs.replace(made.step(31), loss=value, grad_norm=value)]
     wrong += [ev.EvaluationFinished(step=31, loss=value, seconds=1.0, count=1)]
-    state = RunState().after_all([*events, *wrong])
+    state = FoldedRun().after_all([*events, *wrong])
     for log_scale in (False, True):
         view = View(state=state, wall_s=2e9, chart=ChartSettings(log_scale=log_scale))
         for name in ("loss", "grad_norm", "recent_steps"):
@@ -214,7 +214,7 @@ def test_charts_survive_a_clock_that_jumps_during_the_run(made: ModuleType, jump
     events = made.training(40)
     half = len(events) // 2
     moved = [msgspec.structs.replace(e, wall_s=e.wall_s + jump_s) for e in events[half:]]
-    state = RunState().after_all([*events[:half], *moved])
+    state = FoldedRun().after_all([*events[:half], *moved])
     wall_s = events[half].wall_s if math.isnan(jump_s) else moved[-1].wall_s
     view = View(state=state, link=Link(process="alive"), wall_s=wall_s)
     assert view.status.kind == "running"

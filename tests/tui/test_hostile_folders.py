@@ -29,7 +29,7 @@ from fluxtui.screens.picker import RunPicker
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.wizard.checks.answer_checks import check_start
@@ -189,7 +189,7 @@ async def test_an_answer_of_the_engine_that_makes_no_sense_is_a_refusal() -> Non
 def test_events_from_the_future_do_not_keep_a_silent_trainer_alive(made: ModuleType) -> None:
     events = made.training(10)
     events[-1] = msgspec.structs.replace(events[-1], wall_s=made.START_S + 10**9)
-    state = RunState().after_all(events)
+    state = FoldedRun().after_all(events)
     silent = View(state=state, link=Link(process="alive", quiet_s=60.0), wall_s=made.START_S + 60)
     assert silent.status.kind == "stalled" and silent.fresh(state.memory) is None
 

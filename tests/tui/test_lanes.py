@@ -21,7 +21,7 @@ from fluxtui.panels.lanes import KINDS, PANEL
 from fluxtui.plots.lane_bars import Kind, bar, cells_of, ruler
 from fluxtui.screens.panel_screen import framed
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.timeline import Timeline, chosen
 from fluxtui.state.view import ChartSettings, View
@@ -39,7 +39,7 @@ def timeline_of(path: Path) -> Timeline:
 
 
 def recorded(last_step: int | None = None) -> View:
-    state = RunState().after_all(JournalFollower(RECORDED / "events.ndjson").read_all())
+    state = FoldedRun().after_all(JournalFollower(RECORDED / "events.ndjson").read_all())
     return View(
         state=state,
         timeline=timeline_of(RECORDED / "timeline.ring"),
@@ -52,7 +52,7 @@ def made_view(made: ModuleType, folder: Path, *intervals: Interval, **fields: ob
     ring = RingWriter(folder / "timeline.ring")
     ring.write(StepLanes(step=80, wall_s=1.0, length_s=1.0, intervals=intervals, **fields))  # type: ignore[arg-type]
     ring.close()
-    state = RunState().after_all(made.training(80))
+    state = FoldedRun().after_all(made.training(80))
     return View(state=state, timeline=timeline_of(folder / "timeline.ring"), wall_s=made.START_S)
 
 
@@ -86,7 +86,7 @@ def test_a_recorded_step_shows_every_lane_its_letters_and_what_bound_it() -> Non
 def test_a_lane_of_a_cpu_run_is_not_called_a_gpu(made: ModuleType, tmp_path: Path) -> None:
     assert "\n│ dev" in drawn(recorded())
     view = made_view(made, tmp_path, Interval("gpu", "forward", "a", 0.0, 0.9))
-    on_gpu = RunState().after_all(made.stamped([made.hello(device="NVIDIA H200")]))
+    on_gpu = FoldedRun().after_all(made.stamped([made.hello(device="NVIDIA H200")]))
     assert "\n│ gpu" in drawn(replace(view, state=on_gpu))
 
 
@@ -162,7 +162,7 @@ def test_what_a_record_left_out_is_told(made: ModuleType, tmp_path: Path) -> Non
 
 
 def test_a_run_without_a_ring_says_so_and_shows_its_phases(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(80))
+    state = FoldedRun().after_all(made.training(80))
     text = drawn(View(state=state, wall_s=(state.last_wall_s or 0) + 0.5))
     assert "keeps no timeline" in text and "forward" in text
     waiting = drawn(View())
@@ -177,11 +177,11 @@ def test_a_step_that_left_the_ring_is_not_shown_as_another() -> None:
 def test_a_replay_never_shows_a_step_before_it_happened() -> None:
     view = recorded()
     early = JournalFollower(RECORDED / "events.ndjson").read_all()[:40]
-    state = RunState().after_all(early)
+    state = FoldedRun().after_all(early)
     replay = replace(view, state=state, link=Link(replay=True))
     assert state.step is not None
     assert f"step {state.step.step}" in drawn(replay)
-    before = replace(replay, state=RunState())
+    before = replace(replay, state=FoldedRun())
     assert "no step so far" in drawn(before)
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from fluxtui.app import FluxApp
 from fluxtui.panels.recent_steps import PANEL
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.run import STEPS_LIMIT, RunState
+from fluxtui.state.run import STEPS_LIMIT, FoldedRun
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.lines import Lines
 
@@ -20,7 +20,7 @@ def shown(view: View, height: int = 10) -> list[int]:
 
 
 def test_the_list_follows_the_newest_step_until_one_looks_back(made: ModuleType) -> None:
-    view = View(state=RunState().after_all(made.training(80)))
+    view = View(state=FoldedRun().after_all(made.training(80)))
     assert shown(view)[0] == 80 and view.looked_at(10) is None
     back = View(state=view.state, chart=ChartSettings(last_step=view.looked_at(-10)))
     assert shown(back) == list(range(70, 60, -1))
@@ -28,7 +28,7 @@ def test_the_list_follows_the_newest_step_until_one_looks_back(made: ModuleType)
 
 
 def test_the_oldest_step_that_is_kept_ends_the_way_back(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(300, 400))
+    state = FoldedRun().after_all(made.training(300, 400))
     view = View(state=state)
     for _ in range(100):
         view = View(state=state, chart=ChartSettings(last_step=view.looked_at(-10)))
@@ -37,7 +37,7 @@ def test_the_oldest_step_that_is_kept_ends_the_way_back(made: ModuleType) -> Non
 
 def test_what_is_looked_at_stays_while_the_run_goes_on(made: ModuleType) -> None:
     chart = ChartSettings(last_step=50)
-    early, late = (RunState().after_all(made.training(steps)) for steps in (80, 120))
+    early, late = (FoldedRun().after_all(made.training(steps)) for steps in (80, 120))
     assert shown(View(state=early, chart=chart)) == shown(View(state=late, chart=chart))
 
 
@@ -46,7 +46,7 @@ def test_a_run_without_steps_has_nothing_to_look_at() -> None:
 
 
 def test_a_run_of_few_steps_stays_whole(made: ModuleType) -> None:
-    assert View(state=RunState().after_all(made.training(4))).looked_at(-10) is None
+    assert View(state=FoldedRun().after_all(made.training(4))).looked_at(-10) is None
 
 
 async def test_comma_and_full_stop_go_back_and_forth(made: ModuleType, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fluxtui.panels.machine import machine_line
 from fluxtui.screens.panel_screen import framed
 from fluxtui.sources.gpu import GpuReader, processes_of, throttling
 from fluxtui.sources.machine_sampler import MachineSampler, watch
-from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
+from fluxtui.state.machine_sample import GpuSample, GpuUser, MachineSample
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import width_of
@@ -180,7 +180,7 @@ def test_idle_and_chosen_clocks_are_no_throttling(bits: int, words: tuple[str, .
 def test_a_process_that_computes_and_draws_is_told_once() -> None:
     entries = [SimpleNamespace(pid=5, usedGpuMemory=GIB), SimpleNamespace(pid=5, usedGpuMemory=7)]
     [one] = processes_of(entries, None, lambda pid: "x")
-    assert one == GpuProcess(pid=5, name="x", memory_bytes=GIB)
+    assert one == GpuUser(pid=5, name="x", memory_bytes=GIB)
 
 
 # --- drawn ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fluxtui.panels import PANELS
 from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.panels.residency import pick, tiles
 from fluxtui.plots.stack import Layer, stacked
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line, width_of
 
@@ -33,7 +33,7 @@ def whole(lines: Sequence[Line]) -> str:
 
 
 def view_of(made: ModuleType, **chart: Any) -> View:
-    state = RunState().after_all(made.training(80))
+    state = FoldedRun().after_all(made.training(80))
     last_s = state.last_wall_s or 0.0
     return View(state=state, wall_s=last_s + 0.5, chart=ChartSettings(**chart))
 
@@ -122,7 +122,7 @@ def test_copies_are_called_a_sample_where_more_were_made_than_told(made: ModuleT
     event = made.moves(1)
     for total, sampled in ((len(event.moves), False), (len(event.moves) + 1, True)):
         events = [*made.training(1)[:1], made.residency(1), replace(event, total=total)]
-        state = RunState().after_all(made.stamped(events))
+        state = FoldedRun().after_all(made.stamped(events))
         view = View(state=state, wall_s=made.START_S + 1.0, chart=ChartSettings(block=3))
         assert ("sampled copies" in drawn(view, "block")) == sampled
         assert ("a sample of them" in whole([PANELS["moves"].heading(view, 60)])) == sampled

@@ -21,7 +21,7 @@ from fluxtui.headless import follow_lines
 from fluxtui.panels.progress import body as progress
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.journal import JournalSource
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
@@ -36,10 +36,10 @@ def text(lines: list[Line]) -> str:
 # --- gone on with ---------------------------------------------------------------------------------
 
 
-def resumed_at(made: ModuleType, step: int, *more: ev.AnyEvent) -> RunState:
+def resumed_at(made: ModuleType, step: int, *more: ev.AnyEvent) -> FoldedRun:
     """Eighty steps with evaluations after 40 and 80, and a process that goes on after `step`."""
     again = [made.hello(pid=4243, first_step=step), made.planned(), *more]
-    return RunState().after_all([*made.training(80), *made.stamped(again, made.START_S + 900)])
+    return FoldedRun().after_all([*made.training(80), *made.stamped(again, made.START_S + 900)])
 
 
 @pytest.mark.parametrize(("step", "told"), [(80, True), (60, False), (20, False)])
@@ -135,7 +135,7 @@ def test_a_folder_that_comes_back_is_followed_again(tmp_path: Path, made: Module
 
 
 def test_a_recording_that_has_nothing_to_say_is_not_stalled(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(10))
+    state = FoldedRun().after_all(made.training(10))
     last_s = state.last_wall_s or 0.0
     silent = View(state=state, link=Link(replay=True, quiet_s=40.0), wall_s=last_s)
     assert silent.status.kind == "running"

@@ -17,7 +17,7 @@ from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
 from fluxtui.screens.chrome import status_line
 from fluxtui.screens.run_rows import run_row
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
 
@@ -33,7 +33,7 @@ def events_of(name: str) -> list[object]:
 
 def view_of(name: str) -> View:
     events = events_of(name)
-    state = RunState().after_all(events)  # type: ignore[arg-type]
+    state = FoldedRun().after_all(events)  # type: ignore[arg-type]
     return View(state=state, wall_s=events[-1].wall_s)  # type: ignore[attr-defined]
 
 

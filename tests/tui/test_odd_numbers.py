@@ -20,8 +20,8 @@ from fluxtui.panels.progress import clock_text, eta
 from fluxtui.plots.bars import gauge
 from fluxtui.screens.chrome import header_line
 from fluxtui.screens.panel_screen import framed
-from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
-from fluxtui.state.run import RunState
+from fluxtui.state.machine_sample import GpuSample, GpuUser, MachineSample
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
@@ -40,7 +40,7 @@ def after_step(made: ModuleType, late_s: float = 0.5, **changes: Any) -> View:
     events = made.training(30)
     at = max(i for i, event in enumerate(events) if isinstance(event, ev.StepFinished))
     events[at] = replace(events[at], **changes)
-    state = RunState().after_all(events)
+    state = FoldedRun().after_all(events)
     wall_s = (state.last_wall_s or 0.0) + late_s
     return View(state=state, link=Link(process="alive"), wall_s=wall_s)
 
@@ -64,7 +64,7 @@ def test_what_is_more_than_all_is_not_called_all(made: ModuleType) -> None:
     assert gauge(NAN, 4, "stall") == gauge(None, 4, "stall")
     events = made.training(10)
     peak = replace(made.memory(11), device_peak_bytes=3 * int(0.62 * (1 << 30)))
-    state = RunState().after_all([*events, replace(peak, wall_s=events[-1].wall_s)])
+    state = FoldedRun().after_all([*events, replace(peak, wall_s=events[-1].wall_s)])
     heading = memory_heading(View(state=state, wall_s=events[-1].wall_s), 100)
     assert "peak over by 200%" in text(heading)
 
@@ -96,7 +96,7 @@ def test_a_step_with_an_impossible_number_is_drawn_without_it(
 def test_a_gain_that_is_no_number_is_not_promised(made: ModuleType) -> None:
     events = made.training(10)
     given = ev.AdviceGiven(text="so", how="a=1", gain_share=NAN, wall_s=events[-1].wall_s)
-    state = RunState().after_all([*events, given])
+    state = FoldedRun().after_all([*events, given])
     assert "nan" not in everything(View(state=state, wall_s=events[-1].wall_s))
 
 
@@ -119,7 +119,7 @@ def test_the_eta_counts_down_between_steps_and_by_no_more_than_the_next_one(
     made: ModuleType,
 ) -> None:
     events = [made.hello(), made.step(80, total=90, step_s=10.0)]
-    state = RunState().after_all(made.stamped(events))
+    state = FoldedRun().after_all(made.stamped(events))
 
     def left(since_s: float) -> str:
         view = View(state=state, link=Link(process="alive"), wall_s=made.START_S + 0.1 + since_s)
@@ -150,7 +150,7 @@ def test_a_clock_that_was_set_back_does_not_make_a_run_up_for_less_than_nothing(
 
 
 def test_the_machine_is_a_table_with_columns_for_each_gpu() -> None:
-    held = (GpuProcess(pid=1, memory_bytes=5),)
+    held = (GpuUser(pid=1, memory_bytes=5),)
     gpus = (
         GpuSample(name="NVIDIA H200", index=0, utilisation=0.5, throttled_by=(), processes=held),
         GpuSample(name="NVIDIA H200", index=1, throttled_by=("heat", "power limit")),

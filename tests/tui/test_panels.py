@@ -24,7 +24,7 @@ from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.plan import plan_lines
 from fluxtui.screens.run_rows import run_detail
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link, status_of
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.footer import footer_line
@@ -36,10 +36,10 @@ FRAMES = ("box", "rule", "bare")
 
 
 def view_of(made: ModuleType, kind: str) -> View:
-    state = RunState()
+    state = FoldedRun()
     if kind != "waiting":
         maker = {"failed": made.failed, "finished": made.finished}.get(kind, made.training)
-        state = RunState().after_all(maker())
+        state = FoldedRun().after_all(maker())
     now_s = (state.last_wall_s or 1000.0) + (3600.0 if kind == "stale" else 0.5)
     return View(state=state, link=Link(process="alive"), wall_s=now_s)
 
@@ -135,14 +135,14 @@ def test_a_category_that_is_not_known_is_still_counted(made: ModuleType) -> None
 
 def test_a_cpu_run_does_not_call_its_buffer_a_gpu(made: ModuleType) -> None:
     assert "cpu: a host buffer" in drawn(view_of(made, "running"), "memory")
-    state = RunState().after_all(made.stamped([made.hello(device="NVIDIA H200"), made.memory()]))
+    state = FoldedRun().after_all(made.stamped([made.hello(device="NVIDIA H200"), made.memory()]))
     text = drawn(View(state=state, wall_s=made.START_S + 1), "memory")
     assert "NVIDIA H200" in text and "host buffer" not in text
 
 
 def test_a_peak_over_the_plan_is_told(made: ModuleType) -> None:
     over = replace(made.memory(), device_peak_bytes=made.GIB)
-    state = RunState().after_all(made.stamped([made.hello(), made.planned(), over]))
+    state = FoldedRun().after_all(made.stamped([made.hello(), made.planned(), over]))
     assert "peak over by" in drawn(View(state=state, wall_s=made.START_S + 1), "memory")
 
 
@@ -177,7 +177,7 @@ def test_the_map_has_every_letter_or_says_how_many_a_letter_stands_for(count: in
 
 def test_blocks_of_every_tier_are_tallied(made: ModuleType) -> None:
     sample = replace(made.residency(), weights="GGCN><C.")
-    state = RunState().after_all(made.stamped([made.hello(), sample]))
+    state = FoldedRun().after_all(made.stamped([made.hello(), sample]))
     text = drawn(View(state=state, wall_s=made.START_S + 1), "residency")
     row = next(row for row in text.splitlines() if "weights" in row)
     for tally in ("G2", "C2", "N1", "⇅2"):
@@ -309,7 +309,7 @@ def test_what_a_panel_says_that_it_shows_is_all_that_it_is_drawn_from(
     panel = PANELS[panel_id]
     assert panel.shows is not None
     last: tuple[tuple[object, ...], str] | None = None
-    state, chart, compared = RunState(), ChartSettings(), 0
+    state, chart, compared = FoldedRun(), ChartSettings(), 0
     for event in made.training(45):
         state = state.after(event)
         view = View(state=state, link=Link(process="alive"), wall_s=event.wall_s, chart=chart)

@@ -11,7 +11,7 @@ from fluxtrain.events.reader import JournalFollower
 from fluxtui.panels import PANELS
 from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.screens.panel_screen import framed
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import width_of
@@ -25,7 +25,7 @@ def events_of(run: str) -> list[ev.AnyEvent]:
 
 
 def view_of(run: str, **link: object) -> View:
-    state = RunState().after_all(events_of(run))
+    state = FoldedRun().after_all(events_of(run))
     assert state.last_wall_s is not None
     return View(state=state, link=Link(**link), wall_s=state.last_wall_s + 1)  # type: ignore[arg-type]
 
@@ -42,7 +42,7 @@ def test_a_recorded_journal_has_no_gap_and_no_garbage(run: str) -> None:
 @pytest.mark.parametrize(("width", "height"), [(38, 6), (80, 12), (196, 30)])
 def test_every_panel_draws_every_moment_of_a_real_run(run: str, width: int, height: int) -> None:
     events = events_of(run)
-    state = RunState()
+    state = FoldedRun()
     for i, event in enumerate(events):
         state = state.after(event)
         if i % max(1, len(events) // 12) and i != len(events) - 1:
@@ -81,7 +81,7 @@ def test_a_killed_run_is_dead_and_shows_no_rates() -> None:
 
 
 def test_a_resumed_run_counts_each_step_once() -> None:
-    state = RunState()
+    state = FoldedRun()
     for event in events_of("resumed"):
         state = state.after(event)
         steps = [step.step for step in state.steps]

@@ -18,7 +18,7 @@ from fluxtui.screens.run_actions import way_on
 from fluxtui.screens.run_rows import STATE_ROLES, columns, run_row
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.run_list import RunOrder
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link, status_of
 
 SIZE = (120, 40)
@@ -94,7 +94,7 @@ def test_every_state_has_a_colour_and_a_word_that_the_dashboard_has_too(
     for word, events in endings.items():
         journal = tmp_path / word / "events.ndjson"
         made.write(journal, [*made.training(3), *events])
-        state = RunState().after_all([*made.training(3), *events])
+        state = FoldedRun().after_all([*made.training(3), *events])
         listed = RunDir(journal.parent).summary()
         assert status_of(state, Link(), 0.0).word.lower() == listed.word() == word
         row = "".join(text for text, _ in run_row(listed, None, time.time(), 120))
@@ -102,9 +102,9 @@ def test_every_state_has_a_colour_and_a_word_that_the_dashboard_has_too(
     for phase in ("paused", "saving", "training"):
         now_s = made.training(3)[-1].wall_s + 1
         events = [*made.training(3), ev.PhaseChanged(phase=phase, wall_s=now_s)]
-        shown = status_of(RunState().after_all(events), Link(process="alive"), now_s + 1).word
+        shown = status_of(FoldedRun().after_all(events), Link(process="alive"), now_s + 1).word
         assert shown.lower() == state_word("running", phase, 1.0)
-        late = status_of(RunState().after_all(events), Link(process="alive"), now_s + 60).word
+        late = status_of(FoldedRun().after_all(events), Link(process="alive"), now_s + 60).word
         assert late.lower() == state_word("running", phase, 60.0) == "stalled"
 
 
@@ -117,7 +117,7 @@ def test_headless_lines_the_log_and_the_trainer_say_the_same_word(made: ModuleTy
         event = ev.Done(exit_code=code, step=3, seconds=1.0, loss=None, evaluation_loss=None,
                         model_path=None)  # fmt: skip
         word = state_of_exit(code)
-        log = RunState().after_all([*made.training(3), event]).log
+        log = FoldedRun().after_all([*made.training(3), event]).log
         assert list(log)[-1].text.startswith(f"{word} after step 3")
         assert event_line(event).startswith(f"{word} after step 3")
         assert str(line(event)).startswith(f"{word} after step 3")

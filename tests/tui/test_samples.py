@@ -11,7 +11,7 @@ from fluxtrain.events import events as ev
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import Panel
 from fluxtui.screens import arrangement
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.samples import ROUNDS_LIMIT
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.lines import Lines
@@ -41,7 +41,7 @@ def head(view: View, width: int = 60) -> str:
 
 
 def test_rounds_follow_the_run_and_its_resume(made: ModuleType) -> None:
-    state = RunState().after_all([*answers(0, "a", "b"), *answers(40, "c", "d")])
+    state = FoldedRun().after_all([*answers(0, "a", "b"), *answers(40, "c", "d")])
     assert [(one.step, len(one.answers)) for one in state.samples] == [(0, 2), (40, 2)]
     state = state.after(ev.SampleGenerated(step=40, prompt="x", text="y"))  # of the run's end
     assert [one.step for one in state.samples] == [0, 40] and state.sample is not None
@@ -53,7 +53,7 @@ def test_rounds_follow_the_run_and_its_resume(made: ModuleType) -> None:
 
 
 def test_answers_are_drawn_with_their_prompts_and_the_step() -> None:
-    state = RunState().after_all([*answers(0, "one", "two"), *answers(40, "three", "four")])
+    state = FoldedRun().after_all([*answers(0, "one", "two"), *answers(40, "three", "four")])
     view = View(state=state)
     assert lines(view, 40, 8) == ["› prompt 1", "  three", "› prompt 2", "  four"]
     assert head(view) == "after step 40  2 prompts in 1.50 s"
@@ -64,7 +64,7 @@ def test_answers_are_drawn_with_their_prompts_and_the_step() -> None:
 
 def test_room_goes_to_the_answers_that_need_it_and_what_is_missing_is_said() -> None:
     long = "word " * 60
-    view = View(state=RunState().after_all(answers(1, "short", long, "x", ended="length")))
+    view = View(state=FoldedRun().after_all(answers(1, "short", long, "x", ended="length")))
     drawn = lines(view, 30, 10)
     assert len(drawn) == 10 and drawn[1] == "  short …"
     assert drawn[7].endswith(" …") and drawn[8:] == ["› prompt 3", "  x …"]
@@ -77,7 +77,7 @@ def test_room_goes_to_the_answers_that_need_it_and_what_is_missing_is_said() -> 
 
 @pytest.mark.parametrize("text", ["\x1b[31mred\x07", "中文" * 40, "\n\n\n", "", "\u202eabc"])
 def test_any_text_can_be_drawn(text: str) -> None:
-    view = View(state=RunState().after_all(answers(1, text, text)))
+    view = View(state=FoldedRun().after_all(answers(1, text, text)))
     for width in (10, 33):
         for line in lines(view, width, 6):
             assert "\x1b" not in line and "\u202e" not in line
@@ -119,7 +119,7 @@ async def test_the_loss_screen_makes_room_when_the_first_answers_come(
 
 def test_the_progress_says_whether_the_newest_evaluation_is_the_best(made: ModuleType) -> None:
     def drawn(*evaluations: tuple[int, float]) -> str:
-        state = RunState().after_all(made.training(30))
+        state = FoldedRun().after_all(made.training(30))
         for step, loss in evaluations:
             state = state.after(ev.EvaluationFinished(step=step, loss=loss, count=9, seconds=1.0))
         body = PANELS["progress"].body(View(state=state), 110, 2)

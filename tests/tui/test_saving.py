@@ -14,7 +14,7 @@ from fluxtui.csv_tables import csv_of, rows_held
 from fluxtui.panels import PANELS
 from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.run_actions import free_path
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import View
 from fluxtui.themes import PLAIN, load_themes
 from fluxtui.widgets.picture import svg_of
@@ -24,7 +24,7 @@ SIZE = (120, 40)
 
 @pytest.fixture
 def view(made: ModuleType) -> View:
-    state = RunState().after_all(made.training(40))
+    state = FoldedRun().after_all(made.training(40))
     return View(state=state, wall_s=(state.last_wall_s or 0.0) + 0.5)
 
 
@@ -46,7 +46,7 @@ def test_a_table_has_a_row_for_each_sample(view: View, name: str, column: str) -
 def test_the_table_of_the_loss_is_of_the_whole_run_with_its_evaluations(
     made: ModuleType,
 ) -> None:
-    state = RunState().after_all(made.training(400, 400))
+    state = FoldedRun().after_all(made.training(400, 400))
     found = rows("loss", View(state=state))
     assert len(found) == 400 > len(state.steps)
     assert [int(row["first_step"]) for row in found] == list(range(1, 401))
@@ -57,7 +57,7 @@ def test_the_table_of_the_loss_is_of_the_whole_run_with_its_evaluations(
 def test_a_table_without_the_oldest_steps_says_how_many_it_has(
     made: ModuleType, view: View
 ) -> None:
-    long = View(state=RunState().after_all(made.training(400, 400)))
+    long = View(state=FoldedRun().after_all(made.training(400, 400)))
     assert len(rows("dashboard", long)) == 256
     assert rows_held("dashboard", long).startswith("the newest 256 of 400 rows")
     assert rows_held("loss", long) == rows_held("bus", long) == rows_held("dashboard", view) == ""

@@ -15,7 +15,7 @@ from fluxtrain.events import events as ev
 from fluxtui.panels.progress import eta
 from fluxtui.screens.chrome import link_notes
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 
@@ -37,7 +37,7 @@ def told(made: ModuleType, set_by_s: float, at: int | None = None) -> list[ev.An
 def seen(events: list[ev.AnyEvent], boot: str = BOOT, later_s: float = 2.0) -> View:
     last = events[-1]
     return View(
-        state=RunState().after_all(events), link=Link(process="alive"), boot=boot,
+        state=FoldedRun().after_all(events), link=Link(process="alive"), boot=boot,
         wall_s=last.wall_s + later_s, monotonic_s=last.t_s + later_s,
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_a_trainer_that_is_silent_is_stalled_although_the_clock_was_set_back(
 def test_the_log_shows_what_the_clock_on_the_wall_told(made: ModuleType) -> None:
     events = told(made, 3600.0)
     said = replace(events[-1], t_s=events[-1].t_s + 1, wall_s=events[-1].wall_s + 1)
-    state = RunState().after_all(
+    state = FoldedRun().after_all(
         [*events, ev.LogWritten(level="info", text="x", t_s=said.t_s, wall_s=said.wall_s)]
     )
     assert list(state.log)[-1].wall_s == pytest.approx(said.wall_s)
@@ -107,7 +107,7 @@ def test_times_in_the_state_never_run_backwards_whatever_the_clock_does(
     events = [
         replace(e, wall_s=e.wall_s + back_s) if n > at + 40 else e for n, e in enumerate(events)
     ]
-    state = RunState().after_all(events)
+    state = FoldedRun().after_all(events)
     times = [sample.wall_s for sample in state.memories]
     assert all(0.0 <= after - before < 60.0 for before, after in pairwise(times))
 

@@ -17,8 +17,8 @@ from fluxtui.sources.followed_run import News, follow
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.machine_sampler import MachineSampler
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.sources.source import Batch
-from fluxtui.state.run import RunState
+from fluxtui.sources.source import EventBatch
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 
 
@@ -181,9 +181,9 @@ class Flood:
         self.polls = 0
         self.closed = False
 
-    def poll(self) -> Batch:
+    def poll(self) -> EventBatch:
         self.polls += 1
-        return Batch(self._events, Link(process="alive"), more=self.polls % 10 != 0)
+        return EventBatch(self._events, Link(process="alive"), more=self.polls % 10 != 0)
 
     def close(self) -> None:
         self.closed = True
@@ -207,13 +207,13 @@ def test_a_flood_is_said_a_few_times_a_second(made: ModuleType) -> None:
 def test_the_loop_folds_anew_when_the_journal_starts_again(made: ModuleType) -> None:
     stop = threading.Event()
     batches = [
-        Batch(made.training(5), Link()),
-        Batch(made.training(1), Link(), restarted=True),
+        EventBatch(made.training(5), Link()),
+        EventBatch(made.training(1), Link(), restarted=True),
     ]
 
     class Twice(Flood):
-        def poll(self) -> Batch:
-            return batches.pop(0) if batches else Batch((), Link())
+        def poll(self) -> EventBatch:
+            return batches.pop(0) if batches else EventBatch((), Link())
 
     news: list[News] = []
 
@@ -224,7 +224,7 @@ def test_the_loop_folds_anew_when_the_journal_starts_again(made: ModuleType) -> 
 
     follow(Twice(made), say, stop, lambda: 0.0)
     assert [one.state.step.step for one in news if one.state.step][:2] == [5, 1]
-    assert isinstance(news[-1].state, RunState)
+    assert isinstance(news[-1].state, FoldedRun)
 
 
 # --- the machine ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from fluxtrain.events import events as ev
 from fluxtui.screens.chrome import badge
 from fluxtui.state.freshness import LIMITS_S, fresh, limit_s
-from fluxtui.state.run import _FOLDS, LOG_LIMIT, RunState
+from fluxtui.state.run import _FOLDS, LOG_LIMIT, FoldedRun
 from fluxtui.state.status import ENDED, Link, status_of
 from fluxtui.state.view import View
 
@@ -27,10 +27,10 @@ def test_every_kind_of_event_has_a_fold() -> None:
 
 def test_folding_in_batches_equals_folding_one_by_one(made: ModuleType) -> None:
     events = made.training(60)
-    one_by_one = RunState()
+    one_by_one = FoldedRun()
     for event in events:
         one_by_one = one_by_one.after(event)
-    batched = RunState().after_all(events[:100]).after_all(events[100:])
+    batched = FoldedRun().after_all(events[:100]).after_all(events[100:])
     for name in one_by_one.__struct_fields__:
         left, right = getattr(one_by_one, name), getattr(batched, name)
         same = list(left) == list(right) if hasattr(left, "appended") else left == right
@@ -39,14 +39,14 @@ def test_folding_in_batches_equals_folding_one_by_one(made: ModuleType) -> None:
 
 def test_a_fold_leaves_the_earlier_state_as_it_was(made: ModuleType) -> None:
     events = made.training(20)
-    earlier = RunState().after_all(events[:60])
+    earlier = FoldedRun().after_all(events[:60])
     seen, lines, steps = earlier.seen, list(earlier.log), list(earlier.steps)
     earlier.after_all(events[60:])
     assert (earlier.seen, list(earlier.log), list(earlier.steps)) == (seen, lines, steps)
 
 
 def test_the_state_holds_the_newest_of_each_kind(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(80))
+    state = FoldedRun().after_all(made.training(80))
     assert state.step is not None and state.step.step == 80
     assert state.evaluation is not None and state.evaluation.step == 80
     assert state.checkpoint is not None and state.checkpoint.step == 80
@@ -59,7 +59,7 @@ def test_the_best_is_of_the_evaluations_and_never_of_the_training_loss(made: Mod
     def told(step: int, loss: float, **best: Any) -> ev.EvaluationFinished:
         return ev.EvaluationFinished(step=step, loss=loss, count=9, seconds=1.0, **best)
 
-    state = RunState().after_all(made.training(30))
+    state = FoldedRun().after_all(made.training(30))
     assert state.step is not None and state.best is None
     older = state.after(told(30, 3.0)).after(told(40, math.nan)).after(told(50, 3.5))
     assert older.best == (30, 3.0)
@@ -76,7 +76,7 @@ def test_choices_of_an_older_run_have_the_names_of_the_configuration(made: Modul
         made.planned(),
         choices=tuple(ev.ChoiceMade(name=name, value="1", because="as set") for name in names),
     )
-    planned = RunState().after_all(made.stamped([made.hello(), older])).planned
+    planned = FoldedRun().after_all(made.stamped([made.hello(), older])).planned
     assert planned is not None
     assert [one.name for one in planned.choices] == [
         "placement.offload", "train.batch_rows", "train.steps", "of_another_version",
@@ -84,7 +84,7 @@ def test_choices_of_an_older_run_have_the_names_of_the_configuration(made: Modul
 
 
 def test_what_happened_is_in_the_log_in_order(made: ModuleType) -> None:
-    state = RunState().after_all(made.failed())
+    state = FoldedRun().after_all(made.failed())
     kinds = [entry.kind for entry in state.log]
     assert kinds[:3] == ["phase", "phase", "phase"] and kinds[-2:] == ["failed", "done"]
     levels = {entry.level for entry in state.log}
@@ -93,14 +93,14 @@ def test_what_happened_is_in_the_log_in_order(made: ModuleType) -> None:
 
 def test_the_same_advice_twice_is_shown_once() -> None:
     advice = ev.AdviceGiven(text="a larger batch hides the update")
-    state = RunState().after(advice).after(advice)
+    state = FoldedRun().after(advice).after(advice)
     assert [given.text for given in state.advice] == [advice.text]
 
 
 def test_a_resumed_run_forgets_the_steps_it_does_again(made: ModuleType) -> None:
     first = made.training(90)
     again = made.stamped([made.hello(first_step=80, pid=4243)], made.START_S + 900)
-    state = RunState().after_all([*first, *again])
+    state = FoldedRun().after_all([*first, *again])
     assert state.processes == 2
     assert state.loss.buckets[-1].last == 80
     assert state.step is not None and state.step.step == 80
@@ -111,7 +111,7 @@ def test_a_resumed_run_forgets_the_steps_it_does_again(made: ModuleType) -> None
 
 def test_a_second_hello_of_the_same_process_only_adds_facts(made: ModuleType) -> None:
     vague = made.hello(model="demo", parameters=0, blocks=0)
-    state = RunState().after_all(made.stamped([vague, made.planned(), made.hello()]))
+    state = FoldedRun().after_all(made.stamped([vague, made.planned(), made.hello()]))
     assert state.processes == 1
     assert state.planned is not None
     assert state.hello is not None and state.hello.parameters == 4_210_000
@@ -122,26 +122,26 @@ def test_a_resumed_run_that_knows_its_first_step_late_still_counts_each_step_onc
 ) -> None:
     early, late = made.hello(pid=4243), made.hello(pid=4243, first_step=80)
     again = made.stamped([early, late, made.step(81)], made.START_S + 900)
-    state = RunState().after_all([*made.training(90), *again])
+    state = FoldedRun().after_all([*made.training(90), *again])
     assert sum(bucket.count for bucket in state.loss.buckets) == 81
     assert [step.step for step in state.steps] == list(range(1, 82))
 
 
 def test_a_run_started_over_forgets_its_first_life_at_its_first_step(made: ModuleType) -> None:
     again = made.stamped([made.hello(pid=4243), made.step(1)], made.START_S + 900)
-    state = RunState().after_all([*made.training(90), *again])
+    state = FoldedRun().after_all([*made.training(90), *again])
     assert [bucket.last for bucket in state.loss.buckets] == [1]
     assert list(state.evaluations) == [] and state.evaluation is None
 
 
 def test_a_run_after_its_resume_is_not_failed_any_more(made: ModuleType) -> None:
     again = made.stamped([made.hello(first_step=80, pid=4243)], made.START_S + 900)
-    state = RunState().after_all([*made.failed(), *again])
+    state = FoldedRun().after_all([*made.failed(), *again])
     assert state.failed is None and state.done is None
 
 
 def test_dropped_frames_are_counted_anew_by_each_process(made: ModuleType) -> None:
-    state = RunState().after(replace(made.hello(), dropped=0))
+    state = FoldedRun().after(replace(made.hello(), dropped=0))
     state = state.after(replace(made.step(1), dropped=7)).after(made.step(2))
     assert state.dropped == 7
     assert state.after(made.hello(pid=1)).dropped == 0
@@ -151,7 +151,7 @@ def test_moves_a_minute_come_from_the_trainers_totals(made: ModuleType) -> None:
     events = [
         replace(ev.MovesMade(moves=(), total=60 * i), wall_s=1000.0 + 30 * i) for i in range(4)
     ]
-    state = RunState().after(events[0])
+    state = FoldedRun().after(events[0])
     assert state.moves_per_minute is None
     assert state.after_all(events[1:]).moves_per_minute == pytest.approx(120.0)
 
@@ -161,7 +161,7 @@ def test_samples_of_a_live_pipe_are_thinned_for_charts_and_the_newest_is_shown(
 ) -> None:
     samples = made.stamped([made.memory(i) for i in range(600)], gap_s=0.1)
     traffic = made.stamped([made.traffic(i) for i in range(600)], gap_s=0.1)
-    state = RunState().after_all([*samples, *traffic])
+    state = FoldedRun().after_all([*samples, *traffic])
     assert state.memory == samples[-1] and state.traffic == traffic[-1]
     for history in (list(state.memories), list(state.traffics)):
         gaps = [b.wall_s - a.wall_s for a, b in itertools.pairwise(history)]
@@ -169,7 +169,7 @@ def test_samples_of_a_live_pipe_are_thinned_for_charts_and_the_newest_is_shown(
 
 
 def test_memory_stays_bounded_over_a_flood(made: ModuleType) -> None:
-    state = RunState()
+    state = FoldedRun()
     line = ev.LogWritten(level="info", text="x")
     for i in range(20_000):
         state = state.after(line if i % 2 else made.moves(i))
@@ -182,7 +182,7 @@ def test_ten_thousand_events_fold_in_well_under_their_second(made: ModuleType) -
     costs_s = []
     for _ in range(3):
         started_s = time.process_time()
-        RunState().after_all(events)
+        FoldedRun().after_all(events)
         costs_s.append(time.process_time() - started_s)
     assert min(costs_s) < 0.5  # measured: 35 ms
 
@@ -218,19 +218,19 @@ ALIVE = Link(process="alive")
 DEAD = Link(process="dead")
 
 
-def last_s(state: RunState) -> float:
+def last_s(state: FoldedRun) -> float:
     assert state.last_wall_s is not None
     return state.last_wall_s
 
 
 def test_a_run_without_events_is_waited_for_unless_its_process_died() -> None:
-    assert status_of(RunState(), ALIVE, 0.0).kind == "waiting"
-    dead = status_of(RunState(), Link(process="dead", last_words="no such model"), 0.0)
+    assert status_of(FoldedRun(), ALIVE, 0.0).kind == "waiting"
+    dead = status_of(FoldedRun(), Link(process="dead", last_words="no such model"), 0.0)
     assert dead.kind == "dead" and "no such model" in dead.detail
 
 
 def test_a_living_run_is_running_then_stalled_when_silent(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(10))
+    state = FoldedRun().after_all(made.training(10))
     now_s = last_s(state)
     assert status_of(state, ALIVE, now_s + 2).kind == "running"
     stalled = status_of(state, ALIVE, now_s + 60)
@@ -238,14 +238,14 @@ def test_a_living_run_is_running_then_stalled_when_silent(made: ModuleType) -> N
 
 
 def test_a_killed_run_is_dead_at_its_last_step(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(10))
+    state = FoldedRun().after_all(made.training(10))
     status = status_of(state, DEAD, last_s(state) + 2)
     assert status.kind == "dead" and "4242" in status.detail and "step 10" in status.detail
 
 
 def test_the_last_words_of_a_run_outweigh_its_missing_process(made: ModuleType) -> None:
-    assert status_of(RunState().after_all(made.finished()), DEAD, 1e12).kind == "finished"
-    failed = status_of(RunState().after_all(made.failed()), DEAD, 1e12)
+    assert status_of(FoldedRun().after_all(made.finished()), DEAD, 1e12).kind == "finished"
+    failed = status_of(FoldedRun().after_all(made.failed()), DEAD, 1e12)
     assert failed.kind == "failed" and "learning_rate" in failed.detail
 
 
@@ -255,7 +255,7 @@ def test_a_stopped_run_says_how_to_go_on(made: ModuleType, code: int) -> None:
         exit_code=code, step=9, seconds=9.0, loss=1.0, evaluation_loss=None, model_path=None,
         resume_with="fluxtrain train --resume auto",
     )  # fmt: skip
-    status = status_of(RunState().after_all([made.hello(), done]), DEAD, 0.0)
+    status = status_of(FoldedRun().after_all([made.hello(), done]), DEAD, 0.0)
     assert status.kind == "stopped" and "--resume auto" in status.detail
 
 
@@ -267,13 +267,13 @@ def test_a_stopped_run_that_cannot_go_on_by_itself_does_not_say_that_nothing_was
     done = ev.Done(
         exit_code=code, step=0, seconds=1.0, loss=None, evaluation_loss=None, model_path=None,
     )  # fmt: skip
-    status = status_of(RunState().after_all([*before, done]), DEAD, 0.0)
+    status = status_of(FoldedRun().after_all([*before, done]), DEAD, 0.0)
     assert status.kind == "stopped" and "no run.json" in status.detail
     assert "nothing" not in status.detail
 
 
 def test_a_paused_run_says_so_and_other_phases_are_named(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(3))
+    state = FoldedRun().after_all(made.training(3))
     paused = state.after(replace(ev.PhaseChanged(phase="paused"), wall_s=last_s(state)))
     assert status_of(paused, ALIVE, last_s(state)).kind == "paused"
     saving = state.after(replace(ev.PhaseChanged(phase="saving"), wall_s=last_s(state)))
@@ -281,7 +281,7 @@ def test_a_paused_run_says_so_and_other_phases_are_named(made: ModuleType) -> No
 
 
 def test_a_run_that_waits_for_room_on_its_disk_says_so_as_a_warning(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(3))
+    state = FoldedRun().after_all(made.training(3))
     told = ev.PhaseChanged(phase="no space", detail="waiting up to 10m for room")
     status = status_of(state.after(replace(told, wall_s=last_s(state))), ALIVE, last_s(state))
     assert (status.kind, status.word) == ("running", "NO SPACE") and "for room" in status.detail
@@ -289,7 +289,7 @@ def test_a_run_that_waits_for_room_on_its_disk_says_so_as_a_warning(made: Module
 
 
 def test_an_unreadable_journal_is_told_before_all_else(made: ModuleType) -> None:
-    status = status_of(RunState().after_all(made.finished()), Link(problem="schema 2.0"), 0.0)
+    status = status_of(FoldedRun().after_all(made.finished()), Link(problem="schema 2.0"), 0.0)
     assert status.kind == "unreadable" and status.detail == "schema 2.0"
 
 
@@ -301,14 +301,14 @@ def test_only_ended_runs_count_as_ended() -> None:
 
 
 def test_an_ended_run_is_seen_as_it_was_at_its_end(made: ModuleType) -> None:
-    state = RunState().after_all(made.finished())
+    state = FoldedRun().after_all(made.finished())
     view = View(state=state, wall_s=last_s(state) + 1e6)
     assert view.now_s == last_s(state)
     assert view.fresh(state.memory) is state.memory
 
 
 def test_a_killed_runs_samples_turn_stale(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(10))
+    state = FoldedRun().after_all(made.training(10))
     view = View(state=state, link=DEAD, wall_s=last_s(state) + 60)
     assert view.fresh(state.memory) is None and view.fresh(state.traffic) is None
     assert view.age_s(state.memory) == pytest.approx(60, abs=1)
@@ -347,7 +347,7 @@ def test_a_machine_sample_is_shown_for_seconds_only(made: ModuleType) -> None:
     ],
 )  # fmt: skip
 def test_an_event_is_told_in_words(event: ev.AnyEvent, level: str, text: str) -> None:
-    newest = RunState().after(event).log.newest
+    newest = FoldedRun().after(event).log.newest
     assert newest is not None
     assert (newest.level, newest.text) == (level, text)
 
@@ -357,4 +357,4 @@ def test_samples_are_no_lines_of_the_log(made: ModuleType, kind: type[ev.Event])
     measuring = ev.MeasuringChange(name="prefetch", counted=1, wanted=20)
     samples = [event for event in [*made.training(5), measuring] if isinstance(event, kind)]
     assert samples
-    assert len(RunState().after_all(samples).log) == 0
+    assert len(FoldedRun().after_all(samples).log) == 0

@@ -16,7 +16,7 @@ from fluxtui.actions.table import find
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.launching import command_text
 from fluxtui.screens.chrome import COMMAND_ROWS, NOTICE_ROWS, notice_lines
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import width_of
@@ -41,7 +41,7 @@ def stopped(made: ModuleType, folder: str, resume_with: str = "fluxtrain train -
         resume_with=resume_with,
     )  # fmt: skip
     link = Link(run_dir=Path(folder), process="dead")
-    return View(state=RunState().after_all([*made.training(3), done]), link=link)
+    return View(state=FoldedRun().after_all([*made.training(3), done]), link=link)
 
 
 def told(view: View) -> list[str]:
@@ -90,7 +90,7 @@ def test_a_model_is_where_its_run_is_and_not_where_it_was_made(made: ModuleType)
         exit_code=0, step=3, seconds=1.0, loss=1.0, evaluation_loss=None, model_path="/etc/model"
     )
     link = Link(run_dir=Path("/mine/run"), process="dead")
-    view = View(state=RunState().after_all([*made.training(3), done]), link=link)
+    view = View(state=FoldedRun().after_all([*made.training(3), done]), link=link)
     assert " ".join(told(view)).startswith("the model is in /mine/run/model; C chats with it")
 
 

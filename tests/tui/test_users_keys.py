@@ -17,7 +17,7 @@ from fluxtui.screens.dialogs import StopDialog
 from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.settings import load_settings, save_settings
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line
@@ -35,7 +35,7 @@ def text(lines: list[Line]) -> str:
 def view_of(made: ModuleType, *more: ev.AnyEvent, **options: Any) -> View:
     events = made.training(30)
     last_s = events[-1].wall_s
-    state = RunState().after_all([*events, *(replace(event, wall_s=last_s) for event in more)])
+    state = FoldedRun().after_all([*events, *(replace(event, wall_s=last_s) for event in more)])
     options.setdefault("link", Link(process="alive"))
     return View(state=state, wall_s=last_s + 0.5, **options)
 

@@ -40,13 +40,13 @@ async def test_no_screen_of_a_run_on_the_processor_names_one(
 
 def test_a_run_on_a_gpu_has_its_own_words(made: ModuleType) -> None:
     events = [made.hello(device="cuda:0"), *made.training(80)[1:]]
-    from fluxtui.state.run import RunState
+    from fluxtui.state.run import FoldedRun
 
-    view = View(state=RunState().after_all(events), wall_s=events[-1].wall_s)
+    view = View(state=FoldedRun().after_all(events), wall_s=events[-1].wall_s)
     assert PANELS["bus"].title_in(view) == "Bus"
     told = "\n".join("".join(t for t, _ in line) for line in PANELS["bus"].body(view, 80, 8))
     assert "H2D" in told and "D2H" in told
-    on_cpu = replace(view, state=RunState().after_all(made.training(80)))
+    on_cpu = replace(view, state=FoldedRun().after_all(made.training(80)))
     assert PANELS["bus"].title_in(on_cpu) == "Copies"
     told = "\n".join("".join(t for t, _ in line) for line in PANELS["bus"].body(on_cpu, 80, 8))
     assert words_of_a_gpu(told) == [] and "in " in told and "out" in told

@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from fluxtui.answers.answers import Answers
 from fluxtui.wizard.steps.source_step import SourceStep
-from fluxtui.wizard.steps.step import Answered
+from fluxtui.wizard.steps.step import AnswersChanged
 from fluxtui.wizard.steps.widgets import ChoiceList
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
@@ -35,7 +35,9 @@ async def test_an_answer_that_arrives_late_does_not_undo_what_was_typed_since(
     async with opened(folder, FOLDER) as wizard:
         await wizard.press("slash", "m")
         await wizard.until(lambda: wizard.screen.answers.model_folder == "/m")
-        wizard.screen.query_one("#model", SourceStep).post_message(Answered({"model_folder": "/"}))
+        wizard.screen.query_one("#model", SourceStep).post_message(
+            AnswersChanged({"model_folder": "/"})
+        )
         await wizard.until(lambda: wizard.screen.answers.model_folder == "/")
         assert (field(wizard).value, field(wizard).cursor_position) == ("/m", 2)
         await wizard.press("o")

@@ -25,7 +25,7 @@ from fluxtui.screens.plan import plan_lines
 from fluxtui.screens.run_rows import columns, run_detail, run_row
 from fluxtui.screens.settings import key_lines
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.run import LogLine, RunState
+from fluxtui.state.run import FoldedRun, LogLine
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.footer import footer_line, shown_actions
@@ -48,7 +48,7 @@ def whole(lines: list[Line]) -> str:
 
 def view_of(run: str, share: float = 1.0, **link: Any) -> View:
     events = JournalFollower(RECORDED / run / "events.ndjson").read_all()
-    state = RunState().after_all(events[: max(1, round(len(events) * share))])
+    state = FoldedRun().after_all(events[: max(1, round(len(events) * share))])
     return View(state=state, link=Link(**link), wall_s=(state.last_wall_s or 0.0) + 1)
 
 
@@ -119,18 +119,18 @@ def test_no_advice_is_told_as_it_is(made: ModuleType, given: bool, ended: bool, 
         events += [ev.AdviceWithdrawn(id="x")]
     if ended:
         events += [made.finished()[-1]]
-    view = View(state=RunState().after_all(made.stamped(events)), wall_s=made.START_S)
+    view = View(state=FoldedRun().after_all(made.stamped(events)), wall_s=made.START_S)
     assert view.state.advice == ()
     assert said in whole(ADVICE.body(view, 60, 5))
     assert said in whole(plan_lines(view, 80))
     again = made.stamped([*events, made.hello(pid=1)])
-    assert not RunState().after_all(again).advised, "the next process has given none"
+    assert not FoldedRun().after_all(again).advised, "the next process has given none"
 
 
 def test_a_recording_that_ends_before_its_run_says_so_and_promises_no_end() -> None:
     source = ReplaySource(RECORDED / "killed" / "events.ndjson", None)
     batch = source.poll()
-    state = RunState().after_all(batch.events)
+    state = FoldedRun().after_all(batch.events)
     view = View(state=state, link=source.poll().link)
     assert state.step is not None and view.status.kind == "cut"
     assert f"after step {state.step.step}" in view.status.detail
@@ -161,7 +161,7 @@ def test_what_is_one_is_not_said_in_the_plural(made: ModuleType) -> None:
     one = ev.Planned(
         **{n: getattr(planned, n) for n in planned.__struct_fields__} | {"batch_rows": 1}
     )
-    state = RunState().after_all(made.stamped([made.hello(), one]))
+    state = FoldedRun().after_all(made.stamped([made.hello(), one]))
     view = replace(View(state=state), link=Link(corrupt_lines=1))
     assert "batch of 1 row in" in state.log.newest.text
     assert "1 row of 256 tokens" in whole(plan_lines(view, 100))
@@ -171,7 +171,7 @@ def test_what_is_one_is_not_said_in_the_plural(made: ModuleType) -> None:
 def long_run(made: ModuleType) -> View:
     """A run with hours before it, as the recorded ones have not."""
     step = changed(made.step(18, 100_000), eta_s=845.0 * 60, eta_spread_s=121.0 * 60)
-    state = RunState().after_all(made.stamped([made.hello(total_steps=100_000), step]))
+    state = FoldedRun().after_all(made.stamped([made.hello(total_steps=100_000), step]))
     alive = Link(process="alive")
     return View(state=state, link=alive, wall_s=(state.last_wall_s or 0.0) + 0.5)
 

@@ -26,7 +26,7 @@ from fluxtrain.models.generate.prompts import read_prompts
 from fluxtrain.models.model_files import safetensors_header
 from fluxtrain.train.requests import COMMANDS, Requests
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from fluxtui.state.view import View
 from tests.hostile import many
 
@@ -84,7 +84,7 @@ def test_any_journal_is_listed_followed_and_played(
         events = JournalFollower(run.journal).read_all()
     except SchemaTooNew:
         return
-    state = RunState().after_all(events)
+    state = FoldedRun().after_all(events)
     view = View(state=state, wall_s=1e9, monotonic_s=1e6, boot="x")
     assert view.status.word
     replay = ReplaySource(run.journal, speed=None)

@@ -23,7 +23,7 @@ from fluxtui.answers.answers import (
     is_hub_id,
 )
 from fluxtui.answers.configuring import answers_from_file, configuration
-from fluxtui.answers.questions import Option
+from fluxtui.answers.questions import ListOption
 from fluxtui.answers.rows import StepName
 from fluxtui.home import expanded
 from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data, read_data_file
@@ -190,10 +190,10 @@ def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Ch
     )
 
 
-def reading_options(check: Check | None) -> tuple[Option, ...]:
+def reading_options(check: Check | None) -> tuple[ListOption, ...]:
     """Offer the ways in which the columns can be read, by their number."""
     return tuple(
-        Option(
+        ListOption(
             str(number),
             reading.because.replace(" is taken as the ", ": "),
             f"without {', '.join(reading.ignore)}" if reading.ignore else "",

@@ -9,7 +9,7 @@ from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.files.atomic import read_json
 from fluxtrain.units import UNKNOWN, duration_text, loss_text
 from fluxtui.answers.answers import DEMO
-from fluxtui.answers.questions import Option
+from fluxtui.answers.questions import ListOption
 from fluxtui.home import expanded
 
 RESUMABLE = ("stopped", "dead", "failed")
@@ -46,12 +46,12 @@ def known_runs(root: Path) -> list[RunSummary]:
         return []
 
 
-def run_option(run: RunSummary, now_s: float | None = None) -> Option:
+def run_option(run: RunSummary, now_s: float | None = None) -> ListOption:
     """Describe a run in one line for a list."""
     now_s = time.time() if now_s is None else now_s
     step = UNKNOWN if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"
     age = duration_text(max(0.0, now_s - run.updated_s))
-    return Option(run.path, run.run_id, f"{run.word(now_s)}, step {step}, {age} ago")
+    return ListOption(run.path, run.run_id, f"{run.word(now_s)}, step {step}, {age} ago")
 
 
 def run_rows(run: RunSummary) -> tuple[tuple[str, str], ...]:

@@ -24,7 +24,7 @@ _CARD_BYTES = 4096  # the front matter of a model card comes first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFacts:
+class ModelDescription:
     """A model as its folder describes it; None where the folder does not say."""
 
     architecture: str
@@ -52,7 +52,7 @@ class ModelFacts:
         return tuple((name, value) for name, value in rows if value)
 
 
-def read_model_folder(folder: str, trust_remote_code: bool = False) -> ModelFacts:
+def read_model_folder(folder: str, trust_remote_code: bool = False) -> ModelDescription:
     """Describe a folder in the Hugging Face format without loading it.
 
     Raises:
@@ -78,12 +78,12 @@ def cached_hub_folder(hub_id: str, environment: Mapping[str, str] = os.environ) 
     return max(folders, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _facts(folder: Path, files: ModelFiles) -> ModelFacts:
+def _facts(folder: Path, files: ModelFiles) -> ModelDescription:
     config = files.config
     inner = config.get("text_config")  # vision-language models keep the language part there
     shape = {**config, **inner} if isinstance(inner, dict) else config
     architectures = config.get("architectures") or [config["model_type"]]
-    return ModelFacts(
+    return ModelDescription(
         architecture=str(architectures[0]),
         parameters=files.parameters,
         dtype=files.dtype,

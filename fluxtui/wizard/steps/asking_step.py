@@ -24,13 +24,13 @@ from fluxtui.answers.rows import (
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.path_entry import PathEntry
-from fluxtui.wizard.steps.step import Step
+from fluxtui.wizard.steps.step import WizardStep
 from fluxtui.wizard.steps.widgets import Drawn
 
 HELP_LINES = 3
 
 
-class AskingStep(Step, can_focus=True):
+class AskingStep(WizardStep, can_focus=True):
     """Draws a page with a cursor; Escape closes the field and keeps what was set before."""
 
     DEFAULT_CSS = """

@@ -8,11 +8,11 @@ from typing import ClassVar
 from textual.binding import BindingType
 
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.widgets.entry import Entry
+from fluxtui.widgets.entry import PrintableInput
 from fluxtui.wizard.steps.paths import PathSuggester, completions, stem_of
 
 
-class PathEntry(Entry):
+class PathEntry(PrintableInput):
     """Tab completes as far as names agree; pressed again it goes through them, one after the other.
 
     Where nothing begins so, Tab goes to the next field.

@@ -13,17 +13,17 @@ from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.answers.answers import OF_COLUMNS, Answers
-from fluxtui.answers.questions import Option, SourceField, SourceQuestion
+from fluxtui.answers.questions import ListOption, SourceField, SourceQuestion
 from fluxtui.answers.rows import BY_KEY, turned
-from fluxtui.widgets.entry import Entry
+from fluxtui.widgets.entry import PrintableInput
 from fluxtui.wizard.checks.answer_checks import reading_options
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.path_entry import PathEntry
-from fluxtui.wizard.steps.step import DrawPage, Step
+from fluxtui.wizard.steps.step import DrawPage, WizardStep
 from fluxtui.wizard.steps.widgets import ChoiceList, Drawn
 
 
-class SourceStep(Step):
+class SourceStep(WizardStep):
     """Asks a `SourceQuestion`, and shows what was found."""
 
     DEFAULT_CSS = """
@@ -93,7 +93,7 @@ class SourceStep(Step):
                 with box.prevent(Input.Changed):
                     box.value = text
 
-    def offer(self, option: str, options: Sequence[Option]) -> None:
+    def offer(self, option: str, options: Sequence[ListOption]) -> None:
         """Fill the list that belongs to a choice."""
         widget = self._widget(self._question.fields[option])
         assert isinstance(widget, ChoiceList)
@@ -148,7 +148,7 @@ class SourceStep(Step):
     def _box(self, field: SourceField) -> Input:
         name = f"{field.name}-input"
         box: Input = (
-            Entry(placeholder=field.hint, id=name)
+            PrintableInput(placeholder=field.hint, id=name)
             if field.kind == "text"
             else PathEntry(folders_only=field.kind == "folder", placeholder=field.hint, id=name)
         )

@@ -21,7 +21,7 @@ Wish = Literal["measure", "plan", "try", "copy yaml", "copy command"]
 DrawPage = Callable[[WizardView, int], Content]
 
 
-class Answered(Message):
+class AnswersChanged(Message):
     """The user changed these answers, on this page: fields, or settings by their dotted keys."""
 
     def __init__(self, changes: Mapping[str, Any], page: StepName | None = None) -> None:
@@ -38,12 +38,12 @@ class Wished(Message):
         self.wish = wish
 
 
-class Step(VerticalScroll, can_focus=False):
+class WizardStep(VerticalScroll, can_focus=False):
     """One page of the wizard."""
 
     DEFAULT_CSS = """
-    Step { height: 1fr; scrollbar-size-vertical: 1; scrollbar-background: $background; }
-    Step > Drawn, Step > ChoiceList { margin-bottom: 1; }
+    WizardStep { height: 1fr; scrollbar-size-vertical: 1; scrollbar-background: $background; }
+    WizardStep > Drawn, WizardStep > ChoiceList { margin-bottom: 1; }
     """
     name_of_step: StepName
 
@@ -64,7 +64,7 @@ class Step(VerticalScroll, can_focus=False):
 
     def answer(self, changes: Mapping[str, Any]) -> None:
         """Say what the user changed here."""
-        self.post_message(Answered(changes, self.name_of_step))
+        self.post_message(AnswersChanged(changes, self.name_of_step))
 
     def insert_late(self, box: Input, character: str) -> None:
         """Insert a key that was on its way to this page when the field got the focus.
@@ -82,7 +82,7 @@ class Step(VerticalScroll, can_focus=False):
         return False
 
 
-class LaunchStep(Step, can_focus=True):
+class LaunchStep(WizardStep, can_focus=True):
     """The last page, which is only drawn; its keys say wishes, and it scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

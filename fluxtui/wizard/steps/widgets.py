@@ -17,7 +17,7 @@ from textual.widget import Widget
 
 from fluxtrain.events.printable import printable_lines
 from fluxtui.actions.key_map import own_bindings
-from fluxtui.answers.questions import Option
+from fluxtui.answers.questions import ListOption
 from fluxtui.widgets.spans import cut, cut_in_front
 from fluxtui.wizard.pages.drawing import MUTED
 
@@ -66,13 +66,13 @@ class ChoiceList(Widget, can_focus=True):
     class Chosen(Message):
         """The user chose another line of this list."""
 
-        def __init__(self, choices: ChoiceList, option: Option) -> None:
+        def __init__(self, choices: ChoiceList, option: ListOption) -> None:
             super().__init__()
             self.choices = choices
             self.option = option
 
     def __init__(
-        self, options: Sequence[Option], *, empty: str = "", id: str | None = None
+        self, options: Sequence[ListOption], *, empty: str = "", id: str | None = None
     ) -> None:
         """Show `empty` while there is nothing to choose from."""
         super().__init__(id=id)
@@ -84,7 +84,7 @@ class ChoiceList(Widget, can_focus=True):
         ids = [option.id for option in self.options]
         self.chosen = ids.index(option_id) if option_id in ids else 0
 
-    def offer(self, options: Sequence[Option]) -> None:
+    def offer(self, options: Sequence[ListOption]) -> None:
         """Other lines to choose from."""
         self.options = tuple(options)
         self.chosen = min(self.chosen, max(0, len(self.options) - 1))
