@@ -16,6 +16,7 @@ SMALL_CHARTS_FROM_ROWS = 30
 READOUT_ROWS = 4
 STEPS_FROM_ROWS = 32
 LEAST_RATES_ROWS = 5
+MACHINE_ROWS = 6
 LANES_ROWS = 12  # with its frame: six lanes, times, letters, waits, bound
 TALL_LANES_FROM_ROWS = 50
 TALL_LANES_ROWS = 17  # each lane two rows high
@@ -95,9 +96,10 @@ def _compact(width: int, height: int, cards: int, second: str) -> Arrangement:
         if rows:
             places[name] = PanelPlace(Rect(0, y, width, rows), frame)  # type: ignore[arg-type]
         y += rows
-    places["loss"] = PanelPlace(Rect(0, y, left, middle), "rule")
-    places[second or "log"] = PanelPlace(Rect(left + 1, y, width - left - 1, middle), "rule")
-    y += middle
+    if middle > 0:
+        places["loss"] = PanelPlace(Rect(0, y, left, middle), "rule")
+        places[second or "log"] = PanelPlace(Rect(left + 1, y, width - left - 1, middle), "rule")
+        y += middle
     if foot:
         places["step"] = PanelPlace(Rect(0, y, width, foot), "rule")
     if second:
@@ -118,20 +120,27 @@ def _two_columns(width: int, height: int, cards: int, second: str) -> Arrangemen
     low = max(6, rest * 7 // 20)
     high = rest - low
     bus = min(high - 6, 8) if high >= 14 else max(4 if cards > 1 else 0, high - 6)
-    bus = bus if second == "moves" else 0
-    machine = high - bus
-    log = left if second else 0
-    return {
+    places = {
         "progress": PanelPlace(Rect(0, 0, width, 4), "box"),
         memory: PanelPlace(Rect(0, 4, width, first), "box"),
         "residency": PanelPlace(Rect(0, 4 + first, width, blocks), "box"),
-        "loss": PanelPlace(Rect(0, y, left, high), "box"),
-        **({"bus": PanelPlace(Rect(left, y, right, bus), "box")} if bus else {}),
-        "machine": PanelPlace(Rect(left, y + bus, right, machine), "box"),
-        **({second: PanelPlace(Rect(0, y + high, left, low), "box")} if second else {}),
-        "log": PanelPlace(Rect(log, y + high, width - log, low), "box"),
         foot: PanelPlace(Rect(0, height - rows, width, rows), "box"),
     }
+    column = {"bus": bus, "machine": high - bus}
+    if second == "moves":
+        places["moves"] = PanelPlace(Rect(0, y + high, left, low), "box")
+        column["log"] = low
+    else:
+        high = rest
+        others = rest - MACHINE_ROWS
+        samples = others * 3 // 5 if second else 0
+        column = {"machine": MACHINE_ROWS, "samples": samples, "log": others - samples}
+    places["loss"] = PanelPlace(Rect(0, y, left, high), "box")
+    for name, size in column.items():
+        if size:
+            places[name] = PanelPlace(Rect(left, y, right, size), "box")
+        y += size
+    return places
 
 
 def _foot(height: int) -> tuple[str, int]:

@@ -148,7 +148,8 @@ class PanelScreen(RunScreen):
 
     def place_anew(self) -> None:
         """PanelPlace the panels anew, and draw them there."""
-        self.query_one(PanelGrid).children[0].refresh(layout=True)  # a child's: the grid follows
+        for panel in self.query_one(PanelGrid).children[:1]:  # a child's: the grid follows
+            panel.refresh(layout=True)
         self.call_after_refresh(self.draw)
 
     def draw_body(self, view: View, palette: Palette) -> None:

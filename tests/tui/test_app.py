@@ -36,7 +36,7 @@ async def test_the_dashboard_draws_a_followed_run(run: Path, made: ModuleType) -
     async with app.run_test(size=SIZE) as pilot:
         await drawn(pilot)
         text = text_of(app)
-        for part in ("RUNNING", "step 80/200", "Device memory", "C→G", "held-out", "forward"):
+        for part in ("RUNNING", "step 80/200", "Buffers", "held-out", "forward"):
             assert part in text, part
 
 
@@ -126,9 +126,9 @@ async def test_a_double_click_gives_a_panel_the_screen_and_takes_it_back(
     async with app.run_test(size=SIZE) as pilot:
         await drawn(pilot)
         grid = app.screen.query_one(PanelGrid)
-        await pilot.double_click("#moves")
-        await until(pilot, lambda: grid.maximised == "moves")
-        await pilot.double_click("#moves")
+        await pilot.double_click("#log")
+        await until(pilot, lambda: grid.maximised == "log")
+        await pilot.double_click("#log")
         await until(pilot, lambda: grid.maximised is None)
 
 

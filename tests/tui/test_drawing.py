@@ -230,7 +230,7 @@ def test_a_timeline_starts_at_zero_and_leaves_out_what_was_not_measured() -> Non
 
 # --- arrangements ---------------------------------------------------------------------------------
 
-SIZES = [(60, 20), (80, 24), (99, 33), (100, 34), (120, 40), (170, 46), (200, 60), (320, 90)]
+SIZES = [(60, 16), (60, 18), (80, 24), (99, 33), (100, 34), (120, 40), (170, 46), (200, 60), (320, 90)]
 SCREENS = [arrangement.dashboard, arrangement.memory, arrangement.transfer, arrangement.loss]
 
 
@@ -259,16 +259,15 @@ def test_panels_never_overlap_and_leave_at_most_a_gutter(
     assert counts.count(0) <= area  # one column at most
 
 
-@given(st.integers(60, 300), st.integers(20, 100))
-def test_the_dashboard_fits_at_every_size(width: int, height: int) -> None:
-    counts = covered(arrangement.dashboard(width, height - 2), width, height - 2)
-    assert max(counts) == 1
-
-
-def test_a_notice_takes_its_rows_from_the_panels() -> None:
-    for rows in (1, 2, 3):
-        covered(arrangement.dashboard(80, 22 - rows), 80, 22 - rows)
+@given(st.integers(60, 300), st.integers(11, 100), st.booleans(), st.booleans())
+def test_the_dashboard_fits_at_every_size_below_every_notice(
+    width: int, height: int, on_gpu: bool, samples: bool
+) -> None:
+    places = arrangement.dashboard(width, height, on_gpu=on_gpu, samples=samples)
+    assert max(covered(places, width, height)) == 1
+    assert ("bus" in places and "moves" in places) == on_gpu or height < 14
+    assert "samples" in places or not samples or on_gpu or height < 14
 
 
 def test_small_terminals_get_the_status_line() -> None:
-    assert too_small(59, 20) and too_small(60, 19) and not too_small(60, 20)
+    assert too_small(59, 16) and too_small(60, 15) and not too_small(60, 16)

@@ -114,7 +114,7 @@ async def test_ten_thousand_events_a_second_are_followed_to_the_last_one(
         await app_pilot.drawn(pilot)
         writer.start()
         try:
-            for key, title in (("4", "Gradient norm"), ("5", "lines"), ("1", "Device memory")):
+            for key, title in (("4", "Gradient norm"), ("5", "lines"), ("1", "Buffers")):
                 await pilot.press(key)
                 await app_pilot.until(pilot, lambda title=title: title in app_pilot.text_of(app))
             await app_pilot.until(pilot, lambda: app.view.state.step.step == last, 60.0)

@@ -86,7 +86,7 @@ def test_ctrl_z_gives_the_shell_a_sane_terminal_and_fg_the_app_with_the_numbers_
     shell.resize(100, 30)
     shell.wiped()
     command(shell, "fg")
-    shell.until("RUNNING", "Device memory", "? help", "detach")
+    shell.until("RUNNING", "Buffers", "? help", "detach")
     deadline_s = time.monotonic() + 60
     while shown_step(shell) < later:  # what it had is drawn first
         assert time.monotonic() < deadline_s, shell.text
@@ -111,7 +111,7 @@ def test_a_stop_from_outside_leaves_a_sane_terminal_after_the_app(
         app.send_signal(signal.SIGSTOP)
         shell.until_written(b"Stopped", b"ready>")
         command(shell, "fg")
-        shell.until("step 20/200", "Device memory", "detach")
+        shell.until("step 20/200", "Buffers", "detach")
         threads.append(app.num_threads())
     shell.press("4")
     shell.until("Gradient norm")
@@ -131,7 +131,7 @@ def test_a_key_that_is_pressed_while_the_app_comes_back_is_the_apps(
     shell.until("step 20/200", "detach")
     app = app_in(shell)
     for late_s in (0.0, 0.05, 0.1, 0.2):
-        for key, seen in (("4", "Gradient norm"), ("1", "Device memory")):
+        for key, seen in (("4", "Gradient norm"), ("1", "Buffers")):
             shell.wiped()
             if by_key:
                 shell.press("\x1a")
@@ -161,7 +161,7 @@ def test_a_stop_that_no_shell_sees_leaves_the_terminal_as_it_was_before_the_app(
     terminal.process.send_signal(signal.SIGCONT)
     while ENTERED not in terminal.output:
         assert terminal.read(0.1)
-    terminal.until("step 20/200", "Device memory", "detach")
+    terminal.until("step 20/200", "Buffers", "detach")
     terminal.press("q")
     assert terminal.ends() == 0
     assert terminal.mode() == sane
@@ -180,9 +180,9 @@ def test_ctrl_z_stops_the_whole_job_of_the_shell(shell: Terminal, watched: Path)
     time.sleep(1.0)
     shell.wiped()
     until_stopped(app)
-    assert shell.read(0.5) and "Device memory" not in shell.text, "it draws over nobody's work"
+    assert shell.read(0.5) and "Buffers" not in shell.text, "it draws over nobody's work"
     command(shell, "fg")
-    shell.until("step 20/200", "Device memory")
+    shell.until("step 20/200", "Buffers")
     shell.press("q")
     shell.until("left", "ready>")
 

@@ -219,7 +219,7 @@ def terminal(tmp_path: Path, made: ModuleType) -> Iterator[Terminal]:
 
 
 def test_the_app_draws_in_a_real_terminal_and_gives_it_back(terminal: Terminal) -> None:
-    terminal.read_until(b"Device memory")
+    terminal.read_until(b"Buffers")
     assert re.search(ALTERNATE_SCREEN, terminal.seen)
     os.write(terminal.end, b"q")
     terminal.read_until(MAIN_SCREEN)
@@ -227,13 +227,13 @@ def test_the_app_draws_in_a_real_terminal_and_gives_it_back(terminal: Terminal) 
 
 
 def test_a_screen_comes_by_its_key_in_a_real_terminal(terminal: Terminal) -> None:
-    terminal.read_until(b"Device memory")
+    terminal.read_until(b"Buffers")
     os.write(terminal.end, b"6")
     terminal.read_until(b"What was chosen, and why")
 
 
 def test_a_terminal_that_is_resized_is_drawn_anew(terminal: Terminal) -> None:
-    terminal.read_until(b"Device memory")
+    terminal.read_until(b"Buffers")
     terminal.seen = b""
     fcntl.ioctl(terminal.end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     os.killpg(terminal.process.pid, signal.SIGWINCH)
@@ -241,7 +241,7 @@ def test_a_terminal_that_is_resized_is_drawn_anew(terminal: Terminal) -> None:
 
 
 def test_a_suspended_app_comes_back(terminal: Terminal) -> None:
-    terminal.read_until(b"Device memory")
+    terminal.read_until(b"Buffers")
     terminal.process.send_signal(signal.SIGSTOP)
     time.sleep(0.3)
     terminal.process.send_signal(signal.SIGCONT)
@@ -251,7 +251,7 @@ def test_a_suspended_app_comes_back(terminal: Terminal) -> None:
 
 def test_what_is_copied_reaches_the_clipboard_of_the_terminal_itself(terminal: Terminal) -> None:
     """As OSC 52, so that it works through ssh too."""
-    terminal.read_until(b"Device memory")
+    terminal.read_until(b"Buffers")
     os.write(terminal.end, b"Y")
     terminal.read_until(rb"\x1b\]52;c;[A-Za-z0-9+/=]{20,}")
     copied = re.search(rb"\x1b\]52;c;([A-Za-z0-9+/=]+)", terminal.seen)
@@ -276,7 +276,7 @@ def test_no_color_leaves_no_colour_in_what_the_terminal_gets(
     journal = made.write(tmp_path / "events.ndjson", made.training(80))
     plain = Terminal(journal, NO_COLOR="1")
     try:
-        plain.read_until(b"Device memory")
+        plain.read_until(b"Buffers")
         escape = b"\x1b[27u"  # as of kitty's protocol: one key, whatever follows
         for key, shown in ((b"2", b"By category"), (b"4", b"Gradient norm"), (b"7", b"state"),
                            (b"?", b"whole run"), (escape, b"state"), (b":", b"Search"),
@@ -298,7 +298,7 @@ def test_an_empty_no_color_asks_for_nothing(
     journal = made.write(tmp_path / "events.ndjson", made.training(80))
     coloured = Terminal(journal, **({} if value is None else {"NO_COLOR": value}))
     try:
-        coloured.read_until(b"Device memory")
+        coloured.read_until(b"Buffers")
         assert colours_in(coloured.seen) != set()
     finally:
         coloured.close()
