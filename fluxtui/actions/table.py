@@ -128,7 +128,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("evaluate", "V", "evaluate", "Compute the loss of a run's model on held-out data", "Run",
            "use_model('evaluate')", name="Evaluate the model"),
     Action("export_model", "m", "export", "Export a run's adapter, or merge it into its base",
-           "Run", "use_model('export')", rank=11, name="Export or merge the model"),
+           "Run", "use_model('export')", rank=11, name="Export or merge"),
     Action("smooth", "e", "ema", "Show or hide the moving average", "Chart", "smooth", CHARTS,
            rank=35, name="Moving average"),
     Action("log_scale", "y", "log", "Logarithmic or linear loss axis", "Chart", "log_scale",

@@ -60,7 +60,8 @@ async def test_a_tiny_terminal_shows_one_true_status_line(run: Path, made: Modul
     async with app.run_test(size=(50, 8)) as pilot:
         await drawn(pilot)
         rows = [row for row in text_of(app).splitlines() if row.strip()]
-        assert len(rows) == 1 and "RUNNING" in rows[0] and "80/200" in rows[0]
+        assert len(rows) == 2 and "RUNNING" in rows[0] and "80/200" in rows[0]
+        assert "detach" in rows[1]
 
 
 async def test_a_killed_trainer_is_told(run: Path, made: ModuleType) -> None:

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from fluxtrain.events import events as ev
 from fluxtui.panels import PANELS
-from fluxtui.panels.chart import Trace, chart, place_of, step_at, x_range
-from fluxtui.panels.loss import pick, traces
+from fluxtui.panels.chart import Trace, x_range
+from fluxtui.panels.loss import pick
 from fluxtui.screens.panel_screen import PanelLines
 from fluxtui.state.history import Curve
 from fluxtui.state.run import FoldedRun
@@ -52,16 +52,6 @@ def line_of(values: Sequence[float]) -> Trace:
     return Trace(buckets=curve.buckets, role="train")
 
 
-def test_the_chart_starts_at_the_second_step(made: ModuleType) -> None:
-    one = FoldedRun().after_all(made.stamped([made.hello(), made.step(1)]))
-    assert "second step" in drawn(View(state=one), "loss")
-
-
-def test_the_axis_names_the_first_and_the_last_step(state: FoldedRun) -> None:
-    axis = drawn(View(state=state), "loss").splitlines()[-1]
-    assert axis.split("└")[1].startswith("1─") and axis.endswith("80")
-
-
 @pytest.mark.parametrize("zoom", [0.5, 0.25, 1 / 64, 1e-6])
 def test_a_zoom_shows_the_newest_part_and_two_points_at_least(zoom: float) -> None:
     trace = line_of([float(i) for i in range(1, 101)])
@@ -71,50 +61,7 @@ def test_a_zoom_shows_the_newest_part_and_two_points_at_least(zoom: float) -> No
     assert max(2, round(99 * zoom)) <= len(inside) <= max(2, round(99 * zoom) + 1)
 
 
-@pytest.mark.parametrize("step", [1, 37, 100])
-def test_a_zoom_keeps_the_crosshair_inside(step: int) -> None:
-    trace = line_of([float(i) for i in range(1, 101)])
-    low, high = x_range([trace], ChartSettings(zoom=0.1, crosshair=step))
-    assert low <= step <= high and low >= 1 and high <= 100
-    assert high - low == pytest.approx(9.9)
-
-
-def test_log_scale_and_smoothing_change_the_picture(state: FoldedRun) -> None:
-    pictures = {
-        drawn(View(state=state, chart=settings), "loss")
-        for settings in (
-            ChartSettings(), ChartSettings(smooth=False), ChartSettings(log_scale=True),
-        )
-    }  # fmt: skip
-    assert len(pictures) == 3
-
-
-def test_evaluations_are_marked(state: FoldedRun) -> None:
-    assert drawn(View(state=state), "loss").count("×") == 2
-
-
-def test_a_higher_value_is_drawn_higher() -> None:
-    rows = chart([line_of([1.0] * 50 + [9.0] * 50)], ChartSettings(), 60, 12)
-    text = [row.split("│")[-1].split("┤")[-1] for row in whole(rows).splitlines()]
-    first = next(i for i, row in enumerate(text) if row[:4].strip())
-    last = next(i for i, row in enumerate(text) if row[-4:].strip())
-    assert last < first
-
-
 # --- the crosshair --------------------------------------------------------------------------------
-
-
-def test_the_crosshair_is_an_upright_line_at_its_step(state: FoldedRun) -> None:
-    plain = drawn(View(state=state), "loss")
-    crossed = drawn(View(state=state, chart=ChartSettings(crosshair=40)), "loss")
-    extra = [
-        column
-        for before, after in zip(plain.splitlines(), crossed.splitlines(), strict=True)
-        for column, (a, b) in enumerate(zip(before, after, strict=True))
-        if a != b
-    ]
-    assert len(extra) > 8 and len(set(extra)) == 1
-    assert abs(extra[0] - (8 + 92 * 39 / 79)) <= 1
 
 
 def test_the_readout_tells_what_was_measured_at_that_step(
@@ -127,27 +74,6 @@ def test_the_readout_tells_what_was_measured_at_that_step(
         "lr 3.00e-4", "tokens 168 k",
     ):  # fmt: skip
         assert part in text, part
-
-
-def test_without_a_crosshair_the_newest_step_is_read(state: FoldedRun) -> None:
-    assert "step 80" in drawn(View(state=state), "readout", 160, 2)
-    assert "no step so far" in drawn(View(), "readout", 160, 2)
-
-
-def test_what_was_not_measured_at_a_step_is_a_dash(state: FoldedRun) -> None:
-    early = drawn(View(state=state, chart=ChartSettings(crosshair=3)), "readout", 160, 2)
-    assert "eval -" in early
-    outside = drawn(View(state=state, chart=ChartSettings(crosshair=300)), "readout", 160, 2)
-    assert "train -" in outside and "norm -" in outside and "tokens -" in outside
-
-
-def test_steps_that_share_a_bucket_are_called_a_mean() -> None:
-    curve = Curve(limit=64)
-    for step in range(1, 1001):
-        curve = curve.with_value(step, float(step))
-    text = drawn(View(state=FoldedRun(loss=curve), chart=ChartSettings(crosshair=500)), "readout")
-    bucket = next(b for b in curve.buckets if b.first <= 500 <= b.last)
-    assert bucket.count > 1 and f"mean of {bucket.first}-{bucket.last}" in text
 
 
 def test_the_crosshair_moves_by_hundredths_and_stops_at_the_ends(state: FoldedRun) -> None:
@@ -165,10 +91,6 @@ def test_a_click_finds_the_step_that_is_drawn_there(state: FoldedRun, step: int)
     column = max(row.rfind("│") for row in drawn(view, "loss").splitlines())
     found = pick(changed(view, chart=ChartSettings()), 100, 14, column, 3)
     assert found is not None and abs((found.crosshair or 0) - step) <= 1
-
-
-def test_a_click_before_there_is_a_curve_does_nothing() -> None:
-    assert step_at(traces(View())[0], ChartSettings(), 30, 100) is None
 
 
 # --- another run ----------------------------------------------------------------------------------
@@ -194,20 +116,6 @@ def test_by_tokens_a_run_is_compared_at_as_many_tokens(state: FoldedRun, made: M
     assert "tokens 246 k" in ours and "tokens 246 k" in theirs
     axis = drawn(view, "loss").splitlines()[-1]
     assert axis.endswith("655k") and "4.10k" in axis
-
-
-def test_a_run_that_never_came_so_far_says_so(state: FoldedRun, made: ModuleType) -> None:
-    view = View(state=state, compared=ComparedRun("short", slower(made, 20)))
-    text = drawn(changed(view, chart=ChartSettings(crosshair=70)), "readout", 120, 2)
-    assert "short did not reach step 70; its last is 20" in text
-
-
-def test_tokens_between_two_known_steps_are_interpolated() -> None:
-    state = FoldedRun(tokens=Curve().with_value(10, 1000.0).with_value(20, 3000.0))
-    place = place_of(state, True)
-    assert (place(10), place(15), place(20), place(99)) == (1000.0, 2000.0, 3000.0, 3000.0)
-    assert place_of(state, False)(15) == 15.0
-    assert place_of(FoldedRun(), True)(15) == 15.0
 
 
 # --- in the app -----------------------------------------------------------------------------------
@@ -239,17 +147,6 @@ async def test_keys_and_mouse_move_the_crosshair_and_choose_another_run(
         await app_pilot.until(pilot, lambda: "no other run" in app_pilot.text_of(app))
         await pilot.press("enter")
         await app_pilot.until(pilot, lambda: app.view.compared is None)
-
-
-async def test_the_crosshair_keys_are_the_loss_screens_alone(
-    made: ModuleType, tmp_path: Path, app_pilot: Any
-) -> None:
-    made.write(tmp_path / "runs" / "ours" / "events.ndjson", made.training(80))
-    app = app_pilot.app_on(tmp_path / "runs" / "ours", made)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await app_pilot.drawn(pilot)
-        await pilot.press("left", "v")
-        assert app.view.chart.crosshair is None and len(app.screen_stack) == 2
 
 
 async def test_the_curves_are_computed_anew_only_when_something_of_them_changed(

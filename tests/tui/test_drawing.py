@@ -230,7 +230,17 @@ def test_a_timeline_starts_at_zero_and_leaves_out_what_was_not_measured() -> Non
 
 # --- arrangements ---------------------------------------------------------------------------------
 
-SIZES = [(60, 16), (60, 18), (80, 24), (99, 33), (100, 34), (120, 40), (170, 46), (200, 60), (320, 90)]
+SIZES = [
+    (60, 16),
+    (60, 18),
+    (80, 24),
+    (99, 33),
+    (100, 34),
+    (120, 40),
+    (170, 46),
+    (200, 60),
+    (320, 90),
+]
 SCREENS = [arrangement.dashboard, arrangement.memory, arrangement.transfer, arrangement.loss]
 
 

@@ -18,36 +18,54 @@ from types import ModuleType
 import psutil
 import pytest
 
+from tests.engine.conftest import tiny_model, train_tokenizer
 from tests.tui.desk import PATIENCE_S, TINY, Desk
 
 RESTORED = b"\x1b[?1049l"  # back from the alternate screen
 
 
-def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) -> None:
-    terminal = desk.open("--steps", "4", *TINY, size=(80, 24))
-    for step, shown in (
-        ("step 1 of 7", "What would you like to do?"),
-        ("step 2 of 7", "✓ architecture"),
-        ("step 3 of 7", "As the model sees it"),
-        ("step 4 of 7", "FITS"),
-        ("step 5 of 7", "Training settings"),
-        ("step 6 of 7", "Chosen for you: why?"),
-    ):
-        terminal.until(step, shown)
-        terminal.press("\r")
-    terminal.until("step 7 of 7", "Enter starts the training", "4 steps")
+@pytest.mark.timeout(600)
+def test_from_a_table_to_a_merged_model_without_leaving_the_app(desk: Desk, tmp_path: Path) -> None:
+    base, table = tmp_path / "little", tmp_path / "qa.csv"
+    train_tokenizer(["What colour is box 1 of Alice? It is white."] * 20, base, 320)
+    tiny_model("llama").save_pretrained(base)
+    rows = [f"What colour is box {n} of Alice?,Box {n} is white." for n in range(200)]
+    table.write_text("\n".join(["Question,Answer", *rows]) + "\n")
+    terminal = desk.open(
+        "--model", str(base), "--steps", "4", "--sequence-length", "64", size=(80, 24)
+    )  # fmt: skip
+    terminal.until("step 1 of 7")
     terminal.press("\r")
-    terminal.until("FINISHED", "4/4")
+    terminal.until("step 2 of 7", "LlamaForCausalLM")
+    terminal.press("\r")
+    terminal.until("step 3 of 7", "Choose the data")
+    terminal.press("\x1b[B")
+    terminal.until("▸ File")
+    terminal.press(str(table))
+    terminal.until("As the model sees it", "completion")
+    terminal.press("\r")
+    terminal.until("step 4 of 7", "FITS")
+    terminal.press("\x1b[C")
+    terminal.until("▸ LoRA")
+    for step in ("5 of 7", "6 of 7", "7 of 7"):
+        terminal.press("\r")
+        terminal.until(f"step {step}")
+    terminal.until("Enter starts the training", "4 steps")
+    terminal.press("\r")
+    terminal.until("FINISHED", "4/4", "the adapter is in")
+    terminal.press("m")
+    terminal.until("Export", "enter write")
+    terminal.press("\r")
+    terminal.until("written", "checked")
+    terminal.press("\r")
     terminal.press("q")
     assert terminal.ends() == 0
     assert RESTORED in terminal.output
-    assert "finished" in terminal.text
     run = desk.run_dir()
     assert json.loads(run.result.read_text())["exit_code"] == 0
-    assert (run.model / "config.json").exists()
+    assert (run.path / "merged" / "config.json").exists()
 
 
-@pytest.mark.slow
 def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trained(
     desk: Desk, tmp_path: Path
 ) -> None:

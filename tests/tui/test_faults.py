@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,6 @@ from fluxtrain.events import events as ev
 from fluxtui.app import FluxApp
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import EventBatch
-from fluxtui.state.machine_sample import GpuSample, MachineSample
 from fluxtui.state.run import LOG_LIMIT, MOVES_LIMIT, RATES_LIMIT
 
 SIZE = (120, 40)
@@ -47,41 +45,6 @@ async def test_a_source_that_hangs_keeps_no_key_waiting(
             hang.set()
     finally:
         hang.set()
-
-
-class Load:
-    """Stands in for the machine: a load that changes with every sample."""
-
-    def __init__(self) -> None:
-        self.samples = 0
-
-    def sample(self, trainer_pid: int | None = None) -> MachineSample:
-        self.samples += 1
-        gpu = GpuSample(name="card", utilisation=0.5, power_w=100.0 + self.samples)
-        return MachineSample(time.monotonic(), 0.25, 8, 1 << 30, 2 << 30, None, None, (gpu,))
-
-
-async def test_of_a_silent_engine_only_the_machine_is_of_now(
-    run: Path, made: ModuleType, app_pilot: Any
-) -> None:
-    last_s = made.training(80)[-1].wall_s
-    app = app_pilot.app_on(run, made, wall_clock=time.time)
-    app._samples_machine, app._sampler = True, Load()
-    load = app._sampler
-    shift_s = time.time() - last_s - 75.0
-    events = [msgspec.structs.replace(e, wall_s=e.wall_s + shift_s) for e in made.training(80)]
-    made.write(run / "events.ndjson", events)
-    async with app.run_test(size=SIZE) as pilot:
-        await app_pilot.until(pilot, lambda: app.view.status.kind == "stalled")
-        await app_pilot.until(pilot, lambda: "102 W" in app_pilot.text_of(app))
-        text = app_pilot.text_of(app)
-        assert "no sign of life for 1m" in text
-        assert "last sample 1m" in text, "the age is told where the numbers are gone"
-        for number in ("492 MiB", "GB/s", "tok/s  900"):
-            assert number not in text
-        assert "ETA -" in text
-        before = load.samples
-        await app_pilot.until(pilot, lambda: load.samples > before)
 
 
 async def test_ten_thousand_events_a_second_are_followed_to_the_last_one(

@@ -7,13 +7,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from textual.geometry import Region
 from textual.screen import Screen
 
 import fluxtui.app
 from fluxtui.app import MADE_READY, FluxApp
-from fluxtui.themes import load_themes
-from fluxtui.widgets.ground import Ground
 from tests.tui.app_pilot import SIZE, app_on, drawn, still, text_of, until
 
 KEYS = {"loss": "4", "log": "5", "plan": "6", "memory": "2", "transfer": "3"}
@@ -61,17 +58,6 @@ async def test_the_first_frame_of_a_screen_is_whole(
         assert SIGNS[name] in text_of(app)
 
 
-async def test_screens_are_made_behind_the_one_in_front(run: Path, made: ModuleType) -> None:
-    app = app_on(run, made)
-    async with app.run_test(size=SIZE) as pilot:
-        await drawn(pilot)
-        before = text_of(app)
-        await until(pilot, lambda: all(map(app.is_ready, MADE_READY)))
-        await still(pilot)
-        assert app.screen_name == "dashboard" and len(app.screen_stack) == 2
-        assert text_of(app) == before
-
-
 async def test_a_screen_that_was_left_comes_back_as_of_now(
     run: Path, made: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,40 +91,3 @@ async def test_a_screen_that_was_made_at_another_size_fits_the_present_one(
         rows = next(text for at, text in frames if at == "transfer").splitlines()
         assert len(rows) == 30 and {len(row) for row in rows} == {90}
         assert rows[1].endswith("╮") and "Stalls" in rows[1]
-
-
-async def test_nothing_is_made_ready_beside_the_wizard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fluxtui.app, "FIRST_AT_REST_S", 0.01)
-    monkeypatch.setattr(fluxtui.app, "AT_REST_S", 0.01)
-    wizard: Screen[Any] = Screen()
-    app = FluxApp(
-        start_screen="wizard", sample_machine=False, runs_folder=tmp_path,
-        make_wizard=lambda: wizard,
-    )  # fmt: skip
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: app.screen is wizard)
-        await pilot.pause(0.2)
-        assert not any(map(app.is_ready, MADE_READY))
-
-
-@pytest.mark.thinned(1)
-@pytest.mark.parametrize("theme", load_themes()[0])
-async def test_a_screen_that_was_made_before_a_change_of_theme_has_the_new_ground(
-    run: Path, made: ModuleType, theme: str
-) -> None:
-    app = app_on(run, made)
-    async with app.run_test(size=SIZE) as pilot:
-        await drawn(pilot)
-        await until(pilot, lambda: all(map(app.is_ready, MADE_READY)))
-        app.choose_theme(theme)
-        await pilot.press("2")
-        await until(pilot, lambda: app.screen_name == "memory")
-        await still(pilot)
-        for ground in (app.screen, app.screen.query_one("#body")):
-            assert isinstance(ground, Ground)
-            for crop in (ground.size.region, Region(3, 1, 4, 2)):
-                wanted = ground._styles_cache.render_widget(ground, crop)
-                drawn_rows = ground.render_lines(crop)
-                assert [list(row) for row in drawn_rows] == [list(row) for row in wanted]

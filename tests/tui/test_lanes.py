@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +13,16 @@ from hypothesis import strategies as st
 
 from fluxtrain.events.reader import JournalFollower
 from fluxtrain.events.trace.lanes import Interval, StepLanes
-from fluxtrain.events.trace.ring import SLOTS, RingReader, RingWriter
+from fluxtrain.events.trace.ring import RingReader, RingWriter
 from fluxtui.app import FluxApp
-from fluxtui.csv_tables import csv_of
-from fluxtui.panels.lanes import KINDS, PANEL
-from fluxtui.plots.lane_bars import Kind, bar, cells_of, ruler
+from fluxtui.panels.lanes import PANEL
+from fluxtui.plots.lane_bars import Kind, bar, cells_of
 from fluxtui.screens.panel_screen import framed
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
-from fluxtui.state.timeline import Timeline, chosen
+from fluxtui.state.timeline import Timeline
 from fluxtui.state.view import ChartSettings, View
-from fluxtui.themes import ROLES
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line, width_of
 
@@ -83,32 +80,6 @@ def test_a_recorded_step_shows_every_lane_its_letters_and_what_bound_it() -> Non
         assert letter in text and label in text
 
 
-def test_a_lane_of_a_cpu_run_is_not_called_a_gpu(made: ModuleType, tmp_path: Path) -> None:
-    assert "\n│ dev" in drawn(recorded())
-    view = made_view(made, tmp_path, Interval("gpu", "forward", "a", 0.0, 0.9))
-    on_gpu = FoldedRun().after_all(made.stamped([made.hello(device="NVIDIA H200")]))
-    assert "\n│ gpu" in drawn(replace(view, state=on_gpu))
-
-
-def test_a_checkpoint_is_drawn_and_the_evaluation_before_it_only_told() -> None:
-    text = drawn(recorded(last_step=20))
-    assert "checkpoint" in text and "disk" in text.split("bound")[1].splitlines()[0]
-    assert "then evaluation" in text
-    assert "5.3" not in text.splitlines()[0]  # the length is that of the step alone
-
-
-@pytest.mark.parametrize("width", [60, 90, 98, 114, 118, 130, 160, 200])
-def test_what_bound_a_step_is_told_whole_where_its_heading_has_no_room(
-    made: ModuleType, tmp_path: Path, width: int
-) -> None:
-    intervals = [("gpu", "forward", "a", 0.0, 0.5), ("stall", "gradients", "", 0.5, 0.2)]
-    view = made_view(made, tmp_path, *(Interval(*one) for one in intervals))
-    text = drawn(view, width)
-    assert text.count("bound") == 1
-    assert width < 98 or "waits 200 ms for it" in text
-    assert width < 200 or "unrecorded 300 ms (30 %)" in text
-
-
 def test_a_stall_is_marked_and_its_cause_is_named_without_colour(
     made: ModuleType, tmp_path: Path
 ) -> None:
@@ -122,43 +93,6 @@ def test_a_stall_is_marked_and_its_cause_is_named_without_colour(
     assert "waits 300 ms  weights 300 ms" in text
     small = drawn(view, width=60, height=7)
     assert "!" in small or "waits" in small
-
-
-def test_moments_that_come_after_the_weights_have_a_letter_of_their_own(
-    made: ModuleType, tmp_path: Path
-) -> None:
-    view = made_view(
-        made, tmp_path,
-        Interval("gpu", "forward", "a", 0.0, 1.0),
-        Interval("cpu", "update", "a", 0.0, 0.4), Interval("cpu", "moments", "a", 0.4, 0.5),
-    )  # fmt: skip
-    text = drawn(view)
-    assert KINDS["moments"].letter == "M"
-    assert "M  moments" in text and "U  update" in text
-    assert "moments" in next(row for row in text.splitlines() if row.startswith("│ cpu"))
-
-
-def test_a_panel_in_full_names_the_longest_with_their_blocks() -> None:
-    rows = drawn(recorded(last_step=19), height=36).splitlines()
-    start = next(i for i, row in enumerate(rows) if "the longest" in row)
-    assert "backward" in rows[start + 1] and "model.layers." in rows[start + 1]
-    assert all("%" in row for row in rows[start + 1 : -1])
-    assert "the longest" not in drawn(recorded(last_step=19))
-
-
-def test_the_lanes_on_screen_are_saved_as_rows() -> None:
-    rows = list(csv.DictReader(csv_of("lanes", recorded(last_step=19)).splitlines()))
-    step = recorded().timeline.at(19)
-    assert step is not None and len(rows) == len(step.lanes.intervals)
-    assert {row["step"] for row in rows} == {"19"}
-    assert sum(float(row["duration_s"]) for row in rows if row["lane"] == "gpu") > 0
-    assert csv_of("lanes", View()) == "\n"
-
-
-def test_what_a_record_left_out_is_told(made: ModuleType, tmp_path: Path) -> None:
-    one = Interval("gpu", "forward", "a", 0.0, 1.0)
-    view = made_view(made, tmp_path, one, late=2, dropped=1, merged=7)
-    assert "7 merged, 3 left out" in drawn(view)
 
 
 def test_a_run_without_a_ring_says_so_and_shows_its_phases(made: ModuleType) -> None:
@@ -185,23 +119,6 @@ def test_a_replay_never_shows_a_step_before_it_happened() -> None:
     assert "no step so far" in drawn(before)
 
 
-def test_the_choice_of_a_step_follows_unless_one_looks_back() -> None:
-    timeline = timeline_of(RECORDED / "timeline.ring")
-    newest = chosen(timeline, None, None)
-    assert not isinstance(newest, str) and newest.head.step == 40
-    older = chosen(timeline, 7, None)
-    assert not isinstance(older, str) and older.head.step == 7
-    assert chosen(Timeline(True), None, 5) == "no step so far"
-    behind = Timeline(True, timeline.steps[20:])
-    assert f"{SLOTS} steps are kept" in str(chosen(behind, None, 5))
-
-
-def test_every_kind_has_its_own_letter_and_a_role_of_the_themes() -> None:
-    letters = [kind.letter for kind in KINDS.values()]
-    assert len(letters) == len(set(letters))
-    assert {kind.role for kind in KINDS.values()} <= set(ROLES)
-
-
 PIECES = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=12)
 
 
@@ -220,12 +137,6 @@ def test_cells_hide_nothing_and_claim_no_more_than_there_was(
             assert cells[middle].level > 0
     line = bar(cells, lambda name: Kind("F", "forward", "forward"))
     assert width_of(line) == width
-
-
-@pytest.mark.parametrize("width", [14, 40, 80, 200])
-def test_the_ruler_begins_at_nothing_and_ends_at_the_length(width: int) -> None:
-    ((text, _),) = ruler(2.0, width)
-    assert len(text) == width and text.startswith("0") and text.endswith("2.00 s")
 
 
 async def test_left_and_right_look_back_through_the_steps_of_a_finished_run() -> None:
@@ -264,15 +175,3 @@ async def test_the_lanes_follow_a_ring_that_grows(made: ModuleType, tmp_path: Pa
             while f"step {step} " not in app.screen.query_one("#lanes", Lines).text:
                 assert time.monotonic() < deadline
                 await pilot.pause(0.05)
-
-
-def test_work_that_was_queued_late_has_a_lane_of_its_own(made: ModuleType, tmp_path: Path) -> None:
-    view = made_view(
-        made, tmp_path,
-        Interval("gpu", "forward", "a", 0.0, 0.9), Interval("queue", "forward", "", 0.0, 0.6),
-    )  # fmt: skip
-    text = drawn(view)
-    lane = next(line for line in text.splitlines() if line.startswith("\u2502 queue"))
-    assert "60" in lane and "600 ms" in lane
-    assert "queued late by the host" in text
-    assert "queue" not in drawn(recorded())

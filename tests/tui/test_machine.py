@@ -13,9 +13,9 @@ import pytest
 from fluxtui.panels import PANELS
 from fluxtui.panels.machine import machine_line
 from fluxtui.screens.panel_screen import framed
-from fluxtui.sources.gpu import GpuReader, processes_of, throttling
+from fluxtui.sources.gpu import GpuReader
 from fluxtui.sources.machine_sampler import MachineSampler, watch
-from fluxtui.state.machine_sample import GpuSample, GpuUser, MachineSample
+from fluxtui.state.machine_sample import GpuSample, MachineSample
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import width_of
@@ -168,21 +168,6 @@ def test_the_machine_is_watched_until_it_is_told_to_stop(driver: Any) -> None:
     assert [gpu.has_trainer for gpu in heard[0].gpus] == [True]
 
 
-@pytest.mark.parametrize(
-    ("bits", "words"),
-    [(0x0, ()), (0x1, ()), (0x2 | 0x10, ()), (0x20, ("heat",)),
-     (0x4 | 0x8, ("power limit", "hardware slowdown"))],
-)  # fmt: skip
-def test_idle_and_chosen_clocks_are_no_throttling(bits: int, words: tuple[str, ...]) -> None:
-    assert throttling(bits) == words
-
-
-def test_a_process_that_computes_and_draws_is_told_once() -> None:
-    entries = [SimpleNamespace(pid=5, usedGpuMemory=GIB), SimpleNamespace(pid=5, usedGpuMemory=7)]
-    [one] = processes_of(entries, None, lambda pid: "x")
-    assert one == GpuUser(pid=5, name="x", memory_bytes=GIB)
-
-
 # --- drawn ----------------------------------------------------------------------------------------
 
 
@@ -210,34 +195,6 @@ def eight(card: GpuSample) -> list[GpuSample]:
     return [changed(card if i == 5 else idle, index=i) for i in range(8)]
 
 
-def test_without_a_gpu_processor_memory_and_trainer_are_shown() -> None:
-    text = drawn(sampled())
-    assert "GPU" not in text
-    for part in ("CPU", "50%", "16 cores", "of 8.00 GiB", "trainer 1.00 GiB", "1.5 cores"):
-        assert part in text, part
-
-
-def test_a_gpu_is_shown_first_with_its_limits_and_what_holds_it_back(card: GpuSample) -> None:
-    text = drawn(sampled(card), 76, 12)
-    assert text.index("GPU") < text.index("CPU")
-    for part in ("91%", "398/700 W", "71 °C", "1755/1980 MHz", "held back by power limit"):
-        assert part in text, part
-    assert "2 others on the GPU" in text
-
-
-def test_every_process_on_the_gpu_is_named_or_said_to_be_out_of_sight(card: GpuSample) -> None:
-    rows = [row for row in drawn(sampled(card), 76, 12).splitlines() if "on GPU " in row]
-    assert "trainer" in rows[0] and "21.0 GiB" in rows[0]
-    assert "Xorg" in rows[1] and "process 77" in rows[1] and "3.00 GiB" in rows[1]
-    assert "name not visible" in rows[2] and "- │" in rows[2]
-
-
-def test_what_was_not_measured_is_a_dash() -> None:
-    text = drawn(sampled(GpuSample(name="card")), 76, 8)
-    assert "- W" in text and "- °C" in text and "- MHz" in text and "throttling -" in text
-    assert "full speed" in drawn(sampled(GpuSample(name="card", throttled_by=())), 76, 8)
-
-
 def test_an_old_sample_is_not_shown_as_the_present(card: GpuSample) -> None:
     old = changed(sampled(card), monotonic_s=90.0)
     assert "91%" not in drawn(old) and "-" in drawn(old)
@@ -256,39 +213,10 @@ def test_all_gpus_are_there_at_every_size_and_the_trainers_is_marked(
     assert "CPU" in text and "RAM" in text
 
 
-def test_with_room_every_gpu_tells_its_power_and_heat(eight: list[GpuSample]) -> None:
-    text = drawn(sampled(*eight), 110, 40)
-    assert text.count("398/700 W") == 8 and text.count("held back by power limit") >= 1
-    assert "on G5 trainer" in text
-
-
-def test_the_heading_counts_the_gpus_and_says_what_the_mark_means(eight: list[GpuSample]) -> None:
-    text = drawn(sampled(*eight), 110, 40).splitlines()[0]
-    assert "8 x NVIDIA H200" in text and "▸ the trainer's" in text
-
-
 def line_of(sample: MachineSample | None, width: int = 80, **view: Any) -> str:
     whole = machine_line(View(machine_sample=sample, monotonic_s=100.0, **view), width)
     assert width_of(whole) <= width
     return "".join(text for text, _ in whole)
-
-
-def test_one_line_tells_of_gpu_processor_and_memory(card: GpuSample) -> None:
-    line = line_of(sampled(card))
-    for part in ("GPU 91% 24.0 GiB", "CPU 50%", "RAM 50%", "power limit"):
-        assert part in line, part
-
-
-def test_one_line_without_a_gpu_has_room_for_the_whole_host() -> None:
-    line = line_of(sampled())
-    for part in ("CPU 50% of 16 cores", "RAM 4.00 GiB of 8.00 GiB", "trainer 1.00 GiB"):
-        assert part in line, part
-
-
-def test_one_line_of_eighty_cells_holds_four_gpus(eight: list[GpuSample]) -> None:
-    line = line_of(sampled(*eight[2:6]))
-    for part in ("G2 0% 1.00 GiB", "G3", "G4", "▸G5 91% 24.0 GiB"):
-        assert part in line, part
 
 
 def test_one_line_never_shows_the_machine_of_now_as_that_of_a_recording(card: GpuSample) -> None:

@@ -15,18 +15,14 @@ from msgspec.structs import replace
 from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
 from fluxtrain.events.reader import JournalFollower
-from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
-from fluxtui.app import FluxApp
+from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.headless import follow_lines
 from fluxtui.panels.progress import body as progress
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.journal import JournalSource
 from fluxtui.state.run import FoldedRun
-from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
-
-SIZE = (120, 40)
 
 
 def text(lines: list[Line]) -> str:
@@ -134,40 +130,4 @@ def test_a_folder_that_comes_back_is_followed_again(tmp_path: Path, made: Module
     assert len(batch.events) == len(made.training(4))
 
 
-def test_a_recording_that_has_nothing_to_say_is_not_stalled(made: ModuleType) -> None:
-    state = FoldedRun().after_all(made.training(10))
-    last_s = state.last_wall_s or 0.0
-    silent = View(state=state, link=Link(replay=True, quiet_s=40.0), wall_s=last_s)
-    assert silent.status.kind == "running"
-    live = View(state=state, link=Link(process="alive", quiet_s=40.0), wall_s=last_s)
-    assert live.status.kind == "stalled"
-
-
 # --- not read yet ---------------------------------------------------------------------------------
-
-
-async def test_a_list_of_runs_that_is_not_read_yet_is_not_called_empty(
-    tmp_path: Path, made: ModuleType, app_pilot: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made.write(tmp_path / "runs" / "demo" / "events.ndjson", made.training(3))
-    may_read = threading.Event()
-
-    def slowly(root: Path) -> Any:
-        may_read.wait(60)
-        return list_runs(root)
-
-    monkeypatch.setattr("fluxtui.screens.runs.list_runs", slowly)
-    app = FluxApp(None, start_screen="runs", runs_folder=tmp_path / "runs", sample_machine=False)
-    async with app.run_test(size=SIZE) as pilot:
-        try:
-            await app_pilot.until(pilot, lambda: "looking" in app_pilot.text_of(app))
-            assert "no runs here" not in app_pilot.text_of(app)
-        finally:
-            may_read.set()
-        await app_pilot.until(pilot, lambda: "demo" in app_pilot.text_of(app))
-
-
-async def test_an_empty_list_of_runs_says_how_to_make_one(tmp_path: Path, app_pilot: Any) -> None:
-    app = FluxApp(None, start_screen="runs", runs_folder=tmp_path, sample_machine=False)
-    async with app.run_test(size=SIZE) as pilot:
-        await app_pilot.until(pilot, lambda: "no runs here yet" in app_pilot.text_of(app))

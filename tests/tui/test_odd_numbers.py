@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from types import ModuleType
 from typing import Any
@@ -12,23 +11,19 @@ from msgspec.structs import replace
 
 from fluxtrain.events import events as ev
 from fluxtrain.units import power_text
-from fluxtui import csv_tables
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import heading as memory_heading
 from fluxtui.panels.panel import gain_text, share_text, whole_share, whole_text
-from fluxtui.panels.progress import clock_text, eta
+from fluxtui.panels.progress import eta
 from fluxtui.plots.bars import gauge
 from fluxtui.screens.chrome import header_line
 from fluxtui.screens.panel_screen import framed
-from fluxtui.state.machine_sample import GpuSample, GpuUser, MachineSample
 from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
 
 NAN, INFINITE = float("nan"), float("inf")
-DAY_S = 86400.0
-NOON_S = 1_700_049_600.0  # a Wednesday
 
 
 def text(line: Line) -> str:
@@ -93,26 +88,7 @@ def test_a_step_with_an_impossible_number_is_drawn_without_it(
     assert "nan%" not in shown and "inf%" not in shown
 
 
-def test_a_gain_that_is_no_number_is_not_promised(made: ModuleType) -> None:
-    events = made.training(10)
-    given = ev.AdviceGiven(text="so", how="a=1", gain_share=NAN, wall_s=events[-1].wall_s)
-    state = FoldedRun().after_all([*events, given])
-    assert "nan" not in everything(View(state=state, wall_s=events[-1].wall_s))
-
-
 # --- when it ends ---------------------------------------------------------------------------------
-
-
-def test_the_hour_of_the_end_has_its_day_unless_that_is_today() -> None:
-    assert clock_text(NOON_S + 3600, NOON_S) == "13:00"
-    assert clock_text(NOON_S + DAY_S, NOON_S) == "Thu 12:00"
-    assert clock_text(NOON_S + 13 * 3600, NOON_S) == "Thu 01:00"
-    assert clock_text(NOON_S + 30 * DAY_S, NOON_S) == "15 Dec 2023"
-
-
-@pytest.mark.parametrize("at_s", [NAN, INFINITE, 1e30, NOON_S - 1])
-def test_an_end_that_is_past_or_never_has_no_hour(at_s: float) -> None:
-    assert clock_text(at_s, NOON_S) == ""
 
 
 def test_the_eta_counts_down_between_steps_and_by_no_more_than_the_next_one(
@@ -147,27 +123,3 @@ def test_a_clock_that_was_set_back_does_not_make_a_run_up_for_less_than_nothing(
 
 
 # --- the machine as a table -----------------------------------------------------------------------
-
-
-def test_the_machine_is_a_table_with_columns_for_each_gpu() -> None:
-    held = (GpuUser(pid=1, memory_bytes=5),)
-    gpus = (
-        GpuSample(name="NVIDIA H200", index=0, utilisation=0.5, throttled_by=(), processes=held),
-        GpuSample(name="NVIDIA H200", index=1, throttled_by=("heat", "power limit")),
-    )
-    sample = MachineSample(10.0, 0.5, 2, 1 << 30, 2 << 30, None, 1.5, gpus)
-    written = csv_tables.csv_of("machine", View(machine_sample=sample, monotonic_s=10.5))
-    [row] = csv.DictReader(written.splitlines())
-    assert (row["cpu"], row["memory_total_bytes"], row["trainer_cpu"]) == (
-        "0.5",
-        f"{2 << 30}",
-        "1.5",
-    )
-    assert (row["gpu0.name"], row["gpu0.utilisation"]) == ("NVIDIA H200", "0.5")
-    assert (row["gpu0.throttled_by"], row["gpu1.throttled_by"]) == ("nothing", "heat, power limit")
-
-
-def test_a_machine_without_gpus_is_a_table_too() -> None:
-    sample = MachineSample(10.0, None, 2, None, None, None, None)
-    written = csv_tables.csv_of("machine", View(machine_sample=sample, monotonic_s=10.5))
-    assert [row["cores"] for row in csv.DictReader(written.splitlines())] == ["2"]

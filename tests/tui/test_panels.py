@@ -10,24 +10,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fluxtrain.events import events as ev
-from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtrain.units import number_text, power_text
 from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
-from fluxtui.panels.memory import parts_of
 from fluxtui.panels.panel import share_text, whole_text
-from fluxtui.panels.progress import eta, slow_step_s
 from fluxtui.panels.residency import tiles
-from fluxtui.screens.chrome import header_line, notice_lines, status_line
+from fluxtui.screens.chrome import header_line, notice_lines
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.panel_screen import framed
-from fluxtui.screens.plan import plan_lines
-from fluxtui.screens.run_rows import run_detail
 from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link, status_of
 from fluxtui.state.view import ChartSettings, View
-from fluxtui.widgets.footer import footer_line
 from fluxtui.widgets.spans import Line, width_of
 
 STATES = ("waiting", "running", "stale", "failed", "finished")
@@ -96,62 +89,11 @@ def test_progress_shows_step_loss_and_eta_with_its_spread(made: ModuleType) -> N
         assert part in text, part
 
 
-def test_rates_of_a_step_long_ago_are_dashes_and_its_age_is_told(made: ModuleType) -> None:
-    text = drawn(view_of(made, "stale"), "progress")
-    assert "last step 1h 00m ago" in text and "- tok/s" in text and "- a step" in text
-    assert "last step" not in drawn(view_of(made, "running"), "progress")
-    assert "last step" not in drawn(view_of(made, "finished"), "progress")
-
-
-def test_there_is_no_eta_while_paused_and_a_finished_run_says_how_long_it_took(
-    made: ModuleType,
-) -> None:
-    view = view_of(made, "running")
-    last = view.state.last_wall_s
-    paused = view.state.after(replace(ev.PhaseChanged(phase="paused"), wall_s=last))
-    assert text_of(eta(changed(view, state=paused))) == "ETA -"
-    assert text_of(eta(view_of(made, "finished"))) == "took 3m 03s"
-
-
-def test_the_slow_steps_are_told_once_there_are_enough(made: ModuleType) -> None:
-    steps = [made.step(i, step_s=1.0) for i in range(1, 20)]
-    assert slow_step_s(steps) is None
-    slow = made.step(20, step_s=9.0)
-    assert slow_step_s([*steps, slow, slow]) == 9.0
-
-
-def test_the_memory_bar_partitions_the_budget(made: ModuleType) -> None:
-    sample = made.memory()
-    parts = parts_of(sample, None)
-    assert sum(part.value for part in parts) == sample.device_budget_bytes
-    assert [part.label for part in parts][-1] == "free"
-
-
-def test_a_category_that_is_not_known_is_still_counted(made: ModuleType) -> None:
-    sample = replace(made.memory(), device_by={"weights": 10, "new kind": 5})
-    parts = {part.label: part.value for part in parts_of(sample, None)}
-    assert parts["other"] == 5.0
-
-
 def test_a_cpu_run_does_not_call_its_buffer_a_gpu(made: ModuleType) -> None:
     assert "cpu: a host buffer" in drawn(view_of(made, "running"), "memory")
     state = FoldedRun().after_all(made.stamped([made.hello(device="NVIDIA H200"), made.memory()]))
     text = drawn(View(state=state, wall_s=made.START_S + 1), "memory")
     assert "NVIDIA H200" in text and "host buffer" not in text
-
-
-def test_a_peak_over_the_plan_is_told(made: ModuleType) -> None:
-    over = replace(made.memory(), device_peak_bytes=made.GIB)
-    state = FoldedRun().after_all(made.stamped([made.hello(), made.planned(), over]))
-    assert "peak over by" in drawn(View(state=state, wall_s=made.START_S + 1), "memory")
-
-
-def test_an_unknown_ceiling_is_a_dash_and_a_known_one_gives_the_share(made: ModuleType) -> None:
-    view = view_of(made, "running")
-    assert "/ -" in drawn(view, "bus") and "%" not in drawn(view, "bus").split("stall")[0]
-    measured = replace(view.state.traffic, h2d_ceiling_bytes_per_s=3e9)
-    text = drawn(changed(view, state=view.state.after(measured)), "bus")
-    assert "3.00 GB/s" in text and "50%" in text
 
 
 def test_the_disk_has_lines_only_when_it_was_used(made: ModuleType) -> None:
@@ -175,61 +117,7 @@ def test_the_map_has_every_letter_or_says_how_many_a_letter_stands_for(count: in
         assert letters == count
 
 
-def test_blocks_of_every_tier_are_tallied(made: ModuleType) -> None:
-    sample = replace(made.residency(), weights="GGCN><C.")
-    state = FoldedRun().after_all(made.stamped([made.hello(), sample]))
-    text = drawn(View(state=state, wall_s=made.START_S + 1), "residency")
-    row = next(row for row in text.splitlines() if "weights" in row)
-    for tally in ("G2", "C2", "N1", "⇅2"):
-        assert tally in row
-
-
-def test_the_step_bar_partitions_the_step(made: ModuleType) -> None:
-    text = drawn(view_of(made, "running"), "step", 118, 4)
-    for phase in ("data", "forward", "backward", "optimizer", "other"):
-        assert phase in text
-    shares = [
-        int(part.rstrip("%")) for part in text.split() if part.endswith("%") and "." not in part
-    ]
-    assert 97 <= sum(shares) <= 103
-
-
-def test_time_that_no_phase_claims_is_called_other(made: ModuleType) -> None:
-    from fluxtui.panels.step import parts_of as phases_of
-
-    step = replace(made.step(5), phases_s={"forward": 0.3}, step_s=0.9)
-    parts = {part.label: part.value for part in phases_of(step)}
-    assert parts == {"forward": 0.3, "other": pytest.approx(0.6)}
-
-
-def test_moves_show_the_newest_first(made: ModuleType) -> None:
-    rows = drawn(view_of(made, "running"), "moves", 74, 8).splitlines()
-    assert "layers.7" in rows[1] and "layers.6" in rows[2]
-
-
-def test_a_long_block_name_keeps_its_end(made: ModuleType) -> None:
-    from fluxtui.panels.moves import row
-
-    move = replace(made.moves(3).moves[0], block="model.language_model.layers.17.mlp")
-    assert " layers.17.mlp " in text_of(row(move, 50)) and width_of(row(move, 50)) <= 50
-    assert "…" in text_of(row(replace(move, block="x" * 60), 50))
-
-
-def test_advice_stays_on_top_of_the_log(made: ModuleType) -> None:
-    rows = drawn(view_of(made, "running"), "log", 60, 9).splitlines()
-    assert "▲ the update waits" in rows[1]
-
-
 # --- chrome ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_header_and_footer_take_one_line(made: ModuleType, kind: str, width: int) -> None:
-    view = view_of(made, kind)
-    assert width_of(header_line(view, width)) == width
-    assert width_of(footer_line("dashboard", width)) <= width
-    assert all(width_of(spans) <= width for spans in notice_lines(view, width))
 
 
 def test_the_status_is_in_the_header_at_any_width(made: ModuleType) -> None:
@@ -258,28 +146,6 @@ def test_replay_read_only_and_corruption_are_told(made: ModuleType) -> None:
     link = changed(view.link, replay=True, corrupt_lines=3)
     text = text_of(header_line(changed(view, link=link, read_only=True), 160))
     assert "REPLAY" in text and "READ-ONLY" in text and "3 corrupt lines" in text
-
-
-def test_a_runs_detail_says_how_it_ended_and_where_it_lies() -> None:
-    run = RunSummary(
-        run_id="a", path="/runs/a", state="failed", started_s=0.0, updated_s=0.0, model="demo",
-        method="full", message="the loss is nan: lower train.learning_rate (now 3e-4)",
-    )  # fmt: skip
-    text = whole(run_detail(run, 50))
-    assert "demo · full · /runs/a" in text and "the loss is nan" in text and "3e-4" in text
-
-
-def test_the_status_line_says_the_essentials(made: ModuleType) -> None:
-    text = text_of(status_line(view_of(made, "running"), 58))
-    for part in ("RUNNING", "80/200", "loss 3.689", "ETA"):
-        assert part in text
-
-
-def test_the_plan_gives_every_choice_with_its_reason(made: ModuleType) -> None:
-    text = " ".join(whole(plan_lines(view_of(made, "running"), 90)).split())
-    assert "smallest batch" in text and "device budget is 1 GiB" in text
-    assert "+1.6%" in text and "+9% tokens a second" in text
-    assert "not planned yet" in whole(plan_lines(View(), 90))
 
 
 # --- a panel of one's own -------------------------------------------------------------------------

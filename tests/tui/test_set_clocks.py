@@ -80,22 +80,6 @@ def test_a_trainer_that_is_silent_is_stalled_although_the_clock_was_set_back(
     ).status.kind == "stalled"  # fmt: skip
 
 
-def test_the_log_shows_what_the_clock_on_the_wall_told(made: ModuleType) -> None:
-    events = told(made, 3600.0)
-    said = replace(events[-1], t_s=events[-1].t_s + 1, wall_s=events[-1].wall_s + 1)
-    state = FoldedRun().after_all(
-        [*events, ev.LogWritten(level="info", text="x", t_s=said.t_s, wall_s=said.wall_s)]
-    )
-    assert list(state.log)[-1].wall_s == pytest.approx(said.wall_s)
-
-
-def test_a_run_of_another_boot_or_machine_is_judged_by_the_clock_on_the_wall(
-    made: ModuleType,
-) -> None:
-    view = seen(told(made, 0.0), boot="another", later_s=60.0)
-    assert view.now_s == view.wall_s and view.status.kind == "stalled"
-
-
 @given(
     at=st.integers(1, 300), set_by_s=st.floats(-1e9, 1e9, allow_nan=False),
     back_s=st.floats(-1e4, 1e4),

@@ -15,7 +15,7 @@ from fluxtui import launch
 from fluxtui.actions.table import find
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.launching import command_text
-from fluxtui.screens.chrome import COMMAND_ROWS, NOTICE_ROWS, notice_lines
+from fluxtui.screens.chrome import notice_lines
 from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
@@ -61,19 +61,6 @@ def test_a_stopped_run_and_the_wizard_tell_where_the_command_lies(
         command_text(Answers(settings={"train.steps": 3}))
         == f"{scripts}/fluxtrain train --demo --set train.steps=3"
     )
-
-
-def test_a_command_in_long_folders_is_told_whole(made: ModuleType) -> None:
-    folder = " ".join(f"/folder-{i:02}-{'x' * 55}" for i in range(4))
-    lines = told(stopped(made, folder))
-    assert len(lines) > NOTICE_ROWS
-    assert lines[0] == "fluxtrain train --resume" and " ".join(lines[1:]) == f"'{folder}'"
-
-
-def test_what_is_too_long_to_be_told_ends_in_an_ellipsis(made: ModuleType) -> None:
-    lines = told(stopped(made, "/" + "x" * 2000))
-    assert len(lines) == COMMAND_ROWS
-    assert lines[-1].endswith("…")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import signal
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,7 @@ from textual._compositor import ChopsUpdate
 from textual.strip import Strip
 
 from fluxtui.widgets.screen_updates import PartsUpdate, shorter
-from fluxtui.widgets.spans import JUMP_CELLS, Line, differing, fitted, width_of
+from fluxtui.widgets.spans import Line, differing, fitted, width_of
 from tests.tui.desk import Desk
 
 ROLES = ("text", "dim", "good")
@@ -27,25 +26,6 @@ TEXTS = st.text(st.sampled_from("ab ─⣿12"), max_size=9)
 WIDE_TEXTS = st.text(st.sampled_from("ab 漢\u0301👍"), max_size=9)
 LINES = st.lists(st.tuples(TEXTS, st.sampled_from(ROLES)), max_size=6).map(tuple)
 WIDE_LINES = st.lists(st.tuples(WIDE_TEXTS, st.sampled_from(ROLES)), max_size=6).map(tuple)
-
-
-def looks(line: Line, width: int) -> list[tuple[str, str]]:
-    return [(c, role) for text, role in fitted(line, width) for c in text]
-
-
-@given(LINES, LINES, st.integers(1, 60))
-def test_outside_of_the_differing_parts_two_lines_look_alike(
-    old: Line, new: Line, width: int
-) -> None:
-    parts = differing(fitted(old, width), fitted(new, width))
-    before, after = looks(old, width), looks(new, width)
-    drawn = list(before)
-    for start, end in parts:
-        assert 0 <= start < end <= width
-        assert before[start] != after[start] and before[end - 1] != after[end - 1]
-        drawn[start:end] = after[start:end]
-    assert drawn == after
-    assert all(b[0] - a[1] >= JUMP_CELLS for a, b in itertools.pairwise(parts))
 
 
 @given(WIDE_LINES, WIDE_LINES, st.integers(1, 60))
@@ -98,11 +78,6 @@ def test_a_number_that_changes_at_the_end_of_a_line_costs_no_line() -> None:
     assert len(update_of(other, 3, *parts).render_segments(console()).encode()) > 200, "Textual's"
 
 
-def test_styles_are_taken_off_and_put_on_in_one_sequence() -> None:
-    text = "\x1b[1mstep\x1b[0m\x1b[37m 4\x1b[0m\x1b[3;4Hx\x1b[0m\x1b[1;32mgo\x1b[0m"
-    assert shorter(text) == "\x1b[1mstep\x1b[0;37m 4\x1b[0m\x1b[3;4Hx\x1b[1;32mgo\x1b[0m"
-
-
 COLOURS = st.sampled_from(
     (None, "red", "bright_blue", "color(100)", "#102030", "#aabbcc", "default")
 )
@@ -128,14 +103,6 @@ def test_any_styles_look_the_same_in_fewer_bytes(
         screens[1].buffer[0][x] for x in range(80)
     ]
     assert len(shorter(written)) <= len(written)
-
-
-def test_of_neighbours_on_one_ground_only_the_colour_is_told() -> None:
-    one, other = (Style(color=name, bgcolor="#101010") for name in ("#aabbcc", "#ddeeff"))
-    written = "".join(
-        s.render(t, color_system=ColorSystem.TRUECOLOR) for t, s in (("a", one), ("b", other))
-    )
-    assert shorter(written).endswith("a\x1b[38;2;221;238;255mb\x1b[0m")
 
 
 def test_after_many_small_changes_the_terminal_shows_what_a_whole_redraw_shows(

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from fluxtrain.events.answers.answers import TextPiece
 from fluxtrain.events.run_folder.run_dir import RunSummary
 from fluxtui.panels.log import rows
-from fluxtui.panels.moves import short_name
 from fluxtui.screens.run_rows import run_row
 from fluxtui.state.run import LogLine
 from fluxtui.widgets.spans import cut, cut_in_front, width_of, wrapped
@@ -51,11 +49,6 @@ def test_what_is_cut_keeps_one_end_and_fits(text: str, cells: int) -> None:
     assert cell_len(drawing.shortened(text, max(2, cells))) <= max(2, cells)
 
 
-def test_the_end_of_a_name_of_a_block_is_what_is_kept() -> None:
-    assert short_name("model.layers.11.mlp", 12) == "11.mlp"
-    assert short_name("a" * 20, 6) == "…aaaaa"
-
-
 def test_the_columns_of_a_list_of_runs_stand_below_each_other() -> None:
     def row(name: str) -> str:
         run = RunSummary(
@@ -70,13 +63,3 @@ def test_the_columns_of_a_list_of_runs_stand_below_each_other() -> None:
     for name in (CHINESE, "模型", "🙂" * 40):
         shown = row(name)
         assert cell_len(shown[: shown.index("3/200")]) == plain.index("3/200")
-
-
-@pytest.mark.parametrize("text", [CHINESE * 8, "한국어 문장 " * 30])
-def test_a_sample_of_the_data_keeps_to_its_column(text: str) -> None:
-    content = drawing.samples([(TextPiece(text, True),)], 60, 4)
-    lines = content.plain.split("\n")
-    assert len(lines) == 4 and lines[-1].endswith(" …")
-    assert all(cell_len(line) <= 60 and line.startswith("▌ ") for line in lines)
-    facts = drawing.facts([("path", f"/models/{text}")], 60)
-    assert all(cell_len(line) <= 60 for line in facts.plain.split("\n"))

@@ -21,13 +21,10 @@ from types import ModuleType
 
 import pytest
 from textual.app import App, ComposeResult
-from textual.events import MouseScrollDown, MouseScrollUp
-from textual.strip import Strip
 
-from fluxtui.themes import PLAIN, load_themes
-from fluxtui.widgets.lines import Lines
-from fluxtui.widgets.scrolling import WHEEL_ROWS, ScrollingLines
-from fluxtui.widgets.spans import Line, line
+from fluxtui.themes import PLAIN
+from fluxtui.widgets.scrolling import ScrollingLines
+from fluxtui.widgets.spans import line
 
 ROWS = [line((f"row {i:03}", "text")) for i in range(100)]
 
@@ -80,20 +77,6 @@ async def test_a_list_scrolls_within_its_ends() -> None:
         assert app.chosen == []  # without a cursor nothing can be chosen
 
 
-async def test_the_wheel_scrolls_a_few_rows() -> None:
-    app = ListApp(cursor=False)
-    async with app.run_test(size=(30, 10)) as pilot:
-        await shown(app)
-        place = {"x": 1, "y": 1, "delta_x": 0, "delta_y": 1, "button": 0}
-        plain = {"shift": False, "meta": False, "ctrl": False}
-        app.list.post_message(MouseScrollDown(app.list, **place, **plain))
-        await pilot.pause()
-        assert app.list.offset_rows == WHEEL_ROWS
-        app.list.post_message(MouseScrollUp(app.list, **place, **plain))
-        await pilot.pause()
-        assert app.list.offset_rows == 0
-
-
 async def test_the_cursor_stays_in_view_and_enter_chooses_its_row() -> None:
     app = ListApp(cursor=True)
     async with app.run_test(size=(30, 10)) as pilot:
@@ -118,48 +101,6 @@ async def test_a_list_that_shrinks_keeps_its_cursor_inside() -> None:
         app.list.show_all([], PLAIN)
         await pilot.press("enter", "down")
         assert app.chosen == [2]
-
-
-class Board(App[None]):
-    """Lines, and how often each row was made."""
-
-    def compose(self) -> ComposeResult:
-        self.lines = Counting()
-        yield self.lines
-
-
-class Counting(Lines):
-    """Counts the strips that are built."""
-
-    built = 0
-
-    def _strip(self, spans: Line, width: int) -> Strip:
-        self.built += 1
-        return super()._strip(spans, width)
-
-
-async def test_only_changed_rows_are_built_and_more_rows_than_room_are_cut() -> None:
-    app = Board()
-    async with app.run_test(size=(30, 10)) as pilot:
-        app.lines.show(ROWS, PLAIN)
-        await pilot.pause()
-        assert app.lines.text.count("row") == 10
-        app.lines.built = 0
-        changed = [*ROWS[:4], line(("new", "text")), *ROWS[5:]]
-        assert app.lines.show(changed, PLAIN) == 1
-        await pilot.pause()
-        assert app.lines.built == 1
-
-
-async def test_another_palette_or_size_repaints_all() -> None:
-    themes, _ = load_themes()
-    app = Board()
-    async with app.run_test(size=(30, 10)) as pilot:
-        app.lines.show(ROWS, PLAIN)
-        assert app.lines.show(ROWS, themes["flux-light"].palette) == 10
-        await pilot.resize_terminal(40, 12)
-        await pilot.pause()
-        assert app.lines.show(ROWS, themes["flux-light"].palette) == 12
 
 
 # --- a real terminal ------------------------------------------------------------------------------

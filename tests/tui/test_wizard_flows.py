@@ -38,6 +38,13 @@ BAD_DATA = {
 }
 
 
+EXPORTED = {
+    "kind": "merged", "folder": "/merged", "bytes": 2048, "files": 6, "base": "little",
+    "dtype": "bfloat16", "onto": "original", "changed": 4, "layers": None, "logits": None,
+    "quantisation": None, "seconds": 1.0, "notes": [],
+}  # fmt: skip
+
+
 @pytest.fixture
 def model(folder: Path) -> Path:
     """A real model folder with random weights, made by the library that will read it."""
@@ -250,6 +257,60 @@ async def test_a_launch_starts_the_trainer_and_shows_its_run(
         assert app.run_dir == app.trainer.run_dir.path
     said = app.trainer.run_dir.log.read_text()
     assert said.startswith("--demo --set train.steps=3 --run-dir ")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_a_walk_from_a_table_to_a_merged_model_without_leaving_the_app(
+    folder: Path,
+    model: Path,
+    wizard_pilot: ModuleType,
+    made: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    size: tuple[int, int],
+) -> None:
+    """With a stand-in for engine and trainer; the real ones are in test_end_to_end.py."""
+    program = (sys.executable, str(folder / "engine.py"))
+    wizard_screen = WizardScreen(None, folder / "runs", draft=folder / "draft", engine=program)
+    app = FluxApp(start_screen="wizard", sample_machine=False, make_wizard=lambda: wizard_screen)
+    app.engine = program
+    (folder / "qa.csv").write_text("Question,Answer,response\nWhy?,So.,No.\nHow?,Thus.,No.\n")
+    (folder / "export.json").write_text(json.dumps(EXPORTED))
+
+    def begin(launch: launching.Launch) -> Any:
+        assert "lora" in launch.config_text and "completion: Answer" in launch.config_text
+        run = launch.run_dir
+        journal = made.write(run / "events.ndjson", made.finished())
+        text = journal.read_bytes().replace(b'"method":"full"', b'"method":"lora"')
+        journal.write_bytes(text.replace(b'"rank":null', b'"rank":16'))
+        (run / "model").mkdir()
+        (run / "result.json").write_text(json.dumps({"exit_code": 0}))
+        return start_trainer(launch.arguments, run, [sys.executable, "-c", "pass"])
+
+    monkeypatch.setattr(launching, "begin", begin)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        wizard = driven(app, pilot, folder, wizard_pilot)
+        await wizard.go_to("model")
+        await wizard.press("down", "down")
+        await wizard.write(str(model))
+        await wizard.go_to("data")
+        await wizard.press("down")
+        await wizard.write(str(folder / "qa.csv"))
+        await wizard.until(lambda: "`Answer`: answer to `Question`" in wizard.text())
+        await wizard.press("enter")
+        await wizard.until(lambda: "As the model sees it" in wizard.text())
+        await wizard.go_to("method")
+        await wizard.press("right")
+        await wizard.until(lambda: wizard.screen.answers.method == "lora")
+        await wizard.go_to("launch")
+        await wizard.press("enter")
+        await wizard.until(lambda: "FINISHED" in wizard.text())
+        await wizard.until(lambda: "the adapter is in" in wizard.text())
+        await wizard.press("m")
+        await wizard.until(lambda: "Export" in wizard.text() and "Merge" in wizard.text())
+        await wizard.press("enter")
+        await wizard.until(lambda: "/merged" in wizard.text() and "2.00 KiB in 6" in wizard.text())
+        assert "--merge" in wizard.asked()[-1]
 
 
 async def test_a_trainer_that_cannot_be_started_is_told_and_the_app_lives(
