@@ -14,20 +14,9 @@ from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find
 from fluxtui.app import FluxApp, make_screen
 from fluxtui.screens.dialogs import HelpScreen
 from fluxtui.screens.log import LogScreen
-from fluxtui.screens.palette import ALSO
 from fluxtui.screens.panel_screen import PanelGrid, PanelScreen
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.runs import RunsScreen
-from fluxtui.screens.settings import SettingsScreen
-from fluxtui.themes import load_themes
-from fluxtui.widgets.scrolling import ScrollingLines
-from fluxtui.wizard.screen import WizardScreen
-from fluxtui.wizard.steps.method_step import MethodStep
-from fluxtui.wizard.steps.path_entry import PathEntry
-from fluxtui.wizard.steps.source_step import SourceStep
-from fluxtui.wizard.steps.step import LaunchStep
-from fluxtui.wizard.steps.strategy_step import StrategyStep
-from fluxtui.wizard.steps.training_step import TrainingStep
 from tests.tui.app_pilot import SIZE, app_on, drawn, notes, text_of, until
 
 
@@ -77,31 +66,6 @@ def test_a_screen_and_the_app_bind_and_make_the_actions_of_that_screen(name: str
         assert any(hasattr(owner, method) for owner in owners), method
 
 
-def test_every_action_of_lists_and_of_the_wizard_is_made_by_a_widget_or_a_page() -> None:
-    for action in ACTIONS:
-        method = f"action_{action.do.split('(')[0]}"
-        holders = (ScrollingLines, SettingsScreen) if action.in_lists else ()
-        if action.in_wizard:
-            holders = (
-                WizardScreen, SourceStep, MethodStep, TrainingStep, StrategyStep, LaunchStep,
-                PathEntry,
-            )  # fmt: skip
-        assert not holders or any(hasattr(holder, method) for holder in holders), method
-
-
-async def test_chart_keys_change_the_chart(run: Path, made: ModuleType) -> None:
-    app = app_on(run, made)
-    async with app.run_test(size=SIZE) as pilot:
-        await drawn(pilot)
-        await pilot.press("e", "y", "right_square_bracket")
-        chart = app.view.chart
-        assert (chart.smooth, chart.log_scale, chart.zoom) == (False, True, 0.5)
-        await pilot.press(*["right_square_bracket"] * 20)
-        assert app.view.chart.zoom == 1 / 64
-        await pilot.press(*["left_square_bracket"] * 20)
-        assert app.view.chart.zoom == 1.0
-
-
 async def test_f_gives_the_focused_panel_the_screen_and_takes_it_back(
     run: Path, made: ModuleType
 ) -> None:
@@ -130,17 +94,6 @@ async def test_a_double_click_gives_a_panel_the_screen_and_takes_it_back(
         await until(pilot, lambda: grid.maximised == "log")
         await pilot.double_click("#log")
         await until(pilot, lambda: grid.maximised is None)
-
-
-async def test_the_theme_key_goes_through_all_themes_and_back(run: Path, made: ModuleType) -> None:
-    app = app_on(run, made)
-    async with app.run_test(size=SIZE) as pilot:
-        await drawn(pilot)
-        seen, themes = [app.theme], len(load_themes()[0])
-        for _ in range(themes):
-            await pilot.press("t")
-            seen.append(app.theme)
-        assert len(set(seen)) == themes >= 5 and seen[0] == seen[-1]
 
 
 async def test_an_unknown_theme_is_told_and_the_default_used(run: Path, made: ModuleType) -> None:
@@ -183,36 +136,12 @@ async def test_the_palette_runs_actions_by_name(run: Path, made: ModuleType) -> 
         await until(pilot, lambda: isinstance(app.screen, RunScreen) and app.screen.NAME == "plan")
 
 
-async def test_the_palette_knows_other_words_for_leaving(run: Path, made: ModuleType) -> None:
-    app = app_on(run, made)
-    async with app.run_test(size=SIZE) as pilot:
-        await drawn(pilot)
-        await pilot.press("colon")
-        await until(pilot, lambda: "Screens: Dashboard" in text_of(app))
-        await pilot.press(*"quit")
-        await until(pilot, lambda: "App: Leave" in text_of(app))
-    assert ALSO.keys() <= {action.id for action in ACTIONS}
-
-
 def test_every_command_has_a_short_name_of_its_own_on_each_screen() -> None:
     for place in (*RUN_SCREENS, *PAGES):
         here = [one for one in ACTIONS if one.works_on(place) and not one.in_lists]
         titles = [f"{one.group}: {one.name}" for one in here]
         assert len(set(titles)) == len(titles), place
         assert all(0 < len(one.name) <= 24 for one in here)
-
-
-async def test_a_command_is_found_by_its_short_name(run: Path, made: ModuleType) -> None:
-    app = app_on(run, made)
-    async with app.run_test(size=SIZE) as pilot:
-        await drawn(pilot)
-        await pilot.press("colon")
-        await until(pilot, lambda: "CommandPalette" in type(app.screen).__name__)
-        await pilot.press(*"runs")
-        await until(pilot, lambda: "Screens: Dashboard" not in text_of(app))
-        await until(pilot, lambda: "Screens: Runs" in text_of(app))
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, RunsScreen))
 
 
 async def test_export_saves_a_picture(
@@ -241,27 +170,6 @@ async def test_the_log_filters_and_follows(run: Path, made: ModuleType) -> None:
         assert not screen.following
         await pilot.press("slash", "escape")
         await until(pilot, lambda: "held-out" in text_of(app))
-
-
-async def test_a_long_log_scrolls_with_arrows_and_vim_keys(run: Path, made: ModuleType) -> None:
-    from fluxtrain.events import events as ev
-
-    lines = [ev.LogWritten(level="info", text=f"line number {i:03}") for i in range(200)]
-    made.write(run / "events.ndjson", made.stamped([made.hello(), made.step(1), *lines]))
-    app = app_on(run, made, start_screen="log")
-    async with app.run_test(size=(80, 24)) as pilot:
-        await drawn(pilot)
-        assert "line number 199" in text_of(app)
-        body = app.screen.query_one("#body", ScrollingLines)
-        bottom = body.offset_rows
-        await pilot.press("k", "up")
-        assert body.offset_rows == bottom - 2
-        await pilot.press("g")
-        assert body.offset_rows == 0
-        await pilot.pause(0.6)  # news do not pull a reader away
-        assert body.offset_rows == 0
-        await pilot.press("pagedown", "G")
-        assert body.offset_rows == bottom
 
 
 async def test_the_runs_are_listed_and_enter_attaches(

@@ -8,14 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import pytest
 from textual.pilot import Pilot
 
 from fluxtrain.events import events as ev
 from fluxtrain.events.run_folder.control import ControlServer
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.units import bytes_text
 from fluxtui.app import FluxApp
 from fluxtui.panels.trials import headline, trial_line, why_not
 from fluxtui.screens.plan import plan_lines
@@ -97,24 +95,6 @@ def test_a_change_goes_from_asked_to_measured() -> None:
     assert (state.changes.newest.counted, state.changes.newest.wanted) == (7, 20)
     state = state.after(measured(0.06))
     assert state.changes.newest is not None and state.changes.newest.measured == measured(0.06)
-
-
-@pytest.mark.parametrize("why", ["undo", "wrong"])
-def test_what_is_taken_back_belongs_to_its_change(why: str) -> None:
-    other = ev.ChangeApplied(step=60, name="prefetch", before=2, after=4, why="asked")
-    state = FoldedRun().after_all([other, MADE, undone(why)])
-    assert [trial.undone is not None for trial in state.changes.trials] == [False, True]
-    assert state.changes.now == {"prefetch": 4, "resident_blocks": 2}
-
-
-def test_what_could_not_be_made_after_all_is_told_until_something_is_made() -> None:
-    refused = ev.ChangeRefused(step=80, name="resident_blocks", value=8, because="no room")
-    asked = ev.CommandAnswered(command="apply", ok=True, message="goes")
-    state = FoldedRun().after_all([asked, refused])
-    assert (state.changes.asked, state.changes.refused) == (None, refused)
-    assert state.after(MADE).changes.refused is None
-    denied = ev.CommandAnswered(command="apply", ok=False, message="no")
-    assert FoldedRun().after(denied).changes == Changes()
 
 
 def test_a_new_process_starts_from_its_configuration(made: ModuleType) -> None:
@@ -207,39 +187,6 @@ def test_the_prediction_is_compared_with_what_is_measured_so_far_and_at_the_end(
     assert "+25.0%" in ended and "so far" not in ended
 
 
-def test_a_peak_that_the_run_did_not_compare_is_the_one_that_was_seen(made: ModuleType) -> None:
-    row = ev.Compared(quantity="device_peak_bytes", predicted=1e9, measured=None, error=None)
-    seen = view_after(made, ev.PlanChecked(rows=(row,)))
-    assert seen.state.memory is not None and seen.state.memory.device_peak_bytes
-    (line,) = (a for a in words(*plan_lines(seen, 100)).splitlines() if "device peak" in a)
-    assert bytes_text(seen.state.memory.device_peak_bytes) in line
-
-
-def test_after_a_change_its_prediction_stands_beside_the_steps_since(made: ModuleType) -> None:
-    planned = view_after(made).state.planned
-    assert planned is not None
-    planned = msgspec.structs.replace(planned, device_bytes=4 << 30, step_s=9.0, seq=900)
-    change = msgspec.structs.replace(
-        MADE, step=78, device_bytes=3 << 30, host_bytes=5 << 30, step_s=1.25, binds="the GPU"
-    )
-    view = view_after(made, planned, change)
-    last = view.state.step
-    assert last is not None
-    steps = [msgspec.structs.replace(last, step=79 + at, step_s=1.0 + at) for at in range(5)]
-    view = View(state=view.state.after_all(steps))
-    text = words(*plan_lines(view, 100))
-    assert "as changed after step 78; bound by the GPU" in text
-    (peak,) = (line for line in text.splitlines() if line.strip().startswith("device peak"))
-    assert "3.00 GiB" in peak
-    (median,) = (line for line in text.splitlines() if line.strip().startswith("median step"))
-    assert median.split()[2:] == ["1.2", "s", "4.50", "s", "-72.2%"]  # of steps 82 and 83
-
-
-def test_a_change_of_an_older_run_leaves_its_plan(made: ModuleType) -> None:
-    before = view_after(made).state.planned
-    assert view_after(made, MADE).state.planned == before
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"read_only": True}, "this view is read-only"), ({}, "")],
@@ -254,12 +201,6 @@ def test_the_plan_screen_says_why_nothing_can_be_applied(
     assert (
         ("a applies it" in text) == ("a applies it" in words(headline(view, 100))) != bool(reason)
     )
-
-
-def test_a_run_that_ended_says_so(made: ModuleType) -> None:
-    state = FoldedRun().after_all([*made.finished(), RESIDENT])
-    assert "the run has ended (finished)" in words(*plan_lines(View(state=state), 100))
-    assert headline(View(state=state), 100) == ()
 
 
 # --- the keys -------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
 import shlex
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import psutil
 import pytest
 
 from fluxtrain.events.run_folder.run_dir import RunDir
@@ -57,16 +55,6 @@ def until_all_ended(desk: Desk) -> None:
         time.sleep(0.05)
 
 
-def until_still(terminal: Terminal) -> None:
-    """Wait until the app writes nothing any more: what it writes would fail and tell it as well."""
-    deadline_s, written = time.monotonic() + 60, -1
-    while written != len(terminal.output):
-        assert time.monotonic() < deadline_s, terminal.output[written:]
-        written, until_s = len(terminal.output), time.monotonic() + 1.5
-        while time.monotonic() < until_s:
-            assert terminal.read(0.1)
-
-
 @pytest.mark.parametrize("by", ["terminal", "shell"])
 def test_the_wizard_ends_with_its_terminal(desk: Desk, by: str) -> None:
     terminal = started(desk, *APP, by=by)
@@ -77,39 +65,11 @@ def test_the_wizard_ends_with_its_terminal(desk: Desk, by: str) -> None:
     until_all_ended(desk)
 
 
-def test_an_app_that_is_told_nothing_and_writes_nothing_ends_with_its_terminal(desk: Desk) -> None:
-    terminal = started(desk, *APP, by="make")
-    terminal.until("step 1 of 7")
-    terminal.press("\r")
-    terminal.until("step 2 of 7")
-    for one in desk.processes():
-        if "probe" in one.info["cmdline"]:  # the machine's measuring, which turns a wheel for long
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-    until_still(terminal)
-    terminal.hang_up()
-    until_all_ended(desk)
-
-
 def test_an_app_that_its_shell_has_stopped_ends_with_the_terminal(desk: Desk, silent: Path) -> None:
     terminal = started(desk, *APP, "--attach", str(silent), by="shell")
     terminal.until("step 20/200")
     terminal.press("\x1a")
     terminal.until_written(b"Stopped", b"ready>")
-    terminal.hang_up()
-    until_all_ended(desk)
-
-
-@pytest.mark.parametrize(
-    ("key", "shown"), [("7", "filter"), ("?", "esc close")], ids=["runs", "help"]
-)
-def test_the_app_ends_with_its_terminal_in_a_list_and_in_a_dialog(
-    desk: Desk, silent: Path, key: str, shown: str
-) -> None:
-    terminal = started(desk, *APP, "--attach", str(silent))
-    terminal.until("step 20/200", "detach")
-    terminal.press(key)
-    terminal.until(shown)
     terminal.hang_up()
     until_all_ended(desk)
 

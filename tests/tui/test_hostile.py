@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -207,19 +206,6 @@ def test_a_process_number_that_none_has_is_no_trainer(pid: int) -> None:
 
 
 # --- the clock ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("jump_s", [-7200.0, 7200.0, float("nan")])
-def test_charts_survive_a_clock_that_jumps_during_the_run(made: ModuleType, jump_s: float) -> None:
-    events = made.training(40)
-    half = len(events) // 2
-    moved = [msgspec.structs.replace(e, wall_s=e.wall_s + jump_s) for e in events[half:]]
-    state = FoldedRun().after_all([*events[:half], *moved])
-    wall_s = events[half].wall_s if math.isnan(jump_s) else moved[-1].wall_s
-    view = View(state=state, link=Link(process="alive"), wall_s=wall_s)
-    assert view.status.kind == "running"
-    for panel in PANELS.values():
-        assert framed(panel, view, 90, 14, "box")
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -8,15 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fluxtrain.events.reader import JournalFollower
 from fluxtrain.events.trace.lanes import Interval, StepLanes
 from fluxtrain.events.trace.ring import RingReader, RingWriter
 from fluxtui.app import FluxApp
 from fluxtui.panels.lanes import PANEL
-from fluxtui.plots.lane_bars import Kind, bar, cells_of
 from fluxtui.screens.panel_screen import framed
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.run import FoldedRun
@@ -43,14 +40,6 @@ def recorded(last_step: int | None = None) -> View:
         chart=ChartSettings(last_step=last_step),
         wall_s=(state.last_wall_s or 0) + 1,
     )
-
-
-def made_view(made: ModuleType, folder: Path, *intervals: Interval, **fields: object) -> View:
-    ring = RingWriter(folder / "timeline.ring")
-    ring.write(StepLanes(step=80, wall_s=1.0, length_s=1.0, intervals=intervals, **fields))  # type: ignore[arg-type]
-    ring.close()
-    state = FoldedRun().after_all(made.training(80))
-    return View(state=state, timeline=timeline_of(folder / "timeline.ring"), wall_s=made.START_S)
 
 
 def text_of(lines: list[Line]) -> str:
@@ -80,21 +69,6 @@ def test_a_recorded_step_shows_every_lane_its_letters_and_what_bound_it() -> Non
         assert letter in text and label in text
 
 
-def test_a_stall_is_marked_and_its_cause_is_named_without_colour(
-    made: ModuleType, tmp_path: Path
-) -> None:
-    view = made_view(
-        made, tmp_path,
-        Interval("stall", "weights", "", 0.0, 0.3), Interval("gpu", "forward", "a", 0.3, 0.7),
-        Interval("h2d", "weights", "a", 0.0, 0.3),
-    )  # fmt: skip
-    text = drawn(view)
-    assert "waits for weights" in text and "\n│ wait" in text
-    assert "waits 300 ms  weights 300 ms" in text
-    small = drawn(view, width=60, height=7)
-    assert "!" in small or "waits" in small
-
-
 def test_a_run_without_a_ring_says_so_and_shows_its_phases(made: ModuleType) -> None:
     state = FoldedRun().after_all(made.training(80))
     text = drawn(View(state=state, wall_s=(state.last_wall_s or 0) + 0.5))
@@ -117,26 +91,6 @@ def test_a_replay_never_shows_a_step_before_it_happened() -> None:
     assert f"step {state.step.step}" in drawn(replay)
     before = replace(replay, state=FoldedRun())
     assert "no step so far" in drawn(before)
-
-
-PIECES = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=12)
-
-
-@given(PIECES, st.integers(1, 80))
-def test_cells_hide_nothing_and_claim_no_more_than_there_was(
-    pieces: list[tuple[float, float]], width: int
-) -> None:
-    spans = [(min(pair), max(pair)) for pair in pieces]
-    intervals = [Interval("gpu", "forward", "", a, b - a) for a, b in spans]
-    cells = cells_of(intervals, 1.0, width)
-    assert len(cells) == width and all(0 <= cell.share <= 1 for cell in cells)
-    assert sum(cell.share for cell in cells) <= sum(b - a for a, b in spans) * width + 1e-6
-    for start, stop in spans:
-        if stop - start > 1e-9:
-            middle = min(width - 1, int((start + stop) / 2 * width))
-            assert cells[middle].level > 0
-    line = bar(cells, lambda name: Kind("F", "forward", "forward"))
-    assert width_of(line) == width
 
 
 async def test_left_and_right_look_back_through_the_steps_of_a_finished_run() -> None:

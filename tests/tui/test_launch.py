@@ -11,18 +11,17 @@ import types
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.events.emitter import Emitter
-from fluxtrain.events.events import Done, EvaluationFinished, Failed, Hello, StepFinished
+from fluxtrain.events.events import Done, Failed, Hello, StepFinished
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.events.typed import typed
 from fluxtui import launch
 from fluxtui.answers.answers import Answers
 from fluxtui.command_line import answers_of, make_parser
-from fluxtui.headless import event_line, follow_lines
+from fluxtui.headless import follow_lines
 
 HELLO = Hello(
     run_id="r", run_dir="r", pid=1, pid_start_s=0.0, version="0", model="demo", method="full",
@@ -118,18 +117,6 @@ def test_a_missing_configuration_is_code_2(capsys: pytest.CaptureFixture[str]) -
     assert "/no/such.yaml" in capsys.readouterr().err
 
 
-def test_the_demo_and_a_file_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--demo", "c.yaml"]) == 2
-    assert "leave one out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--offload", "half"], ["--no-such"]])
-def test_wrong_flags_are_code_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        launch.main(arguments)
-    assert ended.value.code == 2
-
-
 def test_a_theme_that_is_not_there_is_code_2_also_without_a_screen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -171,14 +158,6 @@ def test_an_unknown_run_is_code_2_with_the_nearest_names(
     assert "20260101-000000-tales" in capsys.readouterr().err
     assert launch.main(["--attach", str(root)]) == 2, "a folder that is no run"
     assert launch.main(["--attach", "y" * 300]) == 2, "a name that no folder can have"
-
-
-def test_without_any_run_the_last_one_is_unknown(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments in (["--attach", "last"], ["--attach"]):
-        assert launch.main(arguments) == 2
-        assert "'last'" in (said := capsys.readouterr().err) and "there are no runs" in said
 
 
 @pytest.mark.parametrize("term", ["dumb", ""])
@@ -244,27 +223,6 @@ def test_leaving_a_finished_run_says_how_it_ended(root: Path, tmp_path: Path) ->
     said = launch.farewell(elsewhere.path)
     assert "needs 80 GiB" in said
     assert str(elsewhere.path) in said, "a run outside the runs folder is named by its path"
-
-
-@pytest.mark.parametrize(
-    ("event", "said"),
-    [
-        (STEP, "step 3/4  loss 2.5000  100 tokens/s  left 1m 30s"),
-        (EvaluationFinished(step=3, loss=2.25, count=9, seconds=1.0), "loss 2.2500"),
-        (Failed(exit_code=4, kind="Diverged", message="loss is nan"), "failed: loss is nan"),
-        (DONE, "finished after step 4 in 1m 01s"),
-        (HELLO, ""),
-    ],
-)
-def test_events_are_told_in_one_line(event: Any, said: str) -> None:
-    line = event_line(event)
-    assert said in line
-    assert (line == "") == (said == "")
-    assert "\n" not in line
-
-
-def test_the_last_step_leaves_no_time() -> None:
-    assert event_line(msgspec.structs.replace(STEP, eta_s=0.0)).endswith("tokens/s")
 
 
 def test_a_run_is_followed_in_lines_to_its_exit_code(

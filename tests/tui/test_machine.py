@@ -133,20 +133,6 @@ def test_without_a_driver_or_a_card_there_is_no_sample(
     assert GpuReader().read() == ()
 
 
-def test_every_gpu_is_read_and_the_one_of_the_trainer_is_known_by_its_process(driver: Any) -> None:
-    idle = {**told(), "nvmlDeviceGetComputeRunningProcesses": []}
-    driver(idle, told(), idle)
-    samples = GpuReader().read(4242)
-    assert [gpu.index for gpu in samples] == [0, 1, 2]
-    assert [gpu.has_trainer for gpu in samples] == [False, True, False]
-    assert not any(gpu.has_trainer for gpu in GpuReader().read(None))
-
-
-def test_a_gpu_that_fell_off_the_bus_does_not_hide_the_others(driver: Any) -> None:
-    driver(told(), told(), lost=0)
-    assert [gpu.index for gpu in GpuReader().read()] == [1]
-
-
 def test_the_sampler_of_the_app_takes_the_gpu_along(driver: Any) -> None:
     driver(told())
     sampler = MachineSampler()
@@ -193,13 +179,6 @@ def eight(card: GpuSample) -> list[GpuSample]:
     """The trainer is on the sixth of eight."""
     idle = changed(card, processes=(), utilisation=0.0, memory_used_bytes=GIB, throttled_by=())
     return [changed(card if i == 5 else idle, index=i) for i in range(8)]
-
-
-def test_an_old_sample_is_not_shown_as_the_present(card: GpuSample) -> None:
-    old = changed(sampled(card), monotonic_s=90.0)
-    assert "91%" not in drawn(old) and "-" in drawn(old)
-    assert "last sample 10 s ago" in drawn(old)
-    assert drawn(old).splitlines()[1:] == drawn(None).splitlines()[1:]
 
 
 @pytest.mark.parametrize(("width", "height"), [(47, 8), (60, 12), (76, 30), (116, 30)])

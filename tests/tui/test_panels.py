@@ -8,18 +8,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from fluxtrain.units import number_text, power_text
-from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import share_text, whole_text
-from fluxtui.panels.residency import tiles
 from fluxtui.screens.chrome import header_line, notice_lines
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.panel_screen import framed
 from fluxtui.state.run import FoldedRun
-from fluxtui.state.status import Link, status_of
+from fluxtui.state.status import Link
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line, width_of
 
@@ -76,13 +73,6 @@ def test_a_stale_panel_says_so_and_shows_no_number_of_then(made: ModuleType, pan
         assert number not in stale
 
 
-def test_before_the_first_event_nothing_is_a_number(made: ModuleType) -> None:
-    view = view_of(made, "waiting")
-    for name in ("progress", "memory", "residency", "machine", "moves", "step"):
-        digits = [c for c in drawn(view, name).replace("p95", "") if c.isdigit()]
-        assert digits == [], name
-
-
 def test_progress_shows_step_loss_and_eta_with_its_spread(made: ModuleType) -> None:
     text = drawn(view_of(made, "running"), "progress")
     for part in ("step 80/200", "40.0%", "3.689", "ETA", "± 4 s", "4.55 k tok/s", "900 ms a step"):
@@ -96,27 +86,6 @@ def test_a_cpu_run_does_not_call_its_buffer_a_gpu(made: ModuleType) -> None:
     assert "NVIDIA H200" in text and "host buffer" not in text
 
 
-def test_the_disk_has_lines_only_when_it_was_used(made: ModuleType) -> None:
-    view = view_of(made, "running")
-    assert "N R" not in drawn(view, "bus", 60, 12)
-    used = replace(view.state.traffic, disk_read_bytes=1 << 30)
-    assert "N R" in drawn(changed(view, state=view.state.after(used)), "bus", 60, 12)
-    low = drawn(changed(view, state=view.state.after(used)), "bus", 60, 5)
-    assert "stall" in low and "out" in low
-
-
-@pytest.mark.parametrize("count", [1, 3, 8, 26, 48, 96, 400])
-def test_the_map_has_every_letter_or_says_how_many_a_letter_stands_for(count: int) -> None:
-    spans = tiles("G" * count, 60)
-    text = text_of(spans)
-    assert width_of(spans) <= 64
-    letters = text.count("G")
-    if "×" in text:
-        assert letters * int(text.split("×")[1]) >= count
-    else:
-        assert letters == count
-
-
 # --- chrome ---------------------------------------------------------------------------------------
 
 
@@ -124,16 +93,6 @@ def test_the_status_is_in_the_header_at_any_width(made: ModuleType) -> None:
     for width in (60, 80, 120):
         assert "RUNNING" in text_of(header_line(view_of(made, "running"), width))
         assert "FAILED" in text_of(header_line(view_of(made, "failed"), width))
-
-
-def test_what_was_refused_is_told_as_such_with_its_reason(made: ModuleType) -> None:
-    view = view_of(made, "failed")
-    assert view.state.failed is not None
-    refused = replace(view.state.failed, refused=True)
-    state = replace(view.state, failed=refused)
-    status = status_of(state, view.link, 0.0)
-    assert (status.kind, status.word) == ("failed", "REFUSED") and refused.message in status.detail
-    assert event_line(refused) == f"refused: {refused.message}"
 
 
 def test_a_failure_is_told_in_full_with_its_cure(made: ModuleType) -> None:

@@ -56,20 +56,6 @@ def test_a_run_is_deleted_with_all_that_it_wrote_and_the_others_stay(runs: Path)
     assert not (runs / "other").exists() and (runs / "ours" / "events.ndjson").exists()
 
 
-def test_what_a_run_did_not_write_stays_and_is_told(runs: Path) -> None:
-    other = runs / "other"
-    (other / "data.jsonl").write_text("mine")
-    run_bytes = contents(other).own_bytes
-    assert contents(other).kept_text == "data.jsonl stays: not of the run"
-    (other / "notes").mkdir()
-    (other / "notes" / "events.ndjson").write_text("mine too")
-    (other / ".run.json.17.tmp").write_text("left by a trainer that was killed")
-    assert contents(other).kept_text == "data.jsonl and 1 more stay: not of the run"
-    assert remove_run(other, runs).own_bytes == run_bytes + len("left by a trainer that was killed")
-    assert sorted(path.name for path in other.iterdir()) == ["data.jsonl", "notes"]
-    assert (other / "notes" / "events.ndjson").read_text() == "mine too"
-
-
 def test_the_configuration_that_the_wizard_wrote_goes_and_one_of_the_user_stays(
     runs: Path,
 ) -> None:
@@ -82,15 +68,6 @@ def test_the_configuration_that_the_wizard_wrote_goes_and_one_of_the_user_stays(
     assert not launch.run_dir.exists()
     (runs / "other" / "config.yaml").write_text(launch.config_text)
     assert contents(runs / "other").kept_text == "config.yaml stays: not of the run"
-
-
-def test_what_is_no_checkpoint_of_the_run_stays_beside_its_checkpoints(runs: Path) -> None:
-    checkpoints = runs / "other" / "checkpoints"
-    (checkpoints / ".writing-step-00000300").mkdir()
-    (checkpoints / "best.pt").write_text("mine")
-    assert contents(runs / "other").kept_text == "checkpoints/best.pt stays: not of the run"
-    remove_run(runs / "other", runs)
-    assert [path.name for path in (runs / "other").rglob("*")] == ["checkpoints", "best.pt"]
 
 
 def test_a_run_that_is_in_use_is_never_deleted(runs: Path) -> None:
@@ -127,22 +104,6 @@ def test_a_folder_without_a_run_is_never_deleted(runs: Path) -> None:
         remove_run(runs / "gone", runs)
 
 
-def test_a_link_is_not_followed_neither_as_the_run_nor_inside_it(
-    runs: Path, made: ModuleType, tmp_path: Path
-) -> None:
-    precious = tmp_path / "precious"
-    made.write(precious / "events.ndjson", made.training(3))
-    os.symlink(precious, runs / "link")
-    with pytest.raises(BadInput, match="is a link"):
-        check_removable(runs / "link", runs)
-    before = contents(runs / "other").own_bytes
-    os.symlink(precious, runs / "other" / "model")
-    assert contents(runs / "other").own_bytes == before
-    assert remove_run(runs / "other", runs).others == ("model",)
-    assert (precious / "events.ndjson").exists()
-    assert os.listdir(runs / "other") == ["model"]
-
-
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -158,12 +119,6 @@ def test_the_time_left_counts_down_from_the_newest_step() -> None:
 def test_a_run_whose_next_step_is_overdue_has_no_time_left() -> None:
     assert left_text(summary(eta_s=9000.0, stepped_s=1000.0, step_s=1.0), 1020.0) != "-"
     assert left_text(summary(eta_s=9000.0, stepped_s=1000.0, step_s=1.0), 1040.0) == "-"
-
-
-@pytest.mark.parametrize("state", ["finished", "refused", "failed", "stopped", "dead", "waiting"])
-def test_a_run_that_does_not_run_has_no_time_left(state: str) -> None:
-    assert left_text(summary(state=state, eta_s=100.0), 0.0) == "-"
-    assert left_text(summary(eta_s=None), 0.0) == "-"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -325,17 +280,6 @@ async def test_a_click_selects_a_run_and_the_second_attaches(
         await app_pilot.until(pilot, lambda: app.run_dir == runs / "other")
 
 
-async def test_a_click_on_the_footer_is_its_key(
-    runs: Path, made: ModuleType, app_pilot: Any
-) -> None:
-    app = app_pilot.app_on(runs / "ours", made)
-    async with app.run_test(size=SIZE) as pilot:
-        await app_pilot.drawn(pilot)
-        footer = app_pilot.text_of(app).splitlines()[-1]
-        await pilot.click("#keys", offset=(footer.index("Log"), 0))
-        await app_pilot.until(pilot, lambda: app.screen.NAME == "log")
-
-
 async def test_resume_starts_the_trainer_on_the_runs_own_folder(
     runs: Path, made: ModuleType, app_pilot: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +325,17 @@ async def test_a_finished_run_is_not_resumed_and_read_only_changes_nothing(
         assert isinstance(app.screen, RunsScreen)
 
 
-def test_a_finished_run_is_listed_with_its_model_and_a_failed_one_with_its_message() -> None:
-    for state, told, role in (("finished", "demo", "dim"), ("failed", "out of memory", "bad")):
-        run = summary(state=state, model="demo", message=told if state == "failed" else "finished")
-        assert (f"  {told}", role) in run_row(run, None, 0.0, 200)
+def test_a_link_is_not_followed_neither_as_the_run_nor_inside_it(
+    runs: Path, made: ModuleType, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    made.write(precious / "events.ndjson", made.training(3))
+    os.symlink(precious, runs / "link")
+    with pytest.raises(BadInput, match="is a link"):
+        check_removable(runs / "link", runs)
+    before = contents(runs / "other").own_bytes
+    os.symlink(precious, runs / "other" / "model")
+    assert contents(runs / "other").own_bytes == before
+    assert remove_run(runs / "other", runs).others == ("model",)
+    assert (precious / "events.ndjson").exists()
+    assert os.listdir(runs / "other") == ["model"]

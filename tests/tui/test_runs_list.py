@@ -43,18 +43,6 @@ def names(order: RunOrder) -> str:
     return "".join(run.run_id for run in order.of(RUNS, 101.0))
 
 
-def test_sorting_turns_round_and_puts_what_is_unknown_last() -> None:
-    assert names(RunOrder()) == "bac", "as they come: the newest first"
-    assert names(RunOrder(column="run")) == "abc"
-    assert names(RunOrder(column="run", down=True)) == "cba"
-    assert names(RunOrder(column="loss")) == "cba"
-    assert names(RunOrder(column="loss", down=True)) == "bca"
-    assert names(RunOrder(column="state")) == "abc", "dead, finished, paused"
-    assert RunOrder().by("step") == ("step", True), "the furthest first"
-    assert RunOrder(column="step", down=True).by("step") == ("step", False)
-    assert RunOrder(column="step", down=True).by("loss") == ("loss", False)
-
-
 @pytest.mark.parametrize(
     ("words", "left"),
     [("", "bac"), ("qwen", "b"), ("dead", "a"), ("paused", "c"), ("QLORA", "a"), ("!dead", "bc"),

@@ -21,7 +21,6 @@ from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.settings import SettingsScreen
 from fluxtui.settings import CHOICES, Settings, load_settings, save_settings, settings_path
 from fluxtui.widgets.lines import Lines
-from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.wizard.screen import WizardScreen
 
 
@@ -66,13 +65,6 @@ async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:
 def test_settings_lie_where_the_desktop_standard_says() -> None:
     assert settings_path({"XDG_CONFIG_HOME": "/c"}) == Path("/c/fluxtrain/app.toml")
     assert settings_path({"HOME": "/h"}) == Path("/h/.config/fluxtrain/app.toml")
-
-
-def test_what_is_saved_is_loaded(file: Path) -> None:
-    wanted = Settings(theme="sixteen", smooth=False, log_scale=True, low_bandwidth=True)
-    assert load_settings(file) == (Settings(), [])
-    assert save_settings(wanted, file)
-    assert load_settings(file) == (wanted, [])
 
 
 def test_the_examples_that_the_documents_show_are_taken(file: Path) -> None:
@@ -137,50 +129,10 @@ def test_a_bad_entry_is_told_and_the_others_are_kept(file: Path, text: str, said
     assert settings == Settings(log_scale=True)
 
 
-def test_two_actions_of_different_screens_may_share_a_key(file: Path) -> None:
-    file.parent.mkdir(parents=True)
-    file.write_text('[keys]\nlog_kind = "r"\n')
-    settings, problems = load_settings(file)
-    assert problems == [] and settings.keys == {"log_kind": "r"}
-
-
-def test_values_go_round_and_an_unknown_one_becomes_the_first() -> None:
-    rates = CHOICES["refresh_hz"]
-    assert [rates.turned(4.0, by) for by in (1, -1, 2)] == [8.0, 2.0, 1.0]
-    assert rates.turned(3.3, 1) == 1.0
-    assert CHOICES["theme"].turned("b", 1, ["a", "b"]) == "a"
-    assert CHOICES["theme"].turned("gone", -1, ["a", "b"]) == "a"
-
-
-def test_every_setting_but_the_keys_can_be_changed_in_the_app() -> None:
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    assert set(CHOICES) == fields - {"keys"}
-
-
 def test_no_two_actions_of_one_screen_share_a_key() -> None:
     for screen in (*RUN_SCREENS, *PAGES):
         keys = [key for one in ACTIONS if one.works_on(screen) for key in one.keys.split(",")]
         assert len(keys) == len(set(keys)), screen
-
-
-async def test_lists_take_other_keys(made: ModuleType, tmp_path: Path, file: Path) -> None:
-    file.parent.mkdir(parents=True)
-    file.write_text('[keys]\nlist_down = "J"\nlist_last = "Z"\nsetting_after = "f5"\n')
-    app = app_on(made, tmp_path, file)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await pilot.press("S")
-        await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
-        body = app.screen.query_one("#body", ScrollingLines)
-        await until(pilot, lambda: body.has_focus and len(body._all) > 3)
-        await pilot.press("j", "down")
-        assert body.cursor == 0, "the former keys are free"
-        await pilot.press("J")
-        assert body.cursor == 1
-        before = app.settings.refresh_hz
-        await pilot.press("f5")
-        assert app.settings.refresh_hz != before
-        await pilot.press("Z")
-        assert body.cursor == len(body._all) - 1
 
 
 async def test_the_lists_of_the_wizard_take_other_keys(folder: Path) -> None:

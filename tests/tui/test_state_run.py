@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import fields
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from fluxtrain.events import events as ev
 from fluxtui.screens.chrome import badge
 from fluxtui.state.freshness import LIMITS_S, fresh, limit_s
-from fluxtui.state.run import _FOLDS, LOG_LIMIT, FoldedRun
-from fluxtui.state.status import ENDED, Link, status_of
+from fluxtui.state.run import FoldedRun
+from fluxtui.state.status import Link, status_of
 from fluxtui.state.view import View
-
-
-def test_every_kind_of_event_has_a_fold() -> None:
-    assert set(_FOLDS) == set(get_args(ev.AnyEvent))
 
 
 def test_folding_in_batches_equals_folding_one_by_one(made: ModuleType) -> None:
@@ -45,16 +39,6 @@ def test_a_fold_leaves_the_earlier_state_as_it_was(made: ModuleType) -> None:
     assert (earlier.seen, list(earlier.log), list(earlier.steps)) == (seen, lines, steps)
 
 
-def test_the_state_holds_the_newest_of_each_kind(made: ModuleType) -> None:
-    state = FoldedRun().after_all(made.training(80))
-    assert state.step is not None and state.step.step == 80
-    assert state.evaluation is not None and state.evaluation.step == 80
-    assert state.checkpoint is not None and state.checkpoint.step == 80
-    assert [step for step, _ in state.evaluations] == [40, 80]
-    assert len(state.steps) == 80 and len(state.advice) == 1
-    assert state.planned is not None and state.residency is not None
-
-
 def test_the_best_is_of_the_evaluations_and_never_of_the_training_loss(made: ModuleType) -> None:
     def told(step: int, loss: float, **best: Any) -> ev.EvaluationFinished:
         return ev.EvaluationFinished(step=step, loss=loss, count=9, seconds=1.0, **best)
@@ -68,19 +52,6 @@ def test_the_best_is_of_the_evaluations_and_never_of_the_training_loss(made: Mod
     ended = newer.after(ev.StoppedEarly(step=60, total_steps=90, stale=3, threshold=0.0,
                                         best_step=12, best_loss=2.9))  # fmt: skip
     assert "stopped early after step 60" in ended.log.newest.text  # type: ignore[union-attr]
-
-
-def test_choices_of_an_older_run_have_the_names_of_the_configuration(made: ModuleType) -> None:
-    names = ("offload", "batch_rows", "train.steps", "of_another_version")
-    older = replace(
-        made.planned(),
-        choices=tuple(ev.ChoiceMade(name=name, value="1", because="as set") for name in names),
-    )
-    planned = FoldedRun().after_all(made.stamped([made.hello(), older])).planned
-    assert planned is not None
-    assert [one.name for one in planned.choices] == [
-        "placement.offload", "train.batch_rows", "train.steps", "of_another_version",
-    ]  # fmt: skip
 
 
 def test_what_happened_is_in_the_log_in_order(made: ModuleType) -> None:
@@ -109,14 +80,6 @@ def test_a_resumed_run_forgets_the_steps_it_does_again(made: ModuleType) -> None
     assert state.memory is None and state.traffic is None  # samples of the old process
 
 
-def test_a_second_hello_of_the_same_process_only_adds_facts(made: ModuleType) -> None:
-    vague = made.hello(model="demo", parameters=0, blocks=0)
-    state = FoldedRun().after_all(made.stamped([vague, made.planned(), made.hello()]))
-    assert state.processes == 1
-    assert state.planned is not None
-    assert state.hello is not None and state.hello.parameters == 4_210_000
-
-
 def test_a_resumed_run_that_knows_its_first_step_late_still_counts_each_step_once(
     made: ModuleType,
 ) -> None:
@@ -140,22 +103,6 @@ def test_a_run_after_its_resume_is_not_failed_any_more(made: ModuleType) -> None
     assert state.failed is None and state.done is None
 
 
-def test_dropped_frames_are_counted_anew_by_each_process(made: ModuleType) -> None:
-    state = FoldedRun().after(replace(made.hello(), dropped=0))
-    state = state.after(replace(made.step(1), dropped=7)).after(made.step(2))
-    assert state.dropped == 7
-    assert state.after(made.hello(pid=1)).dropped == 0
-
-
-def test_moves_a_minute_come_from_the_trainers_totals(made: ModuleType) -> None:
-    events = [
-        replace(ev.MovesMade(moves=(), total=60 * i), wall_s=1000.0 + 30 * i) for i in range(4)
-    ]
-    state = FoldedRun().after(events[0])
-    assert state.moves_per_minute is None
-    assert state.after_all(events[1:]).moves_per_minute == pytest.approx(120.0)
-
-
 def test_samples_of_a_live_pipe_are_thinned_for_charts_and_the_newest_is_shown(
     made: ModuleType,
 ) -> None:
@@ -168,31 +115,7 @@ def test_samples_of_a_live_pipe_are_thinned_for_charts_and_the_newest_is_shown(
         assert 110 <= len(history) <= 125 and min(gaps) > 0.4
 
 
-def test_memory_stays_bounded_over_a_flood(made: ModuleType) -> None:
-    state = FoldedRun()
-    line = ev.LogWritten(level="info", text="x")
-    for i in range(20_000):
-        state = state.after(line if i % 2 else made.moves(i))
-    assert len(state.log) == LOG_LIMIT
-    assert len(msgspec.json.encode([str(move) for move in state.moves])) < 1 << 20
-
-
-def test_ten_thousand_events_fold_in_well_under_their_second(made: ModuleType) -> None:
-    events = made.training(1700)[:10_000]
-    costs_s = []
-    for _ in range(3):
-        started_s = time.process_time()
-        FoldedRun().after_all(events)
-        costs_s.append(time.process_time() - started_s)
-    assert min(costs_s) < 0.5  # measured: 35 ms
-
-
 # --- freshness ------------------------------------------------------------------------------------
-
-
-def test_every_gauge_has_a_limit() -> None:
-    gauges = {kind for kind in get_args(ev.AnyEvent) if issubclass(kind, ev.Gauge)}
-    assert gauges == set(LIMITS_S)
 
 
 def test_a_gauge_is_shown_until_its_limit_and_not_after(made: ModuleType) -> None:
@@ -206,10 +129,6 @@ def test_a_slow_step_stays_true_for_longer(made: ModuleType) -> None:
     fast, slow = made.step(1, step_s=0.5), made.step(1, step_s=120.0)
     assert (limit_s(fast) or 0) < (limit_s(slow) or 0)
     assert fresh(replace(slow, wall_s=0.0), 500.0) is not None
-
-
-def test_facts_do_not_age(made: ModuleType) -> None:
-    assert fresh(replace(made.hello(), wall_s=0.0), 1e9) is not None
 
 
 # --- status ---------------------------------------------------------------------------------------
@@ -291,10 +210,6 @@ def test_a_run_that_waits_for_room_on_its_disk_says_so_as_a_warning(made: Module
 def test_an_unreadable_journal_is_told_before_all_else(made: ModuleType) -> None:
     status = status_of(FoldedRun().after_all(made.finished()), Link(problem="schema 2.0"), 0.0)
     assert status.kind == "unreadable" and status.detail == "schema 2.0"
-
-
-def test_only_ended_runs_count_as_ended() -> None:
-    assert "running" not in ENDED and "stalled" not in ENDED and "finished" in ENDED
 
 
 # --- the view -------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import pytest
 
 from fluxtrain.events import events as ev
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtui.terminal import Output
 from tests.tui.desk import TINY, Desk, Terminal
 
 APP = (sys.executable, "-P", "-m", "fluxtui")
@@ -258,37 +257,6 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(end)
         except OSError:
             continue
-
-
-def test_output_that_nobody_takes_is_dropped_and_asked_for_again(pipe: tuple[int, int]) -> None:
-    reader, writer = pipe
-    again: list[float] = []
-    output = Output(writer, lambda: again.append(1), lambda: again.append(-1))
-    began_s = time.monotonic()
-    for _ in range(200):
-        output.write("x" * 100_000)
-    assert time.monotonic() - began_s < 5.0, "nobody waits"
-    output.write("last words", whatever_waits=True)
-    taken = b""
-    while not taken.endswith(b"last words"):
-        taken += os.read(reader, 1 << 20)
-    assert len(taken) < 5_000_000
-    while not again:
-        time.sleep(0.01)
-    output.write("anew")
-    assert output.end() and os.read(reader, 100) == b"anew"
-    assert again == [1]
-
-
-def test_output_to_a_terminal_that_hung_up_says_so_once(pipe: tuple[int, int]) -> None:
-    reader, writer = pipe
-    gone: list[int] = []
-    output = Output(writer, lambda: None, lambda: gone.append(1))
-    os.close(reader)
-    for _ in range(5):
-        output.write("x")
-    assert not output.end()
-    assert gone == [1]
 
 
 def test_what_changes_while_the_screen_is_laid_out_anew_reaches_the_terminal(

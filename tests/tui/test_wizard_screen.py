@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.widgets import Input
 
 from fluxtui.answers.answers import STEPS, Answers
 from fluxtui.answers.draft import load_draft, save_draft
 from fluxtui.wizard.screen import DraftOffer
 from fluxtui.wizard.steps.paths import complete_path
-from fluxtui.wizard.steps.strategy_step import StrategyStep
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -32,11 +30,6 @@ async def test_enter_alone_starts_the_demo(folder: Path, opened: Opened) -> None
         assert launch.arguments == ("--demo",)
         assert launch.run_dir.is_dir()
         assert load_draft(folder / "draft.json") is None, "a launched run leaves no draft"
-
-
-async def test_the_machine_is_measured_from_the_first_moment(folder: Path, opened: Opened) -> None:
-    async with opened(folder) as wizard:
-        await wizard.until(lambda: ["probe", "--json", "--progress"] in wizard.asked())
 
 
 async def test_escape_goes_back_and_loses_nothing(folder: Path, opened: Opened) -> None:
@@ -79,31 +72,6 @@ async def test_an_answer_that_cannot_be_used_is_refused_in_place(
         await wizard.press("shift+tab", "up", "up")
         assert wizard.screen.answers.model_source == "demo"
         await wizard.go_to("data")
-
-
-async def test_enter_on_an_empty_field_goes_into_it(folder: Path, opened: Opened) -> None:
-    async with opened(folder, Answers(step="model")) as wizard:
-        await wizard.press("down", "down", "down", "enter")
-        focused = wizard.app.focused
-        assert isinstance(focused, Input)
-        assert focused.id == "model_hub-input"
-        await wizard.press(*"not an id", "enter")
-        await wizard.until(lambda: "✗" in wizard.text())
-        assert "owner/name" in wizard.text()
-
-
-async def test_a_corrected_answer_is_accepted(folder: Path, opened: Opened) -> None:
-    good = folder / "good.txt"
-    good.write_text("Good.\n")
-    answers = Answers(data_source="path", data_path=str(folder / "bad.txt"), step="data")
-    async with opened(folder, answers) as wizard:
-        await wizard.until(lambda: "✗" in wizard.text())
-        await wizard.press("tab")
-        assert isinstance(wizard.app.focused, Input)
-        wizard.app.focused.value = str(good)
-        await wizard.until(lambda: "✓ format" in wizard.text())
-        await wizard.press("enter")
-        await wizard.until(lambda: wizard.step == "method")
 
 
 async def test_the_plan_shows_every_choice_with_its_reason(folder: Path, opened: Opened) -> None:
@@ -183,17 +151,6 @@ async def test_offload_and_steps_can_be_changed_and_are_planned_again(
         await wizard.until(lambda: "▸ Enter starts" in wizard.text())
 
 
-async def test_a_number_of_steps_that_is_none_is_refused_and_escape_keeps_the_old_one(
-    folder: Path, opened: Opened
-) -> None:
-    async with opened(folder, Answers(settings={"train.steps": 9}, step="strategy")) as wizard:
-        await wizard.press("s", "backspace", "0", "enter")
-        assert wizard.screen.query_one(StrategyStep).asks
-        await wizard.press("escape")
-        assert wizard.step == "strategy"
-        assert wizard.screen.answers.settings.get("train.steps") == 9
-
-
 async def test_a_crash_loses_nothing_and_the_answers_are_offered(
     folder: Path, opened: Opened
 ) -> None:
@@ -210,17 +167,6 @@ async def test_a_crash_loses_nothing_and_the_answers_are_offered(
         await wizard.press("enter")
         await wizard.until(lambda: wizard.step == "data")
         assert wizard.screen.answers.data_file == str(data)
-
-
-async def test_an_offered_draft_can_be_left_and_does_not_come_back(
-    folder: Path, opened: Opened
-) -> None:
-    save_draft(Answers(settings={"placement.offload": "max"}), folder / "draft.json")
-    async with opened(folder) as wizard:
-        await wizard.press("n")
-        await wizard.pilot.pause()
-        assert wizard.screen.answers.settings.get("placement.offload") is None
-        assert load_draft(folder / "draft.json") is None
 
 
 async def test_a_start_with_settings_for_a_cure_offers_the_draft_and_looking_keeps_it(
@@ -299,3 +245,14 @@ def test_a_path_is_completed_to_the_first_match(tmp_path: Path) -> None:
     assert complete_path(f"{tmp_path}/.h", folders_only=True) == f"{tmp_path}/.hidden/"
     assert complete_path("", folders_only=False) is None
     assert complete_path(f"{tmp_path}/no/x", folders_only=False) is None
+
+
+async def test_an_offered_draft_can_be_left_and_does_not_come_back(
+    folder: Path, opened: Opened
+) -> None:
+    save_draft(Answers(settings={"placement.offload": "max"}), folder / "draft.json")
+    async with opened(folder) as wizard:
+        await wizard.press("n")
+        await wizard.pilot.pause()
+        assert wizard.screen.answers.settings.get("placement.offload") is None
+        assert load_draft(folder / "draft.json") is None

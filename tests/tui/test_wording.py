@@ -13,7 +13,6 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.reader import JournalFollower
 from fluxtui.actions.table import ACTIONS
 from fluxtui.panels import PANELS
-from fluxtui.panels.advice import PANEL as ADVICE
 from fluxtui.screens.charts import Dashboard, LossScreen, MemoryScreen, TransferScreen
 from fluxtui.screens.chrome import header_line, notice_lines
 from fluxtui.screens.plan import plan_lines
@@ -68,26 +67,6 @@ def test_the_settings_tell_every_key_in_whole_words(width: int) -> None:
 
 
 # --- what is said is true -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "ended", "said"),
-    [(False, False, "none so far"), (False, True, "none was given"), (True, False, "none now"),
-     (True, True, "none at the end")],
-)  # fmt: skip
-def test_no_advice_is_told_as_it_is(made: ModuleType, given: bool, ended: bool, said: str) -> None:
-    events = made.training(30)[:-1]  # the last one is advice
-    if given:
-        events += [ev.AdviceGiven(id="x", text="more", gain="+9%", how="a=1")]
-        events += [ev.AdviceWithdrawn(id="x")]
-    if ended:
-        events += [made.finished()[-1]]
-    view = View(state=FoldedRun().after_all(made.stamped(events)), wall_s=made.START_S)
-    assert view.state.advice == ()
-    assert said in whole(ADVICE.body(view, 60, 5))
-    assert said in whole(plan_lines(view, 80))
-    again = made.stamped([*events, made.hello(pid=1)])
-    assert not FoldedRun().after_all(again).advised, "the next process has given none"
 
 
 def test_a_recording_that_ends_before_its_run_says_so_and_promises_no_end() -> None:
