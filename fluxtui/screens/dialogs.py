@@ -1,4 +1,4 @@
-"""Help, and the question before a run is stopped."""
+"""Help, and the question before something is done."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from fluxtrain.events.printable import printable
-from fluxtrain.units import bytes_text
 from fluxtui.actions.table import ACTIONS, GROUPS, Action
 from fluxtui.app_base import AppBase
 from fluxtui.panels import PANELS
-from fluxtui.panels.panel import key_of
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line, Span, width_of, wrapped
-from fluxtui.words import counted
 
 WIDEST_PERCENT, HIGHEST_PERCENT = 96, 94  # of the screen, as in the style below
 HELP_CELLS = 78
@@ -35,81 +32,30 @@ DIALOG_CSS = """
 """
 
 
-class StopDialog(ModalScreen[bool]):
-    """Stop the run? `y` stops, anything else does not."""
+class QuestionDialog(ModalScreen[bool]):
+    """Asks before something is done: `y` does it, anything else does not."""
 
-    DEFAULT_CSS = DIALOG_CSS.format(name="StopDialog", width=62)
+    DEFAULT_CSS = DIALOG_CSS.format(name="QuestionDialog", width=72)
     BINDINGS = [
-        Binding("y", "answer(True)", "Stop", show=False),
-        Binding("n,escape,enter,q,Q", "answer(False)", "Go on", show=False),
+        Binding("y", "answer(True)", "Yes", show=False),
+        Binding("n,escape,enter,q,Q,r,D", "answer(False)", "No", show=False),
     ]
 
-    def compose(self) -> ComposeResult:
-        leave = key_of(cast("AppBase", self.app).view, "detach")
-        with Vertical(classes="dialog"):
-            yield Static("[b]Stop this run?[/b]\n")
-            yield Static(
-                "It writes a checkpoint and ends after this step; --resume auto goes on from "
-                f"there. To leave it running and close this window, press {leave} instead.\n",
-                markup=False,
-            )
-            yield Static("[b]y[/b] stop      [b]n[/b] go on training")
-
-    def action_answer(self, stop: bool) -> None:
-        """Close with the answer."""
-        self.dismiss(stop)
-
-
-class ResumeDialog(ModalScreen[bool]):
-    """Go on with a run? `y` does, anything else does not."""
-
-    DEFAULT_CSS = DIALOG_CSS.format(name="ResumeDialog", width=72)
-    BINDINGS = [
-        Binding("y", "answer(True)", "Resume", show=False),
-        Binding("n,escape,enter,q,r", "answer(False)", "Leave it", show=False),
-    ]
-
-    def __init__(self, name: str, told: str) -> None:
+    def __init__(self, question: str, told: str, yes: str, no: str) -> None:
+        """Ask with what is told about it; `yes` and `no` say what each answer does."""
         super().__init__()
-        self._run, self._told = name, told
+        self._question, self._told, self._answers = question, told, (yes, no)
 
     def compose(self) -> ComposeResult:
+        yes, no = self._answers
         with Vertical(classes="dialog"):
-            yield Static(f"Resume {printable(self._run)}?\n", markup=False)
-            yield Static(f"{printable(self._told)}\n", markup=False)
-            yield Static("[b]y[/b] resume      [b]n[/b] leave it")
+            yield Static(f"{printable(self._question)}\n", markup=False)
+            yield Static("\n".join(map(printable, self._told.split("\n"))), markup=False)
+            yield Static(f"\n[b]y[/b] {yes}      [b]n[/b] {no}")
 
-    def action_answer(self, resume: bool) -> None:
+    def action_answer(self, yes: bool) -> None:
         """Close with the answer."""
-        self.dismiss(resume)
-
-
-class DeleteDialog(ModalScreen[bool]):
-    """Delete a run? `y` deletes, anything else does not."""
-
-    DEFAULT_CSS = DIALOG_CSS.format(name="DeleteDialog", width=72)
-    BINDINGS = [
-        Binding("y", "answer(True)", "Delete", show=False),
-        Binding("n,escape,enter,q,D", "answer(False)", "Keep", show=False),
-    ]
-
-    def __init__(self, name: str, size_bytes: int, step: int | None, kept: str = "") -> None:
-        super().__init__()
-        self._run, self._size_bytes, self._step, self._kept = name, size_bytes, step, kept
-
-    def compose(self) -> ComposeResult:
-        done = "" if self._step is None else f" of {counted(self._step, 'step')}"
-        size = bytes_text(self._size_bytes)
-        text = f"{size}: checkpoints, model and log{done}.\nThey cannot be brought back.\n"
-        text += f"{self._kept}.\n" if self._kept else ""
-        with Vertical(classes="dialog"):
-            yield Static(f"Delete {printable(self._run)}?\n", markup=False)
-            yield Static(text, markup=False)
-            yield Static("[b]y[/b] delete      [b]n[/b] keep")
-
-    def action_answer(self, delete: bool) -> None:
-        """Close with the answer."""
-        self.dismiss(delete)
+        self.dismiss(yes)
 
 
 class HelpScreen(ModalScreen[None]):

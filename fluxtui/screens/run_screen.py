@@ -14,6 +14,7 @@ from fluxtrain.events.typed import typed
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import screen_bindings
 from fluxtui.app_base import AppBase
+from fluxtui.panels.panel import key_of
 from fluxtui.panels.trials import why_not
 from fluxtui.screens.arrangement import too_small
 from fluxtui.screens.chrome import header_line, notice_lines, status_line
@@ -169,9 +170,15 @@ class RunScreen(Ground, ActionScreen[None]):
     def action_stop(self) -> None:
         """Ask, then stop the run after a checkpoint."""
         if may_command(self.flux, "stop"):
-            from fluxtui.screens.dialogs import StopDialog
+            from fluxtui.screens.dialogs import QuestionDialog
 
-            self.app.push_screen(StopDialog(), self._stop_if)
+            leave = key_of(self.flux.view, "detach")
+            told = (
+                "It writes a checkpoint and ends after this step; the list of runs goes on from "
+                f"there. To leave it running and close this window, press {leave} instead."
+            )
+            dialog = QuestionDialog("Stop this run?", told, "stop", "go on training")
+            self.app.push_screen(dialog, self._stop_if)
 
     def _stop_if(self, stop: bool | None) -> None:
         if stop:

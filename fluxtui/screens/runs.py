@@ -234,7 +234,7 @@ class RunsScreen(RunScreen):
 
     def action_resume_run(self) -> None:
         """Ask, then start the trainer on a run that stopped or died, from its checkpoint."""
-        from fluxtui.screens.dialogs import ResumeDialog
+        from fluxtui.screens.dialogs import QuestionDialog
 
         run = self.selected
         if run is None:
@@ -246,7 +246,8 @@ class RunsScreen(RunScreen):
             self._refused("resume", reason)
             return
         code = trusts_code(run.path)
-        dialog = ResumeDialog(run.run_id, way_on(run, code))
+        told = way_on(run, code)
+        dialog = QuestionDialog(f"Resume {run.run_id}?", told, "resume", "leave it")
         self.app.push_screen(dialog, partial(self._resume_if, run, TRUST if code else ()))
 
     def _resume_if(self, run: RunSummary, trust: tuple[str, ...], resume: bool | None) -> None:
@@ -324,7 +325,7 @@ class RunsScreen(RunScreen):
 
     def _weigh(self, run: RunSummary) -> None:
         """Add up a run's size in a thread, because a large run takes a moment."""
-        from fluxtui.screens.dialogs import DeleteDialog
+        from fluxtui.screens.dialogs import QuestionDialog
 
         try:
             check_removable(Path(run.path), self.flux.runs_folder)
@@ -332,7 +333,11 @@ class RunsScreen(RunScreen):
             self.app.call_from_thread(self._refused, "delete", str(error))
             return
         found = contents(Path(run.path))
-        dialog = DeleteDialog(run.run_id, found.own_bytes, run.step, found.kept_text)
+        done = "" if run.step is None else f" of {counted(run.step, 'step')}"
+        told = f"{bytes_text(found.own_bytes)}: checkpoints, model and log{done}.\n"
+        told += "They cannot be brought back."
+        told += f"\n{found.kept_text}." if found.kept_text else ""
+        dialog = QuestionDialog(f"Delete {run.run_id}?", told, "delete", "keep")
         self.app.call_from_thread(self.app.push_screen, dialog, partial(self._delete_if, run))
 
     def _delete_if(self, run: RunSummary, delete: bool | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fluxtrain.events.run_folder.control import ControlServer
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.app import FluxApp
-from fluxtui.screens.dialogs import StopDialog
+from fluxtui.screens.dialogs import QuestionDialog
 from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.sources.replay import ReplaySource
 from tests.tui.app_pilot import SIZE, app_on, drawn, notes, text_of, until
@@ -71,12 +71,12 @@ async def test_stopping_asks_first(run: Path, made: ModuleType) -> None:
             await drawn(pilot)
             for answer in ("n", "escape", "enter"):
                 await pilot.press("Q")
-                await until(pilot, lambda: isinstance(app.screen, StopDialog))
+                await until(pilot, lambda: isinstance(app.screen, QuestionDialog))
                 await pilot.press(answer)
                 await until(pilot, lambda: isinstance(app.screen, PanelScreen))
             assert trainer.heard == []
             await pilot.press("Q")
-            await until(pilot, lambda: isinstance(app.screen, StopDialog))
+            await until(pilot, lambda: isinstance(app.screen, QuestionDialog))
             await pilot.press("y")
             await until(pilot, lambda: trainer.heard == ["stop"])
 

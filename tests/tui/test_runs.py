@@ -17,7 +17,7 @@ from fluxtrain.events.run_folder.removal import check_removable, contents, remov
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtui.answers.answers import Answers
 from fluxtui.answers.launching import prepare
-from fluxtui.screens.dialogs import DeleteDialog, ResumeDialog
+from fluxtui.screens.dialogs import QuestionDialog
 from fluxtui.screens.run_actions import cannot_resume
 from fluxtui.screens.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.screens.runs import RunsScreen
@@ -186,7 +186,7 @@ async def test_a_run_is_deleted_only_after_a_yes(
             await app_pilot.until(pilot, lambda: isinstance(app.screen, RunsScreen))
         assert (runs / "other").exists()
         await pilot.press("D")
-        await app_pilot.until(pilot, lambda: isinstance(app.screen, DeleteDialog))
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, QuestionDialog))
         await pilot.press("y")
         await app_pilot.until(pilot, lambda: not (runs / "other").exists())
         await app_pilot.until(pilot, lambda: len(app.screen.runs) == 1)
@@ -299,7 +299,7 @@ async def test_resume_starts_the_trainer_on_the_runs_own_folder(
         await listed(pilot, app, app_pilot, "ours")
         await listed(pilot, app, app_pilot, "other")
         await pilot.press("r")
-        await app_pilot.until(pilot, lambda: isinstance(app.screen, ResumeDialog))
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, QuestionDialog))
         await pilot.press("y")
         await app_pilot.until(pilot, lambda: app.run_dir == runs / "other")
     assert begun[0].exit_code() is None, "it outlives the app"

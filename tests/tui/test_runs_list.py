@@ -13,7 +13,7 @@ import pytest
 from fluxtrain.events.run_folder import states
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.events.run_folder.states import state_of_exit, state_word
-from fluxtui.screens.dialogs import ResumeDialog
+from fluxtui.screens.dialogs import QuestionDialog
 from fluxtui.screens.run_actions import way_on
 from fluxtui.screens.run_rows import STATE_ROLES, columns, run_row
 from fluxtui.screens.runs import RunsScreen
@@ -249,14 +249,14 @@ async def test_resume_asks_first_and_names_step_and_checkpoint(
         for answer in ("n", "escape", "enter"):
             put_on(screen, "two")
             await pilot.press("r")
-            await app_pilot.until(pilot, lambda: isinstance(app.screen, ResumeDialog))
+            await app_pilot.until(pilot, lambda: isinstance(app.screen, QuestionDialog))
             await app_pilot.until(pilot, lambda: "Resume two?" in app_pilot.text_of(app))
             assert "checkpoint, step 120" in " ".join(app_pilot.text_of(app).split())
             await pilot.press(answer)
             await app_pilot.until(pilot, lambda: app.screen is screen)
         assert started == []
         await pilot.press("r")
-        await app_pilot.until(pilot, lambda: isinstance(app.screen, ResumeDialog))
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, QuestionDialog))
         await pilot.press("y")
         await app_pilot.until(pilot, lambda: started == [str(runs / "two")])
 

@@ -13,7 +13,7 @@ from fluxtui.answers.answers import Answers
 from fluxtui.answers.configuring import configuration
 from fluxtui.answers.draft import answers_from_run
 from fluxtui.answers.launching import prepare
-from fluxtui.screens.dialogs import ResumeDialog
+from fluxtui.screens.dialogs import QuestionDialog
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.trust import TRUST, trusts_code
 
@@ -78,7 +78,7 @@ async def test_resuming_asks_before_code_runs_and_says_so_to_the_trainer(
         while screen.selected is None or screen.selected.path != str(foreign):
             await pilot.press("down" if screen.runs[0].path != str(foreign) else "up")
         await pilot.press("r")
-        await app_pilot.until(pilot, lambda: isinstance(app.screen, ResumeDialog))
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, QuestionDialog))
         told = " ".join(str(one.render()) for one in app.screen.query("Static"))
         assert (f"runs Python code that comes with {MODEL}" in told) is trusts
         await pilot.press("y")

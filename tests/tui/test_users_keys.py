@@ -13,7 +13,7 @@ from fluxtrain.events import events as ev
 from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
 from fluxtui.screens.chrome import notice_lines
-from fluxtui.screens.dialogs import StopDialog
+from fluxtui.screens.dialogs import QuestionDialog
 from fluxtui.screens.panel_screen import framed
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.settings import load_settings, save_settings
@@ -100,7 +100,7 @@ async def test_the_key_that_textual_quits_with_can_be_given_to_an_action(
     async with app.run_test(size=(120, 40)) as pilot:
         await app_pilot.drawn(pilot)
         await pilot.press("ctrl+q")
-        await app_pilot.until(pilot, lambda: isinstance(app.screen, StopDialog))
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, QuestionDialog))
         assert app.is_running and not app._exit
 
 
