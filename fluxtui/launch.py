@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _new_run(options: argparse.Namespace) -> int:
     from fluxtui.answers.launching import begin, prepare
-    from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
+    from fluxtui.wizard.engine.plan_preview import with_settings_of_the_dial
 
     answers = answers_of(options)
     if not options.headless and wants_lines():
@@ -106,7 +106,7 @@ def _new_run(options: argparse.Namespace) -> int:
 def _train_headless(answers: Answers) -> int:
     from fluxtui.answers.launching import prepare
     from fluxtui.headless import train_in_foreground
-    from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
+    from fluxtui.wizard.engine.plan_preview import with_settings_of_the_dial
 
     launch = prepare(with_settings_of_the_dial(answers))
     return train_in_foreground([*launch.arguments, "--run-dir", str(launch.run_dir)])
@@ -116,7 +116,7 @@ def _line_by_line(answers: Answers | None, at_once: bool) -> int:
     """Ask the wizard's questions without a screen; then print the run's progress in lines."""
     from fluxtui.answers.launching import Attach, begin, prepare
     from fluxtui.headless import follow_lines
-    from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
+    from fluxtui.wizard.engine.plan_preview import with_settings_of_the_dial
     from fluxtui.wizard.linear import LinearWizard
 
     signal_hang_up(descriptor=1)

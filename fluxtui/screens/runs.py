@@ -29,9 +29,8 @@ from fluxtui.screens.run_actions import (
     take_launch,
     way_on,
 )
-from fluxtui.screens.run_rows import columns, run_detail, run_row
+from fluxtui.screens.run_rows import Column, RunOrder, columns, run_detail, run_row
 from fluxtui.screens.run_screen import RunScreen
-from fluxtui.sources.run_list import Column, RunOrder
 from fluxtui.sources.trust import TRUST, trusts_code
 from fluxtui.state.status import Link
 from fluxtui.state.view import View

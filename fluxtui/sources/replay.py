@@ -12,8 +12,8 @@ from fluxtrain.events.events import AnyEvent
 from fluxtrain.events.printable import printable
 from fluxtrain.events.reader import JournalFollower, SchemaTooNew
 from fluxtui.sources.source import EventBatch
+from fluxtui.state.freshness import SteadyClock
 from fluxtui.state.status import Link
-from fluxtui.state.steady import SteadyClock
 
 POLL_EVENTS = 5000
 

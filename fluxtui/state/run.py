@@ -16,9 +16,9 @@ from fluxtrain.events.events import setting_name
 from fluxtrain.events.run_folder.states import state_of_exit
 from fluxtrain.units import bytes_text, duration_text, loss_text, speed_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
+from fluxtui.state.freshness import SteadyClock
 from fluxtui.state.history import Curve, History, spaced
 from fluxtui.state.samples import Rounds, until, with_sample
-from fluxtui.state.steady import SteadyClock
 from fluxtui.words import counted
 
 Level = Literal["debug", "info", "warning", "error"]

@@ -15,7 +15,7 @@ from rich.console import Console
 from textual._compositor import ChopsUpdate
 from textual.strip import Strip
 
-from fluxtui.widgets.strips import part_of
+from fluxtui.widgets.lines import part_of
 
 _STYLES = re.compile(r"\x1b\[0m\x1b\[(?P<next>[\d;]+)m|\x1b\[(?P<set>[\d;]+)m")
 _PARAMETER = re.compile(r"[34]8;2;\d+;\d+;\d+|[34]8;5;\d+|\d+")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -19,13 +20,13 @@ from textual.widgets import ContentSwitcher
 
 from fluxtrain.events.run_folder.run_dir import RunSummary, runs_root
 from fluxtui.actions.action_screen import ActionScreen
-from fluxtui.actions.key_map import own_bindings
-from fluxtui.actions.table import ACTIONS, Action
+from fluxtui.actions.key_map import joined, own_bindings
+from fluxtui.actions.table import ACTIONS, KEY_TEXTS, Action
 from fluxtui.answers import questions
 from fluxtui.answers.answers import Answers, route
 from fluxtui.answers.launching import Outcome
 from fluxtui.answers.questions import ListOption
-from fluxtui.answers.rows import ROWS, declared
+from fluxtui.answers.rows import ROWS, StepName, declared
 from fluxtui.app_base import AppBase
 from fluxtui.state.machine_sample import MachineSample
 from fluxtui.wizard.checks.answer_checks import Check
@@ -37,19 +38,73 @@ from fluxtui.wizard.checks.known_runs import (
     runs_to_watch,
 )
 from fluxtui.wizard.engine.background import Background
-from fluxtui.wizard.keys import key_hints
 from fluxtui.wizard.pages import drawing
-from fluxtui.wizard.pages.aside import aside
 from fluxtui.wizard.pages.data import data_page
 from fluxtui.wizard.pages.found import found_page
-from fluxtui.wizard.pages.launch import launch_page
+from fluxtui.wizard.pages.launch import aside, launch_page
 from fluxtui.wizard.pages.wizard_view import WizardView
-from fluxtui.wizard.steps.method_step import MethodStep
+from fluxtui.wizard.steps.setting_steps import MethodStep, StrategyStep, TrainingStep
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import LaunchStep, WizardStep
-from fluxtui.wizard.steps.strategy_step import StrategyStep
-from fluxtui.wizard.steps.training_step import TrainingStep
 from fluxtui.wizard.steps.widgets import Drawn
+
+Hint = tuple[tuple[str, ...], str]  # ids of actions, or keys that are Textual's own; and words
+NEXT: Hint = (("wizard_next",), "next")
+BACK: Hint = (("wizard_back",), "back")
+CHOOSE: Hint = (("list_up", "list_down"), "choose")
+SCROLL: Hint = (("list_up", "list_down"), "scroll")
+COMPLETE: Hint = (("wizard_complete",), "field, path")
+HELP: Hint = (("help",), "help")
+TRY: Hint = (("wizard_try",), "dry run")
+WITH_FIELDS: tuple[StepName, ...] = ("start", "model", "data")  # a letter there is an answer
+HINTS: dict[StepName, tuple[Hint, ...]] = {
+    "start": (NEXT, CHOOSE, COMPLETE, (("wizard_back",), "leave"), HELP),
+    "model": (NEXT, CHOOSE, COMPLETE, BACK, HELP),
+    "data": (
+        NEXT, (("list_up", "list_down"), "pick"), COMPLETE,
+        (("wizard_read_as", "wizard_read_before"), "format"), (("pgdn",), "more"),
+        BACK, HELP,
+    ),
+    "method": (
+        NEXT, (("wizard_method_before", "wizard_method_after"), "method"),
+        (("wizard_again",), "again"), SCROLL, BACK, HELP,
+    ),
+    "training": (
+        NEXT, CHOOSE, (("wizard_value_before", "wizard_value_after"), "change"),
+        (("wizard_edit",), "type"), (("wizard_default",), "auto"), BACK, HELP,
+    ),
+    "strategy": (
+        NEXT,
+        (("wizard_faster", "wizard_smaller"), "dial"),
+        (("wizard_batch", "wizard_chunk", "wizard_steps", "wizard_offload"), "change"),
+        (("wizard_why",), "why"), (("wizard_again",), "again"), BACK, HELP,
+    ),
+    "launch": (
+        (("wizard_next",), "start"), TRY, (("wizard_yaml",), "YAML"),
+        (("wizard_command",), "command"), SCROLL, BACK, HELP,
+    ),
+}  # fmt: skip
+TRYING: tuple[Hint, ...] = ((("wizard_back",), "end the dry run"), SCROLL)
+
+
+def key_hints(
+    step: StepName, registry: Sequence[Action], trying: bool = False
+) -> list[tuple[str, str]]:
+    """Keys and what they do, in the order of the footer."""
+    by_id = {action.id: action for action in registry}
+    hints = TRYING if trying else HINTS[step]
+    return [(joined([_key(by_id, name, step) for name in names]), words) for names, words in hints]
+
+
+def _key(by_id: dict[str, Action], name: str, step: StepName) -> str:
+    """Return the key of an action as a person reads it; no letters where letters are typed."""
+    action = by_id.get(name)
+    if action is None:
+        return name
+    keys = action.keys.split(",")
+    named = [key for key in keys if len(key) > 1 and len(KEY_TEXTS.get(key, key)) > 1]
+    key = named[0] if step in WITH_FIELDS and action.id in ("help",) and named else keys[0]
+    return KEY_TEXTS.get(key, key.replace("ctrl+", "^"))
 
 
 class WizardFrame(ActionScreen[Outcome | None]):

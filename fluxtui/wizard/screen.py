@@ -22,7 +22,7 @@ from fluxtui.answers.launching import Attach, command_text, place_of, prepare
 from fluxtui.answers.rows import StepName
 from fluxtui.app_base import AppBase
 from fluxtui.wizard.checks.answer_checks import checked, reading_settings
-from fluxtui.wizard.engine.ranked import dial_settings
+from fluxtui.wizard.engine.plan_preview import dial_settings
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.launch import config_text

@@ -14,12 +14,10 @@ from fluxtui.widgets.footer import action_at, footer_line, shown_actions
 from fluxtui.widgets.spans import Line
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.screen import WizardScreen
-from fluxtui.wizard.steps.method_step import MethodStep
 from fluxtui.wizard.steps.path_entry import PathEntry
+from fluxtui.wizard.steps.setting_steps import MethodStep, StrategyStep, TrainingStep
 from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import LaunchStep
-from fluxtui.wizard.steps.strategy_step import StrategyStep
-from fluxtui.wizard.steps.training_step import TrainingStep
 
 
 def text_of(spans: Line) -> str:

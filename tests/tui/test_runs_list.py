@@ -15,9 +15,8 @@ from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.events.run_folder.states import state_of_exit, state_word
 from fluxtui.screens.dialogs import QuestionDialog
 from fluxtui.screens.run_actions import way_on
-from fluxtui.screens.run_rows import STATE_ROLES, columns, run_row
+from fluxtui.screens.run_rows import STATE_ROLES, RunOrder, columns, run_row
 from fluxtui.screens.runs import RunsScreen
-from fluxtui.sources.run_list import RunOrder
 from fluxtui.state.run import FoldedRun
 from fluxtui.state.status import Link, status_of
 

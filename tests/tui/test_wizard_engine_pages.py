@@ -15,7 +15,7 @@ import pytest
 
 from fluxtrain.events.answers.asking import EngineRefused
 from fluxtui.answers.answers import Answers
-from fluxtui.wizard.engine.ranked import dial_settings, with_settings_of_the_dial
+from fluxtui.wizard.engine.plan_preview import dial_settings, with_settings_of_the_dial
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 

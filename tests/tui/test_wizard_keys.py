@@ -16,7 +16,7 @@ from fluxtui.answers.rows import rows_of
 from fluxtui.app import FluxApp
 from fluxtui.screens.dialogs import HelpScreen, help_lines
 from fluxtui.settings import load_settings
-from fluxtui.wizard.keys import HINTS, key_hints
+from fluxtui.wizard.frame import HINTS, key_hints
 from fluxtui.wizard.screen import WizardScreen
 
 SIZE = (120, 40)

@@ -11,7 +11,7 @@ import pytest
 from textual.widgets import Input
 
 from fluxtui.answers.answers import Answers
-from fluxtui.wizard.dialogue import completing
+from fluxtui.wizard.linear import completing
 from fluxtui.wizard.steps.paths import completions, stem_of
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]

@@ -8,8 +8,7 @@ from fluxtrain.events.answers.answers import InspectionAnswer
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.inspection import histogram, histogram_lines, inspection_rows
 from fluxtui.wizard.pages import drawing
-from fluxtui.wizard.pages.found import found_page
-from fluxtui.wizard.pages.waiting import pending
+from fluxtui.wizard.pages.found import found_page, pending
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 HISTOGRAM_LINES = 3

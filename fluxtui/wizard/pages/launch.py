@@ -17,8 +17,8 @@ from fluxtui.sources.trust import question_of_trust, trusts_code
 from fluxtui.wizard.checks.known_runs import run_rows
 from fluxtui.wizard.engine import plan_preview
 from fluxtui.wizard.pages import drawing
+from fluxtui.wizard.pages.found import pending, refused
 from fluxtui.wizard.pages.training import value_and_reason
-from fluxtui.wizard.pages.waiting import pending, refused
 from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.words import counted
 
@@ -258,4 +258,25 @@ def _compared(trial: DryRunAnswer, width: int) -> Content:
         )
     if trial.is_over_limit:
         lines.append(drawing.problem("needs more memory than there is: set the dial to fit", width))
+    return Content("\n").join(lines)
+
+
+def aside(view: WizardView, width: int) -> Content:
+    """Draw the answers and the machine; at the end the command and the file."""
+    if view.answers.step == "launch" and view.answers.start != "resume":
+        return equivalent(view, width)
+    lines = [Content.styled("Your run", "bold"), Content("")]
+    for name, value in summary_rows(view):
+        check = view.checks.get(name)
+        wrong = check is not None and check.error is not None
+        lines.append(
+            Content.assemble(
+                (name.ljust(10), drawing.MUTED),
+                (drawing.shortened(value or "-", width - 10), "$error" if wrong else "bold"),
+            )
+        )
+    lines += [Content(""), Content.styled("This machine", "bold"), Content("")]
+    lines += [drawing.paragraph(line, width) for line in view.machine_lines]
+    if now := view.machine_now(width):
+        lines += [Content(""), drawing.spans(now)]
     return Content("\n").join(lines)

@@ -13,8 +13,8 @@ from fluxtui.widgets.spans import cut
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.plan_preview import fit, model_line
 from fluxtui.wizard.pages import drawing
+from fluxtui.wizard.pages.found import pending
 from fluxtui.wizard.pages.training import value_and_reason
-from fluxtui.wizard.pages.waiting import pending
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 _MARKS = {"fits": "✓", "fits with offload": "✓", "does not fit": "✗", "not known": "✗"}

@@ -14,7 +14,7 @@ from fluxtui.answers.rows import BY_KEY, value_text
 from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
 from fluxtui.wizard.engine.plan_preview import unranked_because
 from fluxtui.wizard.pages import drawing
-from fluxtui.wizard.pages.waiting import pending, refused
+from fluxtui.wizard.pages.found import pending, refused
 from fluxtui.wizard.pages.wizard_view import WizardView
 
 OLDER = "planned before the numbers below were set"
