@@ -11,7 +11,7 @@ from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, width_of, wrappe
 from fluxtui.words import counted
 
 LEVEL_ROLES = {"debug": "dim", "info": "text", "warning": "warn", "error": "bad"}
-RECURRING = ("training", "evaluating", "saving")
+RECURRING = ("training", "evaluating", "saving", "finished")
 LEVEL_MARKS = {"debug": " ", "info": " ", "warning": "!", "error": "✗"}
 KIND_ROLES = {"checkpoint": "good", "evaluation": "info", "advice": "accent", "done": "good"}
 

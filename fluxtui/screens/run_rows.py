@@ -182,7 +182,8 @@ def _shares(width: int) -> tuple[list[RunColumn], int, int]:
 def run_detail(run: RunSummary, width: int, uses: str = "") -> list[Line]:
     """Return details without room in the row: the run's folder, its model and data, its end, and
     the `uses` of its model or of its newest checkpoint."""
-    loss = f"loss {loss_text(run.loss)}" if run.loss and "loss" not in columns(width)[0][0] else ""
+    has_loss = any(one.name == "loss" for one in _shares(width)[0])
+    loss = f"loss {loss_text(run.loss)}" if run.loss and not has_loss else ""
     facts = " · ".join(filter(None, (run.model, run.method, loss, run.path)))
     told = [(part, "dim") for part in wrapped(facts, max(1, width - 4))]
     where = f"the model is in {run.saved_model}" if run.saved_model else ""

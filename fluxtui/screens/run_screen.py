@@ -44,7 +44,8 @@ class RunScreen(Ground, ActionScreen[None]):
     RunScreen > .chrome { height: 1; width: 1fr; }
     RunScreen > #notice { height: 0; width: 1fr; }
     RunScreen > #body { height: 1fr; width: 1fr; }
-    RunScreen.-tiny > #body { display: none; }
+    RunScreen.-tiny > * { display: none; }
+    RunScreen.-tiny > #top, RunScreen.-tiny > #keys { display: block; }
     """
 
     def __init__(self) -> None:
