@@ -75,11 +75,6 @@ def _new_run(options: argparse.Namespace) -> int:
     if not options.headless and wants_lines():
         return _line_by_line(answers, at_once=options.demo or options.yes)
     if options.headless or not has_terminal():
-        if not (options.headless or options.demo or options.yes):
-            raise BadInput(
-                "no terminal here to ask in: add --headless to train with these answers, or run "
-                f"`fluxtrain-tui` in a terminal{ssh_hint('fluxtrain-tui')}"
-            )
         if not options.headless:
             if answers is None and not (options.demo or options.yes):
                 raise BadInput(

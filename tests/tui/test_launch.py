@@ -268,12 +268,6 @@ def test_attaching_without_a_terminal_prints_lines_and_says_what_shows_the_app(
     assert ("`ssh -t HOST fluxtrain-tui --attach`" in said) is over_ssh
 
 
-def test_a_pipe_by_mistake_starts_nothing(root: Path) -> None:
-    asked = without_a_terminal(root)
-    _, said = asked.communicate(timeout=60)
-    assert asked.returncode == EXIT_BAD_INPUT and "--headless" in said and not root.exists()
-
-
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_a_journal_that_is_no_file_is_told_without_a_terminal(make: Any, root: Path) -> None:
     run = make_run(root, "tales", STEP)
