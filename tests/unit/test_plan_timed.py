@@ -43,6 +43,7 @@ RATES = Rates(
     d2h_bytes_per_s=55e9,
     calibration=TRIED,
 )
+SEARCHED = 1.03  # how much slower a plan with more memory may be (docs/decisions/0021)
 KEPT_BYTES = 60_000_000  # of a block and row
 KEEPING = replace(TRIED, kept_backward=Line(base=0.0008, slope=0.0002), kept_bytes=KEPT_BYTES)
 RATES_KEEPING = replace(RATES, calibration=KEEPING)
@@ -125,7 +126,7 @@ def layout(plan: Placement) -> Layout:
     st.floats(3, 20), st.floats(0, 8), st.sampled_from([1, 4, 8]), st.floats(6, 30), st.booleans(),
     st.booleans(),
 )  # fmt: skip
-def test_more_memory_is_never_slower_and_the_budget_is_kept(
+def test_more_memory_is_hardly_ever_slower_and_the_budget_is_kept(
     device_gib: float, more_gib: float, rows: int, host_gib: float, keeping: bool, in_backward: bool
 ) -> None:
     facts, request = (
@@ -139,8 +140,8 @@ def test_more_memory_is_never_slower_and_the_budget_is_kept(
         return
     large = place(facts, room(device_gib + more_gib, host_gib), request, rates=rates)
     roomy = place(facts, room(device_gib, host_gib + more_gib), request, rates=rates)
-    assert step_s(large, facts, rates) <= step_s(small, facts, rates) * (1 + 1e-9)
-    assert step_s(roomy, facts, rates) <= step_s(small, facts, rates) * (1 + 1e-9)
+    for more in (large, roomy):
+        assert step_s(more, facts, rates) <= step_s(small, facts, rates) * SEARCHED
     assert small.device_bytes <= device_gib * GIB * AUTO_SHARE
     assert small.need.host_bytes <= host_gib * GIB * HOST_SHARE
     assert small.need == footprint(
@@ -289,4 +290,4 @@ def test_a_faster_bus_never_makes_the_fastest_plan_slower(
     rates = replace(RATES, **{name: factor * getattr(RATES, name)})
     before, after = dial(device_gib).at(1.0), dial(device_gib, rates=rates).at(1.0)
     if before is not None and after is not None:
-        assert after.time.step_s <= before.time.step_s * (1 + 1e-12)
+        assert after.time.step_s <= before.time.step_s * SEARCHED
