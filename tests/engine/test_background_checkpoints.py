@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
@@ -143,18 +142,6 @@ def test_a_thread_that_the_system_refuses_loses_no_checkpoint(
     assert not {"checkpoint-copy", "checkpoint"} & set(left)
 
 
-def test_a_mistake_of_ours_in_the_background_ends_the_run_as_it_would_in_the_foreground(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(self: Any, data: bytes) -> None:
-        raise KeyError("a mistake")
-
-    monkeypatch.setattr(shard_file.HashingFile, "write", write)
-    with pytest.raises(KeyError, match="a mistake"):
-        run(run_config(train__steps=50, train__checkpoint_every=2), tmp_path / "run")
-    assert list_checkpoints(tmp_path / "run" / "checkpoints") == []
-
-
 def slow_writer(arguments: list[str]) -> None:
     """`fluxtrain ARGUMENTS` whose disk takes a while for each write."""
     from fluxtrain.cli import main
@@ -217,20 +204,6 @@ def test_memory_beside_the_plan_decides(
     chosen = choose_snapshot([100] * 10, 0, room_bytes, own_optimizer=own)
     assert (chosen.how, chosen.budget_bytes) == (how, budget_bytes)
     assert chosen.because
-
-
-def test_a_run_that_saves_its_last_step_alone_plans_no_copies(
-    run_config: MakeConfig, tmp_path: Path
-) -> None:
-    predicted = {}
-    for every in ("end", 2):
-        config = run_config(train__steps=3, train__checkpoint_every=every)
-        run(config, tmp_path / str(every))
-        plan = json.loads((tmp_path / str(every) / "plan.json").read_text())
-        choices = {choice["name"]: choice["because"] for choice in plan["choices"]}
-        assert ("while training waits" in choices["train.checkpoint_every"]) == (every == "end")
-        predicted[every] = plan["host_bytes"]
-    assert predicted["end"] < predicted[2]
 
 
 def test_a_run_that_ends_by_an_error_names_the_checkpoint_that_was_under_way(

@@ -206,23 +206,6 @@ def test_a_second_interrupt_says_what_is_kept_and_leaves_no_socket(
     assert not RunDir(tmp_path).socket.exists()
 
 
-def test_a_truncated_checkpoint_is_skipped_with_a_warning(
-    run_config: RunConfig, tmp_path: Path
-) -> None:
-    config = run_config(train__steps=6, train__checkpoint_every=2, train__keep_checkpoints=3)
-    reference(config, tmp_path / "whole")
-    run_dir = tmp_path / "cut"
-    assert finished("train", config, "--run-dir", run_dir) == 0
-    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
-    shard = next(newest.glob("shard-*"))
-    shard.write_bytes(shard.read_bytes()[:-7])
-    assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
-    warnings = [log.text for log in told(run_dir, LogWritten) if log.level == "warning"]
-    assert any("step-00000006" in text and "damaged" in text for text in warnings)
-    assert told(run_dir, Hello)[-1].first_step == 4
-    assert_same_run(tmp_path / "whole", run_dir)
-
-
 def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
     run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

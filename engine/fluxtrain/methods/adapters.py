@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.errors import BadInput
+from fluxtrain.machine.failures import first_line
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.beside import write_adapter_files
 from fluxtrain.models.export import save_folder
@@ -235,11 +236,10 @@ def refuse_uncomputed(model: PreTrainedModel) -> None:
                     return
                 finally:
                     model.enable_adapters()
-                words = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise BadInput(
                     f"method.targets: the forward pass of {type(model).__name__} breaks with "
-                    f"adapters ({words}), and computes without: leave out the layers whose output "
-                    "is no single tensor, such as routers"
+                    f"adapters ({first_line(error)}), and computes without: leave out the layers "
+                    "whose output is no single tensor, such as routers"
                 ) from error
             finally:
                 for hook in hooks:
@@ -294,7 +294,7 @@ def attach_adapters(
     try:
         model.add_adapter(config, adapter_name=ADAPTER)
     except (NoMatchingPeftModuleError, ValueError) as error:
-        raise BadInput(f"method.targets: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"method.targets: {first_line(error)}") from error
     local = Path(source.path).expanduser()
     config.base_model_name_or_path = str(local.absolute()) if local.is_dir() else source.path
     config.revision = source.revision

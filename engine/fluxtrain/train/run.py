@@ -19,6 +19,7 @@ from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.events.run_folder import own_files
 from fluxtrain.files.cache import Damaged
+from fluxtrain.machine.failures import first_line
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.peaks import measured_peaks
 from fluxtrain.methods.method import method_of, usual_rate
@@ -315,10 +316,8 @@ class Run:
             fails = isinstance(error, Exception) and not isinstance(error, Interrupted)
             if not fails and not is_panic(error):
                 raise
-            words = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._session.announcer.warn(
-                f"the model is saved, and no sample of it is shown: {words}"
-            )
+            words = f"the model is saved, and no sample of it is shown: {first_line(error)}"
+            self._session.announcer.warn(words)
             return
         self._session.announcer.emit(
             SampleGenerated(step=step, prompt=prompt, text=text.removeprefix(prompt))

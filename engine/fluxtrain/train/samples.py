@@ -17,6 +17,7 @@ from fluxtrain.config.section import SampleSettings
 from fluxtrain.errors import BadInput, is_panic
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import SampleGenerated
+from fluxtrain.machine.failures import first_line
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt, read_prompts
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.models.generate.writing import Written, room_for, write
@@ -118,8 +119,8 @@ class Samples:
         except BaseException as error:  # models bring code of their own to generate
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            first = (str(error) or type(error).__name__).splitlines()[0]
-            self._announcer.warn(f"no more samples are made, the training goes on: {first}")
+            told = f"no more samples are made, the training goes on: {first_line(error)}"
+            self._announcer.warn(told)
             self._prompts = []
             return
         if stopped():

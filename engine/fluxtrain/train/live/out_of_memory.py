@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fluxtrain.errors import DoesNotFit
+from fluxtrain.machine.failures import first_line
 from fluxtrain.methods.engine import TrainingEngine
 from fluxtrain.train.live.edit import with_count
 from fluxtrain.train.live.live_run import LiveRun
@@ -115,5 +116,5 @@ def out_of_memory(
     )
     return DoesNotFit(
         f"device memory ran out at step {step + 1} with chunks of {chunk_rows} rows "
-        f"({str(error).splitlines()[0]}): {', '.join(filter(None, cures))}; {last}"
+        f"({first_line(error)}): {', '.join(filter(None, cures))}; {last}"
     )
