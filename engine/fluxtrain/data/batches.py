@@ -55,15 +55,10 @@ class Batch:
 def refuse_larger_step(
     batch_rows: int, accumulation: int, rows: int, row_tokens: int, *, estimated: bool = False
 ) -> None:
-    """Raise BadInput for a step of more than all `rows` of the data, or of none.
+    """Raise BadInput for a step of more than all `rows` of the data.
 
     `estimated`: there may be as many again.
     """
-    if batch_rows < 1 or accumulation < 1:
-        raise BadInput(
-            f"train.batch_rows is {batch_rows} and train.accumulation {accumulation}: "
-            "both must be 1 or more"
-        )
     if batch_rows * accumulation > rows * (1 + estimated):
         sizes = {"train.batch_rows": batch_rows, "train.accumulation": accumulation}
         lower = ", ".join(name for name, size in sizes.items() if size > 1)
@@ -137,8 +132,7 @@ class BatchSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a cursor; the batch size may differ.
 
-        Raises BadInput when the cursor belongs to other data or to another seed, and ValueError for
-        a position that these rows do not have.
+        Raises BadInput when the cursor belongs to other data or to another seed.
         """
         if state["fingerprint"] != self._fingerprint:
             raise BadInput(
@@ -151,14 +145,7 @@ class BatchSource:
                 f"the checkpoint's order of rows has seed {state['seed']} and this run has "
                 f"{self.seed}: use the same seed, or start a new run"
             )
-        epoch, position = state["epoch"], state["position"]
-        if type(epoch) is not int or type(position) is not int:
-            raise ValueError(f"the position is row {position!r} of epoch {epoch!r}")
-        if epoch < 0 or not 0 <= position < len(self.rows):
-            raise ValueError(
-                f"the position is row {position} of epoch {epoch}, and there are {len(self.rows)}"
-            )
-        self._epoch, self._position = epoch, position
+        self._epoch, self._position = state["epoch"], state["position"]
         self._order = _RowOrder(self.rows, self.seed, self._epoch)
         self._ready = []
 

@@ -26,8 +26,8 @@ _OF_ROLES = {
 def left_out(row: Row, texts: list[str]) -> set[str]:
     """Name what of `row` is in none of `texts`, all that the model sees of it.
 
-    White space does not count, as templates trim it, nor does what comes behind the last answer
-    to learn.
+    White space does not count, as templates trim it, nor does what comes behind the last trained
+    answer.
     """
     trained = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and row.weights[i]]
     parts = [part for message in row.messages[: trained[-1] + 1] for part in _parts(message)]

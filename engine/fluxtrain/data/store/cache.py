@@ -65,7 +65,7 @@ class CachedTokens:
         """
         self._hold()
         try:
-            told = _told(self.folder)
+            told = read_sealed(self.folder / _COMPLETE)["told"]
             found = [StoredTokens(self.folder / name) for name in names]
         except Damaged:
             self._let_go()
@@ -148,14 +148,6 @@ class CachedTokens:
         for name in names:
             if (self.folder / name).is_dir() and not can_go_on(self.folder / name):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
-
-
-def _told(folder: Path) -> list[str]:
-    """Return the sentences of a whole entry. Raises Damaged where it is none."""
-    told = read_sealed(folder / _COMPLETE).get("told")
-    if not isinstance(told, list) or not all(isinstance(line, str) for line in told):
-        raise Damaged(f"{folder / _COMPLETE} is of something else")
-    return told
 
 
 def _unwritable(folder: Path, error: OSError) -> NotKept:

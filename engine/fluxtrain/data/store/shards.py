@@ -161,14 +161,6 @@ class StoredTokens:
         manifest = _manifest(folder)
         if manifest is None or not manifest.get("shards"):
             raise Damaged(f"{folder} has no whole shard")
-        try:
-            self._open(folder, manifest)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            if isinstance(error, Damaged):
-                raise
-            raise Damaged(f"{folder} is of another version: {error!r}") from error
-
-    def _open(self, folder: Path, manifest: dict[str, Any]) -> None:
         shards: list[dict[str, Any]] = manifest["shards"]
         stems = [folder / f"{number:05d}" for number in range(len(shards))]
         self.notes = Notes.from_json(manifest["notes"])
