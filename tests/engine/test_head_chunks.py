@@ -17,6 +17,8 @@ from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 from tests.wrap_with import wrap_with
 
 WORDS = 128  # of a chunk: five chunks, the last one shorter
+EMBEDDING = "model.embed_tokens.weight"
+TIED = pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 
 
 @pytest.fixture(autouse=True)
@@ -71,31 +73,39 @@ def agree(one: Result, other: Result, *, loss: float, weights: float) -> None:
     ],
     ids=str,
 )
-@pytest.mark.thinned(5)
-def test_vocab_chunks_train_as_the_whole_head_does(options: dict[str, Any]) -> None:
-    whole = trained(qwen(), "rows", head="whole", **options)
-    chunks = trained(qwen(), "rows", head="chunks", **options)
+@TIED
+@pytest.mark.thinned(9)
+def test_vocab_chunks_train_as_the_whole_head_does(options: dict[str, Any], tied: bool) -> None:
+    whole, chunks = (
+        trained(qwen(tie_word_embeddings=tied), "rows", head=head, **options)
+        for head in ("whole", "chunks")
+    )
     agree(whole, chunks, loss=2e-5, weights=2e-3)  # steps of 1e-2
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {n: p.grad.detach().double() for n, p in named if p.grad is not None}
+
+
+@TIED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_whole(
-    dtype: torch.dtype,
+    dtype: torch.dtype, tied: bool
 ) -> None:
-    def gradients(model: nn.Module) -> dict[str, Tensor]:
-        model(**inputs(0)).loss.backward()
-        named = model.named_parameters()
-        return {n: p.grad.detach().double() for n, p in named if p.grad is not None}
-
-    exact = gradients(qwen(dtype).double())
-    found: dict[str, dict[str, Tensor]] = {}
+    plain = qwen(dtype, tie_word_embeddings=tied).double()
+    plain(**inputs(0)).loss.backward()
+    exact, found = gradients(plain), {}
     for head in ("whole", "chunks"):
-        model = qwen(dtype)
-        in_vocab_chunks(model, head)
+        model = qwen(dtype, tie_word_embeddings=tied)
+        in_vocab_chunks(model, head, embedding="rows")
+        model(**inputs(0)).loss.backward()
         found[head] = gradients(model)
     assert exact.keys() == found["chunks"].keys()
+    if tied:  # whose two gradients are rounded once
+        exact = {EMBEDDING: exact[EMBEDDING]}
     off = {head: relative_errors(exact, each) for head, each in found.items()}
-    assert off["chunks"].norm() <= 1.1 * off["whole"].norm()
+    assert off["chunks"].norm() <= 1.1 * off["whole"].norm() + (1e-3 if tied else 0.0)
     # the error of a small vector is chance: it differs by processor and even by run
     assert bool((off["chunks"] <= 2 * off["whole"] + 1e-3).all())
 
@@ -138,20 +148,36 @@ def test_generation_gives_the_words_of_the_whole_head() -> None:
     assert torch.equal(*words)
 
 
+@TIED
 def test_a_weight_with_a_hook_is_copied_whole_and_its_hook_is_called(
-    caplog: pytest.LogCaptureFixture,
+    tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, model = qwen(), qwen()
-    engine = in_vocab_chunks(model)
+    plain, model = (qwen(tie_word_embeddings=tied) for _ in range(2))
+    engine = in_vocab_chunks(model, embedding="rows")
+    assert head_of(engine).vocab_chunks is not None
+    name = EMBEDDING if tied else "lm_head.weight"
     for each in (plain, model):
-        each.get_parameter("lm_head.weight").register_hook(lambda gradient: 2 * gradient)
+        each.get_parameter(name).register_hook(lambda gradient: 2 * gradient)
     with caplog.at_level(logging.WARNING, "fluxtrain"):
         for each in (plain, model):
             each(**inputs(0)).loss.backward()
-    assert "lm_head is copied to the device whole" in caplog.text
+    assert "is copied to the device whole" in caplog.text
     assert head_of(engine).vocab_chunks is None
-    got, expected = (m.get_parameter("lm_head.weight").grad for m in (model, plain))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+    got, expected = gradients(model), gradients(plain)
+    assert got.keys() == expected.keys()
+    for each_name, values in expected.items():
+        limit = 1e-5 * float(values.abs().max())
+        torch.testing.assert_close(got[each_name], values, rtol=0.0, atol=limit, msg=each_name)
+
+
+def test_the_norm_is_that_of_the_sum_of_both_gradients_of_a_tied_weight() -> None:
+    model = qwen(torch.bfloat16, tie_word_embeddings=True)
+    engine = in_vocab_chunks(model, embedding="rows")
+    assert head_of(engine).vocab_chunks is not None
+    model(**inputs(0)).loss.backward()
+    measured = engine.clip_grad_norm(None).value()  # before anybody looks at the values
+    norms = [found.norm() for found in gradients(model).values()]
+    assert measured == pytest.approx(float(torch.stack(norms).norm()), rel=1e-6)
 
 
 def test_a_head_used_under_autocast_is_copied_whole(caplog: pytest.LogCaptureFixture) -> None:
