@@ -29,14 +29,6 @@ def expected() -> list[float]:
 # -- the ways out of a wrapped model ---------------------------------------------------------------
 
 
-def _loaded_by_a_plain_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
-    other = net()
-    other.load_state_dict(model.state_dict())
-    again = adamw(other)
-    again.load_state_dict(optimizer.state_dict())
-    return other, again
-
-
 def _loaded_from_a_file(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
     file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict()], file)
@@ -70,10 +62,6 @@ def _unwrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
     return fluxtrain.unwrap(model), optimizer
 
 
-def _unwrapped_and_copied(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
-    return _copied(fluxtrain.unwrap(model), optimizer)
-
-
 def _unwrapped_and_saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
     fluxtrain.unwrap(model)
     assert "fluxtrain" not in optimizer.state_dict()["state"]
@@ -91,8 +79,8 @@ def _by_the_function(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair
 
 
 WAYS = [
-    _loaded_by_a_plain_model, _loaded_from_a_file, _unwrapped_and_loaded, _copied, _pickled,
-    _unwrapped, _unwrapped_and_copied, _unwrapped_and_saved, _by_the_function,
+    _loaded_from_a_file, _unwrapped_and_loaded, _copied, _pickled, _unwrapped,
+    _unwrapped_and_saved, _by_the_function,
 ]  # fmt: skip
 EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import (
     HIDDEN,
@@ -29,6 +27,7 @@ from tests.engine.row_models import (
         {"in_backward": True},
         {"states": "8bit"},
         {"states": "bf16"},
+        {"deferred_moments": True},
         {"activations": "host"},
         {"offload": "max"},
         {"offload": "optimizer"},
@@ -37,33 +36,17 @@ from tests.engine.row_models import (
     ],
     ids=str,
 )
-@pytest.mark.thinned(4)
-def test_rows_give_the_bits_of_the_whole_table(options: dict[str, Any]) -> None:
-    equal(trained(llama(), "whole", **options), trained(llama(), "rows", **options))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"passes": 2},
-        {"in_backward": True},
-        {"states": "8bit"},
-        {"deferred_moments": True},
-        {"offload": "max"},
-        {"offload": "optimizer"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.thinned(5)
-def test_rows_of_a_tied_table_give_the_bits_of_the_whole(
-    dtype: torch.dtype, options: dict[str, Any]
+@pytest.mark.thinned(10)
+def test_rows_give_the_bits_of_the_whole_table(
+    dtype: torch.dtype, tied: bool, options: dict[str, Any]
 ) -> None:
-    def tied() -> nn.Module:
-        return llama(dtype, tie_word_embeddings=True, pad_token_id=7)
-
-    equal(trained(tied(), "whole", **options), trained(tied(), "rows", **options))
+    whole, rows = (
+        trained(llama(dtype, tie_word_embeddings=tied, pad_token_id=7), embedding, **options)
+        for embedding in ("whole", "rows")
+    )
+    equal(whole, rows)
 
 
 def test_moving_the_table_to_the_device_and_back_keeps_the_bits() -> None:
@@ -85,17 +68,6 @@ def test_moving_the_table_to_the_device_and_back_keeps_the_bits() -> None:
         optimizer.zero_grad()
     engine.flush()
     assert told == trained(llama(), "whole")[0]
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
-    told = []
-    for step in numbers:
-        loss = model(**inputs(step)).loss
-        loss.backward()
-        told += [float(loss.detach()), engine_of(model).clip_grad_norm(0.5).value()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return told
 
 
 def test_the_row_of_the_padding_gets_no_gradient() -> None:

@@ -259,16 +259,3 @@ def test_torch_checkpoints_around_blocks_change_nothing(pair: Make, reentrant: b
         gradients.append([p.grad.clone() for p in wrapped.model.layers.parameters()])
         wrapped.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_the_models_own_gradient_checkpointing_is_left_out(
-    pair: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain, wrapped = pair()
-    wrapped.gradient_checkpointing_enable()
-    wrapped.train()
-    for model in (plain, wrapped):
-        loss_of(model).backward()
-    same_gradients(plain, wrapped, **TIGHT)
-    ours = [r.message for r in caplog.records if r.name == "fluxtrain"]
-    assert sum("gradient checkpointing" in message for message in ours) == 1
