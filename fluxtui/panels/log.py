@@ -19,7 +19,7 @@ KIND_ROLES = {"checkpoint": "good", "evaluation": "info", "advice": "accent", "d
 def heading(view: View, width: int) -> Line:
     """Say how much advice was given, and the key of the screen that shows it."""
     count = len(view.state.advice)
-    told = f"{counted(count, 'line')} of advice: {key_of(view, 'show_plan')}"
+    told = f"{key_of(view, 'show_plan')} shows {counted(count, 'piece')} of advice"
     return dropped_to_fit([((told, "dim"),)] if count else [], width)
 
 

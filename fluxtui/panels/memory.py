@@ -18,7 +18,7 @@ CATEGORIES = (
 UNTRAINED = ("frozen", "packed", "unpacked")  # of methods that train adapters alone
 LETTERS = {
     "weights": "W", "frozen": "F", "packed": "P", "unpacked": "U", "gradients": "G",
-    "optimizer": "O", "activations": "A", "workspace": "S", "cache": "C",
+    "optimizer": "O", "activations": "A", "workspace": "S", "cache": "K",
 }  # fmt: skip
 
 

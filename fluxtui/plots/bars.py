@@ -80,9 +80,10 @@ def partition(parts: Sequence[BarPart], width: int) -> Line:
     for part, cells in zip(parts, cells_of([p.value for p in parts], width), strict=True):
         if cells <= 0:
             continue
-        label = f" {part.label}"
+        edge = "▏" if spans else " "  # seen without colours too
+        label = f"{edge}{part.label}"
         if len(label) > cells:
-            label = part.letter if cells == 1 else f" {part.letter}"
+            label = part.letter if cells == 1 else f"{edge}{part.letter}"
         spans.append((label[:cells].ljust(cells), f"on:{part.role}"))
     return tuple(spans) if spans else (("╌" * width, "track"),)
 

@@ -18,8 +18,7 @@ from fluxtui.screens.run_actions import run_name, save
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
-from fluxtui.widgets.ground import Ground
-from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.lines import Ground, Lines
 from fluxtui.widgets.spans import BLANK, Line, fitted, width_of
 
 SHAPE = 4  # width, height, frame and focus are compared by value; the shown objects by identity

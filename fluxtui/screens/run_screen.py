@@ -29,8 +29,7 @@ from fluxtui.screens.run_actions import (
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.footer import Footer
-from fluxtui.widgets.ground import Ground
-from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.lines import Ground, Lines
 from fluxtui.widgets.spans import Line
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from fluxtrain.events.answers.generation import Answered, Ready, Refused, Text
 from fluxtui.app import FluxApp
-from fluxtui.chat.lines import conversation, took, turn_lines
-from fluxtui.chat.screen import ChatScreen
+from fluxtui.chat.screen import ChatScreen, conversation, took, turn_lines
 from fluxtui.chat.state import ChatState, Turn
 from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.screens.results import EvaluationDialog, ExportDialog

@@ -46,7 +46,7 @@ def test_a_panel_names_the_keys_that_work(made: ModuleType, keys: dict[str, str]
     view = view_of(made, given, key_texts=keys, chart=ChartSettings(crosshair=5, block=1))
     shown = {name: text(framed(PANELS[name], view, 110, 10, "box")) for name in PANELS}
     assert f"{keys.get('apply_advice', 'a')} applies it" in shown["advice"]
-    assert f"2 lines of advice: {keys.get('show_plan', '6')}" in shown["log"]
+    assert f"{keys.get('show_plan', '6')} shows 2 pieces of advice" in shown["log"]
     assert ("( ) choose" if keys else "← → choose") in shown["block"]
     assert ("< > move  - hides" if keys else "← → move  esc hides") in shown["readout"]
 
