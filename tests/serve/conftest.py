@@ -93,10 +93,10 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr("fluxtrain.serve.queue.TICK_S", 0.05)
     started: list[Served] = []
 
-    def start(port: int = 0, **settings: Any) -> Served:
+    def start(port: int = 0, program: tuple[str, ...] = FAKE, **settings: Any) -> Served:
         chosen = ServeSettings(folder=tmp_path / "service", **settings)
         store = Store(chosen.folder)
-        service = Service(store, chosen, trainer=(*FAKE, "train"), program=FAKE)
+        service = Service(store, chosen, trainer=(*FAKE, "train"), program=program)
         keys = {
             scope: add_key(store, scope, scope) for scope in ("read", "infer", "train", "admin")
         }

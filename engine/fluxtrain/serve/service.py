@@ -159,10 +159,19 @@ class Service:
         return [*map(version_object, own), *map(_base_object, self.settings.models)]
 
     def model(self, project: str, name: str) -> dict[str, Any]:
-        """Return what is known of a model. Raises Refusal (404)."""
-        if name in self.settings.models:
-            return _base_object(name)
-        return version_object(find_version(self.store, project, name))
+        """Return what is known of a model; of one that is open, also what a token costs.
+
+        Raises Refusal (404).
+        """
+        known = name in self.settings.models
+        shown = (
+            _base_object(name) if known else version_object(find_version(self.store, project, name))
+        )
+        ready = self.worker.ready(self._opened(project, name)[0])
+        if ready is not None:
+            told = ("pass_s", "dtype", "placed", "context", "slots", "slot_bytes")
+            shown["fluxtrain"] |= {key: getattr(ready, key) for key in told}
+        return shown
 
     async def promote(self, project: str, alias: str, asked: Promotion) -> dict[str, Any]:
         """Move an alias to a version, if the version passes the gate.
@@ -310,4 +319,10 @@ def _facts(plan: PlanAnswer | None) -> dict[str, Any]:
 
 
 def _base_object(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "operator"}
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "operator",
+        "fluxtrain": {},
+    }

@@ -125,7 +125,7 @@ class Worker:
             if not ended:
                 await worker.talk.stop(named.id)
 
-    async def ready(self, opened: Opened) -> Ready | None:
+    def ready(self, opened: Opened) -> Ready | None:
         """Return what is known of a model that is open; None for another one."""
         worker = self._worker
         if worker is None or worker.opened != opened or not worker.ready.done():
