@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from docs.write_service import server
 from fluxtrain.serve.app import make_app
 from fluxtrain.serve.keys import add_key
 from fluxtrain.serve.service import Service
@@ -145,17 +146,5 @@ class Command:
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    folder = tmp_path_factory.mktemp("serve")
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "fluxtrain", "serve", "--port", "0"],
-        cwd=folder,
-        env={**os.environ, "FLUXTRAIN_RUNS": str(folder / "runs")},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    said = [process.stdout.readline() for _ in range(2)]
-    yield Command(process, said[0].split()[-1], said[1].split()[1])
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
-    process.stdout.close()
+    with server(tmp_path_factory.mktemp("serve")) as (url, key, process):
+        yield Command(process, url, key)

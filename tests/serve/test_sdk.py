@@ -5,40 +5,39 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
 import pytest
 
+from docs.write_service import PAGE, run_page
 from fluxtrain.events.run_folder.run_dir import find_run
-from tests.serve.conftest import Command, ended, upload
+from tests.serve.conftest import Command
 
 
-def test_a_file_becomes_a_model_that_answers(command: Command) -> None:
+def test_the_transcripts_of_the_page_run_and_the_strict_sdk_agrees(
+    command: Command, tmp_path: Path
+) -> None:
+    text, names = run_page(PAGE.read_text(), command.url, command.key, tmp_path)
+    assert [len(one) for one in re.findall(r"```text\n```", text)] == []  # each printed something
     client = openai.OpenAI(
         base_url=command.url, api_key=command.key, _strict_response_validation=True
     )
-    file = upload(client)
-    job = client.fine_tuning.jobs.create(
-        model="demo",
-        training_file=file,
-        suffix="mine",
-        hyperparameters={"learning_rate_multiplier": 0.5},
-        extra_body={"fluxtrain": {"train": {"steps": 4, "batch_rows": 1}}},
-    )
-    assert job.status == "queued"
+    job = client.fine_tuning.jobs.retrieve(names["job"].id)
+    assert (job.status, job.trained_tokens is not None) == ("succeeded", True), job
     runs = Path(psutil.Process(command.process.pid).environ()["FLUXTRAIN_RUNS"])
-    done = ended(client, job.id, 240)
-    assert (done.status, done.trained_tokens is not None) == ("succeeded", True), done
     assert find_run(job.id, runs).name == job.id  # what `fluxtrain-tui --attach JOB` looks for
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=5))
     steps = [event for event in events if re.match(r"Step \d/4: loss", event.message)]
     assert [event.data["step"] for event in steps] == [4, 3, 2, 1]
     assert len({event.id for event in events}) == len(events)
-    assert done.fine_tuned_model in [model.id for model in client.models.list()]
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=1))
+    assert checkpoints[0].step_number == 4 and checkpoints[0].metrics.valid_loss is not None
+    assert job.fine_tuned_model in [model.id for model in client.models.list()]
 
-    question = {
-        "model": done.fine_tuned_model,
+    question: Any = {
+        "model": job.fine_tuned_model,
         "messages": [{"role": "user", "content": "Hi"}],
         "max_tokens": 8,
         "temperature": 0,
@@ -51,6 +50,8 @@ def test_a_file_becomes_a_model_that_answers(command: Command) -> None:
     text = "".join(one.choices[0].delta.content or "" for one in told if one.choices)
     assert text == whole.choices[0].message.content
     assert told[-1].usage == whole.usage
+    completion = client.completions.create(model=job.fine_tuned_model, prompt="It is", max_tokens=4)
+    assert completion.choices[0].finish_reason in ("length", "stop")
 
     async def asynchronous() -> openai.types.chat.ChatCompletion:
         async with openai.AsyncOpenAI(

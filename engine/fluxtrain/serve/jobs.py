@@ -167,9 +167,10 @@ def config_of(
 
 
 def with_rate(config: dict[str, Any], asked: JobRequest, plan: PlanAnswer) -> dict[str, Any]:
-    """Return the configuration with the planned learning rate times the multiplier."""
+    """Return the configuration with its learning rate, set or usual, times the multiplier."""
     times = asked.asked.learning_rate_multiplier
-    usual = {one.name: one.value for one in plan.choices}.get("train.learning_rate")
+    planned = {one.name: one.value for one in plan.choices}.get("train.learning_rate")
+    usual = config.get("train", {}).get("learning_rate", planned)
     if times == "auto" or usual is None:
         return config
     changed = _merged(config, {"train": {"learning_rate": float(usual) * times}})
