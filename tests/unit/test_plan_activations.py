@@ -27,11 +27,11 @@ from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.out_of_memory import fallback_steps
 from fluxtrain.train.live.settings import Change, LiveSettings
 from tests.unit.live_ground import BLOCKS, ground
+from tests.unit.plan_models import room
 from tests.unit.test_plan_properties import models
 from tests.unit.test_plan_timed import (
     RATES,
     RATES_KEEPING,
-    gpu,
     layout,
     measured,
     model,
@@ -98,14 +98,14 @@ def test_what_stays_is_all_that_fits_and_no_more(
 @pytest.mark.parametrize("device_gib", [5, 6, 7])
 def test_a_plan_fills_what_is_left_says_the_number_and_is_faster(device_gib: float) -> None:
     facts, request = model(16), RunRequest(batch_rows=64, device_groups=0, resident_blocks=0)
-    plan = place(facts, gpu(device_gib), request, rates=SLOW_BUS)
+    plan = place(facts, room(device_gib), request, rates=SLOW_BUS)
     assert 0 < plan.layout.activations_on_device < 16
     told = {one.name: one for one in plan.choices}["placement.activations"]
     assert told.value == "host"
     words = f"the last {plan.layout.activations_on_device} of 16 blocks stay on the device"
     assert words in told.because
     assert plan.need == footprint(facts, replace(layout(plan), slots=plan.slots), has_gpu=True)
-    every = place(facts, gpu(device_gib), replace(request, activations="host"), rates=SLOW_BUS)
+    every = place(facts, room(device_gib), replace(request, activations="host"), rates=SLOW_BUS)
     assert every.layout.activations_on_device == 0
     assert step_s(plan, facts, SLOW_BUS) < 0.95 * step_s(every, facts, SLOW_BUS)
     assert plan.host_bytes < every.host_bytes
@@ -115,7 +115,7 @@ def test_without_time_the_last_resort_is_filled_with_them_too() -> None:
     facts, request = model(8), RunRequest(batch_rows=64, chunk_rows=1)
     counts = []
     for size in (4.4, 4.8, 5.2, 5.6):
-        plan = place(facts, gpu(size), request)
+        plan = place(facts, room(size), request)
         if plan.offload == "max":
             counts.append(plan.layout.activations_on_device)
             told = {one.name: one.because for one in plan.choices}
@@ -130,8 +130,8 @@ def test_without_time_the_last_resort_is_filled_with_them_too() -> None:
 def test_a_wish_for_the_host_sends_all_of_them(wish: dict[str, str]) -> None:
     request = RunRequest(batch_rows=32, device_groups=0, **wish)  # type: ignore[arg-type]
     for plan in (
-        place(model(8), gpu(20), request),
-        place(model(8), gpu(20), request, rates=SLOW_BUS),
+        place(model(8), room(20), request),
+        place(model(8), room(20), request, rates=SLOW_BUS),
     ):
         assert plan.layout.activations_on_device == 0
         assert plan.layout.activations == "host"
@@ -147,15 +147,15 @@ def test_more_of_the_device_is_never_slower_on_a_bus_that_binds(
     rates = RATES_KEEPING if keeping else RATES
     rates = replace(rates, h2d_bytes_per_s=3e9, d2h_bytes_per_s=3e9)
     try:
-        small = place(facts, gpu(device_gib), request, rates=rates)
+        small = place(facts, room(device_gib), request, rates=rates)
     except DoesNotFit:
         return
-    large = place(facts, gpu(device_gib + more_gib), request, rates=rates)
+    large = place(facts, room(device_gib + more_gib), request, rates=rates)
     assert step_s(large, facts, rates) <= step_s(small, facts, rates) * (1 + 1e-9)
 
 
 def test_every_stop_of_the_dial_holds_what_it_fills() -> None:
-    search = Search(model(8), gpu(7), RunRequest(batch_rows=32, device_groups=0))
+    search = Search(model(8), room(7), RunRequest(batch_rows=32, device_groups=0))
     dial = TimedSearch(search, SLOW_BUS)
     for share in (0.0, 0.3, 0.6, 1.0):
         chosen = dial.at(share)
