@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 export PYTHON
 
-.PHONY: help run dev native check lint test test-native test-formats test-torch test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve screenshots wheel test-wheel docs clean
+.PHONY: help run dev native check lint test test-native test-formats test-torch test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve screenshots wheel test-wheel image notebook docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -88,6 +88,13 @@ wheel: $(STAMPS)/wheel ## build dist/: wheel, sdist and fluxtrain-tui, checked f
 test-wheel: wheel ## install dist/ without a compiler, then the sdist with one; train the demo from both
 	@.ci/wheels test
 
+image: wheel ## the container `fluxtrain`, from the wheel
+	@docker info > /dev/null 2>&1 || { echo "fluxtrain: Docker does not answer: start its engine, or see docs/installing.md" >&2; exit 1; }
+	docker build -t fluxtrain -f release/Dockerfile dist
+
+notebook: dev $(STAMPS)/notebook ## run examples/zero_to_hero.ipynb, about four minutes
+	@$(VENV)/notebook/bin/python .ci/run_notebook.py
+
 docs: $(STAMPS)/docs ## the site, into build/site; a link that leads nowhere fails
 	@.ci/site
 
@@ -122,3 +129,6 @@ $(STAMPS)/wheel: $(STAMPS)/python
 
 $(STAMPS)/docs: $(STAMPS)/python
 	@.ci/setup docs && touch $@
+
+$(STAMPS)/notebook: $(STAMPS)/python
+	@.ci/setup notebook && touch $@

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -61,6 +63,17 @@ def test_links_of_the_index_page_lead_to_the_repository_at_the_version() -> None
     led = "![a](https://r.org/x/raw/v1.2/s/a.svg) [b](https://r.org/x/blob/v1.2/docs/b.md#c)"
     assert page(text, "https://r.org/x/", "1.2") == f"{led} [d](https://d.org) [e](#f)"
     assert page(text, "", "1.2") == " b [d](https://d.org) [e](#f)"
+
+
+def test_the_container_runs_the_command_as_a_user_without_rights() -> None:
+    lines = (ROOT / "release" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    said = [line.split(maxsplit=1) for line in lines if line and line[0].isupper()]
+    order = [word for word, _ in said]
+    told = dict(said)
+    assert told["FROM"].endswith("-slim") and told["USER"] not in ("0", "root")
+    assert order.index("USER") < order.index("ENTRYPOINT") and order[-2:] == ["ENTRYPOINT", "CMD"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert json.loads(told["ENTRYPOINT"])[0] in project["scripts"]
 
 
 def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
