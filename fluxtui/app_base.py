@@ -51,7 +51,7 @@ from fluxtui.widgets.screen_updates import PartsUpdate
 
 if TYPE_CHECKING:
     from fluxtrain.events.run_folder.launch import TrainerProcess
-    from fluxtui.sources.machine_sampler import MachineSampler
+    from fluxtui.sources.machine import MachineSampler
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
 LOW_BANDWIDTH_HZ = 1.0
@@ -267,7 +267,7 @@ class AppBase(App[None]):
             )
 
     def _sample_machine(self) -> None:
-        from fluxtui.sources.machine_sampler import watch
+        from fluxtui.sources.machine import watch
 
         watch(self._say_machine, self._stop_sampling, self._trainer_pid, self._sampler)
 

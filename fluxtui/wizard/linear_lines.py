@@ -16,9 +16,9 @@ from fluxtui.answers.questions import METHOD_TITLES
 from fluxtui.answers.rows import METHODS, SettingRow
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
-from fluxtui.wizard.engine.inspection import inspection_rows
 from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
 from fluxtui.wizard.engine.plan_preview import fit
+from fluxtui.wizard.pages.data import inspection_rows
 from fluxtui.wizard.pages.launch import (
     bar_rows,
     card_lines,

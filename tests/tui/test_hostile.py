@@ -200,7 +200,7 @@ def test_a_curve_is_drawn_around_a_value_that_has_no_place(made: ModuleType, val
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**62])
 def test_a_process_number_that_none_has_is_no_trainer(pid: int) -> None:
-    from fluxtui.sources.machine_sampler import MachineSampler
+    from fluxtui.sources.machine import MachineSampler
 
     MachineSampler().sample(pid)
 

@@ -13,8 +13,7 @@ import pytest
 from fluxtui.panels import PANELS
 from fluxtui.panels.machine import machine_line
 from fluxtui.screens.panel_screen import framed
-from fluxtui.sources.gpu import GpuReader
-from fluxtui.sources.machine_sampler import MachineSampler, watch
+from fluxtui.sources.machine import GpuReader, MachineSampler, watch
 from fluxtui.state.machine_sample import GpuSample, MachineSample
 from fluxtui.state.status import Link
 from fluxtui.state.view import View
@@ -87,7 +86,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, "pynvml", Driver(*cards, broken=broken, lost=lost))
 
     names = {4242: "python", 77: "Xorg"}
-    monkeypatch.setattr("fluxtui.sources.gpu.name_of", lambda pid: names.get(pid, ""))
+    monkeypatch.setattr("fluxtui.sources.machine.name_of", lambda pid: names.get(pid, ""))
     return install
 
 

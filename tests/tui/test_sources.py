@@ -14,7 +14,7 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.reader import PipeReader
 from fluxtui.sources.followed_run import News, follow
 from fluxtui.sources.journal import JournalSource
-from fluxtui.sources.machine_sampler import MachineSampler
+from fluxtui.sources.machine import MachineSampler
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.sources.source import EventBatch
 from fluxtui.state.run import FoldedRun

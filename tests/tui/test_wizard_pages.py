@@ -14,10 +14,9 @@ from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer
 from fluxtui.answers.answers import Answers
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
-from fluxtui.wizard.engine.inspection import histogram
 from fluxtui.wizard.engine.machine import machine_table
 from fluxtui.wizard.engine.plan_preview import checkpoints
-from fluxtui.wizard.pages.data import data_page
+from fluxtui.wizard.pages.data import data_page, histogram
 from fluxtui.wizard.pages.launch import launch_page
 from fluxtui.wizard.pages.method import fit_words, method_page
 from fluxtui.wizard.pages.strategy import strategy_page
