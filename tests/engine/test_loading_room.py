@@ -33,9 +33,9 @@ def fails_at(
     monkeypatch: pytest.MonkeyPatch, *tries: int, how: Raises = out_of_memory
 ) -> list[weakref.ref[nn.Module]]:
     """Let wrapping run out of memory half way at these tries; return the models of all."""
-    whole, models = wrapping._furnish, list[weakref.ref[nn.Module]]()
+    whole, models = wrapping._make_units, list[weakref.ref[nn.Module]]()
 
-    def furnish(engine: Any, model: nn.Module, *rest: Any) -> None:
+    def make_units(engine: Any, model: nn.Module, *rest: Any) -> None:
         gc.collect()
         assert all(one() is None for one in models)  # its memory is free for the next
         models.append(weakref.ref(model))
@@ -43,7 +43,7 @@ def fails_at(
             how()
         whole(engine, model, *rest)
 
-    monkeypatch.setattr(wrapping, "_furnish", furnish)
+    monkeypatch.setattr(wrapping, "_make_units", make_units)
     return models
 
 
