@@ -30,6 +30,16 @@ class CardCapacity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiskHome:
+    """The folder of files that frozen weights may live in where the host cannot hold them."""
+
+    folder: str
+    read_bytes_per_s: float | None = None  # None: not measured
+    unusable: str = ""  # why it cannot be used, in words with the cure
+    on_network: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class CardsCapacity:
     """All cards of a machine, and the memory of their host."""
 

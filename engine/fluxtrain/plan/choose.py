@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.capacity import CardCapacity, CardsCapacity, usable_cards
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity, DiskHome, usable_cards
 from fluxtrain.plan.dealing import (
     EDGES_CARD,
     Assignment,
@@ -99,11 +99,13 @@ def place(
     *,
     rates: CardsRates | Rates | None = None,
     share: float = 1.0,
+    disk: DiskHome | None = None,
 ) -> Placement:
     """Decide for all cards of a machine, or for the only one that is known.
 
     `rates` are of the cards in the order of `capacities`; None leaves all to the rule. `share` of
-    each card's memory may be taken above the least that runs.
+    each card's memory may be taken above the least that runs. `disk` is where frozen weights live
+    that the host cannot hold; None: nowhere.
 
     Raises BadInput for cards or numbers of blocks that cannot be, DoesNotFit where nothing fits.
     """
@@ -119,7 +121,7 @@ def place(
     if isinstance(rates, Rates):
         rates = CardsRates(cards=(rates,))
     known = rates if facts.row is not None and capacities.has_gpu else None
-    return _Chooser(facts, capacities, known, request, parallel, share).placement()
+    return _Chooser(facts, capacities, known, request, parallel, share, disk).placement()
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class _Chooser:
     request: RunRequest
     parallel: ParallelRequest
     share: float
+    disk: DiskHome | None
 
     def placement(self) -> Placement:
         """Return the fastest placement that is worth its cards."""
@@ -321,6 +324,7 @@ class _Chooser:
             self.share,
             dealing,
             near,
+            self.disk,
         )
 
     def fastest(
@@ -449,6 +453,7 @@ def _layout_of(dealt: Assignment, cards: Sequence[CardLayout], request: RunReque
         offload=max((layout.offload for layout in layouts), key=OFFLOADS.index),
         device_groups=sum(row.weights == "device" for row in rows),
         resident_blocks=sum(row.resident and row.kind == "block" for row in rows),
+        disk_groups=sum(row.weights == "disk" for row in rows),
         blocks_without_recompute=sum(kept_count(one.facts, one.layout) for one in cards),
         activations="host" if away else "device",
         activations_on_device=sum(layout.activations_on_device for layout in away),
@@ -501,6 +506,7 @@ class _CardSearch:
     share: float = 1.0  # of each card's memory: 1 all that may be used, 0 the least that runs
     head_dealing: HeadDealing = "one_card"
     near: Option | None = None  # that was found with other rows
+    disk: DiskHome | None = None
 
     @property
     def alone(self) -> Search:
@@ -644,7 +650,7 @@ class _CardSearch:
         capacity = Capacity(
             device_free_bytes=budget if gpu else None, host_available_bytes=host_bytes
         )
-        return Search(facts, capacity, request)
+        return Search(facts, capacity, request, self.disk)
 
     def _layout(self, search: Search, card: int) -> tuple[Layout | None, TimedSearch | None]:
         if self.rates is not None and search.request.offload != "max":
@@ -657,11 +663,11 @@ class _CardSearch:
             )
             found = timed.at(self.share)
             if found is not None:
-                return found.layout, timed
+                return search.settled(found.layout), timed
         layout = search.find()
         limit = search.limits.spare_bytes
         if layout is not None and limit is not None and search.leaves_inputs_on_device(layout):
-            layout = left_on_device(search.facts, layout, limit)
+            layout = search.settled(left_on_device(search.facts, layout, limit))
         return layout, None
 
     def _near(self, search: Search, card: int) -> Layout | None:

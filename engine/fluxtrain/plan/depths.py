@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 LANES = 2  # compute streams of a card that neighbouring blocks have in turn
+DISK_BLOCK_BYTES = 8 << 20  # read from a file at once
+DISK_READERS = 4  # threads of a device that read files; two more blocks cross the bus meanwhile
+DISK_RING_BYTES = (DISK_READERS + 2) * DISK_BLOCK_BYTES
 LOOKS_AHEAD = 16  # parts of the model, at most, for the next ones that are to be copied
 LARGE_STAGING_BYTES = 128 << 20  # downloaded gradients are this large in few groups
 LARGE_GRADIENT_BYTES = 512 << 20  # those on the host: only an embedding's or a head's

@@ -51,6 +51,7 @@ class GroupFacts:
     storage: StorageFormat = "plain"  # of the packed ones among them
     packed_bytes: int = 0  # of the weights, as they are stored
     dense_bytes: int = 0  # of packed weights while a block computes: they are unpacked for it
+    file_bytes: int = 0  # of frozen weights, which files on disk can hold where it is a block
 
     @cached_property
     def unnamed(self) -> GroupFacts:

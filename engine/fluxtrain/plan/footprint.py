@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fluxtrain.plan.depths import ring_depth, staging_depth, sum_depth
+from fluxtrain.plan.depths import DISK_RING_BYTES, ring_depth, staging_depth, sum_depth
 from fluxtrain.plan.facts import (
     FP32_BYTES,
     Embedding,
@@ -43,7 +43,7 @@ from fluxtrain.plan.facts import (
     Offload,
 )
 from fluxtrain.plan.heads import HeadChunks, comes_apart, head_chunks, logits_bytes
-from fluxtrain.plan.spread import DeviceFirst
+from fluxtrain.plan.spread import DeviceFirst, spread
 from fluxtrain.plan.tables import TableRows
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
@@ -68,6 +68,7 @@ class Layout:
     device_groups: int = 0  # with `none` all, whatever is said here
     device_first: DeviceFirst = "embedding"  # which ones those are: see `parted`
     resident_blocks: int = 0  # of those on the host; with `optimizer` all
+    disk_groups: int = 0  # of the blocks on the host, those with frozen weights on disk: `on_disk`
     blocks_without_recompute: int = 0  # of those whose weights are on the device, or all of them
     activations: InputsOn = "device"  # where they wait; with `max` on the host, whatever is said
     activations_on_device: int = 0  # of so many last blocks they stay there all the same
@@ -153,12 +154,36 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     arenas = on_host.weight_bytes + on_host.state_bytes
     arenas += _gradients_on_host(on_host, layout)
     arenas += by_rows.host_bytes(layout.passes) if by_rows is not None else 0
+    arenas += _saved_by_disk(facts, layout)
     host = arenas + block_inputs_on_host_bytes(facts, layout)
     return Footprint(
         **device,
         arena_bytes=arenas,
         host_bytes=host if has_gpu else host + sum(device.values()),
     )
+
+
+def _saved_by_disk(facts: ModelFacts, layout: Layout) -> int:
+    """Return how much more the host holds (less than 0) for weights on disk and their buffers."""
+    away = [group.file_bytes for group in on_disk(facts, layout)]
+    return DISK_RING_BYTES - sum(away) if away else 0
+
+
+def on_disk(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
+    """Return the `disk_groups` blocks whose frozen weights live on disk: those with a copy that
+    stays on the device come first, as they are read once a run, then others here and there."""
+    if not layout.disk_groups:
+        return []
+    return may_live_on_disk(facts, layout)[: layout.disk_groups]
+
+
+def may_live_on_disk(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
+    """Return the blocks on the host with frozen weights, in the order in which they go to disk."""
+    blocks = [group for group in by_tier(facts, layout)["host"].blocks if group.file_bytes]
+    passing = streamed(layout, by_tier(facts, layout)["host"])
+    stay = [group for group in blocks if group not in passing]
+    stream = [group for group in blocks if group in passing]
+    return [*stay, *(stream[at] for at in spread(len(stream)))]
 
 
 def _gradients_on_host(on_host: Groups, layout: Layout) -> int:

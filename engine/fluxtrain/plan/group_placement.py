@@ -5,8 +5,8 @@ bytes live between their uses. Weights that live on the host are copied to the d
 block computes: through slots that the streamed blocks share, or (`resident`) into a slot of their
 own, where the copy stays.
 
-The disk tier has a name here and is not used yet: the planner makes no such row, and the engine
-refuses one (`refuse_tiers` of memory/group_memory.py).
+On disk live frozen weights of blocks alone: the trained weights of such a row, and all else, are on
+the host (`refuse_tiers` of memory/group_memory.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 from fluxtrain.errors import BadInput
 from fluxtrain.events.events import PlacedAlike
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, by_tier, kept_count, streamed
+from fluxtrain.plan.footprint import Layout, by_tier, kept_count, on_disk, streamed
 from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.states import StorageFormat
 
@@ -35,7 +35,7 @@ class GroupPlacement:
 
     name: str = ""
     kind: Literal["block", "edge"] = "block"
-    weights: Tier = "host"
+    weights: Tier = "host"  # disk: the frozen ones, and the trained ones on the host
     state: Tier = "host"  # optimizer state: what completes the masters, and the moments
     gradients: Tier = "host"
     storage: StorageFormat = "plain"  # of the weights
@@ -74,6 +74,7 @@ def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
     tiers = by_tier(facts, layout)
     on_device, on_host = tiers["device"], tiers["host"]
     passing = streamed(layout, on_host)
+    away = {group.name for group in on_disk(facts, layout)}
     rows: list[GroupPlacement] = []
     for group in facts.groups:
         tier: Tier = "device" if group in on_device else "host"
@@ -88,6 +89,7 @@ def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
                 resident=tier == "host" and group not in passing and "whole" in transfers,
             )
         )
+    rows = [replace(row, weights="disk") if row.name in away else row for row in rows]
     return _with_activations(rows, layout, kept_count(facts, layout))
 
 

@@ -50,6 +50,7 @@ class Rates:
     d2h_bytes_per_s: float | None = None
     h2d_both_bytes_per_s: float | None = None  # while the other direction is busy; None: as alone
     d2h_both_bytes_per_s: float | None = None
+    disk_bytes_per_s: float | None = None  # of reading; None: not measured, taken as no wait
     calibration: Calibration | None = None  # of the model that is planned
 
     @property
@@ -130,6 +131,7 @@ def rates_from(
         d2h_bytes_per_s=known.get("d2h_pinned"),
         h2d_both_bytes_per_s=known.get("h2d_both_ways"),
         d2h_both_bytes_per_s=known.get("d2h_both_ways"),
+        disk_bytes_per_s=known.get("disk_read"),
         calibration=calibration,
     )
 

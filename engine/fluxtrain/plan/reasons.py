@@ -14,14 +14,17 @@ from fluxtrain.plan.footprint import (
     Layout,
     by_tier,
     embedding_copied,
+    footprint,
     head_copied,
     keepable_count,
     kept_count,
     offloading_blocks,
+    on_disk,
     slot_count,
     streamed,
     streamed_count,
 )
+from fluxtrain.plan.group_placement import table_of
 from fluxtrain.plan.heads import CHUNKS_GAIN, comes_apart
 from fluxtrain.plan.heads import reason as head_reason
 from fluxtrain.plan.placement import CardLayout, Option
@@ -34,7 +37,7 @@ from fluxtrain.plan.search import (
     TimedSearch,
 )
 from fluxtrain.plan.tables import reason as embedding_reason
-from fluxtrain.units import bytes_text, count_text, duration_text
+from fluxtrain.units import bytes_text, count_text, duration_text, rate_text
 
 SHORTEST_TOKENS = 32  # nobody is told to train on less
 HIDDEN_TIMES = 2.0  # the computation against the copies: one slow transfer delays nothing
@@ -100,6 +103,7 @@ def choices_of(
         *embedding_choice(first.search, first.layout),
         *_head_choice(first, best),
         *_moments_choice(request, best),
+        *_disk_choice(best),
         *(_slots_choice(first) if len(best.cards) == 1 else ()),
     )
 
@@ -321,6 +325,41 @@ def _slots_because(one: CardLayout, timed: TimedSearch, slots: int) -> str:
     )
     gain = "no gain" if other_s >= step_s else f"{duration_text(step_s - other_s)} less a step"
     return f"{beside}; one more would take {bytes_text(slot_bytes)} for {gain}"
+
+
+def _disk_choice(best: Option) -> tuple[ChoiceMade, ...]:
+    """Say which frozen weights live on disk, and what that costs; nothing where none do."""
+    away = [g for one in best.cards for g in on_disk(one.facts, one.layout)]
+    if not away:
+        return ()
+    search, passes = best.cards[EDGES_CARD].search, best.layout.passes
+    home, limit = search.disk, search.limits.host_bytes
+    assert home is not None and limit is not None, "weights go to disk where the host is too small"
+    size = sum(group.file_bytes for group in away)
+    held = sum(
+        footprint(
+            one.facts,
+            replace(one.layout, disk_groups=0),
+            has_gpu=one.search.capacity.has_gpu,
+        ).host_bytes
+        for one in best.cards
+    )
+    rows = [row for one in best.cards for row in table_of(one.facts, one.layout)]
+    often = {row.name for row in rows if row.is_on("disk") and not row.resident}
+    read = 2 * passes * sum(group.file_bytes for group in away if group.name in often)
+    costs = "read in forward and backward, and never written"
+    if home.read_bytes_per_s:
+        seconds = duration_text(read / home.read_bytes_per_s)
+        costs += f", which takes {seconds} of each step at the {rate_text(home.read_bytes_per_s)} "
+        costs += "that the disk of the runs was measured to read"
+    network = "; it is mounted over the network, which others share" if home.on_network else ""
+    because = (
+        f"the host may give {bytes_text(limit)} and would need {bytes_text(held)}: these "
+        f"are the fewest blocks with which it suffices; their {bytes_text(size)} in {home.folder} "
+        f"are {costs}{network}"
+    )
+    value = f"{len(away)} of {best.dealt.facts.layers} blocks"
+    return (ChoiceMade(name="weights on disk", value=value, because=because),)
 
 
 # -- several cards -----------------------------------------------------------------------------
@@ -551,9 +590,10 @@ def refusal(search: Search) -> str:
         )
         if limit is not None and needed > limit
     ]
+    disk = "" if search.disk is None or not search.disk.unusable else f"; {search.disk.unusable}"
     return (
         f"the model does not fit: {_described(search, layout)} needs {', and '.join(parts)}: "
-        f"{_cure(search)}"
+        f"{_cure(search)}{disk}"
     )
 
 

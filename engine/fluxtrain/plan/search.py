@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, Literal
 
+from fluxtrain.plan.capacity import DiskHome
+from fluxtrain.plan.depths import DISK_RING_BYTES
 from fluxtrain.plan.facts import Capacity, Head, ModelFacts, Offload
 from fluxtrain.plan.footprint import (
     Footprint,
     Layout,
     footprint,
     keepable_count,
+    may_live_on_disk,
     offloading_blocks,
     slot_count,
 )
@@ -69,6 +73,7 @@ class Search:
     facts: ModelFacts
     capacity: Capacity
     request: RunRequest
+    disk: DiskHome | None = None  # where frozen weights may live that the host cannot hold
 
     @cached_property
     def budget_bytes(self) -> int | None:
@@ -91,15 +96,35 @@ class Search:
         )
 
     def need(self, layout: Layout) -> Footprint:
-        """Return what `layout` takes."""
+        """Return what `layout` takes, with what must live on disk there."""
+        return self._settled(layout)[1]
+
+    def settled(self, layout: Layout) -> Layout:
+        """Return `layout` with the frozen weights of the fewest blocks on disk, so that the host
+        suffices; of all of them where it does not even so. Each costs two reads a step, so there is
+        nothing to weigh."""
+        return self._settled(layout)[0]
+
+    def _settled(self, layout: Layout) -> tuple[Layout, Footprint]:
         found = self._needs.get(layout)
         if found is None:
-            found = footprint(self.facts, layout, has_gpu=self.capacity.has_gpu)
-            self._needs[layout] = found
+            found = self._needs[layout] = self._settled_anew(layout)
         return found
 
+    def _settled_anew(self, layout: Layout) -> tuple[Layout, Footprint]:
+        limit, has_gpu = self.limits.host_bytes, self.capacity.has_gpu
+        layout = replace(layout, disk_groups=0) if layout.disk_groups else layout
+        need = footprint(self.facts, layout, has_gpu=has_gpu)
+        usable = self.disk is not None and not self.disk.unusable
+        if not usable or limit is None or need.host_bytes <= limit:
+            return layout, need
+        sums = list(accumulate(g.file_bytes for g in may_live_on_disk(self.facts, layout)))
+        count = bisect_left(sums, need.host_bytes - limit + DISK_RING_BYTES) + 1
+        layout = replace(layout, disk_groups=min(count, len(sums)))
+        return layout, footprint(self.facts, layout, has_gpu=has_gpu)
+
     @cached_property
-    def _needs(self) -> dict[Layout, Footprint]:
+    def _needs(self) -> dict[Layout, tuple[Layout, Footprint]]:
         return {}
 
     def fits(self, layout: Layout, *, spare: bool = False) -> bool:
@@ -115,6 +140,10 @@ class Search:
 
     def find(self) -> Layout | None:
         """The preferred layout, or None when nothing fits."""
+        found = self._found()
+        return None if found is None else self.settled(found)
+
+    def _found(self) -> Layout | None:
         for head, offloads in product(self.heads, self._rounds()):
             for start in self.starts(head):
                 for offload in offloads:
@@ -369,8 +398,9 @@ class TimedSearch:
         return {}
 
     def time_of(self, layout: Layout) -> StepTime:
-        """Return how long a step of `layout` takes."""
+        """Return how long a step of `layout` takes, with what must live on disk there."""
         facts, clips, passes = self.search.facts, self.clips, self.passes
+        layout = self.search.settled(layout)
         return step_time(facts, layout, self.rates, clips=clips, passes=passes)
 
     def _timed(self, layout: Layout) -> TimedLayout:

@@ -37,6 +37,7 @@ _BINDS = {
     "compute": "the GPU",
     "uploads": "copies of weights to the GPU",
     "downloads": "copies of gradients to the host",
+    "disk": "reads of weights from disk",
     "update": "AdamW on the host",
     "queueing": "the processor that drives the GPU",
     "host memory": "AdamW and copies in host memory",
@@ -130,6 +131,7 @@ def _without_gpu(work: StepWork) -> StepTime:
         "uploads": sum(parts_s[name] for name in ("upload_forward", "upload_backward")),
         "downloads": parts_s["download"] + parts_s["beside_bytes"],
         "update": parts_s["host_update"] + parts_s["deferred_moments"],
+        "disk": parts_s["disk_read"],
     }
     phases_s = {"forward_phase": 0.0, "backward_phase": 0.0}
     step_s = sum(busy_s.values())
@@ -168,6 +170,7 @@ class _Clocks:
         self.lanes_s, self.lanes_busy_s = [0.0] * lanes, [0.0] * lanes
         self.links_s: dict[tuple[int, int], float] = {}
         self.through_host_bytes = 0.0  # written there and read there
+        self.disk_s = self.disk_busy_s = 0.0  # of the one disk that all cards read
         self.compute_s = [0.0] * work.cards
         self.computed_s = [0.0] * work.cards  # of that, busy
         self.thread_s = self.queued_s = 0.0
@@ -201,6 +204,7 @@ class _Clocks:
             **lanes,
             "update": self.updating_s,
             "queueing": self.queued_s,
+            "disk": self.disk_busy_s,
         }
 
     def step(self) -> float:
@@ -276,7 +280,11 @@ class _Clocks:
                 asked_s = max(asked_s, uses[-ahead].begin_s)
             if len(uses) >= slots:
                 asked_s = max(asked_s, uses[-slots].end_s)
-        return self._copy(0, group.card, asked_s, seconds)
+        if not group.read_s:
+            return self._copy(0, group.card, asked_s, seconds)
+        self.disk_s = max(self.disk_s, asked_s) + group.read_s  # blocks cross the bus as they come
+        self.disk_busy_s += group.read_s
+        return max(self.disk_s, self._copy(0, group.card, asked_s, seconds))
 
     # -- passes ------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ class GroupWork:
     up_backward_s: float = 0.0  # its weights and the inputs that waited on the host
     up_sums_s: tuple[float, ...] = ()  # gradients of earlier passes, for each further pass
     up_head_s: float = 0.0  # of a tied embedding that is looked up by rows, for the head
+    read_s: float = 0.0  # its frozen weights from disk, each time that they are uploaded
     streams: bool = False  # through slots that the streamed blocks of the card share
     down_input_s: float = 0.0  # inputs that wait on the host
     down_s: tuple[float, ...] = (0.0,)  # gradients, of each pass
@@ -126,6 +127,7 @@ class StepWork:
             ),
             "upload_backward": sum(self.head_sums_up_s)
             + sum(passes * group.up_backward_s + sum(group.up_sums_s) for group in self.groups),
+            "disk_read": sum(2 * passes * group.read_s for group in self.groups),
             "download": sum(passes * g.down_input_s + sum(g.down_s) for g in self.groups),
             "host_update": sum(group.update_s for group in self.groups),
             "deferred_moments": sum(group.moments_s for group in self.groups),
@@ -377,10 +379,14 @@ class _Share:
             up_forward_s=uneven * up_bytes / self.rates.up,
             up_backward_s=(uneven * group.weight_bytes * streams + input_bytes)
             / self.rates.up_both,
+            read_s=self._read_s(group) * streams * (row.weights == "disk"),
             streams=streams,
             down_input_s=input_bytes / self.rates.down,
             **gradients,
         )
+
+    def _read_s(self, group: GroupFacts) -> float:
+        return group.file_bytes / (self.host_rates.disk_bytes_per_s or float("inf"))
 
     def _chunk_s(self, row: GroupPlacement) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the seconds of each chunk forward and backward."""

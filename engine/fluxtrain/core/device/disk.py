@@ -26,12 +26,11 @@ from torch import Tensor
 from fluxtrain.core.device.arena import HostArena, Send
 from fluxtrain.core.device.worker import Worker
 from fluxtrain.errors import ReadFailed
+from fluxtrain.plan.depths import DISK_BLOCK_BYTES as BLOCK_BYTES
+from fluxtrain.plan.depths import DISK_READERS as READERS
+from fluxtrain.plan.depths import DISK_RING_BYTES
 from fluxtrain.units import bytes_text
 
-BLOCK_BYTES = 8 << 20
-READERS = 4
-BUFFERS = READERS + 2  # two more cross the bus meanwhile
-RING_BYTES = BUFFERS * BLOCK_BYTES
 _ALIGNMENT_BYTES = 4096  # of addresses, sizes and offsets of direct reads
 _CURE = (
     "the run's checkpoints are whole: go on with --resume auto, which writes these weights to the "
@@ -141,9 +140,10 @@ class DiskReads:
     """The threads and page-locked buffers through which one device gets weights from files."""
 
     def __init__(self, *, pin: bool) -> None:
-        self._arena = HostArena(RING_BYTES, pin=pin)
+        self._arena = HostArena(DISK_RING_BYTES, pin=pin)
         self._buffers = [
-            self._arena.tensor(torch.uint8, BLOCK_BYTES, at * BLOCK_BYTES) for at in range(BUFFERS)
+            self._arena.tensor(torch.uint8, BLOCK_BYTES, start)
+            for start in range(0, DISK_RING_BYTES, BLOCK_BYTES)
         ]
         self._turn = 0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="flux-disk-read")
@@ -158,7 +158,7 @@ class DiskReads:
             for target, file, number in _blocks(to, parts):
                 if len(reads) == READERS:
                     self._send(*reads.popleft(), send)
-                self._turn = (self._turn + 1) % BUFFERS
+                self._turn = (self._turn + 1) % len(self._buffers)
                 wait = self._arena.under_way.get(self._turn)
                 if wait is not None:
                     wait()

@@ -98,7 +98,9 @@ class GroupLayout:
     @property
     def file_segments(self) -> list[Segment]:
         """Segments that lie in files where the group's weights are on disk; they come last."""
-        return self.packed_segments or [s for s in self.segments if not s.trained]
+        if self.packed_segments or self.frozen != "plain":
+            return self.packed_segments
+        return [segment for segment in self.segments if not segment.trained]
 
     @property
     def beside_files_bytes(self) -> int:

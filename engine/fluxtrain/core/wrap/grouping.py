@@ -169,4 +169,5 @@ def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
         storage=next((s.storage for s in group.packed_segments), "plain"),
         packed_bytes=sum(segment.size_bytes for segment in group.packed_segments),
         dense_bytes=group.dense_bytes,
+        file_bytes=sum(aligned(segment.size_bytes) for segment in group.file_segments),
     )

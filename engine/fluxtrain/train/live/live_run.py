@@ -204,6 +204,7 @@ class LiveRun:
             self.placement.layout,
             device_groups=count_of(rows, "device_groups"),
             resident_blocks=count_of(rows, "resident_blocks"),
+            disk_groups=sum(row.weights == "disk" for row in rows),
             blocks_without_recompute=count_of(rows, "blocks_without_recompute"),
             activations="host" if offloads else "device",
             activations_on_device=staying if offloads else 0,

@@ -18,18 +18,25 @@ from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.core.memory.mapped import resident_bytes
 from fluxtrain.core.memory.packed import kept_name
 from fluxtrain.core.optimizer.third_party import check_third_party
-from fluxtrain.core.quantization.packed_cache import PackedCache, Parameter, Say, cache_key
+from fluxtrain.core.quantization.packed_cache import (
+    PackedCache,
+    Parameter,
+    Say,
+    cache_folder,
+    cache_key,
+)
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade
+from fluxtrain.machine.disk import read_disk
 from fluxtrain.machine.gpu import Gpus, check_accelerator
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability, Precision
-from fluxtrain.plan.capacity import CardsCapacity
+from fluxtrain.plan.capacity import CardsCapacity, DiskHome
 from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import saving_bytes
@@ -37,7 +44,7 @@ from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.reasons import DEFERRED, WITH_WEIGHTS, without_effect
 from fluxtrain.plan.request import ParallelRequest, RunRequest
 from fluxtrain.plan.search import STOPS
-from fluxtrain.plan.states import THIRD_PARTY_FORMATS, PackedFormat, StateFormat, StorageFormat
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat, StorageFormat
 from fluxtrain.train.placing.cards import (
     cards_of,
     first_of,
@@ -166,16 +173,16 @@ def decide(
             cards = cards_of(config, machine, device, budget_bytes)
         if cards is not None and len(cards.cards) == 1 and config.parallel == ParallelRequest():
             cards = None
-    share = dial_share(config)
+    share, disk = dial_share(config), disk_home(config, facts, constants, here=capacity is None)
     if cards is None:
         alone = capacity or capacity_of(machine, device)
-        placement = place(facts, alone, asked, rates=first, share=share)
+        placement = place(facts, alone, asked, rates=first, share=share, disk=disk)
     else:
         rates = None
         if first is not None and constants is not None:
             known = None if capacity is None else constants.per_s
             rates = rates_of_cards(cards, first, known, timed_on=first_of(config))
-        placement = place(facts, cards, asked, config.parallel, rates=rates, share=share)
+        placement = place(facts, cards, asked, config.parallel, rates=rates, share=share, disk=disk)
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
@@ -186,6 +193,31 @@ def decide(
         ),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
+    )
+
+
+def disk_home(
+    config: RunConfig, facts: ModelFacts, constants: Constants | None, *, here: bool
+) -> DiskHome | None:
+    """Return where frozen weights of a run may live that the host cannot hold; None: it has none.
+    The measured rate is that of the disk of the runs. `here`: on this machine."""
+    if not any(group.kind == "block" and group.file_bytes for group in facts.groups):
+        return None
+    found = read_disk(cache_folder())
+    folder, unusable = str(cache_folder()), ""
+    if not config.model.packed_cache:
+        unusable = "model.packed_cache=true lets frozen weights that do not fit live on disk"
+    elif here and found.in_memory:
+        unusable = (
+            f"frozen weights cannot live in {folder}, which is in memory itself: set "
+            "XDG_CACHE_HOME to a folder on a disk"
+        )
+    rate = None if constants is None else constants.per_s.get("disk_read")
+    return DiskHome(
+        folder=folder,
+        read_bytes_per_s=rate,
+        unusable=unusable,
+        on_network=here and found.on_network is True,
     )
 
 
@@ -293,7 +325,8 @@ def wrapped(
     states = config.train.states
     frozen = method_of(config).frozen_storage(config.method)
     keeping: Keeping | None = None
-    if frozen != "plain" and loaded.weight_files and config.model.packed_cache:
+    on_disk = any(row.is_on("disk") for row in placement.groups)
+    if (frozen != "plain" or on_disk) and loaded.weight_files and config.model.packed_cache:
         keeping = partial(packed_cache, loaded, frozen, say)
     how: dict[str, Any] = {"states": states, "frozen": frozen, "keeping": keeping}
     first = placement.cards[0].index
@@ -331,16 +364,18 @@ def _usual_dtype_bytes(model: nn.Module) -> int:
 
 
 def packed_cache(
-    loaded: LoadedModel, frozen: PackedFormat, say: Say, groups: Iterable[Group]
+    loaded: LoadedModel, frozen: StorageFormat, say: Say, groups: Iterable[Group]
 ) -> PackedCache:
-    """Open the cache of a loaded model whose `groups` are not settled yet.
+    """Open the cache of a loaded model whose `groups` are not settled yet: of packed weights, or of
+    `plain` ones that live on disk.
 
     Raises BadInput where the model's files have gone since they were loaded.
     """
     sizes: dict[str, int] = {}
     parameters: list[Parameter] = []
     for group in groups:
-        for segment in group.packed_segments:
+        plain = group.file_segments if group.kind == "block" else []
+        for segment in plain if frozen == "plain" else group.packed_segments:
             sizes[kept_name(segment, group.name)] = segment.size_bytes
             parameters += [
                 (f"{group.name}.{m.name}", tuple(m.shape), segment.dtype) for m in segment.members
