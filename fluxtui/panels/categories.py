@@ -43,7 +43,9 @@ def _host_rows(sample: MemorySampled | None, width: int) -> list[Line]:
         ("page-locked", bytes_text(sample.host_pinned_bytes), "", ""),
         ("limit", bytes_text(sample.host_limit_bytes), "", ""),
     )
-    return [_row("C", "host", texts, width) for texts in rows]
+    disk = ("frozen weights", bytes_text(sample.disk_bytes), "", "")
+    on_disk = [_row("N", "disk", disk, width)] if sample.disk_bytes else []
+    return [*(_row("C", "host", texts, width) for texts in rows), *on_disk]
 
 
 def _row(letter: str, role: str, texts: tuple[str, str, str, str], width: int) -> Line:

@@ -117,6 +117,7 @@ def host_line(view: View, sample: MemorySampled, width: int) -> Line:
             pair("plan", bytes_text(planned), "text"),
             pair("arenas", bytes_text(sample.host_arena_bytes), "text"),
             pair("page-locked", bytes_text(sample.host_pinned_bytes), "text"),
+            *([pair("on disk", bytes_text(sample.disk_bytes))] if sample.disk_bytes else []),
         ],
         width,
         gap="  ",

@@ -8,8 +8,8 @@ from fluxtui.panels.panel import Panel, stale_note
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, cut_in_front, dropped_to_fit
 
-ARROWS = {"C>G": "C→G", "G>C": "G→C", "C>N": "C→N", "N>C": "N→C"}
-ROLES = {"C>G": "device", "G>C": "host", "C>N": "disk", "N>C": "host"}
+ARROWS = {"C>G": "C→G", "G>C": "G→C", "C>N": "C→N", "N>C": "N→C", "N>G": "N→G"}
+ROLES = {"C>G": "device", "G>C": "host", "C>N": "disk", "N>C": "host", "N>G": "device"}
 
 
 def heading(view: View, width: int) -> Line:

@@ -129,3 +129,14 @@ def test_memory_of_frozen_packed_and_unpacked_weights_has_rows_where_there_is_an
     state = view.state.after(told)
     text = drawn(changed(view, state=state), "categories")
     assert "packed" in text and "unpacked" in text and "frozen" not in text
+
+
+@pytest.mark.parametrize("panel", ["memory", "categories"])
+def test_frozen_weights_on_disk_have_a_row_where_there_are_some(
+    made: ModuleType, panel: str
+) -> None:
+    view = view_of(made)
+    sample = view.state.memory
+    assert sample is not None and "on disk" not in drawn(view, panel, width=160, height=30)
+    state = view.state.after(replace(sample, disk_bytes=35 << 30))
+    assert "35.0 GiB" in drawn(changed(view, state=state), panel, width=160, height=30)

@@ -124,7 +124,7 @@ class PlacedAlike(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Groups of parameters with equal rows in the placement table, and what the rows say."""
 
     groups: str  # their numbers in forward order, as 0,2-5
-    weights: str  # the tier where these live: device, host
+    weights: str  # the tier where these live: device, host, disk
     state: str
     gradients: str
     storage: str  # format of the weights
@@ -220,6 +220,7 @@ class MemorySampled(Gauge, frozen=True, kw_only=True, tag="memory"):
     host_pinned_bytes: int
     host_limit_bytes: int | None
     cards: tuple[CardMemory, ...] = ()  # where several compute; the totals are of all
+    disk_bytes: int = 0  # of frozen weights that live in files
 
 
 class TrafficSampled(Gauge, frozen=True, kw_only=True, tag="traffic"):

@@ -278,6 +278,19 @@ class Run:
             if not self.keeps_checkpoints:
                 raise
             raise Diverged(f"{error}; {self._after_divergence()}") from error
+        finally:
+            self._tell_of_bad_reads()
+
+    def _tell_of_bad_reads(self) -> None:
+        """Name the files of weights on disk that were read wrong, and right the second time."""
+        files = [file for group in self.engine.groups for _, file in group.memory.files]
+        bad = {str(file.path): len(file.mended) for file in files if file.mended}
+        if bad:
+            named = ", ".join(f"{path} ({count} times)" for path, count in bad.items())
+            self._session.announcer.warn(
+                f"weights were read wrong from the disk, and right when they were read again: "
+                f"{named}. No step used wrong ones; have the disk and the memory checked"
+            )
 
     def _after_divergence(self) -> str:
         """Say how to go on with a lower rate, from the last checkpoint if a step after it was

@@ -82,11 +82,13 @@ class Counters:
 
     def uploaded(self, group: Group, cause: str, transfer: Transfer, size_bytes: int) -> None:
         """Count an upload of the group's weights that was started."""
-        self._recorder_of(group).copied("h2d", "weights", group.name, transfer)
+        from_disk = group.is_on("disk") and size_bytes == group.weight_bytes
+        lane, way = ("disk", "N>G") if from_disk else ("h2d", "C>G")
+        self._recorder_of(group).copied(lane, "weights", group.name, transfer)
         with self._lock:
             self.cards[group.placement.card].h2d_bytes += size_bytes
             self._count_untrained(group, size_bytes)
-            self._note(group, "weights", size_bytes, "C>G", cause, transfer)
+            self._note(group, "weights", size_bytes, way, cause, transfer)
 
     def downloaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
         """Count a download of gradients that was started."""

@@ -65,6 +65,7 @@ def memory_use(context: Context) -> MemorySampled:
         host_pinned_bytes=page_locks.LOCKS.held_bytes,
         host_limit_bytes=None,
         cards=cards if len(cards) > 1 else (),
+        disk_bytes=sum(_bytes_in("disk", context.groups)),
     )
 
 

@@ -31,7 +31,7 @@ LANE_NAMES = {
 CAUSE_LANES = {  # the lane that each cause of waiting waits for
     "weights": "h2d", "activations": "h2d", "gradients": "d2h", "update": "cpu",
     "moments": "cpu",
-    "checkpoint": "disk", "data": "host", "host": "host", OTHER_CARDS: OTHER_CARDS,
+    "checkpoint": "disk", "disk": "disk", "data": "host", "host": "host", OTHER_CARDS: OTHER_CARDS,
 }  # fmt: skip
 QUEUED_LATE = "queued late by the host"  # a GPU computed no faster than it got its work
 BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it
@@ -146,7 +146,7 @@ def _attributed(step: StepLanes, beside: list[Span]) -> Attribution:
     waits_s: dict[str, float] = {}
     weights_written = [one for one in step.intervals if (one.lane, one.kind) == ("cpu", "update")]
     updating = _minus(_union([_span(one) for one in weights_written]), lanes["h2d"])
-    for cause, spans in (*_causes(step.intervals, lanes["disk"]), (OTHER_CARDS, beside)):
+    for cause, spans in (*_causes(step.intervals), (OTHER_CARDS, beside)):
         mine = _common(left, spans)
         if cause == "weights":
             late = _common(mine, updating)
@@ -270,14 +270,15 @@ def _bound(
     return worst, f"{busy}, the computation waits {waited} for it", aside
 
 
-def _causes(intervals: Sequence[Interval], disk: list[Span]) -> Iterable[tuple[str, list[Span]]]:
+def _causes(intervals: Sequence[Interval]) -> Iterable[tuple[str, list[Span]]]:
     """Return the spans of waiting by cause, the most telling cause first."""
     for lane in ("stall", "host"):
         waits = [one for one in intervals if one.lane == lane and one.kind not in _PHASES]
         kinds = dict.fromkeys(one.kind for one in waits if one.kind != "data")
         for kind in kinds:
             yield kind, _union([_span(one) for one in waits if one.kind == kind])
-    yield "checkpoint", disk
+    saving = [one for one in intervals if (one.lane, one.kind) == ("disk", "checkpoint")]
+    yield "checkpoint", _union([_span(one) for one in saving])
     yield "data", _union([_span(one) for one in intervals if one.kind == "data"])
 
 

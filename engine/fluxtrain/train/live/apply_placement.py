@@ -33,7 +33,8 @@ def apply_placement(context: Context, placement: Placement) -> None:
     """
     check_groups(placement.groups, context.groups)
     check_rows(placement.groups, cards=len(context.cards))
-    refuse_tiers(placement.groups)
+    with_files = {group.name for group in context.groups if group.memory.files}
+    refuse_tiers(placement.groups, on_disk=with_files)
     _come_to_rest(context)
     rows = list(zip(context.groups, placement.groups, strict=True))
     moving = [(group, row) for group, row in rows if moves(group, row)]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.group_placement import GroupPlacement, Tier
 from fluxtrain.train.live.live_run import LiveRun, offloads_inputs, streamed
 from fluxtrain.train.live.settings import Change, LiveSettings, SettingName, count_of
 from fluxtrain.units import bytes_text
@@ -66,7 +66,7 @@ def with_count(
     kept = count_of(rows, "blocks_without_recompute")
     offloads = offloads_inputs(rows)
     if name == "device_groups":
-        rows = _with_device(rows, run.first_on_device(rows, count))
+        rows = _with_device(run, rows, run.first_on_device(rows, count))
     if name in ("device_groups", "resident_blocks"):
         host = [row for row in rows if row.kind == "block" and row.weights != "device"]
         resident = count if name == "resident_blocks" else resident
@@ -101,21 +101,30 @@ def _spread(run: LiveRun, now: LiveSettings, change: Change) -> LiveSettings:
     return new
 
 
-def _with_device(rows: Sequence[GroupPlacement], chosen: Iterable[GroupPlacement]) -> _Rows:
+def _with_device(
+    run: LiveRun, rows: Sequence[GroupPlacement], chosen: Iterable[GroupPlacement]
+) -> _Rows:
+    """Move the chosen groups to the device, and those that leave it to where they were planned."""
     names = {row.name for row in chosen}
-    return [_on_device(row) if row.name in names else _on_host(row) for row in rows]
+    disk = {row.name for row in run.planned.rows if row.weights == "disk"}
+    return [
+        _on_device(row) if row.name in names else _off_device(row, on_disk=row.name in disk)
+        for row in rows
+    ]
 
 
 def _on_device(row: GroupPlacement) -> GroupPlacement:
     return replace(row, weights="device", state="device", gradients="device", resident=False)
 
 
-def _on_host(row: GroupPlacement) -> GroupPlacement:
-    """Move a group to the host; one that is no block, and is copied whole, has its own slot."""
+def _off_device(row: GroupPlacement, *, on_disk: bool) -> GroupPlacement:
+    """Move a group to the host; one that is no block, and is copied whole, has its own slot.
+    on_disk: its frozen weights go back to their file."""
     if row.weights != "device":
         return row
     resident = row.kind == "edge" and "whole" in row.transfers
-    return replace(row, weights="host", state="host", gradients="host", resident=resident)
+    weights: Tier = "disk" if on_disk else "host"
+    return replace(row, weights=weights, state="host", gradients="host", resident=resident)
 
 
 def _with_resident(rows: Sequence[GroupPlacement], chosen: Iterable[GroupPlacement]) -> _Rows:

@@ -349,6 +349,12 @@ def wrapped(
             f"the model's files hold {wide:,} frozen weights in float32: "
             "model.dtype=bfloat16 halves their memory"
         )
+    files = [file for group in engine.groups for _, file in group.memory.files]
+    if not all(file.is_direct for file in files):
+        engine.say(
+            f"{files[0].path.parent} has no direct reads: weights on disk pass through the page "
+            "cache, which is slower (another file system has them: set XDG_CACHE_HOME)"
+        )
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)
     return streamed, engine

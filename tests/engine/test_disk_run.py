@@ -1,0 +1,138 @@
+"""Runs whose host holds no more than some blocks: kept, resumed, damaged, changed and used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fluxtrain.config.schema import load_config
+from fluxtrain.core.device import disk
+from fluxtrain.core.device.disk import WeightsFile
+from fluxtrain.core.quantization.packed_cache import cache_folder
+from fluxtrain.errors import BadInput, Interrupted, ReadFailed
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.plan import states
+from fluxtrain.plan.placement import Placement
+from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.loop import TrainingLoop
+from fluxtrain.train.placing import placing
+from fluxtrain.train.run import train
+
+MakeConfig = Callable[..., Path]
+METHODS = {"lora": ["method.name=lora"], "qlora": ["method.name=qlora"]}
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "LEAST_PACKED", 1024)
+
+
+def on_disk(plan: Placement) -> Placement:
+    """All blocks but the first on disk: a host small enough for that has no room for a run."""
+    blocks = [row.name for row in plan.groups if row.kind == "block"][1:]
+    rows = (replace(r, weights="disk") if r.name in blocks else r for r in plan.groups)
+    return replace(plan, groups=tuple(rows))
+
+
+@pytest.fixture
+def small_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = placing.place
+    monkeypatch.setattr(placing, "place", lambda *a, **k: on_disk(real(*a, **k)))
+
+
+def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
+    made = load_config(config, ["method.rank=4", *overrides])
+    train(made, locate(resume, None if resume else run_dir, made))
+    return list(read_events(run_dir / "events.ndjson"))
+
+
+def losses(events: list[Any]) -> dict[int, float]:
+    return {event.step: event.loss for event in events if isinstance(event, ev.StepFinished)}
+
+
+def adapter(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "model" / "adapter_model.safetensors")
+
+
+def after(steps: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    step, done = TrainingLoop._step, []  # type: ignore[attr-defined]
+
+    def counted(loop: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(done) == steps:
+            act()
+        done.append(1)
+        return step(loop, *args, **kwargs)
+
+    monkeypatch.setattr(TrainingLoop, "_step", counted)
+
+
+def stop() -> None:
+    raise Interrupted("the test stops it")
+
+
+def damage() -> None:
+    for path in cache_folder().rglob("*.packed"):
+        with path.open("r+b") as file:
+            file.write(b"\x55\xaa")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ends", [stop, damage], ids=["stopped", "damaged"])
+def test_a_run_has_the_bits_of_one_in_memory_also_when_it_was_stopped_or_its_files_damaged(
+    method: str, ends: Any, run_config: MakeConfig, tmp_path: Path, request: Any
+) -> None:
+    config = run_config(model__dtype="bf16", train__steps=4, train__checkpoint_every=2)
+    wanted = losses(run(config, tmp_path / "memory", *METHODS[method]))
+    request.getfixturevalue("small_host")
+    there = tmp_path / "disk"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((Interrupted, ReadFailed)):
+        after(2, ends, patch)
+        run(config, there, *METHODS[method])
+    events = run(config, there, *METHODS[method], resume=str(there))
+    assert losses(events) == wanted
+    tables = [event.placement for event in events if isinstance(event, ev.Planned)]
+    assert tables and all("disk" in {rows.weights for rows in table} for table in tables)
+    kept, found = adapter(tmp_path / "memory"), adapter(there)
+    assert all(torch.equal(kept[name], found[name]) for name in kept)
+
+
+@pytest.mark.usefixtures("small_host")
+def test_a_block_that_was_read_wrong_once_is_named_at_the_end(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, wrong = disk._sum_of, []
+
+    def once(block: torch.Tensor) -> int:
+        if len(wrong) == 0 and in_training:
+            wrong.append(1)
+            return 0
+        return real(block)
+
+    in_training: list[int] = []
+    monkeypatch.setattr(disk, "_sum_of", once)
+    monkeypatch.setattr(WeightsFile, "_set_direct", lambda _: False)
+    after(1, lambda: in_training.append(1), monkeypatch)
+    config = run_config(model__dtype="bf16", train__steps=3)
+    events = run(config, tmp_path / "run", *METHODS["qlora"])
+    warned = [event.text for event in events if isinstance(event, ev.LogWritten)]
+    assert [".packed (1 times)" in text for text in warned if "read wrong" in text] == [True]
+    assert sum("no direct reads" in text for text in warned) == 1
+
+
+@pytest.mark.usefixtures("small_host")
+def test_without_the_cache_weights_on_disk_are_refused(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = run_config(model__dtype="bf16", train__steps=1)
+    with pytest.raises(BadInput, match=r"model\.packed_cache=true"):
+        run(config, tmp_path / "run", *METHODS["qlora"], "model.packed_cache=false")
