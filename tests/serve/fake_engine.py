@@ -142,7 +142,7 @@ def generate(model: str) -> None:
 
 
 def _fail(run: RunDir, emitter: Emitter, code: int) -> None:
-    message = f"the fake failed with {code}"
+    message = f"the fake failed with {code} in {run.log}"
     emitter.emit(Failed(exit_code=code, kind="Fake", message=message))
     run.write_json(run.error, {"exit_code": code, "message": message})
     os._exit(code)

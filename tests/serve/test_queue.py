@@ -33,8 +33,9 @@ def test_a_trainer_that_dies_goes_on_from_its_checkpoint(served: Served, word: s
 def test_a_job_that_cannot_succeed_fails_with_the_trainers_words(served: Served) -> None:
     client = served.client()
     job = ended(client, create(client, "exit-4@1").id)
-    assert (job.status, job.error.message) == ("failed", "the fake failed with 4")
+    assert (job.status, job.error.message) == ("failed", "the fake failed with 4 in engine.log")
     assert job.fine_tuned_model is None
+    assert str(served.service.store.folder.parent) not in notes(client, job.id)  # no server's paths
 
 
 @pytest.mark.parametrize(

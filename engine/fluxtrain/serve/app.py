@@ -25,7 +25,7 @@ from fluxtrain.serve.chat import ChatRequest, CompletionRequest, GenerateRequest
 from fluxtrain.serve.jobs import JobRequest, TuningRequest, find_job, job_object, run_of, want
 from fluxtrain.serve.keys import Caller, Scope, caller_of
 from fluxtrain.serve.listing import page
-from fluxtrain.serve.refusal import Refusal, not_found
+from fluxtrain.serve.refusal import Refusal, not_found, without_folders
 from fluxtrain.serve.registry import Promotion
 from fluxtrain.serve.service import Service
 from fluxtrain.serve.store import files, jobs, new_id
@@ -144,7 +144,8 @@ def _error(
 ) -> JSONResponse:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    told = without_folders(message)
+    content = {"error": {"message": told, "type": kind, "param": param, "code": code}}
     headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:.0f}"}
     if status == 507:  # the SDK would send the whole upload twice more
         headers["x-should-retry"] = "false"
@@ -374,7 +375,8 @@ async def _answer(
                 else:
                     yield _line(piece)
         except Refusal as error:  # the status is sent already
-            yield _line({"error": {"message": str(error), "type": "server_error"}})
+            told = without_folders(str(error))
+            yield _line({"error": {"message": told, "type": "server_error"}})
             return
         yield "data: [DONE]\n\n"
 

@@ -27,6 +27,7 @@ from fluxtrain.events.frames import decode_line
 from fluxtrain.events.journal import read_events, tail_lines
 from fluxtrain.events.reader import JournalFollower
 from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.serve.refusal import without_folders
 from fluxtrain.serve.registry import CHECKPOINT, model_name
 
 FIRST_BYTES = 1 << 18
@@ -150,7 +151,8 @@ def api_event(job_id: str, event: AnyEvent) -> dict[str, Any] | None:
         level, text = LEVELS[event.level], event.text
     else:
         return None
-    return _event(f"ftevent-{job_id}-{event.seq}", event.wall_s, level, text, kind, data)
+    event_id = f"ftevent-{job_id}-{event.seq}"
+    return _event(event_id, event.wall_s, level, without_folders(text), kind, data)
 
 
 def _event(

@@ -42,6 +42,7 @@ from fluxtrain.events.run_folder.launch import TRAINER, start_unwatched
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary
 from fluxtrain.files.atomic import free_bytes, replace_file, storage_error
 from fluxtrain.serve.jobs import config_path, run_of, summary_of, trained_tokens
+from fluxtrain.serve.refusal import without_folders
 from fluxtrain.serve.registry import version_of
 from fluxtrain.serve.retention import delete_old
 from fluxtrain.serve.settings import ServeSettings
@@ -332,7 +333,7 @@ class Queue:
             "status": status,
             "at_s": time.time(),
             "code": None if run is None else run.exit_code,
-            "message": because,
+            "message": without_folders(because),
             "step": None if run is None else run.step,
             "total_steps": None if run is None else run.total_steps,
             "loss": None if run is None else run.loss,
@@ -361,7 +362,7 @@ class Queue:
         with self._store.write() as connection:
             query = sa.select(jobs.c.notes).where(jobs.c.id == row["id"])
             notes = connection.execute(query).scalar_one()
-            changed = [*notes, [time.time(), level, text]]
+            changed = [*notes, [time.time(), level, without_folders(text)]]
             connection.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(notes=changed))
 
 

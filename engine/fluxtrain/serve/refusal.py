@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import BaseModel, ConfigDict
 
 from fluxtrain.errors import FluxTrainError
+
+_FOLDERS = re.compile(r"(?<![\w./:])/(?:[\w.+@-]+/)+")
 
 
 class Body(BaseModel):
@@ -30,6 +34,11 @@ class Refusal(FluxTrainError):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         self.retry_after_s = retry_after_s
+
+
+def without_folders(text: str) -> str:
+    """Return a message without the folders of the server's paths, which are no user's business."""
+    return _FOLDERS.sub("", text)
 
 
 def not_found(what: str, name: str) -> Refusal:
