@@ -24,7 +24,7 @@ from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
 from fluxtrain.train.checkpoint.checkpoint import FORMAT
 from fluxtrain.train.checkpoint.newest import newest_resumable
 from fluxtrain.train.checkpoint.recovery import stored_config
-from fluxtui.state.run import RunState
+from fluxtui.state.run import FoldedRun
 from tests.engine.adapter_folders import exported
 
 HERE = Path(__file__).resolve().parent
@@ -62,7 +62,7 @@ def test_runs_of_each_version_are_listed_and_shown(version: str, released: Relea
     states = {run.run_id: run.state for run in list_runs(folder)}
     assert states == {"full": "dead", "lora": "finished"}
     for name in states:
-        state = RunState().after_all(read_events(folder / name / "events.ndjson"))
+        state = FoldedRun().after_all(read_events(folder / name / "events.ndjson"))
         assert state.hello is not None and state.hello.total_steps == 6 and state.step is not None
         stored = stored_config(RunDir(folder / name))  # every setting is still known
         assert stored.data.path == str(folder / "text.txt")

@@ -8,12 +8,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import fluxtrain
-from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
+from fluxtrain.commands.output import tell
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, EXIT_NO_SPACE
 from fluxtrain.events.run_folder.run_dir import RunDir
 
 EXIT_CODES = ("0 finished", "1 a bug", "2 bad", "3 does not fit", "4 diverged", "5 no space")
@@ -86,6 +88,36 @@ def test_the_script_for_the_shell_is_installed_on_request(tmp_path: Path) -> Non
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     assert "_FLUXTRAIN_COMPLETE" in (tmp_path / ".bash_completions" / "fluxtrain.sh").read_text()
+
+
+PACKAGES = {
+    "absent": ("no torch is installed", "torch", "", "pip install 'torch>=2.11'"),
+    "old": ("torch 2.4.1 is installed", "torch", "2.4.1", "pip install 'torch>=2.11'"),
+    "broken": ("torch 2.13.0 is installed (no such file)", "torch", "2.13.0", "--force-reinstall"),
+}
+
+
+@pytest.mark.parametrize("case", PACKAGES)
+def test_a_package_that_is_absent_too_old_or_broken_is_no_bug(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, name, found, cure = PACKAGES[case]
+    versions = metadata.version
+
+    def version(asked: str) -> str:
+        if asked != name:
+            return versions(asked)
+        if not found:
+            raise metadata.PackageNotFoundError(asked)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    error = ImportError("no such file", name="torch.x") if case == "broken" else AttributeError("x")
+    assert tell(error, debug=False) == EXIT_BAD_INPUT
+    told = capsys.readouterr().err
+    assert words in told and cure in told
+    monkeypatch.setattr(metadata, "version", versions)
+    assert tell(AttributeError("x"), debug=False) == EXIT_BUG
 
 
 @pytest.mark.parametrize(("bindings", "torn"), [("triton._C.libtriton", False), ("other", True)])

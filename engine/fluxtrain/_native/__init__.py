@@ -204,7 +204,10 @@ def load(path: Path) -> ctypes.CDLL:
             function.restype = result
             function.argtypes = arguments
     except (OSError, AttributeError) as error:
-        raise FluxTrainError(f"{path} does not load ({error}): run `make native`") from error
+        cure = "install FluxTrain again, or run `make native` in a checkout"
+        if "libgomp" in str(error):  # torch brings one, on the processors that it has wheels for
+            cure = "install libgomp (Debian, Ubuntu: apt install libgomp1)"
+        raise FluxTrainError(f"{path} does not load ({error}): {cure}") from error
     version = library.flux_abi_version()
     if version != ABI_VERSION:
         raise FluxTrainError(

@@ -50,11 +50,46 @@ def tell(error: BaseException, *, debug: bool) -> int:
         words = str(told)
         complain(_one_line(words if words.startswith(f"{kind} ") else f"{kind}: {words}"))
         return told.exit_code
+    if (wrong := wrong_package(error)) is not None:
+        complain(readable(_one_line(f"error: {wrong}")))
+        return EXIT_BAD_INPUT
     words = f"this is a bug of FluxTrain: {type(error).__name__}: {error}"
     complain(readable(_one_line(words)))
     for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):
         complain(note)
     return EXIT_BUG
+
+
+def wrong_package(error: BaseException) -> str | None:
+    """Say which package that FluxTrain needs is missing, broken or too old here; None where all are
+    as they were installed with it, and `error` is no failed import of one."""
+    from importlib import metadata
+
+    failed = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    try:
+        from packaging.requirements import Requirement
+
+        every = [Requirement(text) for text in metadata.requires("fluxtrain") or ()]
+    except ImportError:  # the sources alone, without their packages
+        return None
+    for wanted in every:
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            found = ""
+        broken = failed == wanted.name
+        if found and wanted.specifier.contains(found, prereleases=True) and not broken:
+            continue
+        here = f"{wanted.name} {found}" if found else f"no {wanted.name}"
+        why = f" ({error})" if broken else ""
+        again = "--force-reinstall " if broken and found else ""
+        return (
+            f"{here} is installed{why}, and FluxTrain needs {wanted.name}{wanted.specifier}: "
+            f"`pip install {again}'{wanted.name}{wanted.specifier}'`; docs/installing.md says which"
+        )
+    return None
 
 
 def leave(code: int) -> NoReturn:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, MutableMapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from fluxtrain.files.cache import cache_root
-
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads both
 SETTING = "expandable_segments:True"
 PAGE_BYTES = 20 << 20  # by which a segment of large blocks grows (torch's kLargeBuffer)
@@ -81,6 +79,8 @@ def keep_compiled() -> None:
     keeps = not sys.dont_write_bytecode and os.access(package.parent, os.W_OK)
     if keeps or _is_compiled(package, Path(found.cached)):
         return
+    from fluxtrain.files.cache import cache_root  # msgspec with it, 40 ms of each command
+
     folder = cache_root() / "modules"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
