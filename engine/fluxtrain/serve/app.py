@@ -267,7 +267,7 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
         find = partial(find_job, service.store, caller.project, job_id)
         row, run = find(), run_of(job_id)
         if stream:
-            return _sse(job_events.followed(find, run, last_event_id))
+            return _sse(job_events.followed(service.store, find, run, last_event_id))
         return page(job_events.events_of(row, run, limit, after), limit)
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")

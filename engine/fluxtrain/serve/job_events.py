@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,10 @@ from fluxtrain.events.reader import JournalFollower
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.serve.refusal import without_folders
 from fluxtrain.serve.registry import CHECKPOINT, model_name
+from fluxtrain.serve.store import Store
 
 FIRST_BYTES = 1 << 18
 POLL_S = 1.0  # of one reader; many cost the training beside them little
-ROW_PERIOD_S = 3.0
 NUMBERED = (StepFinished, EvaluationFinished, CheckpointWritten)
 LEVELS = {"debug": "info", "info": "info", "warning": "warn", "error": "error"}
 
@@ -58,22 +57,24 @@ def events_of(row: Mapping[str, Any], run: RunDir, limit: int, after: str | None
 
 
 async def followed(
-    find: Callable[[], dict[str, Any]], run: RunDir, cursor: str
+    store: Store, find: Callable[[], dict[str, Any]], run: RunDir, cursor: str
 ) -> AsyncIterator[str]:
     """Yield a job's events as server-sent events until it has ended.
 
     Args:
+        store: where the row is; it is read again after a change alone.
         find: reads the job's row.
         cursor: the id of the last one that the client has: the journal's number and the count of
             notes; "" for all.
     """
     seq, _, told = cursor.partition(".")
     last_seq, notes = int(seq) if seq.isdecimal() else 0, int(told) if told.isdecimal() else 0
-    follower, looked_s = JournalFollower(run.journal), -ROW_PERIOD_S
+    follower, seen = JournalFollower(run.journal), -1
     row: dict[str, Any] = {}
     while True:
-        if time.monotonic() - looked_s >= ROW_PERIOD_S:
-            row, looked_s = await run_in_threadpool(find), time.monotonic()
+        if seen != store.changes:
+            seen = store.changes
+            row = await run_in_threadpool(find)
         for _, note in list(_notes(row))[notes:]:
             notes += 1
             yield _sse_event(f"{last_seq}.{notes}", note)

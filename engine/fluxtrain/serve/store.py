@@ -137,6 +137,7 @@ class Store:
             )
         self.engine = _engine(self.folder / "service.db")
         self._writing = threading.RLock()
+        self.changes = 0  # committed by this server, so that readers look only after one
         if first:
             _migrate(self.engine)
 
@@ -145,6 +146,7 @@ class Store:
         """Give a connection whose writes are committed, and on the disk, at the end."""
         with self._writing, self.engine.begin() as connection:
             yield connection
+        self.changes += 1
 
     def rows(self, query: Any) -> list[Mapping[str, Any]]:
         """Return all rows of a query."""
