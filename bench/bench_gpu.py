@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cards_here
+import disk_here
 import msgspec
 import psutil
 import torch
@@ -134,12 +135,18 @@ def wrapped(
     alone."""
     import fluxtrain
     from fluxtrain.core.wrap.engine import engine_of
+    from fluxtrain.core.wrap.wrap import wrap_placed
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
     how = {"states": options.states, "frozen": options.frozen}
     cards, last = options.cards, options.cards - 1
-    fluxtrain.wrap(model, device="cuda", cards=cards, placement=plan, overlap=True, **how)
+    if any(row.is_on("disk") for row in plan.groups):
+        files = disk_here.BenchFiles()
+        wrap_placed(model, "cuda", plan, cards=range(cards), keeping=files, **how)
+        files.remove()
+    else:
+        fluxtrain.wrap(model, device="cuda", cards=cards, placement=plan, overlap=True, **how)
     engine = engine_of(model)
     if options.slow_card is not None:
         cards_here.slow_down(engine, last, options.slow_card)
@@ -174,10 +181,11 @@ def planned(
         optimizer_in_backward=options.in_backward,
         deferred_moments=DEFERS_MOMENTS[options.moments],
     )
-    host_bytes = available(model)
+    host_bytes, disk = available(model), disk_here.home_for(facts)
+    known = disk_here.rates_with(known, disk)
     if options.cards == 1:
         capacity = Capacity(device_free_bytes=budget_bytes, host_available_bytes=host_bytes)
-        plan = place(facts, capacity, request, rates=known)
+        plan = place(facts, capacity, request, rates=known, disk=disk)
     else:
         if options.slow_card is not None:
             cards_here.plan_with_slow_card(options.cards - 1, options.slow_card)

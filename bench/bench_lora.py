@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_gpu
+import disk_here
 import psutil
 import torch
 import yaml
@@ -78,7 +79,11 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5, help="that count, after two that do not")
     parser.add_argument("--budget-gib", type=float, default=23.0)
-    parser.add_argument("--host-gib", type=float, help="host memory that the plan may use")
+    parser.add_argument(
+        "--host-gib",
+        type=float,
+        help="host memory that the plan may use; what does not fit is read from the disk",
+    )
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--device-groups", type=count, default="auto")
     parser.add_argument("--resident-blocks", type=count, default="auto")
@@ -102,11 +107,11 @@ def measured(loop: Any, rows: int, options: argparse.Namespace) -> dict[str, Any
     losses = Losses(steps)
     read: list[float] = []
     ended_s = [time.perf_counter()]
-    up_bytes = 0
+    up_bytes = disk_bytes = 0
     for step in range(steps):
         ids = batch(tokens, step, rows, options.sequence).pin_memory().cuda(non_blocking=True)
         if step == steps - 1:
-            up_bytes = uploaded(loop)
+            up_bytes, disk_bytes = uploaded(loop), read_from_disk(loop)
         losses.take(loop.step(ids))
         if step:
             read.append(losses.value(step - 1))
@@ -116,6 +121,7 @@ def measured(loop: Any, rows: int, options: argparse.Namespace) -> dict[str, Any
     times = [end - start for start, end in itertools.pairwise(ended_s)]
     step_s = statistics.median(times[WARM_STEPS:-1])
     trained = rows * options.sequence
+    read_gib = (read_from_disk(loop) - disk_bytes) / GIB  # in the last step
     return {
         "batch": rows,
         "tokens": trained,
@@ -124,12 +130,19 @@ def measured(loop: Any, rows: int, options: argparse.Namespace) -> dict[str, Any
         "times_s": [round(t, 3) for t in times],
         "losses": [round(loss, 4) for loss in read],
         "packed_up_mib": round((uploaded(loop) - up_bytes) / (1 << 20), 1),  # in the last step
+        "disk_read_gib": round(read_gib, 2),
+        "disk_read_gib_per_s": round(read_gib / times[-1], 2),
     }
 
 
 def uploaded(loop: Any) -> int:
     """Packed bytes that went up to the GPUs so far."""
     return loop.engine.traffic().h2d_packed_bytes if isinstance(loop, FluxLoop) else 0
+
+
+def read_from_disk(loop: Any) -> int:
+    """Bytes of weights that were read from the disk so far."""
+    return disk_here.read_bytes(loop.engine) if isinstance(loop, FluxLoop) else 0
 
 
 def flux(config: LlamaConfig, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -157,6 +170,7 @@ def flux(config: LlamaConfig, options: argparse.Namespace) -> tuple[Any, dict[st
         "offload": plan.offload,
         "device_groups": totals.device_groups,
         "resident_blocks": totals.resident_blocks,
+        "disk_groups": plan.layout.disk_groups,
         "blocks_without_recompute": totals.blocks_without_recompute,
         "chunk_rows": plan.chunk_rows,
         "activations": plan.layout.activations,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.placing import placing
 from fluxtrain.train.run import train
+from tests.engine.test_weights_on_disk import damaged
 
 MakeConfig = Callable[..., Path]
 METHODS = {"lora": ["method.name=lora"], "qlora": ["method.name=qlora"]}
@@ -79,11 +79,7 @@ def stop() -> None:
 
 
 def damage() -> None:
-    for path in cache_folder().rglob("*.packed"):
-        with path.open("r+b") as file:
-            file.write(b"\x55\xaa")
-            file.flush()
-            os.fsync(file.fileno())
+    damaged(cache_folder())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -56,11 +56,23 @@ def placed(model: nn.Module, storage: StorageFormat, on_disk: int, **counts: Any
     return replace(made, groups=tuple(rows))
 
 
-def wrapped(folder: Path, storage: StorageFormat, on_disk: int, **counts: Any) -> Any:
-    model = adapted(llama(), **counts.pop("adapter", {}))
+def wrapped(
+    folder: Path, storage: StorageFormat, on_disk: int, *, device: str = "cpu", width: int = 64,
+    **counts: Any,
+) -> Any:  # fmt: skip
+    model = adapted(llama(width), **counts.pop("adapter", {}))
     plan = placed(model, storage, on_disk, **counts)
     how: dict[str, Any] = {"states": "fp32", "frozen": storage}
-    return wrap_placed(model, "cpu", plan, keeping=partial(keeping, folder), **how)
+    return wrap_placed(model, device, plan, keeping=partial(keeping, folder), **how)
+
+
+def damaged(folder: Path) -> None:
+    """Write to each file of weights, as a failing disk or another program would."""
+    for path in folder.rglob("*.packed"):
+        with path.open("r+b") as file:
+            file.write(b"\x55\xaa")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def bits(model: Any) -> dict[str, torch.Tensor]:
@@ -144,11 +156,7 @@ def test_dora_takes_its_magnitudes_from_the_file(tmp_path: Path) -> None:
 def test_a_file_damaged_while_it_trains_ends_the_run_and_is_made_anew(tmp_path: Path) -> None:
     model = wrapped(tmp_path, "nf4-double", 4)
     wanted = trained(model, steps=1)
-    for file in (tmp_path / KEY).iterdir():
-        with file.open("r+b") as opened:
-            opened.write(b"\x55\xaa\x55")
-            opened.flush()
-            os.fsync(opened.fileno())
+    damaged(tmp_path / KEY)
     with pytest.raises(ReadFailed, match="not the bytes that were written"):
         trained(model, steps=2)
     assert trained(wrapped(tmp_path, "nf4-double", 4), steps=1) == wanted
