@@ -21,8 +21,11 @@ from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.core.wrap.wrap import wrap_placed
 from fluxtrain.errors import BadInput, MisusedModel, NoSpace, ReadFailed
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.choose import place
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.request import ParallelRequest, RunRequest
 from fluxtrain.plan.states import StorageFormat
 from tests.packed_models import LEAST, adapted, llama, trained
 from tests.placements import placement_of
@@ -109,6 +112,21 @@ def test_a_training_has_the_bits_of_one_in_memory(
     assert engine.device.disk_read_bytes > 0
     again = wrapped(tmp_path / "b", storage, 3, **counts)  # from the files that are there
     assert trained(again) == wanted
+
+
+def test_two_cards_read_their_blocks_from_disk(tmp_path: Path) -> None:
+    wanted = trained(wrapped(tmp_path / "a", "nf4", 0))
+    model = adapted(llama())
+    cards = tuple(CardCapacity(index=at, free_bytes=1 << 30) for at in range(2))
+    request = RunRequest(offload="weights", chunk_rows=2, resident_blocks=0, device_groups=0)
+    capacity = CardsCapacity(cards=cards, host_available_bytes=None)
+    plan = place(facts_of(model, "fp32", "nf4"), capacity, request, ParallelRequest(cards=2))
+    rows = (replace(r, weights="disk") if r.kind == "block" else r for r in plan.groups)
+    plan = replace(plan, groups=tuple(rows))
+    how: dict[str, Any] = {"states": "fp32", "frozen": "nf4", "cards": range(2)}
+    wrap_placed(model, "cpu", plan, keeping=partial(keeping, tmp_path / "b"), **how)
+    assert trained(model) == wanted
+    assert all(card.device.disk_read_bytes for card in engine_of(model).cards)
 
 
 def test_weights_move_between_disk_device_and_host_and_back(tmp_path: Path) -> None:

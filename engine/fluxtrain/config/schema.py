@@ -52,8 +52,8 @@ class ModelSettings(Section):
     packed_cache: bool = Field(
         default=True,
         description="keep the packed weights of qlora in ~/.cache/fluxtrain/packed, so that the "
-        "next start reads those (half a byte a weight) and packs nothing; frozen weights of lora and "
-        "qlora that the host cannot hold live there, too",
+        "next start reads those (half a byte a weight) and packs nothing; frozen weights of lora "
+        "and qlora that the host cannot hold live there, too",
     )
     kernels: Literal["auto", "liger", "torch"] = Field(
         default="auto",

@@ -151,10 +151,10 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
         "workspace_bytes": _workspace(facts, layout, late, by_rows, chunked, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
-    arenas = on_host.weight_bytes + on_host.state_bytes
+    arenas = weights_on_host_bytes(facts, layout) + on_host.state_bytes
     arenas += _gradients_on_host(on_host, layout)
     arenas += by_rows.host_bytes(layout.passes) if by_rows is not None else 0
-    arenas += _saved_by_disk(facts, layout)
+    arenas += DISK_RING_BYTES if layout.disk_groups else 0
     host = arenas + block_inputs_on_host_bytes(facts, layout)
     return Footprint(
         **device,
@@ -163,10 +163,10 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     )
 
 
-def _saved_by_disk(facts: ModelFacts, layout: Layout) -> int:
-    """Return how much more the host holds (less than 0) for weights on disk and their buffers."""
-    away = [group.file_bytes for group in on_disk(facts, layout)]
-    return DISK_RING_BYTES - sum(away) if away else 0
+def weights_on_host_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """Return the bytes of weights that the host holds: not those on disk."""
+    away = sum(group.file_bytes for group in on_disk(facts, layout))
+    return by_tier(facts, layout)["host"].weight_bytes - away
 
 
 def on_disk(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:

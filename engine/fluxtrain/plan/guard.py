@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, by_tier
+from fluxtrain.plan.footprint import Layout, weights_on_host_bytes
 from fluxtrain.units import MIB, bytes_text, count_text
 
 JOURNAL_BYTES = 8 * MIB  # about two hours of samples, once a second
@@ -90,7 +90,7 @@ def loading_bytes(
     if not copied_bytes:
         return 0  # arenas alone, which are counted with what trains
     every = sum(group.weight_bytes for group in facts.groups)
-    arenas = min(by_tier(facts, layout)["host"].weight_bytes, max(0, every - copied_bytes))
+    arenas = min(weights_on_host_bytes(facts, layout), max(0, every - copied_bytes))
     largest = max((group.weight_bytes for group in facts.groups), default=0)
     return copied_bytes + max(sources_bytes, arenas) + largest
 

@@ -20,7 +20,7 @@ from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, by_tier, rows_of_table
+from fluxtrain.plan.footprint import Layout, by_tier, rows_of_table, weights_on_host_bytes
 from fluxtrain.plan.guard import (
     EVERY_CHECKPOINT,
     DiskCapacity,
@@ -168,7 +168,7 @@ def wanted_bytes(facts: ModelFacts, layout: Layout) -> int:
     by_rows = rows_of_table(facts, layout, on_host)
     passing = by_rows.host_bytes(layout.passes) if by_rows is not None else 0
     gradients = on_host.gradient_bytes(accumulates=layout.accumulates)
-    return on_host.weight_bytes + gradients + passing
+    return weights_on_host_bytes(facts, layout) + gradients + passing
 
 
 def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None]) -> ChoiceMade:
