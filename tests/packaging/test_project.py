@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,3 +72,13 @@ def test_each_command_leads_to_a_function(command: str) -> None:
 def test_continuous_integration_can_run_what_it_calls() -> None:
     for name in ("run", "setup"):
         assert (ROOT / ".ci" / name).stat().st_mode & 0o111, f".ci/{name} is not executable"
+
+
+def test_the_notes_of_a_release_are_its_part_of_the_changelog() -> None:
+    script = str(ROOT / ".ci" / "release_notes")
+    told = subprocess.run(
+        [script, PROJECT["version"]], capture_output=True, text=True, check=True
+    ).stdout
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "### Added" in told and told.strip() in changelog and "\n## [" not in told
+    assert subprocess.run([script, "77.0"], capture_output=True, check=False).returncode == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -55,7 +56,8 @@ def compared(
     with quiet_transformers():
         read: dict[str, Any] = load_gguf_checkpoint(str(path))  # type: ignore[no-untyped-call]
     refuse_other_settings(read["config"], model)
-    refuse_other_tokens(read["tokenizer"], model.vocabulary, tokenizer, _TRIED)
+    file = rebuilt(vocabulary_read(read["tokenizer"], model.vocabulary.pattern))
+    refuse_other_tokens(file, tokenizer, _TRIED)
     tell("computing the model")
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_model(
@@ -65,7 +67,7 @@ def compared(
     rows = compared_rows(loaded, request.data, run, request.rows, longest)
     for ids in rows.inputs["input_ids"]:
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
-        refuse_other_tokens(read["tokenizer"], model.vocabulary, tokenizer, text)
+        refuse_other_tokens(file, tokenizer, text)
     dtype, blocks = loaded.model.dtype, len(take_apart(loaded.model).blocks)
     expected = streamed_logits(loaded.model, rows, device, "plain")
     del loaded
@@ -122,20 +124,19 @@ def refuse_other_settings(read: Mapping[str, Any], model: GgufModel) -> None:
             )
 
 
-def refuse_other_tokens(
-    read: Mapping[str, Any], wanted: Vocabulary, tokenizer: PreTrainedTokenizerBase, text: str
-) -> None:
-    """Raise Disagrees where a text has other tokens by the file than by the model's tokenizer.
-
-    read: the tokenizer's part of the file, as transformers reads it.
-    """
-    file = Vocabulary(
-        model=read["tokenizer_type"], pattern=wanted.pattern, tokens=read["tokens"],
+def vocabulary_read(read: Mapping[str, Any], pattern: str) -> Vocabulary:
+    """Return the tokenizer's part of a file, as transformers reads it; it passes over `pattern`."""
+    return Vocabulary(
+        model=read["tokenizer_type"], pattern=pattern, tokens=read["tokens"],
         kinds=read["token_type"], merges=read.get("merges", []), scores=read.get("scores", []),
         space_before=bool(read.get("add_prefix_space", False)),
     )  # fmt: skip
+
+
+def refuse_other_tokens(file: FastTokenizer, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Raise Disagrees where a text has other tokens by the file than by the model's tokenizer."""
     mine = tokenizer(text, add_special_tokens=False).input_ids
-    found = rebuilt(file).encode(text, add_special_tokens=False).ids
+    found = file.encode(text, add_special_tokens=False).ids
     if mine != found:
         at = next((i for i, (a, b) in enumerate(zip(mine, found, strict=False)) if a != b), 0)
         some, others = mine[at : at + 3], found[at : at + 3]
