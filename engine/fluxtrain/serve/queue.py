@@ -34,13 +34,15 @@ from fluxtrain.errors import (
     EXIT_TERMINATED,
     FluxTrainError,
 )
+from fluxtrain.events.answers.asking import FLUXTRAIN
 from fluxtrain.events.events import CommandAnswered
 from fluxtrain.events.frames import decode_line
 from fluxtrain.events.journal import tail_lines
 from fluxtrain.events.run_folder.control import NotReachable, send_command
 from fluxtrain.events.run_folder.launch import TRAINER, start_unwatched
-from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary
+from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, runs_root
 from fluxtrain.files.atomic import free_bytes, replace_file, storage_error
+from fluxtrain.files.parent import environment_of_child
 from fluxtrain.serve.jobs import config_path, run_of, summary_of, trained_tokens
 from fluxtrain.serve.refusal import without_folders
 from fluxtrain.serve.registry import version_of
@@ -54,6 +56,8 @@ TICK_S = 0.5
 STOP_AGAIN_S = 5.0  # between two requests to a trainer that has not stopped yet
 SILENT_S = 30.0
 RETAIN_PERIOD_S = 3600.0
+EXAMINE_PERIOD_S = 600.0
+LONGEST_S = 3600.0  # that a job waits to be tried again; a longer time is of a clock that was set
 MONTH_S = 30 * 86400.0
 # How often an end is tried again while no new step was made, and the first pause, which doubles.
 TRIES = {
@@ -151,7 +155,8 @@ class Queue:
         self._started: dict[str, subprocess.Popen[bytes]] = {}
         self._told_stop_s: dict[str, float] = {}
         self._silent: set[str] = set()
-        self._bad_cards: set[int] = set()
+        self._bad_cards: dict[int, _Examined] = {}
+        self._lacking: set[str] = set()  # jobs that wait for disk space
         self._wake, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
         self._retained_s = -RETAIN_PERIOD_S
@@ -203,9 +208,9 @@ class Queue:
                 self._judge(row)
             elif row["wanted"] == "cancel":
                 self._end(row, "cancelled", run=summary_of(run_of(row["id"])))
-            elif row["wanted"] == "run" and row["not_before_s"] <= time.time():
+            elif row["wanted"] == "run" and not 0 < row["not_before_s"] - time.time() < LONGEST_S:
                 lane = self._free_lane(running, row["project"])
-                if lane is not None:
+                if lane is not None and self._has_space(row):
                     self._start(row, lane)
                     running.append({**row, "card": lane})
 
@@ -256,7 +261,23 @@ class Queue:
             return None
         lanes = self._settings.cards or (-1,)
         taken = {row["card"] for row in running}
+        for card in [one for one, found in self._bad_cards.items() if found.is_well()]:
+            del self._bad_cards[card]
         return next((one for one in lanes if one not in taken and one not in self._bad_cards), None)
+
+    def _has_space(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the disk has what the job's plan needs, in addition to what it has."""
+        if row["tries"].get("started"):
+            return True  # its checkpoints are there; the trainer looks itself
+        needed, free = int(row["plan"].get("disk_bytes") or 0), free_bytes(runs_root())
+        if free is None or free >= needed:
+            self._lacking.discard(row["id"])
+            return True
+        if row["id"] not in self._lacking:
+            self._lacking.add(row["id"])
+            lacks = f"{bytes_text(needed)} needed, {bytes_text(free)} free"
+            self._note(row, "warn", f"waits for disk space: {lacks}")
+        return False
 
     def _start(self, row: Mapping[str, Any], lane: int) -> None:
         """Start or resume a job's trainer; that it was meant to is on the disk before."""
@@ -288,7 +309,7 @@ class Queue:
         served = row["request"]["model"]
         self._store.note_usage(row["project"], served, card_s=max(0.0, until_s - began_s))
         if verdict.leaves_card and row["card"] is not None and row["card"] >= 0:
-            self._bad_cards.add(row["card"])
+            self._bad_cards[row["card"]] = _Examined(row["card"])
         if verdict.status != "queued":
             self._end(row, verdict.status, verdict.because, run)
             return
@@ -316,7 +337,7 @@ class Queue:
         return End(
             code=code,
             refused=run is not None and run.state == "refused",
-            message=run.message if run is not None else "",
+            message=run.message if run is not None else "its run directory is gone",
             stopped_by_app=code == EXIT_INTERRUPTED
             and row["tries"].get("told") != row["tries"].get("started")
             and _was_told_to_stop(folder),
@@ -364,6 +385,35 @@ class Queue:
             notes = connection.execute(query).scalar_one()
             changed = [*notes, [time.time(), level, without_folders(text)]]
             connection.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(notes=changed))
+
+
+class _Examined:
+    """A card that failed, put aside until `fluxtrain doctor` finds nothing wrong with it."""
+
+    def __init__(self, card: int) -> None:
+        self._card, self._process = card, self._begin(card)
+        self._begun_s = time.monotonic()
+
+    def is_well(self) -> bool:
+        """Return whether the examination has passed; begin one again from time to time."""
+        if self._process.poll() == EXIT_FINISHED:
+            return True
+        if self._process.poll() is not None and self._is_due():
+            self._process, self._begun_s = self._begin(self._card), time.monotonic()
+        return False
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._begun_s > EXAMINE_PERIOD_S
+
+    @staticmethod
+    def _begin(card: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*FLUXTRAIN, "doctor", "--json"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**environment_of_child(), "CUDA_VISIBLE_DEVICES": str(card)},
+        )
 
 
 def _was_told_to_stop(run: RunDir) -> bool:

@@ -127,7 +127,7 @@ class Store:
             self._lock = open_to_write(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise storage_error(self.folder, error) from error
-        _refuse_network_mount(self.folder)
+        _refuse_network_mount(self.folder, Path("/proc/self/mountinfo").read_text())
         first = try_lock(self._lock)
         if alone and not first:
             os.close(self._lock)
@@ -139,7 +139,11 @@ class Store:
         self._writing = threading.RLock()
         self.changes = 0  # committed by this server, so that readers look only after one
         if first:
-            _migrate(self.engine)
+            try:
+                _migrate(self.engine)
+            except BaseException:
+                self.close()
+                raise
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -230,17 +234,17 @@ def _migrate(engine: sa.Engine) -> None:
             f"{engine.url.database} was made by another version of FluxTrain ({error}): start that "
             "version, or choose another folder with --folder"
         ) from error
-    except sa.exc.DatabaseError as error:
+    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
         raise BadInput(
-            f"{engine.url.database} cannot be used ({error.orig}): put a copy of it back, or move "
+            f"{engine.url.database} cannot be used ({error}): put a copy of it back, or move "
             "it away to begin with an empty one"
         ) from error
 
 
-def _refuse_network_mount(folder: Path) -> None:
+def _refuse_network_mount(folder: Path, mounts: str) -> None:
     """Raise BadInput where SQLite's locks cannot be relied on. Source: proc(5), mountinfo."""
     kind, longest = "", -1
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         place = before.split()[4].encode().decode("unicode_escape")
         if folder.resolve().is_relative_to(place) and len(place) >= longest:

@@ -154,7 +154,11 @@ class Worker:
                 worker = None
             if worker is None:
                 worker = self._worker = await self._begin(opened)
-            await asyncio.wait_for(asyncio.shield(worker.ready), OPEN_LIMIT_S)
+            try:
+                await asyncio.wait_for(asyncio.shield(worker.ready), OPEN_LIMIT_S)
+            except TimeoutError:
+                await self._close()
+                raise _try_again(f"the model was not open after {OPEN_LIMIT_S:.0f} s") from None
         return worker
 
     async def _begin(self, opened: Opened) -> _Worker:
