@@ -19,9 +19,9 @@ from fluxtrain.events.emitter import Announcer, Emitter
 from fluxtrain.events.journal import JournalWriter, read_events
 from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.train.observe.disk_wait import DiskWait
+from tests.engine import runs
 from tests.engine.test_resume import (
     assert_same_run,
-    events,
     finished,
     running,
     steps_done,
@@ -131,7 +131,7 @@ def room(disk: Path) -> int:
 def waits_for_room(run_dir: Path) -> bool:
     """Whether the journal says so, or is full itself: nothing came for a second."""
     before = (run_dir / "events.ndjson").stat().st_size
-    if any(event.phase == "no space" for event in events(run_dir, ev.PhaseChanged)):
+    if any(event.phase == "no space" for event in runs.told(run_dir, ev.PhaseChanged)):
         return True
     time.sleep(1.0)
     return (run_dir / "events.ndjson").stat().st_size == before
@@ -154,7 +154,7 @@ def test_a_run_on_a_disk_that_fills_up_goes_on_bit_for_bit_once_there_is_room(
         process.join(120)
         assert process.exitcode == 0
     assert_same_run(tmp_path / "whole", run_dir)
-    assert sorted(step.step for step in events(run_dir, ev.StepFinished)) == list(range(1, 81))
+    assert sorted(step.step for step in runs.told(run_dir, ev.StepFinished)) == list(range(1, 81))
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_5_and_its_last_checkpoint(
@@ -169,7 +169,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_5_and_its_last_checkpoint(
         assert process.exitcode == 5
     assert [read_checkpoint(path) for path in list_checkpoints(run_dir / "checkpoints")]
     assert not list((run_dir / "checkpoints").glob(".writing-*"))
-    told = events(run_dir, ev.Failed)[-1].message
+    told = runs.told(run_dir, ev.Failed)[-1].message
     assert "waited" in told and "the last good checkpoint is" in told
     filler.unlink()
     assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
