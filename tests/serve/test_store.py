@@ -31,6 +31,15 @@ def test_two_servers_have_not_one_folder_and_commands_may_work_beside_one(tmp_pa
     assert (tmp_path / "service.db").stat().st_mode & 0o077 == 0
 
 
+def test_a_server_looks_for_runs_where_the_one_before_did(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.keep_to(tmp_path / "runs")
+    store.keep_to(tmp_path / "runs")
+    with pytest.raises(BadInput, match=f"FLUXTRAIN_RUNS={tmp_path / 'runs'}"):
+        store.keep_to(tmp_path / "others")
+    store.close()
+
+
 def test_the_migrations_make_the_tables(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with store.engine.connect() as connection:

@@ -35,6 +35,7 @@ def run_server(
     """
     listener = _listener(host, port)
     store = Store(settings.folder)
+    store.keep_to(runs_root())
     tempfile.tempdir = str(store.files)  # uploads wait on the disk that keeps them
     scheme = "http" if certificate is None else "https"
     shown = f"[{host}]" if ":" in host else host

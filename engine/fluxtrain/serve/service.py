@@ -226,7 +226,7 @@ class Service:
         """Return the pieces of a model's answer. Raises Refusal."""
         if self.settings.inference == "off":
             raise Refusal("this server answers no questions (inference: off)", status=404)
-        self._refuse_over_quota(project)
+        await run_in_threadpool(self._refuse_over_quota, project)
         opened, folder = await run_in_threadpool(self._opened, project, name)
         if folder is not None:
             asked = msgspec.structs.replace(asked, adapter=folder.name)

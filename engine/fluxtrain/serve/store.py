@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy import JSON, Column, Float, Integer, MetaData, String, Table
 
 from fluxtrain.errors import BadInput
-from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.atomic import storage_error, write_bytes
 from fluxtrain.files.folders import try_lock
 from fluxtrain.files.opening import open_to_write
 
@@ -144,6 +144,20 @@ class Store:
             except BaseException:
                 self.close()
                 raise
+
+    def keep_to(self, runs: Path) -> None:
+        """Note where the runs of jobs are; later servers of this folder look there too.
+
+        Raises BadInput where an earlier server had another place: it would train all anew there.
+        """
+        note = self.folder / "runs"
+        before = note.read_text() if note.exists() else str(runs)
+        if before != str(runs):
+            raise BadInput(
+                f"the jobs of {self.folder} have their runs in {before}, and this one would look "
+                f"in {runs}: set FLUXTRAIN_RUNS={before}, or start it where it was started before"
+            )
+        write_bytes(note, str(runs).encode())
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:

@@ -95,4 +95,3 @@ def upgrade() -> None:
         sa.UniqueConstraint("job"),
     )
     op.create_index(op.f("ix_version_project"), "version", ["project"], unique=False)
-    # ### end Alembic commands ###
